@@ -5,11 +5,13 @@ import functools
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,16 @@ class Cluster:
     """A running server. Its administrator is `postgres`, with `PASSWORD`."""
 
     port: int
+    data: Path
+    start: Callable[[], None] = field(compare=False)
+
+    def kill(self) -> None:
+        """Kill the server with SIGKILL; `start` starts it again."""
+        postmaster = int((self.data / "postmaster.pid").read_text().split()[0])
+        children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
+        for pid in (postmaster, *map(int, children)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     @property
     def dsn(self) -> str:
@@ -127,11 +139,25 @@ def cluster() -> Iterator[Cluster]:
         start = [programs / "pg_ctl", "-D", data, "-l", str(folder / "log"), "-w", "-t", "60"]
         _run([*start, "start"], identity)
         try:
-            yield Cluster(port)
+            yield Cluster(port, Path(data), lambda: _start_again([*start, "start"], identity))
         finally:
             _run([programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop"], identity)
     finally:
         shutil.rmtree(folder)
+
+
+def _start_again(command: list[Any], identity: dict[str, Any]) -> None:
+    """Start a server that was killed. It refuses to as long as a process of its predecessor has the shared memory."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            _run(command, identity)
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
 
 
 def _run(command: list[Any], identity: dict[str, Any]) -> None:

@@ -1,0 +1,187 @@
+"""The cluster's database, on a real server that is killed as well."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import pytest
+
+from proxy.cluster.database import ClusterDatabase, ClusterError, DatabaseError, Membership
+from sandboxes.task_owner import start
+from tests.sandboxes.postgres_cluster import Cluster
+
+T = TypeVar("T")
+SECRET = b"the members' secret"
+
+
+@asynccontextmanager
+async def member(
+    dsn: str, name: str, known: tuple[str, int] | None = None, secret: bytes = SECRET
+) -> AsyncIterator[ClusterDatabase]:
+    database = ClusterDatabase(dsn, secret)
+    try:
+        await database.join(name, f"{name}:1", known)
+        yield database
+    finally:
+        await database.aclose()
+
+
+def test_members_join_one_cluster(dsn: str) -> None:
+    """Each data directory has a number of its own, and each start a greater boot."""
+
+    async def run() -> None:
+        async with member(dsn, "a") as first, member(dsn, "b") as second:
+            a, b = first.membership, second.membership
+            assert a.cluster == b.cluster
+            assert (a.number, b.number) == (1, 2)
+            assert await first.beat()
+            peer = await second.member(a.number)
+            assert peer is not None
+            assert peer == (1, 1, "a", "a:1", True)
+            async with member(dsn, "a", (a.cluster, a.number)) as again:
+                assert again.membership == Membership(a.cluster, a.number, a.boot + 1)
+                assert not await first.beat()
+
+    asyncio.run(run())
+
+
+def test_one_process_has_a_name(dsn: str) -> None:
+    """A name is free again when the lease of its member is over."""
+
+    async def run() -> None:
+        async with member(dsn, "a"):
+            with pytest.raises(ClusterError, match="a member named 'a' is running"):
+                async with member(dsn, "a"):
+                    pass
+        async with member(dsn, "a") as other:
+            assert other.membership.number == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("secret", "known", "sentence"),
+    [
+        (b"another secret", None, "a cluster with another secret"),
+        (SECRET, ("another", 1), "belongs to another cluster"),
+    ],
+)
+def test_other_clusters_are_refused(dsn: str, secret: bytes, known: tuple[str, int] | None, sentence: str) -> None:
+    """A second cluster on one database would write into the first one's logs."""
+
+    async def run() -> None:
+        async with member(dsn, "a"):
+            with pytest.raises(ClusterError, match=sentence):
+                async with member(dsn, "b", known, secret):
+                    pass
+
+    asyncio.run(run())
+
+
+def test_a_foreign_schema_is_refused(server: Cluster, dsn: str) -> None:
+    """It is left as it was."""
+    with server.connect(dsn.rpartition("=")[2]) as connection:
+        connection.execute("CREATE SCHEMA forkpoint")
+
+    async def run() -> None:
+        with pytest.raises(ClusterError, match="belongs to another program"):
+            async with member(dsn, "a"):
+                pass
+
+    asyncio.run(run())
+
+
+def test_an_unreachable_database_is_one_sentence() -> None:
+    """No traceback of a library."""
+
+    async def run() -> None:
+        with pytest.raises(ClusterError, match=r"the cluster's database failed: .*Check --cluster"):
+            async with member("host=127.0.0.1 port=1 user=nobody", "a"):
+                pass
+
+    asyncio.run(run())
+
+
+def test_a_row_number_is_written_once(dsn: str) -> None:
+    """The number is the fence: of two owners at most one writes the next row."""
+
+    async def run() -> None:
+        async with member(dsn, "a") as first, member(dsn, "b") as second:
+            assert await first.append("task", 1, None)
+            assert await first.append("task", 2, b"lines")
+            assert not await second.append("task", 2, None)
+            assert await second.append("task", 3, None)
+            assert not await first.append("task", 3, b"late")
+            rows = await first.read("task")
+            assert rows == [(1, 1, None), (2, 1, b"lines"), (3, 2, None)]
+            owner = await first.owner("task")
+            assert owner is not None
+            assert (owner.view, owner.peer.name, owner.peer.alive) == (3, "b", True)
+            assert await first.owner("other") is None
+        assert owner is not None
+
+    asyncio.run(run())
+
+
+def test_rows_of_many_tasks_share_statements(dsn: str) -> None:
+    """Each caller learns of its own row."""
+
+    async def run() -> None:
+        async with member(dsn, "a") as first:
+            await first.append("task3", 1, None)
+            written = await asyncio.gather(*(first.append(f"task{n}", 1, b"") for n in range(1200)))
+            assert [n for n, ok in enumerate(written) if not ok] == [3]
+
+    asyncio.run(run())
+
+
+def test_an_owner_without_a_lease_is_not_alive(dsn: str) -> None:
+    """Its successor may take the task over at once."""
+
+    async def run() -> None:
+        async with member(dsn, "b") as second:
+            async with member(dsn, "a") as first:
+                await first.append("task", 1, None)
+            owner = await second.owner("task")
+            assert owner is not None
+            assert not owner.peer.alive
+
+    asyncio.run(run())
+
+
+def test_a_killed_server_loses_no_row(server: Cluster, dsn: str) -> None:
+    """Rows that were acknowledged are there afterwards, each once; others are or are not."""
+
+    async def again(act: Callable[[], Awaitable[T]]) -> T:
+        for _ in range(300):
+            try:
+                return await act()
+            except DatabaseError:
+                await asyncio.sleep(0.1)
+        raise AssertionError("the database did not come back")
+
+    async def run() -> None:
+        async with member(dsn, "a") as first:
+            acknowledged: list[int] = []
+            many = asyncio.Event()
+
+            async def write() -> None:
+                for row in range(1, 100_000):
+                    assert await first.append("task", row, b"line")
+                    acknowledged.append(row)
+                    if row == 50:
+                        many.set()
+
+            writing = start(write())
+            await many.wait()
+            await asyncio.to_thread(server.kill)
+            with pytest.raises(DatabaseError):
+                await writing
+            await asyncio.to_thread(server.start)
+            await again(first.beat)
+            rows = [row.row for row in await again(lambda: first.read("task"))]
+            assert rows == list(range(1, len(rows) + 1))
+            assert len(acknowledged) <= len(rows) <= len(acknowledged) + 1
+
+    asyncio.run(run())
