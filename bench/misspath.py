@@ -328,7 +328,7 @@ def measure_depths(options: Namespace) -> None:
                 for number in range(depth, depth + options.divergences):
                     client = Client(server, f"r{depth}-{number}", "depths")
                     hits = [client.run(command).hit for command in path[:number]]
-                    response = client.run(f"echo own {number} >> /tmp/path; wc -l < /tmp/path")
+                    response = client.run(f"echo own {number} >> /tmp/path; wc -l < /tmp/path # {depth}")
                     client.close()
                     if not all(hits) or response.hit or f'"{number + 1}\\n"'.encode() not in response.body:
                         raise RuntimeError(f"a rollout left the tree at depth {number} at a wrong state: {response}")

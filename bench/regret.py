@@ -34,7 +34,7 @@ from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from snapshots.costs import Costs, KindCosts, Mean
 from snapshots.criu.checkpoints import CriuCheckpointer
-from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, worth_keeping
+from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, is_cheap, worth_keeping
 from snapshots.store import SnapshotStore
 
 THINK_S = 5.0
@@ -84,12 +84,13 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The input of a decision: whether to take a snapshot of a state."""
+    """The input of a decision: whether to take a snapshot of a state. made_s: what the call to it took; see `ours`."""
 
     position: Position
     saved_s: float
     costs: KindCosts
     reuse: Reuse
+    made_s: float
 
 
 Policy = Callable[[Question], bool]
@@ -104,7 +105,9 @@ def ours(question: Question) -> bool:
         demand=question.position.demands,
     )
     saved_s = question.saved_s + at_stake_s(replayed=0, diverged=0)
-    return worth_keeping(Prospect("", saved_s, uses, 0), cost_s=question.costs.freeze.seconds)
+    cost_s = question.costs.freeze.seconds
+    cheap = is_cheap(question.reuse, cost_s=cost_s, made_s=question.made_s)
+    return cheap or worth_keeping(Prospect("", saved_s, uses, 0), cost_s=cost_s)
 
 
 POLICIES: dict[str, Policy] = {
@@ -117,8 +120,8 @@ POLICIES: dict[str, Policy] = {
 class Simulation:
     """Simulates groups of rollouts under a policy."""
 
-    def __init__(self, policy: Policy, costs: KindCosts, overhead_s: float, seed: int) -> None:
-        self._policy, self._costs, self._overhead_s = policy, costs, overhead_s
+    def __init__(self, policy: Policy, costs: KindCosts, overhead_s: float, seed: int, *, files: bool) -> None:
+        self._policy, self._costs, self._overhead_s, self._files = policy, costs, overhead_s, files
         self._dice = random.Random(seed)  # noqa: S311 - dice of a benchmark
         self._reuse = Reuse()
         self.total = Total()
@@ -195,7 +198,11 @@ class Simulation:
         return seconds
 
     def _keep(self, position: Position) -> None:
-        if not position.kept and self._policy(Question(position, self._replay_s(position), self._costs, self._reuse)):
+        if position.kept:
+            return
+        # As `SnapshotValue` does: a checkpoint of live processes is never cheap.
+        made_s = position.seconds + self._overhead_s if self._files else 0.0
+        if self._policy(Question(position, self._replay_s(position), self._costs, self._reuse, made_s)):
             position.kept = True
             self.total.kept += 1
             self.total.freeze_s += self._costs.freeze.seconds
@@ -236,11 +243,13 @@ class Best:
         return min(dropped, self._freeze_s + position.demands * self._restore_s + children(0.0))
 
 
-def simulate(traces: Traces, policy: Policy, costs: KindCosts, *, overhead_s: float, seeds: int = 5) -> Total:
+def simulate(
+    traces: Traces, policy: Policy, costs: KindCosts, *, overhead_s: float, files: bool, seeds: int = 5
+) -> Total:
     """Run every task several times with different thinking times, and return the sums."""
     sums = Total()
     for seed in range(seeds):
-        simulation = Simulation(policy, costs, overhead_s, seed)
+        simulation = Simulation(policy, costs, overhead_s, seed, files=files)
         for rollouts in traces.values():
             simulation.group(rollouts)
         for name in Total.__slots__:
@@ -278,7 +287,7 @@ async def measured(count: int = 30) -> KindCosts:
 
 def show(kind: str, costs: KindCosts, workloads: Sequence[tuple[str, Traces]]) -> None:
     """Print a table of each workload with each policy."""
-    overhead_s = Costs().replay_overhead.seconds
+    overhead_s, files = Costs().replay_overhead.seconds, kind.startswith("files")
     shown = table(
         f"Snapshot policy, {kind}: freeze {costs.freeze.seconds * 1e3:.2f} ms, "
         f"restore {costs.restore.seconds * 1e3:.2f} ms. Dearer than the best choice in hindsight by",
@@ -286,7 +295,7 @@ def show(kind: str, costs: KindCosts, workloads: Sequence[tuple[str, Traces]]) -
     )  # fmt: skip
     best_s, ours_s = 0.0, 0.0
     for name, traces in workloads:
-        totals = [simulate(traces, decide, costs, overhead_s=overhead_s) for decide in POLICIES.values()]
+        totals = [simulate(traces, one, costs, overhead_s=overhead_s, files=files) for one in POLICIES.values()]
         mine = totals[0]
         shown.add_row(
             name, f"{mine.kept:.0f}/{mine.states:.0f}", f"{mine.demands:.0f}", f"{mine.best_s:.2f}",

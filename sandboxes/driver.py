@@ -157,6 +157,25 @@ class Ordering(Protocol):
         ...
 
 
+@runtime_checkable
+class Settling(Protocol):
+    """A sandbox that finishes a call in the background after its result."""
+
+    async def settle(self) -> None:
+        """Wait for what the last call left to do, as the next call or freeze would.
+
+        Raises:
+            SandboxError: The sandbox failed and is dead.
+        """
+        ...
+
+
+async def settle(sandbox: Sandbox) -> None:
+    """Wait for what the last call left to do, if the sandbox is a `Settling` one."""
+    if isinstance(sandbox, Settling):
+        await sandbox.settle()
+
+
 async def expect_order(sandbox: Sandbox, order: bytes | None) -> None:
     """Prepare a sandbox for a replay, if it is an `Ordering` one and the recorded call has an order."""
     if order is not None and isinstance(sandbox, Ordering):

@@ -15,7 +15,7 @@ from typing import Generic, Protocol
 
 import structlog
 
-from sandboxes.driver import FrozenState, Sandbox
+from sandboxes.driver import FrozenState, Sandbox, settle
 from sandboxes.effects import StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.pool.pool import Pool
@@ -107,6 +107,8 @@ class Capture(Generic[N]):
             NotFreezableError: The driver cannot freeze the state.
             SandboxError, OSError: The sandbox failed.
         """
+        # What the last call left to do is no part of a freeze's cost: the next call would have waited for it too.
+        await settle(sandbox)
         # 3. The driver freezes. From here to `attach` the sandbox is not leased to any call.
         start = time.perf_counter()
         frozen = await sandbox.freeze()

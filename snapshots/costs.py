@@ -60,7 +60,7 @@ class Costs:
     """
 
     fresh: Mean = Mean(0.0065)
-    replay_overhead: Mean = Mean(0.004)
+    replay_overhead: Mean = Mean(0.015)
     files: KindCosts = KindCosts(Mean(0.0006), Mean(0.006))
     processes: KindCosts = KindCosts(Mean(0.05), Mean(0.04))
 

@@ -20,8 +20,15 @@ from proxy.tree.task import Walkers
 from proxy.tree.tree import Node, Tree
 from snapshots.cache import SnapshotCache
 from snapshots.costs import SnapshotKind
-from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, why, worth_keeping
+from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, is_cheap, why, worth_keeping
 from snapshots.snapshot import Snapshot, snapshot_kind
+
+_LOOK_BACK = 100
+"""How many calls above a state rollouts count as coming to it.
+
+A rollout farther above leaves the path before it with near certainty. Ten times as many make a miss at a depth of 1,000
+calls 0.1 ms slower. With a tenth, the rollouts of a group that is just starting are not seen.
+"""
 
 
 class SnapshotValue:
@@ -64,9 +71,15 @@ class SnapshotValue:
         kind, driver = kind_of(node), tree.spec.driver
         if not self._cache.accepts(kind):
             return False
-        prospect = self._prospect(node, tree.id, driver, kind)
         # The freeze itself is the price; the bytes are the budget's business (`SnapshotCache.fit`).
-        return worth_keeping(prospect, cost_s=self._cache.costs[driver].of(kind).freeze.seconds)
+        costs = self._cache.costs[driver]
+        cost_s = costs.of(kind).freeze.seconds
+        # A checkpoint stops live processes for a while, so it is never cheap.
+        if kind == "files" and node.origin is not None:
+            made_s = node.origin.seconds + costs.replay_overhead.seconds
+            if is_cheap(self.reuse, cost_s=cost_s, made_s=made_s):
+                return True
+        return worth_keeping(self._prospect(node, tree.id, driver, kind), cost_s=cost_s)
 
     def prospect(self, snapshot: Snapshot, node: Node | None) -> Prospect:
         """Return what is known of a snapshot's worth at its node; nothing if the node has been forgotten (None)."""
@@ -133,8 +146,10 @@ class SnapshotValue:
         # Rollouts at the node itself count among its visits already.
         rollouts_at = Counter(rollout.node for rollout in self._walkers.of(tree_id) if rollout.node is not node)
         behind, above = 0, node.origin
-        # A path may be long, but the walk ends once every rollout has been counted.
-        while rollouts_at and above is not None:
+        # The walk ends once every rollout has been counted. Most are on other paths, so it ends anyway.
+        for _ in range(_LOOK_BACK):
+            if not rollouts_at or above is None:
+                break
             behind += rollouts_at.pop(above.source, 0)
             above = above.source.origin
         return behind

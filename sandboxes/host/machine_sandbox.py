@@ -195,6 +195,10 @@ class MachineSandbox(ABC):
         self._stirred_at = time.monotonic()
         self._settled_at = self._stirred_at + settle_s
 
+    async def settle(self) -> None:
+        """See `Settling.settle`."""
+        await self._settle()
+
     async def rest(self, dwell_s: float) -> None:
         """See `Resting.rest`."""
         # The shorter of two waits: what is missing to the recorded dwell time, and what is missing to "started".

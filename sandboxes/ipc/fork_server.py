@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from sandboxes import IMPORT_ROOT
@@ -42,6 +42,7 @@ class ForkServer:
         hint: str = "",
         site_packages: bool = False,
         environment: Mapping[str, str] = _ENVIRONMENT,
+        prepare: Callable[[int], None] = lambda _pid: None,
     ) -> None:
         """Describe a fork server; `start` starts it.
 
@@ -52,9 +53,10 @@ class ForkServer:
             hint: What to do when the child does not start; ends the error text.
             site_packages: Whether the child may import installed packages. Without them it starts faster.
             environment: The child's whole environment.
+            prepare: Called with the pid of each child that starts, before it forks anything. May block shortly.
         """
         self._name, self._module, self._arguments, self._hint = name, module, arguments, hint
-        self._site_packages, self._environment = site_packages, environment
+        self._site_packages, self._environment, self._prepare = site_packages, environment, prepare
         self._channel: Channel | None = None
         self._process: asyncio.subprocess.Process | None = None
         # Several sandboxes may find the child dead at once; one of them starts the next.
@@ -108,6 +110,7 @@ class ForkServer:
         # The child says what it lacks, such as a right or a kernel feature.
         if "error" in ready:
             raise SandboxError(self._start_failure(ready["error"]))
+        self._prepare(self._process.pid)
         return ready
 
     def _start_failure(self, reason: str) -> str:

@@ -90,7 +90,7 @@ class LocalDriver:
             self.machine.cgroups.open()
             # Before the first sandbox: the next process finds the control groups by this file if this one is killed.
             (self.data_dir / "instance.json").write_bytes(
-                orjson.dumps({"cgroups": sorted({str(path) for path in self.machine.cgroups.parents.values()})})
+                orjson.dumps({"cgroups": sorted({str(path) for path in self.machine.cgroups.folders})})
             )
             await self.machine.open()
         except BaseException:

@@ -93,6 +93,7 @@ class Machine:
             "sandboxes.local.launcher",
             [str(host_view)],
             hint="Run `forkpoint doctor` to see why.",
+            prepare=self.cgroups.put_behind,
         )
         self._spares: deque[Spare] = deque()
         self._restocking: asyncio.Task[None] | None = None

@@ -12,6 +12,7 @@ from snapshots.policy import (
     abandoned,
     at_stake_s,
     expected_uses,
+    is_cheap,
     unproven,
     value,
     victims,
@@ -107,6 +108,19 @@ def test_unreproducible_states_are_always_worth_keeping(prospect: Prospect, cost
 
 def test_states_without_expected_uses_are_not_kept() -> None:
     assert not worth_keeping(Prospect("s", saved_s=60.0, uses=0.0, size_bytes=0), cost_s=0.004)
+
+
+def test_a_freeze_is_cheap_up_to_a_quarter_of_its_call() -> None:
+    assert is_cheap(Reuse(), cost_s=0.005, made_s=0.02)
+    assert not is_cheap(Reuse(), cost_s=0.0051, made_s=0.02)
+
+
+def test_no_freeze_is_cheap_where_states_are_never_needed() -> None:
+    reuse = Reuse()
+    for _ in range(20_000):
+        reuse = reuse.made(behind=0)
+    assert not is_cheap(reuse, cost_s=0.0, made_s=1.0)
+    assert is_cheap(reuse.demanded(), cost_s=0.0, made_s=1.0)
 
 
 @given(prospects)
