@@ -14,7 +14,7 @@ from typing import Any
 from tests.proxy import test_transparency_local as shell_calls
 from tests.proxy import test_transparency_postgres as postgres_calls
 from tests.proxy import test_transparency_sqlite as sqlite_calls
-from tests.sandboxes.docker import BASH_IMAGE
+from tests.sandboxes.docker import AGENT_IMAGE
 
 HOME = "/root"
 COMMANDS = Path(__file__).with_name("commands.txt")
@@ -52,7 +52,9 @@ SETUP = (
     "echo seed > seed",
     "cd repo; ! command -v git || { git init -q; git config user.email a@b; git config user.name a; }",
     "cd repo; ! command -v git || { git add -A; git commit -qm first; }",
+    "find /root -exec touch -hd 2026-01-01 {} +",
 )
+"""Set-up runs in both proxies, so its files get equal times at the end. Docker keeps only whole seconds of an image."""
 STATE = r"""
 declare -p | grep -v -e RANDOM -e SECONDS -e EPOCH -e BASHPID -e PPID -e BASH_ARG -e ' [BW]=' -e COPROC; declare -f
 alias -p; trap -p; shopt; set -o; umask; ulimit -a; dirs; pwd -P; echo "$#:$*:$-"; enable -n
@@ -74,11 +76,13 @@ class ProgramCall:
         path: Path below the rollout's base URL.
         arguments: JSON body.
         recalls: Position of an earlier call of the program whose output this call must repeat, or None.
+        random: Whether each run of the call has an output of its own, so that there is nothing to compare.
     """
 
     path: str
     arguments: dict[str, Any]
     recalls: int | None = None
+    random: bool = False
 
     @property
     def text(self) -> str:
@@ -105,7 +109,7 @@ class Group:
 def shell_spec(driver: str) -> dict[str, Any]:
     """Return the spec of shell programs for the driver `local` or `container`."""
     spec = {"driver": driver, "workdir": HOME, "files": FILES, "setup": list(SETUP), "env": DATES}
-    return spec | {"image": BASH_IMAGE} if driver == "container" else spec
+    return spec | {"image": AGENT_IMAGE} if driver == "container" else spec
 
 
 def commands() -> dict[str, list[str]]:
@@ -186,7 +190,7 @@ def _shape(
 
 
 def _shell(command: str, recalls: int | None = None) -> ProgramCall:
-    return ProgramCall("shell/exec", {"command": command, "timeout_s": 30}, recalls)
+    return ProgramCall("shell/exec", {"command": command, "timeout_s": 30}, recalls, command == RANDOM)
 
 
 def _sql(statement: str) -> ProgramCall:

@@ -7,20 +7,24 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.differential import Answer, Run, Runner, Tally, run
+from bench.comparison import Answer, Comparison, Run, Tally
+from bench.differential import Plan, run
 from bench.programs import Program, ProgramCall, shell_group, shell_spec
 from tests.machine import Proxy, require_sandboxes
 
 TRUE: Answer = ("true", [], 0, False)
 FALSE: Answer = ("false", [], 0, False)
+OTHER: Answer = ("other", [], 0, False)
+
+PLAN = Plan(programs=12, length=8)
 
 
-class Scripted(Runner):
+class Scripted(Comparison):
     """Compares without proxies; later private runs give the answer `later`."""
 
     def __init__(self, tally: Tally, later: tuple[object, ...], client: httpx.Client) -> None:
         nothing = Proxy(Path("/nonexistent"))
-        super().__init__(nothing, nothing, tally, client)
+        super().__init__(nothing, nothing, tally, client, 0)
         self.later = later
 
     def _alone(self, _task: str, program: Program) -> Run:
@@ -39,22 +43,29 @@ def compared(answers: list[Answer], *private: list[Answer], later: Answer, recal
 
 
 def test_answer_that_no_private_run_gives_is_wrong() -> None:
-    tally = compared([FALSE], [TRUE], [TRUE], later=TRUE)
+    tally = compared([FALSE], [TRUE], later=TRUE)
     assert [(wrong.expected, wrong.actual) for wrong in tally.wrong] == [(TRUE, FALSE)]
 
 
 def test_answer_of_later_private_run_is_timing() -> None:
-    tally = compared([FALSE], [TRUE], [TRUE], later=FALSE)
+    tally = compared([FALSE], [TRUE], later=FALSE)
     assert (tally.wrong, tally.timing) == ([], 1)
 
 
-def test_answer_where_private_runs_differ_is_noise() -> None:
-    tally = compared([FALSE], [TRUE], [FALSE], later=TRUE)
-    assert (tally.wrong, tally.noise, tally.compared) == ([], 1, 0)
+def test_answer_unlike_differing_private_runs_is_unclear() -> None:
+    tally = compared([FALSE], [TRUE], later=OTHER)
+    assert (tally.wrong, [difference.actual for difference in tally.unclear]) == ([], [FALSE])
+
+
+def test_noise_floor_counts_differing_private_runs() -> None:
+    tally, program = Tally(), (ProgramCall("shell/exec", {"command": "true"}),) * 2
+    with httpx.Client() as client:
+        Scripted(tally, TRUE, client)._count_noise(program, [Run((TRUE, TRUE)), Run((TRUE, FALSE))])
+    assert (tally.twice, tally.noise) == (2, 1)
 
 
 def test_random_value_read_differently_is_wrong() -> None:
-    tally = compared([TRUE, FALSE], [TRUE, TRUE], [TRUE, TRUE], later=TRUE, recalls=0)
+    tally = compared([TRUE, FALSE], [TRUE, TRUE], later=TRUE, recalls=0)
     assert [(wrong.position, wrong.expected) for wrong in tally.wrong] == [(1, TRUE)]
 
 
@@ -67,12 +78,12 @@ def test_programs_follow_from_the_seed() -> None:
 @pytest.mark.parametrize("mode", ["calm", "kills"])
 def test_programs_have_the_answers_of_private_shells(mode: str) -> None:
     require_sandboxes()
-    tally = run("local", mode, seed=3, programs=12, rollouts=6, length=8, every_s=1.0)
+    tally = run("local", mode, 3, PLAN)
     assert (tally.wrong, tally.programs) == ([], 12)
     assert tally.compared > 50
 
 
 def test_programs_have_the_answers_of_private_databases() -> None:
-    tally = run("sqlite", "kills", seed=3, programs=12, rollouts=6, length=8, every_s=1.0)
+    tally = run("sqlite", "kills", 3, PLAN)
     assert (tally.wrong, tally.programs) == ([], 12)
     assert tally.compared > 50

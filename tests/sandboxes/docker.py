@@ -19,7 +19,9 @@ from sandboxes.errors import SandboxError
 from sandboxes.spec import EnvironmentSpec
 from snapshots.criu.checkpoints import CriuCheckpointer
 
-BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:7" for kind in ("bash", "sh", "busybox"))
+BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE, AGENT_IMAGE = (
+    f"forkpoint-test-{kind}:8" for kind in ("bash", "sh", "busybox", "agent")
+)
 COMMANDS = [
     "cat",
     "chmod",
@@ -69,6 +71,12 @@ COMMANDS = [
     "unshare",
     "wc",
 ]
+AGENT_COMMANDS = (
+    "awk", "basename", "diff", "du", "expr", "getfacl", "getfattr", "git", "ipcmk", "ipcs", "lsattr", "make",
+    "md5sum", "mktemp", "nohup", "pgrep", "pkill", "prlimit", "pwd", "realpath", "renice", "setfacl", "setfattr", "tar",
+    "taskset", "timeout", "truncate", "uniq", "xargs",
+)  # fmt: skip
+"""What else agents use. Programs that this machine lacks are left out."""
 _PATHS = ("usr/bin", "usr/sbin", "bin", "sbin")
 
 
@@ -102,6 +110,11 @@ def _missing() -> str:
 def make_bash_image() -> None:
     """Import the image that has bash and Python into the daemon that DOCKER_HOST names."""
     _make_image(BASH_IMAGE, "bash", COMMANDS)
+
+
+def make_agent_image() -> None:
+    """Import the image that also has git, make and what else agents use."""
+    _make_image(AGENT_IMAGE, "bash", [*COMMANDS, *AGENT_COMMANDS])
 
 
 def derive(name: str, changes: list[str]) -> str:
@@ -163,7 +176,7 @@ def _libraries(program: str) -> set[str]:
 
 
 def _python(real: str) -> set[str]:
-    program = "import sys, ctypes, socket, json, random, base64, hashlib, socketserver, typing, array, fcntl, mmap, resource, select, signal, struct, termios, tty; print('\\n'.join(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"  # noqa: E501
+    program = "import sys, ctypes, socket, json, sqlite3, py_compile, random, base64, hashlib, socketserver, typing, array, fcntl, mmap, resource, select, signal, struct, termios, tty; print('\\n'.join(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"  # noqa: E501
     said = subprocess.run([real, "-I", "-S", "-c", program], capture_output=True, text=True, check=True).stdout
     folder = Path(said.splitlines()[0]).parent
     modules = {line for line in said.splitlines() if line.startswith("/")}

@@ -1,0 +1,129 @@
+"""Faults for `bench.differential`: `kill -9` of processes of a proxy or of dockerd, restarts and evictions."""
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.dockerd import Dockerd
+from tests.machine import Process, Proxy, is_sandbox, process
+
+CRIU_S = 1.0
+"""How long a strike on CRIU waits for a dump or a restore to begin. They take some 50 ms, a few times a second."""
+WEIGHTS = {"process": 6, "criu": 2, "gc": 4, "proxy": 1, "stop": 1, "dockerd": 1}
+
+FORK_SERVERS = {
+    b"sandboxes.local.launcher": "launcher",
+    b"sandboxes.container.keeper.launcher": "keeper or its launcher",
+    b"sandboxes.workers.zygote": "worker or zygote",
+}
+"""Names of our fork servers and their children, by the module that their command line names."""
+
+
+class Strikes:
+    """Kills what belongs to a proxy, again and again, until the block ends.
+
+    Args:
+        proxy: The proxy that is struck.
+        daemon: The Docker daemon that runs its containers; None if it has none.
+        every_s: Mean seconds between two strikes.
+        counts: Strikes by kind; they are added here.
+    """
+
+    def __init__(
+        self, proxy: Proxy, daemon: Dockerd | None, dice: random.Random, every_s: float, counts: Counter[str]
+    ) -> None:
+        self._proxy, self._daemon, self._dice, self._every_s, self._counts = proxy, daemon, dice, every_s, counts
+        self._weights = {kind: weight for kind, weight in WEIGHTS.items() if daemon or kind != "dockerd"}
+        self._over = threading.Event()
+
+    @contextmanager
+    def falling(self) -> Iterator[None]:
+        """Strike from another thread for the duration of the block."""
+        thread = threading.Thread(target=self._go)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _go(self) -> None:
+        while not self._over.wait(self._dice.uniform(0.3, 1.7) * self._every_s):
+            if struck := self._strike():
+                self._counts[struck] += 1
+
+    def _strike(self) -> str:
+        """Strike once; return what was struck, or an empty string if there was nothing."""
+        kind = self._dice.choices(list(self._weights), list(self._weights.values()))[0]
+        if kind == "process":
+            return self._kill_process()
+        if kind == "criu":
+            return self._kill_criu()
+        if kind == "gc":
+            httpx.post(f"{self._proxy.url}/api/v1/gc", timeout=60)
+        elif kind == "dockerd":
+            assert self._daemon is not None
+            self._daemon.kill()
+            time.sleep(self._dice.uniform(0, 0.5))
+            self._daemon.start()
+        else:
+            self._proxy.kill() if kind == "proxy" else self._proxy.stop()
+            self._proxy.start()
+        return kind
+
+    def _kill_process(self) -> str:
+        """Kill one of our own processes of a random role; never one of the agent's."""
+        roles: dict[str, list[Process]] = {}
+        for candidate in sorted(self._proxy.processes()):
+            if name := role(candidate[0]):
+                roles.setdefault(name, []).append(candidate)
+        if self._daemon is not None:
+            roles["container"] = [init for pid in self._daemon.pids() if (init := process(pid))]
+        struck = self._dice.choice(sorted(name for name in roles if roles[name]) or [""])
+        if struck:
+            _kill(self._dice.choice(roles[struck]))
+        return struck
+
+    def _kill_criu(self) -> str:
+        """Wait for a running CRIU, and kill it."""
+        deadline = time.monotonic() + CRIU_S
+        while time.monotonic() < deadline and not self._over.is_set():
+            for candidate in self._proxy.processes():
+                if role(candidate[0]) == "criu":
+                    time.sleep(self._dice.uniform(0, 0.03))
+                    _kill(candidate)
+                    return "criu"
+            time.sleep(0.005)
+        return ""
+
+
+def _kill(candidate: Process) -> None:
+    pid, _ = candidate
+    with contextlib.suppress(ProcessLookupError):
+        if process(pid) == candidate:
+            os.kill(pid, signal.SIGKILL)
+
+
+def role(pid: int) -> str:
+    """Return what a process of a proxy is; an empty string for the processes of agents."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    if is_sandbox(pid):
+        return "pid 1"
+    if words[0] == b"anchor":
+        return "anchor"
+    if words[0].endswith(b"criu"):
+        return "criu"
+    # Forked processes show the command line of their fork server.
+    return next((name for module, name in FORK_SERVERS.items() if any(module in word for word in words)), "")
