@@ -75,8 +75,9 @@ _SCHEMA = (
     WHERE d.objoid >= 16384 AND d.classoid <> 'pg_extension'::regclass""",
 )  # fmt: skip
 
-_SEQUENCES = """SELECT schemaname, sequencename, data_type::text, start_value, min_value, max_value, increment_by,
-    cycle, cache_size, last_value FROM pg_sequences ORDER BY 1, 2"""
+_SEQUENCES = """SELECT format('%I.%I', schemaname, sequencename), schemaname || '.' || sequencename,
+    data_type::text, start_value, min_value, max_value, increment_by, cycle, cache_size, last_value
+    FROM pg_catalog.pg_sequences ORDER BY 2"""
 
 _TABLES = f"""SELECT format('%I.%I', n.nspname, c.relname), pg_relation_size(c.oid)
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -106,8 +107,18 @@ def schema_digest(connection: CatalogConnection) -> str:
 
 
 def sequences(connection: CatalogConnection) -> dict[str, str]:
-    """Return all that decides each sequence's next value, by name. 1 ms."""
-    return {f"{row[0]}.{row[1]}": "|".join(map(str, row[2:])) for row in connection.execute(_SEQUENCES)}
+    """Return all that decides each sequence's next value, by name. 1 ms, and 1 ms for each 100 unused sequences."""
+    rows = connection.execute(_SEQUENCES).fetchall()
+    found = {row[1]: list(row[2:]) for row in rows}
+    # Before its first use a sequence has no last value in `pg_sequences`, but its next value may have been set by
+    # `setval(…, false)` or `RESTART WITH`. Only the sequence itself shows it.
+    unused = [(quoted, name) for quoted, name, *_, last in rows if last is None]
+    if unused:
+        values = connection.execute(" UNION ALL ".join(f"SELECT last_value FROM {quoted}" for quoted, _ in unused))
+        for (_, name), (value,) in zip(unused, values, strict=True):
+            if value != found[name][1]:
+                found[name][-1] = f"next {value}"
+    return {name: "|".join(map(str, members)) for name, members in found.items()}
 
 
 def tables(connection: CatalogConnection) -> list[tuple[str, int]]:

@@ -22,6 +22,7 @@ import structlog
 
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.postgres.digest import DatabaseDigest
+from sandboxes.postgres.sequence_use import SequenceUse
 from sandboxes.postgres.server import DatabaseSettings, PostgresServer
 from sandboxes.task_owner import TaskOwner
 from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
@@ -58,7 +59,7 @@ class Template:
         name: Name of the database.
         digest: Digest of its content.
         settings: Settings that each clone must be given.
-        touched: Sequences that the session used whose state this is, the last one last.
+        sequence_use: What the session whose state this is knew of sequences.
         size_bytes: Size on the server's disk.
         reader: Name of the clone for reading; empty until the first read.
         spares: Private clones that wait for a sandbox.
@@ -70,7 +71,7 @@ class Template:
     name: str
     digest: DatabaseDigest
     settings: DatabaseSettings
-    touched: tuple[str, ...] = ()
+    sequence_use: SequenceUse = field(default_factory=SequenceUse)
     size_bytes: int = 0
     reader: str = ""
     spares: deque[PrivateClone] = field(default_factory=deque)
@@ -122,7 +123,7 @@ class Clones:
             self.restock(template)
 
     async def connect(
-        self, template: Template, database: str, digest: DatabaseDigest, touched: tuple[str, ...]
+        self, template: Template, database: str, digest: DatabaseDigest, sequence_use: SequenceUse
     ) -> PrivateClone:
         """Connect a dedicated worker to a clone.
 
@@ -130,12 +131,12 @@ class Clones:
             template: Where the clone came from.
             database: Name of the clone.
             digest: Digest of the clone's content.
-            touched: Sequences whose values `currval` and `lastval` must know, the last one last.
+            sequence_use: What `currval` and `lastval` must know.
         """
         worker = await self._worker_pool.dedicated()
         request = {
             "op": "open", "dsn": template.server.agent_dsn(database), "digest": digest.to_json(),
-            "prime": list(touched),
+            "sequence_use": sequence_use.to_json(),
         }  # fmt: skip
         answer = await worker.request(request, timeout_s=OPEN_S)
         return PrivateClone(database, worker, int(answer.fields["backend"]))
@@ -174,7 +175,7 @@ class Clones:
     async def _create(self, template: Template, kind: str) -> PrivateClone:
         database = await template.server.clone(template.name, kind, template.settings)
         try:
-            return await self.connect(template, database, template.digest, template.touched)
+            return await self.connect(template, database, template.digest, template.sequence_use)
         except BaseException:
             self._drop(template.server, database)
             raise

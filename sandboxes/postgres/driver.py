@@ -17,6 +17,7 @@ from sandboxes.linux.dir_lock import Ownership
 from sandboxes.postgres.clones import Clones, Template
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.sandbox import DatabasePosition, PostgresSandbox
+from sandboxes.postgres.sequence_use import SequenceUse
 from sandboxes.postgres.server import DatabaseSettings, PostgresServer
 from sandboxes.postgres.source import behaviour_of, fingerprint_of, read_digest, settings_of, take_over
 from sandboxes.spec import Database, EnvironmentSpec
@@ -24,7 +25,7 @@ from sandboxes.workers.pool import WorkerPool
 
 log = structlog.get_logger()
 
-VERSION = 1
+VERSION = 2
 """Part of every identity. Raise it when a change of the driver gives equal calls other results or other digests."""
 SPARES = 2
 """Clones that wait for each template in use. Rollouts that first write at the same time take one each."""
@@ -102,7 +103,8 @@ class PostgresDriver:
         """Drop what a killed instance left on a server, and register the templates that it had finished."""
         recorded: dict[str, Any] = self._instance["servers"][server.dsn]["templates"]
         for name in await server.databases():
-            if name not in recorded:
+            # Records of earlier versions do not say what the session knew of sequences.
+            if name not in recorded or "sequence_use" not in recorded[name]:
                 await server.drop(name)
             elif name not in self._templates:
                 self._register(server, name, recorded[name])
@@ -138,7 +140,7 @@ class PostgresDriver:
         """Record a template. `source` is a root's source, fingerprint and behaviour; None for other states."""
         self._instance["servers"][template.server.dsn]["templates"][template.name] = {
             "digest": template.digest.to_json(), "settings": [list(pair) for pair in template.settings.own],
-            "touched": list(template.touched), "size_bytes": template.size_bytes, "source": source,
+            "sequence_use": template.sequence_use.to_json(), "size_bytes": template.size_bytes, "source": source,
         }  # fmt: skip
         self._save_instance()
 
@@ -148,7 +150,7 @@ class PostgresDriver:
             name,
             DatabaseDigest.from_json(record["digest"]),
             DatabaseSettings(tuple(map(tuple, record["settings"]))),
-            tuple(record["touched"]),
+            SequenceUse.from_json(record["sequence_use"]),
             record["size_bytes"],
         )
         self._templates[name] = template
@@ -192,7 +194,7 @@ class PostgresDriver:
                     await server.drop(name)
                     return template
             await server.freeze(name)
-            template = Template(server, name, digest, settings, (), await server.size_bytes(name))
+            template = Template(server, name, digest, settings, size_bytes=await server.size_bytes(name))
         except BaseException:
             await server.drop(name)
             raise
@@ -245,7 +247,7 @@ class PostgresDriver:
         except BaseException:
             await origin.server.drop(name)
             raise
-        template = Template(origin.server, name, position.digest, origin.settings, position.touched, size_bytes)
+        template = Template(origin.server, name, position.digest, origin.settings, position.sequence_use, size_bytes)
         self._templates[name] = template
         self._record(template, None)
         return template

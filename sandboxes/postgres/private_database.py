@@ -14,14 +14,13 @@ How a call runs depends on whether the agent has a transaction open:
    part of the session, and its texts become part of the witness.
 """
 
-import contextlib
 import hashlib
 from typing import Any
 
 import psycopg
 from psycopg import pq
 
-from sandboxes.postgres import catalog
+from sandboxes.postgres import catalog, sequence_use
 from sandboxes.postgres import digest as digests
 from sandboxes.postgres.connection import (
     READS,
@@ -36,6 +35,7 @@ from sandboxes.postgres.connection import (
     timed_out,
 )
 from sandboxes.postgres.digest import DatabaseDigest
+from sandboxes.postgres.sequence_use import USES_SEQUENCES, SequenceUse
 from sandboxes.postgres.statement import NOT_IN_TRANSACTION, PostgresOutcome
 from sandboxes.postgres.volatile import CURSOR, VOLATILE
 from sandboxes.sql.results import Failure
@@ -50,9 +50,6 @@ _ROWLESS = _ENDS | {
     "CLOSE", "FETCH", "MOVE", "SAVEPOINT", "RELEASE", "VACUUM", "ANALYZE", "CHECKPOINT",
 }  # fmt: skip
 """First words of the command tags of statements that change no rows."""
-_MARK_USED = """SELECT pg_catalog.setval(%s, old) FROM (SELECT last_value AS old, pg_catalog.nextval(%s)
-    FROM pg_catalog.pg_sequences WHERE schemaname || '.' || sequencename = %s AND last_value IS NOT NULL OFFSET 0) s"""
-"""Marks a sequence as used by this session, without changing its value."""
 _HAS_CURSORS = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_cursors WHERE name <> '')"
 
 
@@ -67,19 +64,18 @@ class PrivateDatabase:
     def __init__(self, link: Link, digest: DatabaseDigest) -> None:
         self.link, self.digest = link, digest
         self._session = ""
-        self._touched: list[str] = []
+        self._use = SequenceUse()
+        # Texts since the session's use of sequences was last looked at, with all that they may run.
+        self._meanings: list[str] = []
         self._in_transaction: list[str] = []
         # Texts that moved a cursor since the session began. Cursors have no position that could be read.
         self._cursor_moves: list[str] = []
         self._counts_at_begin: tuple[catalog.RowCounts, int] = ({}, 0)
 
-    def prime(self, sequences: list[str]) -> None:
-        """Restore what `currval` and `lastval` return, by using sequences in the order in which they were used."""
-        for name in sequences:
-            # Only `nextval` affects `lastval`, and `setval` then restores the value. An exhausted sequence is skipped.
-            with contextlib.suppress(psycopg.Error):
-                self.link.connection.execute(_MARK_USED, (name, name, name))
-        self._touched = list(sequences)
+    def prime(self, use: SequenceUse) -> None:
+        """Restore what `currval` and `lastval` return."""
+        sequence_use.restore(self.link.connection, use)
+        self._use = use
 
     def warm_up(self) -> None:
         """Run the queries of a first write, so that the server has read its catalogs before it."""
@@ -111,23 +107,27 @@ class PrivateDatabase:
         else:
             fields, result = self._inside_transaction(call)
         self._session = self.link.session()
+        use, self._use = self._use, self._look_at_sequences(before)
         fields["database"] = self.digest != before
-        fields["session"] = self._session != session or bool(fields.pop("uncommitted", False))
-        fields["has_session"] = bool(self._session)
-        if fields["database"]:
-            self._note_sequences(before)
+        fields["session"] = self._session != session or self._use != use or bool(fields.pop("uncommitted", False))
+        fields["has_session"] = bool(self._session) or not self._use.restorable
         if not self._session:
             # Without a session there is no cursor either.
             self._cursor_moves.clear()
-        session_state = repr((self._session, self._in_transaction, self._cursor_moves)).encode()
+        session_state = repr((self._session, self._in_transaction, self._cursor_moves, self._use)).encode()
         fields["witness"] = hashlib.blake2b(self.digest.state().exact + session_state, digest_size=32).hexdigest()
-        return fields | {"digest": self.digest.to_json(), "touched": self._touched}, result
+        return fields | {"digest": self.digest.to_json(), "sequence_use": self._use.to_json()}, result
 
-    def _note_sequences(self, before: DatabaseDigest) -> None:
-        """Record the order in which sequences were last used, for a later connection that continues from this state."""
-        for name, value in self.digest.sequences.items():
-            if value != before.sequences.get(name):
-                self._touched = [*(other for other in self._touched if other != name), name]
+    def _look_at_sequences(self, before: DatabaseDigest) -> SequenceUse:
+        """Return what the session knows of sequences after a call; asked only where the call may have changed it."""
+        now = self.digest.sequences
+        changed = [name for name in {*now, *before.sequences} if now.get(name) != before.sequences.get(name)]
+        text = "\n".join(self._meanings)
+        uses = USES_SEQUENCES.search(text) is not None
+        if self.link.status != pq.TransactionStatus.IDLE or not (changed or uses):
+            return self._use
+        self._meanings.clear()
+        return sequence_use.observe(self.link.connection, self._use, text, now if uses else changed, changed)
 
     # -- outside the agent's transactions ----------------------------------------------------------------------------
 
@@ -147,7 +147,9 @@ class PrivateDatabase:
             parameters = parameters_of(call)
         except ValueError as error:
             return {}, refused(call, str(error))
-        fields: Fields = {"volatile": VOLATILE.search(self.link.meaning(call.text, writing=True)) is not None}
+        meaning = self.link.meaning(call.text, writing=True)
+        self._meanings = [meaning]
+        fields: Fields = {"volatile": VOLATILE.search(meaning) is not None}
         outcome = self._without_transaction(call, parameters) if moves else self._write(call, parameters)
         if moves and outcome.failure is None:
             self._cursor_moves.append(call.text)
@@ -224,9 +226,13 @@ class PrivateDatabase:
                 call, f"{call.tool} is not available inside an open transaction: COMMIT or ROLLBACK first"
             )
         # In a failed transaction no catalog can be read, and the server refuses the statement anyway.
-        volatile = False
+        volatile = uses = False
         if self.link.status == pq.TransactionStatus.INTRANS:
-            volatile = VOLATILE.search(self.link.meaning(call.text, writing=True)) is not None
+            meaning = self.link.meaning(call.text, writing=True)
+            self._meanings.append(meaning)
+            volatile = VOLATILE.search(meaning) is not None
+            # Without defaults and triggers: their use of a sequence shows in the position.
+            uses = USES_SEQUENCES.search(self.link.meaning(call.text, writing=False)) is not None
         before = self._position()
         # Read before the statement: it may be the COMMIT, after which the counters are gone.
         large = self._changed_large_tables()
@@ -241,7 +247,7 @@ class PrivateDatabase:
             uncommitted = True
         else:
             # Savepoints and cursors cannot be read back, so every statement of another kind counts as a change.
-            uncommitted = self._position() != before or not only(outcome.tags, READS)
+            uncommitted = uses or self._position() != before or not only(outcome.tags, READS)
             self._in_transaction += [call.text] if uncommitted else []
         return {"volatile": volatile, "uncommitted": uncommitted} | timed_out(outcome), answer_of(
             self.link, outcome, call

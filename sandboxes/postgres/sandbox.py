@@ -12,6 +12,7 @@ from sandboxes.ipc.frames import Message
 from sandboxes.postgres.clones import OPEN_S, Clones, PrivateClone, Template
 from sandboxes.postgres.connection import application_name
 from sandboxes.postgres.digest import DatabaseDigest, combined
+from sandboxes.postgres.sequence_use import SequenceUse
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.results import Failure, failure
 from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
@@ -23,7 +24,7 @@ class DatabasePosition:
     Attributes:
         template: The template that it was last cloned from, or that is its state.
         digest: Digest of the content now.
-        touched: Sequences that the session has used, the last one last.
+        sequence_use: What the session knows of sequences.
         clone: The sandbox's private clone; None until it writes.
         has_session: There is session state: an open transaction, temporary tables, settings.
         witness: Names the session state; empty if there is none.
@@ -32,7 +33,7 @@ class DatabasePosition:
     def __init__(self, template: Template) -> None:
         self.template = template
         self.digest: DatabaseDigest = template.digest
-        self.touched = template.touched
+        self.sequence_use = template.sequence_use
         self.clone: PrivateClone | None = None
         self.has_session = False
         self.witness = b""
@@ -40,16 +41,16 @@ class DatabasePosition:
     @property
     def frozen(self) -> bool:
         """Whether the template is the current state."""
-        return self.digest == self.template.digest and self.touched == self.template.touched
+        return self.digest == self.template.digest and self.sequence_use == self.template.sequence_use
 
     def state(self) -> StateDigest:
         """Return the digest of the content and of the sequences that `currval` and `lastval` know in this session."""
         state = self.digest.state()
-        if not self.touched:
+        if not self.sequence_use:
             return state
-        names = "\0".join(self.touched).encode()
-        exact = hashlib.blake2b(state.exact + names, digest_size=32).digest()
-        return StateDigest(exact, hashlib.blake2b(state.content + names, digest_size=32).digest())
+        use = repr(self.sequence_use).encode()
+        exact = hashlib.blake2b(state.exact + use, digest_size=32).digest()
+        return StateDigest(exact, hashlib.blake2b(state.content + use, digest_size=32).digest())
 
 
 class PostgresSandbox:
@@ -141,7 +142,7 @@ class PostgresSandbox:
             raise
         fields = answer.fields
         position.digest = DatabaseDigest.from_json(fields["digest"])
-        position.touched = tuple(fields["touched"])
+        position.sequence_use = SequenceUse.from_json(fields["sequence_use"])
         position.has_session = bool(fields["has_session"])
         position.witness = bytes.fromhex(fields["witness"])
         effect = Effect.DATABASE if fields["database"] else Effect.NONE
@@ -249,7 +250,7 @@ class PostgresSandbox:
         await clone.worker.request({"op": "close"}, timeout_s=OPEN_S)
         template = await self._save(position)
         await clone.worker.close()
-        position.clone = await self._clones.connect(template, clone.database, position.digest, position.touched)
+        position.clone = await self._clones.connect(template, clone.database, position.digest, position.sequence_use)
         position.template = template
         return template.size_bytes
 

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from sandboxes.postgres.connection import Link, PostgresCall, WriteAttemptError, answer_reading, refused
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.private_database import PrivateDatabase
+from sandboxes.postgres.sequence_use import SequenceUse
 from sandboxes.postgres.statement import PostgresServerLostError
 from sandboxes.workers.engine import Fields
 
@@ -37,14 +38,14 @@ class PostgresEngine:
         """Connect to a private database.
 
         Args:
-            request: `dsn`; `digest` of the content; `prime`, the sequences that the session has used.
+            request: `dsn`; `digest` of the content; `sequence_use`, what the session knows of sequences.
 
         Returns:
             `backend`: process id of the session on the server.
         """
         self.close()
         self._private = PrivateDatabase(Link(request["dsn"]), DatabaseDigest.from_json(request["digest"]))
-        self._private.prime(request["prime"])
+        self._private.prime(SequenceUse.from_json(request["sequence_use"]))
         self._private.warm_up()
         return {"backend": self._private.link.connection.info.backend_pid}
 

@@ -1,6 +1,7 @@
 """The `postgres` driver on a real server: reads, writes, sessions, limits and clean-up."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import psycopg
 import pytest
 
 from sandboxes.driver import FrozenState
@@ -672,5 +674,80 @@ def test_several_databases_are_one_state(tmp_path: Path, shop: Cluster) -> None:
         assert moved.state != start
         restored = await driver.restore(spec, await sandbox.freeze())
         assert (await ask(restored, "SELECT count(*) FROM sale", database="stock")).value == 0
+
+    driven(tmp_path, test)
+
+
+SEQUENCE_USES = {
+    "nothing": "SELECT 1",
+    "setval": "SELECT setval('sale_id_seq', 40)",
+    "setval to the value that it has": "SELECT setval('sale_id_seq', 20)",
+    "the next value set": "SELECT setval('sale_id_seq', 40, false)",
+    "two sequences": "CREATE SEQUENCE other; SELECT nextval('other'); SELECT nextval('sale_id_seq')",
+    "another one set": "CREATE SEQUENCE a; SELECT nextval('sale_id_seq'); SELECT setval('a', 21)",
+    "a quoted name": 'CREATE SEQUENCE "Odd Name"; SELECT nextval(\'"Odd Name"\')',
+    "a cache": "CREATE SEQUENCE a CACHE 7; SELECT nextval('a'); SELECT nextval('a')",
+    "restarted elsewhere": "ALTER SEQUENCE sale_id_seq RESTART WITH 77",
+    "truncated": "INSERT INTO sale (item, amount) VALUES (1, 1); TRUNCATE sale RESTART IDENTITY",
+    "dropped": "SELECT nextval('sale_id_seq'); DROP TABLE sale CASCADE",
+    "at its end": "CREATE SEQUENCE a MAXVALUE 1; SELECT nextval('a')",
+}
+"""Statements that leave different values in `currval` and `lastval`, or different next values."""
+SEQUENCE_LOOKS = (
+    "SELECT lastval()", "SELECT currval('sale_id_seq')", "SELECT currval('other')", "SELECT currval('a')",
+    "SELECT currval('b')", "SELECT setval('b', 9)", "SELECT lastval()", "SELECT nextval('sale_id_seq')",
+    "SELECT nextval('a')", "SELECT lastval()",
+)  # fmt: skip
+
+
+def plain_values(shop: Cluster, statements: list[str]) -> list[Any]:
+    """Return the value or SQLSTATE of each statement in one session of plain PostgreSQL."""
+    shop.create("plain")
+    values: list[Any] = []
+    with shop.connect("plain") as connection:
+        for statement in statements:
+            try:
+                cursor = connection.execute(statement)
+                values.append(cursor.fetchone()[0] if cursor.description else None)  # type: ignore[index]
+            except psycopg.Error as error:
+                values.append(error.sqlstate)
+    return values
+
+
+def test_restored_sandbox_knows_sequences_as_before(tmp_path: Path, shop: Cluster) -> None:
+    """What a session knows of sequences is restored as plain PostgreSQL has it, or the state is not kept."""
+
+    async def test(driver: PostgresDriver) -> None:
+        spec, kept = shop.spec("shop"), set()
+        for name, use in SEQUENCE_USES.items():
+            statements = use.split("; ")
+            sandbox = await driver.start(spec)
+            for statement in statements:
+                await ask(sandbox, statement)
+            with contextlib.suppress(NotFreezableError):
+                sandbox = await driver.restore(spec, await sandbox.freeze())
+                kept.add(name)
+            answers = [await ask(sandbox, statement) for statement in SEQUENCE_LOOKS]
+            values = [answer.error["code"] if answer.error else answer.value for answer in answers]
+            plain = await asyncio.to_thread(plain_values, shop, [*statements, *SEQUENCE_LOOKS])
+            assert values == plain[len(statements) :], name
+            await sandbox.close()
+        assert SEQUENCE_USES.keys() - kept == {"another one set", "a cache", "truncated"}
+
+    driven(tmp_path, test)
+
+
+def test_uses_of_sequences_are_different_states(tmp_path: Path, shop: Cluster) -> None:
+    """A value that only the session knows, or a next value that no catalog shows, makes a state of its own."""
+    uses = ("nothing", "setval", "setval to the value that it has", "the next value set", "restarted elsewhere")
+
+    async def test(driver: PostgresDriver) -> None:
+        states = set()
+        for use in uses:
+            sandbox = await driver.start(shop.spec("shop"))
+            answer = await ask(sandbox, SEQUENCE_USES[use])
+            assert (answer.effect == NONE) == (use == "nothing"), use
+            states.add(answer.state)
+        assert len(states) == len(uses)
 
     driven(tmp_path, test)
