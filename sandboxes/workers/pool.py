@@ -121,6 +121,9 @@ class Worker:
         status = await self.close()
         if status.get("code") == OUT_OF_MEMORY:
             return WorkerLostError("memory", "the query needed more memory than its limit")
+        if not status:
+            # The zygote is gone and took the worker along. The request is not to blame.
+            return WorkerLostError("killed", f"worker {self.pid} ended with the zygote")
         number = status.get("signal")
         # The zygote also sends SIGKILL, but only to a worker that still runs; this one had closed its socket before.
         if number == signal.SIGKILL:
@@ -201,7 +204,7 @@ class WorkerPool:
                 if worker in self._dedicated:
                     self._dedicated.remove(worker)
                     self._readers -= 1
-                elif worker.alive and (self._waiting or self._readers <= self._max_idle):
+                elif worker.alive and (self._waiting > self._idle.qsize() or self._readers <= self._max_idle):
                     # Last in, first out: the worker used last has the most in its caches.
                     self._idle.put_nowait(worker)
                 else:
@@ -258,7 +261,8 @@ class WorkerPool:
             async with asyncio.timeout(PATIENCE_S):
                 return await self._idle.get()
         except TimeoutError:
-            return None
+            # A reader may have come in the same moment. Left there, it would be one too many.
+            return None if self._idle.empty() else self._idle.get_nowait()
         finally:
             self._waiting -= 1
 

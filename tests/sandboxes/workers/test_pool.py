@@ -84,6 +84,24 @@ def test_loss_reports_its_cause(tmp_path: Path) -> None:
     with_pool(tmp_path, test)
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_loss_of_zygote_is_no_crash_of_worker(tmp_path: Path) -> None:
+    """The kernel kills the workers of a dead zygote; no request is to blame."""
+
+    async def test(pool: WorkerPool) -> None:
+        worker = await pool.dedicated()
+        asking = asyncio.ensure_future(worker.request(query(ENDLESS, empty(tmp_path)), timeout_s=5))
+        os.kill(parent(worker.pid), signal.SIGKILL)
+        with pytest.raises(WorkerLostError) as lost:
+            await asking
+        assert lost.value.cause == "killed"
+
+    with_pool(tmp_path, test)
+
+
 def test_memory_limit_ends_the_worker(tmp_path: Path) -> None:
     """A request that exceeds its memory limit is a loss of its own kind."""
 
