@@ -200,6 +200,8 @@ class Keeper:
         order: ForkKeeper,
     ) -> None:
         self._link, self._members, self._anchor = link, members, anchor
+        # Until the anchor runs, pid 1 may still be Docker's own `runc init`, with the variables of runc.
+        self._has_bash = anchor.ready(READY_S)
         # Read before any process of the agent runs: pid 1 is still what Docker started.
         self._user = cgroup_processes.ids(members.pid)
         # Of this process's IPC namespace, which is the container's.
@@ -215,11 +217,10 @@ class Keeper:
 
     def serve(self) -> None:
         """Report that the container is ready; then answer until the proxy is gone, or the container."""
-        bash = self._anchor.ready(READY_S)
         for pid in self._shells.anchor_pids:
             # Children inherit resource limits, and all processes descend from pid 1 or the anchor (getrlimit(2)).
             limit(pid, self._changes.disk_bytes)
-        self._link.send(KeeperReady(bash))
+        self._link.send(KeeperReady(self._has_bash))
         while (envelope := self._supervisor.next_request()) is not None:
             match request := envelope.message:
                 case BeginSandbox():
