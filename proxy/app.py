@@ -19,6 +19,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from proxy.address import remove_address, write_address
 from proxy.control.dataplane_openapi import data_plane_paths
 from proxy.control.metrics import MEDIA_TYPE as METRICS_TYPE
 from proxy.control.metrics import Metrics
@@ -131,12 +132,23 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or () if self.started else ():
-            host, port = listener.getsockname()[:2]
-            log.info("listening", url=f"http://{host}:{port}")
+            url = _url(*listener.getsockname()[:2])
+            write_address(self._engine.settings.data, url)
+            # From here on the proxy answers.
+            first_call = f'try: curl -s {url}/t/demo/r/1/shell/exec -d \'{{"command": "uname -a"}}\''
+            log.info("listening", url=url, page=f"{url}/ui/")
+            log.info(first_call)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.lifecycle.hang_up()
+        remove_address(self._engine.settings.data)
         await super().shutdown(sockets)
+
+
+def _url(host: str, port: int) -> str:
+    """Return the base URL of a listening socket, as a client on this machine reaches it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _family(host: str) -> socket.AddressFamily:

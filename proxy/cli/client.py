@@ -4,14 +4,20 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
 
 import httpx
 import typer
 
+from proxy.address import read_address
 from proxy.cli.text import printable
 
+DEFAULT_URL = "http://127.0.0.1:8700"
+"""Where `forkpoint serve` listens by default."""
+DEFAULT_DATA = Path("forkpoint-data")
+"""The data directory of `forkpoint serve` by default."""
 REQUEST_S = 30.0
 """Timeout of an ordinary request, in seconds."""
 LONG_S = 600.0
@@ -26,17 +32,31 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
+def proxy_url(url: str | None, data: Path | None) -> str:
+    """Return the base URL of the proxy that a command talks to.
+
+    Args:
+        url: The value of `--url` or FORKPOINT_URL; it wins.
+        data: The value of `--data` or FORKPOINT_DATA. None looks at the default directory.
+    """
+    return url or read_address(data or DEFAULT_DATA) or DEFAULT_URL
+
+
 class ControlClient:
-    """The control plane at a base URL, with the token in FORKPOINT_TOKEN if it is set."""
+    """The control plane at a base URL, with the token in FORKPOINT_TOKEN if it is set.
+
+    Attributes:
+        url: The base URL of the proxy.
+        headers: The headers of every request.
+    """
 
     def __init__(self, url: str) -> None:
         # As typed: `--url 127.0.0.1:8700` means plain HTTP.
-        url = url if "://" in url else f"http://{url}"
-        self._url = url
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         token = os.environ.get("FORKPOINT_TOKEN")
-        headers = {"x-forkpoint-token": token} if token else {}
+        self.headers = {"x-forkpoint-token": token} if token else {}
         # Each request opens its own client, so nothing has to be closed.
-        self._client = partial(httpx.Client, base_url=url.rstrip("/") + "/api/v1/", headers=headers)
+        self._client = partial(httpx.Client, base_url=f"{self.url}/api/v1/", headers=self.headers)
 
     def request(self, method: str, *path: str, within_s: float = REQUEST_S, **more: Any) -> Any:
         """Send a request and return the response's JSON; None for an empty response.
@@ -53,6 +73,21 @@ class ControlClient:
             response = client.request(method, _joined(path), **more)
         self._require_success(response)
         return response.json() if response.content else None
+
+    def read(self, *path: str, within_s: float, **query: str) -> Any:
+        """Return the JSON of a GET request, without ending the command if it fails.
+
+        Args:
+            path: Segments of the path below `/api/v1/`; they are quoted.
+            within_s: Timeout in seconds.
+            query: Query parameters.
+
+        Raises:
+            httpx.HTTPError: The proxy does not answer, or it refuses.
+            ValueError: The response is no JSON.
+        """
+        with self._client(timeout=within_s) as client:
+            return client.get(_joined(path), params=query).raise_for_status().json()
 
     @contextmanager
     def stream(self, method: str, *path: str, **more: Any) -> Iterator[httpx.Response]:
@@ -73,8 +108,8 @@ class ControlClient:
             yield
         except (httpx.TransportError, httpx.InvalidURL) as error:
             fail(
-                f"No proxy answers at {self._url} ({error}). Start one with `forkpoint serve`, or choose another with "
-                "--url."
+                f"No proxy answers at {self.url} ({error}). Start one with `forkpoint serve`, or choose another with "
+                "--url or --data."
             )
 
     def _require_success(self, response: httpx.Response) -> None:

@@ -1,256 +1,45 @@
-"""Commands that show and operate a running proxy. Each can also print the proxy's JSON."""
+"""The commands that talk to a running proxy: their names, groups and examples in `forkpoint --help`."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable
 
-import orjson
 import typer
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from proxy.cli.client import LONG_S, ControlClient, fail, given
+from proxy.cli import inspecting, listing, operating, steering
+from proxy.cli.options import with_proxy
 
-DEFAULT_URL = "http://127.0.0.1:8700"
-"""Where `forkpoint serve` listens by default."""
-_POLL_S = 0.5
-"""Interval at which the progress of an audit is polled."""
-_CHUNK = 1 << 20
-"""Bytes that export and import move at a time."""
+RUN = "Run a proxy"
+LIST = "List"
+INSPECT = "Look at one thing"
+STEER = "Steer"
+OPERATE = "Operate"
+"""The groups of commands, in the order of the help page."""
 
-UrlOption = Annotated[str, typer.Option(envvar="FORKPOINT_URL", help="Base URL of a running proxy.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the proxy's JSON.")]
-TaskArgument = Annotated[str, typer.Argument(help="Name of the task.")]
-RootOption = Annotated[
-    str | None,
-    typer.Option("--root", help="Select a tree of the task by its root or any of its nodes.", show_default="current"),
-]
-NodeArgument = Annotated[str, typer.Argument(help="Name of a node, such as n12.")]
+_COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
+    (LIST, "tasks", listing.tasks, "forkpoint tasks --match 'django*'"),
+    (LIST, "rollouts", listing.rollouts, "forkpoint rollouts demo --running"),
+    (LIST, "snapshots", listing.snapshots, "forkpoint snapshots --task demo"),
+    (LIST, "sandboxes", listing.sandboxes, "forkpoint sandboxes"),
+    (LIST, "stats", listing.stats, "forkpoint stats --json | jq .hit_rate"),
+    (INSPECT, "tree", inspecting.tree, "forkpoint tree demo --node n3 --depth 5"),
+    (INSPECT, "rollout", inspecting.rollout, "forkpoint rollout demo 1"),
+    (INSPECT, "node", inspecting.node, "forkpoint node demo n2"),
+    (INSPECT, "diff", inspecting.diff, "forkpoint diff demo n1 n2"),
+    (INSPECT, "top", inspecting.top, "forkpoint top --every 5"),
+    (STEER, "fork", steering.fork, "forkpoint fork demo 1 variant --node n2"),
+    (STEER, "exec", steering.execute, "forkpoint exec demo n2 'ls -la'"),
+    (STEER, "shell", steering.shell, "forkpoint shell demo n2"),
+    (STEER, "pin", steering.pin, "forkpoint pin demo n2"),
+    (STEER, "rm", steering.remove, "forkpoint rm demo --rollout 1"),
+    (STEER, "open", steering.open_page, "forkpoint open demo --node n2"),
+    (OPERATE, "verify", operating.verify, "forkpoint verify demo --sample 500"),
+    (OPERATE, "export", operating.export_tree, "forkpoint export demo demo.tar --snapshots"),
+    (OPERATE, "import", operating.import_tree, "forkpoint import demo.tar demo"),
+    (OPERATE, "gc", operating.gc, "forkpoint gc"),
+)
+"""Group, name, function and example of each command."""
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add the commands of this module to the application."""
-    for command in (rollout, node, diff, verify, top, gc):
-        app.command()(command)
-    app.command("export")(export_tree)
-    app.command("import")(import_tree)
-
-
-def show(view: Any, render: Callable[[Any], RenderableType], *, json: bool) -> None:
-    """Print a response of the proxy, rendered or as JSON."""
-    if json:
-        typer.echo(orjson.dumps(view, option=orjson.OPT_INDENT_2))
-    else:
-        Console().print(render(view))
-
-
-def rollout(
-    task: TaskArgument,
-    name: Annotated[str, typer.Argument(help="Name of the rollout.", metavar="ROLLOUT")],
-    url: UrlOption = DEFAULT_URL,
-    json: JsonOption = False,
-) -> None:
-    """Show a rollout: its calls in order, how each was answered, and the time that it took or saved."""
-    from proxy.cli.render import render_rollout
-
-    proxy = ControlClient(url)
-    view = proxy.request("GET", "tasks", task, "rollouts", name, params={"limit": 10_000})
-    show(view, render_rollout, json=json)
-
-
-def node(task: TaskArgument, name: NodeArgument, url: UrlOption = DEFAULT_URL, json: JsonOption = False) -> None:
-    """Show a node: its call and answer, what changed, past rollouts, and why it has a snapshot or not."""
-    from proxy.cli.render import render_node
-
-    show(ControlClient(url).request("GET", "tasks", task, "nodes", name), render_node, json=json)
-
-
-def diff(
-    task: TaskArgument, a: NodeArgument, b: NodeArgument, url: UrlOption = DEFAULT_URL, json: JsonOption = False
-) -> None:
-    """Show what changed between two nodes: files, shell sessions and databases."""
-    from proxy.cli.render import render_diff
-
-    view = ControlClient(url).request("GET", "tasks", task, "nodes", a, "diff", b, within_s=LONG_S)
-    show(view, render_diff, json=json)
-
-
-def verify(
-    task: TaskArgument,
-    url: UrlOption = DEFAULT_URL,
-    sample: Annotated[
-        int, typer.Option(help="Number of recorded calls to check, drawn evenly.", min=1, max=1_000_000)
-    ] = 100,
-    everything: Annotated[bool, typer.Option("--all", help="Check all recorded calls.")] = False,
-    node: Annotated[str | None, typer.Option(help="Check only the calls at this node and below.")] = None,
-    root: RootOption = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed draws the same sample.", min=0)] = None,
-    json: JsonOption = False,
-) -> None:
-    """Run recorded calls again in fresh sandboxes and compare the results. Exits with 1 if a call differs."""
-    from proxy.cli.render import render_audit
-
-    proxy = ControlClient(url)
-    which = given(root=node or root)
-    # --root may be any node of the tree, but the audit is to cover the whole tree: ask for its root.
-    top = node or (root and proxy.request("GET", "tasks", task, "audit", params=which)["root"])
-    body = {"sample": None if everything else sample, "node": top, "seed": seed}
-    begun = proxy.request("POST", "tasks", task, "verify", json=body)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[differing]} differ"), TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("verify", total=begun["of"], differing=0)
-        last = begun
-        while (view := proxy.request("GET", "tasks", task, "audit", params=which))["running"] is not None:
-            last = view["running"]
-            progress.update(bar, completed=last["checked"] + last["unreachable"], differing=last["differing"])
-            time.sleep(_POLL_S)
-        progress.update(bar, completed=begun["of"])
-    show(view, render_audit, json=json)
-    if view["findings"]:
-        raise typer.Exit(1)
-
-
-def export_tree(
-    task: TaskArgument,
-    file: Annotated[Path, typer.Argument(help="File to write; - is stdout.", metavar="FILE")],
-    *,
-    root: RootOption = None,
-    snapshots: Annotated[
-        bool, typer.Option("--snapshots", help="Include snapshots, except those of live processes.")
-    ] = False,
-    url: UrlOption = DEFAULT_URL,
-    json: JsonOption = False,
-) -> None:
-    """Export a task's tree with its answers to a file, for another machine or run."""
-    proxy, size = ControlClient(url), 0
-    draft = file.with_name(f"{file.name}.part")
-    try:
-        answering = proxy.stream("GET", "tasks", task, "export", params=given(snapshots=snapshots, root=root))
-        with answering as response, _writing(file, draft) as write, _bytes_bar("export", None) as advance:
-            for chunk in response.iter_bytes(_CHUNK):
-                write(chunk)
-                size += len(chunk)
-                advance(len(chunk))
-        if str(file) != "-":
-            draft.rename(file)
-    except OSError as error:
-        fail(f"{file} cannot be written: {error}. Choose another file.")
-    finally:
-        if str(file) != "-":
-            draft.unlink(missing_ok=True)
-    if json:
-        typer.echo(orjson.dumps({"task": task, "file": str(file), "bytes": size}), err=str(file) == "-")
-
-
-def import_tree(
-    file: Annotated[Path, typer.Argument(help="File that `export` wrote.", metavar="FILE", dir_okay=False)],
-    task: TaskArgument,
-    url: UrlOption = DEFAULT_URL,
-    json: JsonOption = False,
-) -> None:
-    """Import a tree from a file into a task that has no tree yet. A damaged file changes nothing."""
-    proxy = ControlClient(url)
-    try:
-        total = file.stat().st_size
-        with file.open("rb") as source, _bytes_bar("import", total) as advance:
-
-            def chunks() -> Iterator[bytes]:
-                while chunk := source.read(_CHUNK):
-                    yield chunk
-                    advance(len(chunk))
-
-            headers = {"content-type": "application/x-tar", "content-length": str(total)}
-            view = proxy.request("POST", "tasks", task, "import", content=chunks(), headers=headers, within_s=LONG_S)
-    except OSError as error:
-        fail(f"{file} cannot be read: {error}. Choose another file.")
-    show(view, _imported, json=json)
-
-
-def _imported(view: dict[str, Any]) -> str:
-    count, left_out = view["snapshots"], view["snapshots_left_out"]
-    snapshots = f", {count:,} snapshots ({left_out:,} more were left out)" if count or left_out else ""
-    tree = "" if view["current"] else f", as tree {view['root']} for rollouts that request its environment"
-    return f"{view['nodes']:,} nodes and {view['records']:,} calls{snapshots}{tree}"
-
-
-def gc(url: UrlOption = DEFAULT_URL, json: JsonOption = False) -> None:
-    """Collect garbage: snapshots over budget, forgotten nodes, unused sandboxes and answers."""
-    view = ControlClient(url).request("POST", "gc", within_s=LONG_S)
-    show(
-        view,
-        lambda freed: (
-            f"{freed['evicted']} snapshots evicted, {freed['forgotten_nodes']} forgotten nodes deleted, "
-            f"{freed['freed_bytes'] / 1e6:,.1f} MB freed; {freed['snapshot_bytes'] / 1e6:,.1f} MB of snapshots remain"
-        ),
-        json=json,
-    )
-
-
-def top(
-    url: UrlOption = DEFAULT_URL,
-    every_s: Annotated[float, typer.Option("--every", help="Seconds between two updates.", min=0.2)] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one update and exit.")] = False,
-    json: JsonOption = False,
-) -> None:
-    """Show the proxy's activity live, until Ctrl-C. With --json, each line is one update."""
-    from rich.live import Live
-
-    from proxy.cli.render import render_top
-
-    proxy = ControlClient(url)
-
-    def read() -> dict[str, Any]:
-        line = proxy.request("GET", "timeline", params=given(span_s=60, step_s=1))
-        return {
-            "stats": proxy.request("GET", "stats"),
-            "tasks": proxy.request("GET", "tasks"),
-            "seconds": line["seconds"],
-        }
-
-    def rendered(view: dict[str, Any]) -> RenderableType:
-        return render_top(view["stats"], view["tasks"], view["seconds"])
-
-    try:
-        if json:
-            while True:
-                typer.echo(orjson.dumps(read()))
-                if once:
-                    return
-                time.sleep(every_s)
-        console = Console()
-        if once or not console.is_terminal:
-            console.print(rendered(read()))
-            return
-        with Live(rendered(read()), console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(every_s)
-                live.update(rendered(read()), refresh=True)
-    except KeyboardInterrupt:
-        return
-
-
-@contextmanager
-def _writing(file: Path, draft: Path) -> Iterator[Callable[[bytes], object]]:
-    """Yield a function that writes to the file, or to stdout."""
-    if str(file) == "-":
-        yield typer.get_binary_stream("stdout").write
-        return
-    with draft.open("wb") as output:
-        yield output.write
-
-
-@contextmanager
-def _bytes_bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task(title, total=total)
-
-        def advance(count: int) -> None:
-            progress.update(bar, advance=count)
-
-        yield advance
+    """Add the commands to the application."""
+    for group, name, command, example in _COMMANDS:
+        app.command(name, rich_help_panel=group, epilog=f"Example: {example}")(with_proxy(command))

@@ -1,10 +1,9 @@
-"""The command line of `forkpoint`: `serve`, `doctor`, `tree` and `replay`; the other commands are in `commands`."""
+"""The command line of `forkpoint`: `serve`, `doctor` and `replay`; the other commands are in `commands`."""
 
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
 from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,8 +15,8 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from proxy.cli.client import ControlClient, fail, given
-from proxy.cli.commands import DEFAULT_URL, JsonOption, RootOption, UrlOption, add_commands, show
+from proxy.cli.client import fail
+from proxy.cli.commands import RUN, add_commands
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -61,7 +60,7 @@ def _options(
     pass
 
 
-@app.command()
+@app.command(rich_help_panel=RUN, epilog="Example: forkpoint serve --port 9000 --data /var/lib/forkpoint")
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[
@@ -93,38 +92,25 @@ def serve(
         fail(f"The proxy cannot start: {error}")
 
 
-@app.command()
-def doctor(data: DataOption = None) -> None:
+@app.command(rich_help_panel=RUN, epilog="Example: forkpoint doctor --json")
+def doctor(
+    data: DataOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the requirements as JSON.")] = False,
+) -> None:
     """Check this machine against the requirements of sandboxes, and say how to meet those that it does not."""
     from proxy.cli.doctor import check
 
     settings = _settings(None, data=data)
     requirements = check(settings.data, checkpoints=settings.checkpoints)
-    _show(requirements, Console())
+    if json:
+        typer.echo(orjson.dumps(requirements, option=orjson.OPT_INDENT_2))
+    else:
+        _show(requirements, Console())
     if not _met(requirements):
         raise typer.Exit(1)
 
 
-@app.command()
-def tree(
-    task: Annotated[str, typer.Argument(help="Name of the task.")],
-    url: UrlOption = DEFAULT_URL,
-    node: Annotated[str | None, typer.Option(help="Show only the subtree of this node.")] = None,
-    root: RootOption = None,
-    depth: Annotated[int | None, typer.Option(help="Number of levels to show.", min=1)] = None,
-    json: JsonOption = False,
-) -> None:
-    """Show a task's tree: its calls with their effects, seconds and hits, and the positions of rollouts."""
-    from proxy.cli.render_tree import TREES_SHOWN, render_tree
-
-    proxy = ControlClient(url)
-    view = proxy.request("GET", "tasks", task, "tree", params=given(node=node, root=root, depth=depth))
-    # Two more than are listed: the tree that is shown, and one that tells whether there are more.
-    trees = [] if json else proxy.request("GET", "tasks", task, "trees", params=given(limit=TREES_SHOWN + 2))
-    show(view, partial(render_tree, trees=trees), json=json)
-
-
-@app.command()
+@app.command(rich_help_panel=RUN, epilog="Example: forkpoint replay rollouts.jsonl --rollouts 32 --noise")
 def replay(
     files: Annotated[list[Path], typer.Argument(help="Workloads in JSONL, one rollout per line.", metavar="FILE…")],
     *,
@@ -228,11 +214,14 @@ def _met(requirements: Sequence["Requirement"]) -> bool:
 def _show(requirements: Sequence["Requirement"], console: Console) -> None:
     """Print each requirement in one line, followed by its remedy if it is not met."""
     for requirement in requirements:
-        mark, style = ("ok", "green") if requirement.ok else ("missing", "red" if requirement.required else "yellow")
-        line = Text(f"{mark:8}", style=style).append(f"{requirement.name}: ", style="bold").append(requirement.detail)
+        if requirement.ok:
+            mark, style = "ok", "green"
+        else:
+            mark, style = ("missing", "red") if requirement.required else ("optional", "yellow")
+        line = Text(f"{mark:9}", style=style).append(f"{requirement.name}: ", style="bold").append(requirement.detail)
         console.print(line)
         if not requirement.ok:
-            console.print(Text(f"{'':8}{requirement.remedy}"))
+            console.print(Text(f"{'':9}{requirement.remedy}"))
 
 
 add_commands(app)

@@ -2,9 +2,7 @@
 
 import json
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,28 +12,10 @@ from typer.testing import CliRunner
 
 from proxy.cli.main import app
 from proxy.cli.render import spark
+from tests.proxy.cli.typing_commands import as_json, proxy, typed
 from tests.proxy.serving import Running, serving
 
-
-@pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("data")) as running:
-        for rollout in ("first", "second"):
-            for command in ("echo one > f", "cat f", "echo '\x1b[31mtwo' >> f; X=1"):
-                running.exec(rollout, command, task="demo")
-        yield running
-
-
-def typed(proxy: Running, *words: str, code: int = 0, **environment: str) -> str:
-    environment = {"FORKPOINT_URL": str(proxy.client.base_url), "COLUMNS": "160", **environment}
-    result = CliRunner().invoke(app, list(words), env=environment)
-    assert result.exit_code == code, result.output
-    assert "\x1b[31m" not in result.output
-    return result.stdout
-
-
-def as_json(proxy: Running, *words: str, code: int = 0) -> Any:
-    return json.loads(typed(proxy, *words, "--json", code=code))
+__all__ = ["proxy"]
 
 
 def nodes(proxy: Running) -> list[str]:

@@ -1,0 +1,29 @@
+"""The address of a running proxy, as a file in its data directory, so that commands find the proxy by its directory."""
+
+import contextlib
+from pathlib import Path
+
+_FILE = "address"
+
+
+def write_address(data: Path, url: str) -> None:
+    """Write the base URL of the proxy that serves a data directory.
+
+    A full or read-only disk is no reason to stop a proxy that can answer, so the file is then left out.
+    """
+    with contextlib.suppress(OSError):
+        (data / _FILE).write_text(f"{url}\n")
+
+
+def read_address(data: Path) -> str | None:
+    """Return the base URL of the proxy that serves a data directory; None if no proxy serves it."""
+    try:
+        return (data / _FILE).read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def remove_address(data: Path) -> None:
+    """Remove the file when the proxy stops. A killed proxy leaves it; the next proxy overwrites it."""
+    with contextlib.suppress(OSError):
+        (data / _FILE).unlink(missing_ok=True)

@@ -1,0 +1,58 @@
+"""Shell completion of the names of tasks, rollouts and nodes: the running proxy is asked for them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import typer
+
+from proxy.cli.client import ControlClient, proxy_url
+from proxy.cli.text import shortened
+
+_WITHIN_S = 1.0
+"""Timeout of a completion, in seconds: a shell waits for it at each Tab."""
+_NAMES = 200
+"""Most names that are offered."""
+_TITLE = 60
+"""Longest title of a call beside a node, in characters."""
+
+
+def complete_task(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of tasks that begin with a text."""
+    return [row["task"] for row in _rows(ctx, "tasks") if row["task"].startswith(incomplete)][:_NAMES]
+
+
+def complete_rollout(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of the rollouts of the task in the command line, newest first."""
+    rows = _rows(ctx, "tasks", _task(ctx), "rollouts", newest="true", limit="10000")
+    names = dict.fromkeys(row["rollout"] for row in rows)
+    return [name for name in names if name.startswith(incomplete)][:_NAMES]
+
+
+def complete_node(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Return the nodes of the task in the command line, each with its call."""
+    view = _get(ctx, "tasks", _task(ctx), "tree")
+    nodes = view["nodes"] if isinstance(view, dict) else []
+    matching = [node for node in nodes if node["id"].startswith(incomplete)][:_NAMES]
+    # An agent wrote the title, and the shell prints it.
+    return [(node["id"], shortened((node["call"] or {"title": "start"})["title"], _TITLE)) for node in matching]
+
+
+def _task(ctx: typer.Context) -> str:
+    return str(ctx.params.get("task") or "")
+
+
+def _rows(ctx: typer.Context, *path: str, **query: str) -> list[dict[str, Any]]:
+    rows = _get(ctx, *path, **query)
+    return rows if isinstance(rows, list) else []
+
+
+def _get(ctx: typer.Context, *path: str, **query: str) -> Any:
+    """Return a response of the proxy; None without one. A completion prints no error."""
+    data = ctx.params.get("data") or os.environ.get("FORKPOINT_DATA")
+    url = proxy_url(ctx.params.get("url") or os.environ.get("FORKPOINT_URL"), Path(data) if data else None)
+    try:
+        return ControlClient(url).read(*path, within_s=_WITHIN_S, **query)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return None

@@ -1,0 +1,99 @@
+"""Commands that show one thing of a running proxy: a tree, a rollout, a node, a difference, its activity."""
+
+import time
+from functools import partial
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console, RenderableType
+
+from proxy.cli.client import LONG_S, ControlClient, given
+from proxy.cli.options import JsonOption, NodeArgument, RolloutArgument, RootOption, TaskArgument
+from proxy.cli.output import show
+
+
+def tree(
+    proxy: ControlClient,
+    task: TaskArgument,
+    node: Annotated[str | None, typer.Option(help="Show only the subtree of this node.")] = None,
+    root: RootOption = None,
+    depth: Annotated[int | None, typer.Option(help="Number of levels to show.", min=1)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show a task's tree: its calls with their effects, seconds and hits, and the positions of rollouts."""
+    from proxy.cli.render_tree import TREES_SHOWN, render_tree
+
+    view = proxy.request("GET", "tasks", task, "tree", params=given(node=node, root=root, depth=depth))
+    # Two more than are listed: the tree that is shown, and one that tells whether there are more.
+    trees = [] if json else proxy.request("GET", "tasks", task, "trees", params=given(limit=TREES_SHOWN + 2))
+    show(view, partial(render_tree, trees=trees), json=json)
+
+
+def rollout(
+    proxy: ControlClient,
+    task: TaskArgument,
+    name: RolloutArgument,
+    json: JsonOption = False,
+) -> None:
+    """Show a rollout: its calls in order, how each was answered, and the time that it took or saved."""
+    from proxy.cli.render import render_rollout
+
+    view = proxy.request("GET", "tasks", task, "rollouts", name, params={"limit": 10_000})
+    show(view, render_rollout, json=json)
+
+
+def node(proxy: ControlClient, task: TaskArgument, name: NodeArgument, json: JsonOption = False) -> None:
+    """Show a node: its call and answer, what changed, past rollouts, and why it has a snapshot or not."""
+    from proxy.cli.render import render_node
+
+    show(proxy.request("GET", "tasks", task, "nodes", name), render_node, json=json)
+
+
+def diff(proxy: ControlClient, task: TaskArgument, a: NodeArgument, b: NodeArgument, json: JsonOption = False) -> None:
+    """Show what changed between two nodes: files, shell sessions and databases."""
+    from proxy.cli.render import render_diff
+
+    view = proxy.request("GET", "tasks", task, "nodes", a, "diff", b, within_s=LONG_S)
+    show(view, render_diff, json=json)
+
+
+def top(
+    proxy: ControlClient,
+    every_s: Annotated[float, typer.Option("--every", help="Seconds between two updates.", min=0.2)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one update and exit.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Show the proxy's activity live, until Ctrl-C. With --json, each line is one update."""
+    from rich.live import Live
+
+    from proxy.cli.render import render_top
+
+    def read() -> dict[str, Any]:
+        line = proxy.request("GET", "timeline", params=given(span_s=60, step_s=1))
+        return {
+            "stats": proxy.request("GET", "stats"),
+            "tasks": proxy.request("GET", "tasks"),
+            "seconds": line["seconds"],
+        }
+
+    def rendered(view: dict[str, Any]) -> RenderableType:
+        return render_top(view["stats"], view["tasks"], view["seconds"])
+
+    try:
+        if json:
+            while True:
+                typer.echo(orjson.dumps(read()))
+                if once:
+                    return
+                time.sleep(every_s)
+        console = Console()
+        if once or not console.is_terminal:
+            console.print(rendered(read()))
+            return
+        with Live(rendered(read()), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(every_s)
+                live.update(rendered(read()), refresh=True)
+    except KeyboardInterrupt:
+        return

@@ -1,0 +1,74 @@
+"""Commands that list what a running proxy has: tasks, rollouts, snapshots, sandboxes, totals."""
+
+from fnmatch import fnmatchcase
+from typing import Annotated, Any
+
+import typer
+
+from proxy.cli.client import ControlClient, given
+from proxy.cli.completion import complete_task
+from proxy.cli.options import JsonOption, TaskArgument
+from proxy.cli.output import show
+from proxy.cli.render_lists import (
+    render_rollouts,
+    render_sandboxes,
+    render_snapshots,
+    render_stats,
+    render_tasks,
+)
+
+TaskFilter = Annotated[
+    str | None, typer.Option("--task", help="Only those of this task.", autocompletion=complete_task)
+]
+LimitOption = Annotated[int, typer.Option(help="Most rows to list.", min=1, max=10_000)]
+
+
+def tasks(
+    proxy: ControlClient,
+    match: Annotated[str | None, typer.Option(help="Only names that match this pattern (*, ?).")] = None,
+    limit: LimitOption = 1000,
+    json: JsonOption = False,
+) -> None:
+    """List the tasks with their rollouts, hits and seconds."""
+    rows = proxy.request("GET", "tasks")
+    rows = [row for row in rows if match is None or fnmatchcase(row["task"], match)]
+    show(rows[:limit], render_tasks, json=json)
+
+
+def rollouts(
+    proxy: ControlClient,
+    task: TaskArgument,
+    running: Annotated[bool, typer.Option("--running", help="Only rollouts that have not ended.")] = False,
+    label: Annotated[
+        list[str] | None, typer.Option("--label", help="Only rollouts with this label: NAME=VALUE. Repeatable.")
+    ] = None,
+    limit: LimitOption = 1000,
+    json: JsonOption = False,
+) -> None:
+    """List a task's rollouts, newest first."""
+    query: dict[str, Any] = {"newest": True, "limit": 100_000, "label": label or []}
+    rows = proxy.request("GET", "tasks", task, "rollouts", params=query)
+    rows = [row for row in rows if not (running and row["finished"])]
+    show(rows[:limit], render_rollouts, json=json)
+
+
+def snapshots(
+    proxy: ControlClient, task: TaskFilter = None, limit: LimitOption = 1000, json: JsonOption = False
+) -> None:
+    """List the snapshots: what each costs, what it saves, and why it is kept."""
+    rows = proxy.request("GET", "snapshots", params=given(limit=10_000))
+    show(_of(rows, task)[:limit], render_snapshots, json=json)
+
+
+def sandboxes(proxy: ControlClient, task: TaskFilter = None, json: JsonOption = False) -> None:
+    """List the live sandboxes: where each is, and what it is used for."""
+    show(_of(proxy.request("GET", "sandboxes"), task), render_sandboxes, json=json)
+
+
+def stats(proxy: ControlClient, json: JsonOption = False) -> None:
+    """Show the totals since the proxy started, and its budgets."""
+    show(proxy.request("GET", "stats"), render_stats, json=json)
+
+
+def _of(rows: list[dict[str, Any]], task: str | None) -> list[dict[str, Any]]:
+    return [row for row in rows if task is None or row["task"] == task]

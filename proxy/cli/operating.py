@@ -1,0 +1,155 @@
+"""Commands that operate a running proxy: audits, trees as files, garbage collection."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from proxy.cli.client import LONG_S, ControlClient, fail, given
+from proxy.cli.options import JsonOption, RootOption, TaskArgument
+from proxy.cli.output import show
+
+_POLL_S = 0.5
+"""Interval at which the progress of an audit is polled."""
+_CHUNK = 1 << 20
+"""Bytes that export and import move at a time."""
+
+
+def verify(
+    proxy: ControlClient,
+    task: TaskArgument,
+    sample: Annotated[
+        int, typer.Option(help="Number of recorded calls to check, drawn evenly.", min=1, max=1_000_000)
+    ] = 100,
+    everything: Annotated[bool, typer.Option("--all", help="Check all recorded calls.")] = False,
+    node: Annotated[str | None, typer.Option(help="Check only the calls at this node and below.")] = None,
+    root: RootOption = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed draws the same sample.", min=0)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Run recorded calls again in fresh sandboxes and compare the results. Exits with 1 if a call differs."""
+    from proxy.cli.render import render_audit
+
+    which = given(root=node or root)
+    # --root may be any node of the tree, but the audit is to cover the whole tree: ask for its root.
+    top = node or (root and proxy.request("GET", "tasks", task, "audit", params=which)["root"])
+    body = {"sample": None if everything else sample, "node": top, "seed": seed}
+    begun = proxy.request("POST", "tasks", task, "verify", json=body)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[differing]} differ"), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("verify", total=begun["of"], differing=0)
+        last = begun
+        while (view := proxy.request("GET", "tasks", task, "audit", params=which))["running"] is not None:
+            last = view["running"]
+            progress.update(bar, completed=last["checked"] + last["unreachable"], differing=last["differing"])
+            time.sleep(_POLL_S)
+        progress.update(bar, completed=begun["of"])
+    show(view, render_audit, json=json)
+    if view["findings"]:
+        raise typer.Exit(1)
+
+
+def export_tree(
+    proxy: ControlClient,
+    task: TaskArgument,
+    file: Annotated[Path, typer.Argument(help="File to write; - is stdout.", metavar="FILE")],
+    *,
+    root: RootOption = None,
+    snapshots: Annotated[
+        bool, typer.Option("--snapshots", help="Include snapshots, except those of live processes.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Export a task's tree with its answers to a file, for another machine or run."""
+    size = 0
+    draft = file.with_name(f"{file.name}.part")
+    try:
+        answering = proxy.stream("GET", "tasks", task, "export", params=given(snapshots=snapshots, root=root))
+        with answering as response, _writing(file, draft) as write, _bytes_bar("export", None) as advance:
+            for chunk in response.iter_bytes(_CHUNK):
+                write(chunk)
+                size += len(chunk)
+                advance(len(chunk))
+        if str(file) != "-":
+            draft.rename(file)
+    except OSError as error:
+        fail(f"{file} cannot be written: {error}. Choose another file.")
+    finally:
+        if str(file) != "-":
+            draft.unlink(missing_ok=True)
+    if json:
+        typer.echo(orjson.dumps({"task": task, "file": str(file), "bytes": size}), err=str(file) == "-")
+
+
+def import_tree(
+    proxy: ControlClient,
+    file: Annotated[Path, typer.Argument(help="File that `export` wrote.", metavar="FILE", dir_okay=False)],
+    task: TaskArgument,
+    json: JsonOption = False,
+) -> None:
+    """Import a tree from a file into a task that has no tree yet. A damaged file changes nothing."""
+    try:
+        total = file.stat().st_size
+        with file.open("rb") as source, _bytes_bar("import", total) as advance:
+
+            def chunks() -> Iterator[bytes]:
+                while chunk := source.read(_CHUNK):
+                    yield chunk
+                    advance(len(chunk))
+
+            headers = {"content-type": "application/x-tar", "content-length": str(total)}
+            view = proxy.request("POST", "tasks", task, "import", content=chunks(), headers=headers, within_s=LONG_S)
+    except OSError as error:
+        fail(f"{file} cannot be read: {error}. Choose another file.")
+    show(view, _imported, json=json)
+
+
+def _imported(view: dict[str, Any]) -> str:
+    count, left_out = view["snapshots"], view["snapshots_left_out"]
+    snapshots = f", {count:,} snapshots ({left_out:,} more were left out)" if count or left_out else ""
+    tree = "" if view["current"] else f", as tree {view['root']} for rollouts that request its environment"
+    return f"{view['nodes']:,} nodes and {view['records']:,} calls{snapshots}{tree}"
+
+
+def gc(proxy: ControlClient, json: JsonOption = False) -> None:
+    """Collect garbage: snapshots over budget, forgotten nodes, unused sandboxes and answers."""
+    view = proxy.request("POST", "gc", within_s=LONG_S)
+    show(
+        view,
+        lambda freed: (
+            f"{freed['evicted']} snapshots evicted, {freed['forgotten_nodes']} forgotten nodes deleted, "
+            f"{freed['freed_bytes'] / 1e6:,.1f} MB freed; {freed['snapshot_bytes'] / 1e6:,.1f} MB of snapshots remain"
+        ),
+        json=json,
+    )
+
+
+@contextmanager
+def _writing(file: Path, draft: Path) -> Iterator[Callable[[bytes], object]]:
+    """Yield a function that writes to the file, or to stdout."""
+    if str(file) == "-":
+        yield typer.get_binary_stream("stdout").write
+        return
+    with draft.open("wb") as output:
+        yield output.write
+
+
+@contextmanager
+def _bytes_bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task(title, total=total)
+
+        def advance(count: int) -> None:
+            progress.update(bar, advance=count)
+
+        yield advance

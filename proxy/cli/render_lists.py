@@ -1,0 +1,155 @@
+"""Renders lists of the REST API for the terminal. Pure.
+
+Names come first and are never cut: where a terminal is too narrow for all columns, the last columns are left out, and
+a line below the table names them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from proxy.cli.text import printable
+
+Json = Mapping[str, Any]
+_GAP = 2
+"""Blank characters between two columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A table that fits its terminal.
+
+    Attributes:
+        titles: Titles of the columns; the most important come first.
+        rows: The cells of each row.
+        names: How many of the first columns are names. They are left-aligned and always shown.
+    """
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    names: int = 1
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table with as many columns as the terminal has room for."""
+        shown = self._fitting(options.max_width)
+        table = Table.grid(padding=(0, _GAP, 0, 0))
+        for index in range(shown):
+            name = index < self.names
+            table.add_column(justify="left" if name else "right", overflow="fold", no_wrap=not name)
+        table.add_row(*(Text(title, style="bold") for title in self.titles[:shown]))
+        for row in self.rows:
+            table.add_row(*map(Text, row[:shown]))
+        yield table
+        if hidden := self.titles[shown:]:
+            yield Text(f"not shown here: {', '.join(hidden)}. Widen the terminal, or use --json.", style="dim")
+
+    def _fitting(self, width: int) -> int:
+        """Return how many columns fit."""
+        used = 0
+        for index, title in enumerate(self.titles):
+            used += max([len(title), *(len(row[index]) for row in self.rows)]) + _GAP
+            if index >= self.names and used - _GAP > width:
+                return index
+        return len(self.titles)
+
+
+def render_tasks(rows: Sequence[Json]) -> RenderableType:
+    """Render the tasks with the totals of their rollouts."""
+    titles = ("task", "rollouts", "running", "calls", "hits", "saved s", "executed s", "nodes", "created")
+    cells = [
+        (
+            printable(row["task"]), f"{row['rollouts']:,}", f"{row['running']:,}", f"{row['calls']:,}",
+            f"{row['hit_rate']:.1%}", f"{row['saved_s']:,.1f}", f"{row['executed_s']:,.1f}", f"{row['nodes']:,}",
+            _time(row["created_at"]),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return _table(Columns(titles, cells), "no task yet")
+
+
+def render_rollouts(rows: Sequence[Json]) -> RenderableType:
+    """Render the rollouts of a task."""
+    cells = [
+        (
+            printable(row["rollout"]), "lost" if row["lost"] else row["state"], row["node"], f"{row['calls']:,}",
+            _time(row["created_at"]), printable(", ".join(f"{key}={value}" for key, value in row["labels"].items())),
+        )
+        for row in rows
+    ]  # fmt: skip
+    titles = ("rollout", "state", "node", "calls", "began", "labels")
+    return _table(Columns(titles, cells, names=2), "no rollout yet")
+
+
+def render_snapshots(rows: Sequence[Json]) -> RenderableType:
+    """Render the snapshots."""
+    cells = [
+        (
+            printable(row["task"]), row["node"], row["kind"], _size(row["size_bytes"]), f"{row['uses']:,}",
+            f"{row['saved_s']:.2f}", f"{row['expected_uses']:.2f}", _time(row["created_at"]), printable(row["why"]),
+        )
+        for row in rows
+    ]  # fmt: skip
+    titles = ("task", "node", "kind", "size", "uses", "saves s", "expected uses", "taken", "why")
+    return _table(Columns(titles, cells, names=3), "no snapshot yet")
+
+
+def render_sandboxes(rows: Sequence[Json]) -> RenderableType:
+    """Render the live sandboxes."""
+    cells = [
+        (
+            printable(row["id"] or "-"), row["state"], printable(row["task"] or "-"), printable(row["rollout"] or "-"),
+            row["node"] or "-", f"{row['calls']:,}", f"{row['age_s']:,.0f}", f"{row['idle_s']:,.0f}", row["why"],
+        )
+        for row in rows
+    ]  # fmt: skip
+    titles = ("sandbox", "state", "task", "rollout", "node", "calls", "age s", "idle s", "why")
+    return _table(Columns(titles, cells, names=4), "no sandbox runs")
+
+
+def render_stats(view: Json) -> RenderableType:
+    """Render the totals and the budgets."""
+    sandboxes = sum(view["sandboxes"].values())
+    facts = (
+        ("up", f"{view['uptime_s'] / 3600:,.1f} h since {_time(view['since'])}"),
+        ("calls", f"{view['calls']:,}"),
+        ("hit rate", f"{view['hit_rate']:.1%} ({view['hits']:,} hits, {view['waits']:,} waits)"),
+        ("executed", f"{view['misses'] + view['bypasses']:,} calls in {view['executed_s']:,.1f} s"),
+        ("saved", f"{view['saved_s']:,.1f} s of tool time"),
+        ("replayed", f"{view['replayed_calls']:,} calls in {view['replayed_s']:,.1f} s"),
+        ("sandboxes", f"{sandboxes:,} of at most {view['sandboxes_budget']:,}"),
+        ("snapshots", f"{view['snapshots']:,}, {_share(view, 'snapshot')}"),
+        ("with processes", _share(view, "checkpoint")),
+        ("audited", f"{view['audit_checked']:,} calls, {view['audit_differing']:,} differ"),
+        ("divergences", f"{view['divergences']:,}"),
+        ("errors", f"{view['errors']:,}"),
+    )
+    table = Table.grid(padding=(0, _GAP))
+    for name, value in facts:
+        table.add_row(Text(name, style="dim"), Text(value))
+    return table
+
+
+def _share(view: Json, kind: str) -> str:
+    return f"{_size(view[f'{kind}_bytes'])} of {_size(view[f'{kind}_budget_bytes'])}"
+
+
+def _table(columns: Columns, empty: str) -> RenderableType:
+    return Group(columns) if columns.rows else Text(empty, style="dim")
+
+
+def _size(size_bytes: int) -> str:
+    value, unit = float(size_bytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

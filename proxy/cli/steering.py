@@ -1,0 +1,117 @@
+"""Commands that change something in a running proxy, or work in a fork of one of its nodes."""
+
+import sys
+import webbrowser
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from proxy.cli.client import LONG_S, ControlClient, fail
+from proxy.cli.completion import complete_node, complete_rollout
+from proxy.cli.options import JsonOption, NodeArgument, RolloutArgument, TaskArgument
+from proxy.cli.output import show, write_text
+
+NodeOption = Annotated[str | None, typer.Option("--node", help="Name of a node.", autocompletion=complete_node)]
+RolloutOption = Annotated[
+    str | None, typer.Option("--rollout", help="Name of a rollout.", autocompletion=complete_rollout)
+]
+
+
+def fork(
+    proxy: ControlClient,
+    task: TaskArgument,
+    rollout: RolloutArgument,
+    name: Annotated[str, typer.Argument(help="Name of the new rollout.", metavar="NAME")],
+    node: NodeOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Begin a rollout at the node of another rollout, or at --node. Prints its base URL."""
+    body = {"name": name} if node is None else {"name": name, "node": node}
+    view = proxy.request("POST", "tasks", task, "rollouts", rollout, "fork", json=body)
+    show(view, lambda begun: f"{begun['rollout']} begins at {begun['node']}: {begun['base_url']}", json=json)
+
+
+def execute(
+    proxy: ControlClient,
+    task: TaskArgument,
+    node: NodeArgument,
+    command: Annotated[str, typer.Argument(help="Shell command; quote it.", metavar="COMMAND")],
+    session: Annotated[str, typer.Option(help="Shell session that runs the command.")] = "main",
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", help="Timeout of the command, in seconds.", min=0.001)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Run a shell command in a fork of a node; the tree stays as it is. Exits with the command's exit code."""
+    body = {"command": command, "session": session, "timeout_s": timeout_s}
+    view = proxy.request("POST", "tasks", task, "nodes", node, "exec", json=body, within_s=LONG_S)
+    answer = view["answer"].get("json")
+    if json or not isinstance(answer, dict) or "stdout" not in answer:
+        show(view, str, json=True)
+        return
+    write_text(answer["stdout"], sys.stdout)
+    write_text(answer["stderr"], sys.stderr)
+    raise typer.Exit(answer.get("exit_code") or 0)
+
+
+def shell(proxy: ControlClient, task: TaskArgument, node: NodeArgument) -> None:
+    """Open a terminal in a fork of a node; the tree stays as it is. End it with `exit`."""
+    from proxy.cli.terminal import TerminalError, attach
+
+    try:
+        code = attach(proxy, task, node)
+    except TerminalError as error:
+        fail(str(error))
+    raise typer.Exit(code)
+
+
+def pin(
+    proxy: ControlClient,
+    task: TaskArgument,
+    node: NodeArgument,
+    off: Annotated[bool, typer.Option("--off", help="Unpin it.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Pin a node's snapshot, so that it is never evicted."""
+    view = proxy.request("POST", "tasks", task, "nodes", node, "pin", json={"pinned": not off})
+    show(view, lambda detail: f"{detail['id']} is {'not pinned' if off else 'pinned'}", json=json)
+
+
+def remove(
+    proxy: ControlClient,
+    task: TaskArgument,
+    rollout: RolloutOption = None,
+    node: NodeOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Delete a task with its trees; with --rollout finish one rollout; with --node forget one subtree."""
+    if rollout is not None and node is not None:
+        raise typer.BadParameter("cannot be combined with --node.", param_hint="--rollout")
+    what = f"rollout {rollout}" if rollout else f"node {node} and all below" if node else f"task {task} with its trees"
+    if not yes:
+        if not sys.stdin.isatty():
+            fail(f"Not deleted: {what}. Repeat the command with --yes.")
+        typer.confirm(f"Delete {what}?", abort=True)
+    path = ("rollouts", rollout) if rollout else ("nodes", node) if node else ()
+    view: Any = proxy.request("DELETE", "tasks", task, *path, within_s=LONG_S)
+    show(view, lambda _: f"deleted: {what}", json=json and view is not None)
+
+
+def open_page(
+    proxy: ControlClient,
+    task: Annotated[str | None, typer.Argument(help="Name of the task.", metavar="[TASK]")] = None,
+    node: NodeOption = None,
+    rollout: RolloutOption = None,
+    print_only: Annotated[bool, typer.Option("--print", help="Print the address only.")] = False,
+) -> None:
+    """Open the web page in a browser: the overview, or a task, a node or a rollout."""
+    if task is None and (node or rollout):
+        raise typer.BadParameter("is needed with --node or --rollout.", param_hint="TASK")
+    names = [("t", task), ("n", node), ("r", rollout)]
+    place = "/".join(f"{letter}/{quote(name, safe='')}" for letter, name in names if name)
+    address = f"{proxy.url}/ui/" + (f"#/{place}" if place else "")
+    typer.echo(address)
+    if not print_only and not webbrowser.open(address):
+        typer.echo("No browser could be started here. Open the address yourself.", err=True)
