@@ -1,0 +1,187 @@
+"""The bytes between two members: how a link proves the secret, and frames whose origin and order are proven (pure).
+
+1. The member that opens the link sends a `Hello` with a nonce. The other one answers with its own `Hello`, and with a
+   proof over both. The opener checks it and sends its own proof. Both proofs are HMACs with the cluster's secret, and
+   each names its side, so neither can be sent back to its maker.
+2. Each direction then has a key of its own, made of the secret and both greetings. Every frame carries a tag over its
+   number, its head and its content. A frame that was changed, dropped, repeated or put in by somebody else ends the
+   link.
+
+Frames are not encrypted: the network between members must be one that may see what agents send.
+"""
+
+import hmac
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from hashlib import blake2b, sha256
+from typing import NamedTuple
+
+VERSION = 1
+"""Version of the bytes. Members of another version refuse the link."""
+NONCE_BYTES = 32
+"""Size of a nonce: two links never have the same keys."""
+MAX_FRAME_BYTES = 80 << 20
+"""Most bytes of a frame's content: the largest body of a request (64 MiB by default) and its head."""
+_HELLO = struct.Struct("!4sHIQQQ")
+_MAGIC = b"FKPT"
+_HEAD = struct.Struct("!IIB")
+_TAG_BYTES = 16
+HELLO_BYTES = _HELLO.size + NONCE_BYTES
+"""Size of a greeting."""
+PROOF_BYTES = sha256().digest_size
+"""Size of a proof."""
+
+
+class LinkError(RuntimeError):
+    """The bytes of a peer are not those of a member of this cluster."""
+
+
+class FrameKind(IntEnum):
+    """What a frame is."""
+
+    ASK = 1
+    ANSWER = 2
+    FAILED = 3
+    PING = 4
+    PONG = 5
+
+
+class Frame(NamedTuple):
+    """One frame.
+
+    Attributes:
+        kind: What it is.
+        stream: Number of the question that it belongs to; 0 for pings.
+        content: Its bytes.
+    """
+
+    kind: FrameKind
+    stream: int
+    content: bytes
+
+
+class Hello(NamedTuple):
+    """What a member says of itself when a link begins.
+
+    Attributes:
+        member: Number of the member.
+        boot: Its start.
+        link: Number of the link among those that this start has opened to its peer; 0 in an answer.
+        nonce: Random bytes.
+    """
+
+    member: int
+    boot: int
+    link: int
+    nonce: bytes
+
+    def pack(self) -> bytes:
+        """Return the greeting as bytes."""
+        return _HELLO.pack(_MAGIC, VERSION, 0, self.member, self.boot, self.link) + self.nonce
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Hello":
+        """Read a greeting of `HELLO_BYTES`.
+
+        Raises:
+            LinkError: It is no greeting, or one of another version.
+        """
+        magic, version, _, member, boot, link = _HELLO.unpack_from(data)
+        if magic != _MAGIC:
+            raise LinkError("the peer is no member of a Forkpoint cluster")
+        if version != VERSION:
+            raise LinkError(f"the peer speaks version {version} of the link, and this member {VERSION}")
+        return cls(member, boot, link, data[_HELLO.size :])
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKeys:
+    """What both ends of a link derive from the secret and the two greetings.
+
+    Attributes:
+        opener_proof: Shows that the opener has the secret.
+        acceptor_proof: Shows that the other end has it.
+        to_acceptor: Key of the frames that the opener sends.
+        to_opener: Key of the frames that it receives.
+    """
+
+    opener_proof: bytes = field(repr=False)
+    acceptor_proof: bytes = field(repr=False)
+    to_acceptor: bytes = field(repr=False)
+    to_opener: bytes = field(repr=False)
+
+    @classmethod
+    def derive(cls, secret: bytes, cluster: str, opener: Hello, acceptor: Hello) -> "LinkKeys":
+        """Return the keys of one link; cluster is the cluster's name, so clusters with one secret stay apart."""
+        transcript = opener.pack() + acceptor.pack() + cluster.encode()
+
+        def derived(purpose: bytes) -> bytes:
+            return hmac.new(secret, purpose + b"\0" + transcript, sha256).digest()
+
+        return cls(derived(b"opener proof"), derived(b"acceptor proof"), derived(b"to acceptor"), derived(b"to opener"))
+
+
+class FrameWriter:
+    """Encodes the frames of one direction."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number = key, 0
+
+    def write(self, frame: Frame) -> bytes:
+        """Return a frame as bytes. 2 us for 300 bytes.
+
+        Raises:
+            ValueError: The content has more than `MAX_FRAME_BYTES`.
+        """
+        if len(frame.content) > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {len(frame.content)} bytes is too large")
+        head = _HEAD.pack(len(frame.content), frame.stream, frame.kind)
+        tag = _tag(self._key, self._number, head, frame.content)
+        self._number += 1
+        return b"".join((head, tag, frame.content))
+
+
+class FrameReader:
+    """Decodes the frames of one direction. It holds at most one frame that is not complete."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number, self._held = key, 0, bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Yield the frames that are complete now.
+
+        Raises:
+            LinkError: A frame is not what the peer sent next, or too large.
+        """
+        self._held += data
+        at = 0
+        try:
+            while len(self._held) - at >= _HEAD.size:
+                size, stream, kind = _HEAD.unpack_from(self._held, at)
+                # Before the content is waited for: nobody can make this member hold more.
+                if size > MAX_FRAME_BYTES:
+                    raise LinkError(f"the peer announces a frame of {size} bytes")
+                start = at + _HEAD.size + _TAG_BYTES
+                if len(self._held) < start + size:
+                    return
+                content = bytes(self._held[start : start + size])
+                head, tag = bytes(self._held[at : at + _HEAD.size]), bytes(self._held[at + _HEAD.size : start])
+                if not hmac.compare_digest(tag, _tag(self._key, self._number, head, content)):
+                    raise LinkError("a frame was changed on its way, or is not the next one")
+                self._number += 1
+                at = start + size
+                try:
+                    known = FrameKind(kind)
+                except ValueError:
+                    raise LinkError(f"the peer sends frames of the unknown kind {kind}") from None
+                yield Frame(known, stream, content)
+        finally:
+            del self._held[:at]
+
+
+def _tag(key: bytes, number: int, head: bytes, content: bytes) -> bytes:
+    digest = blake2b(number.to_bytes(8) + head, digest_size=_TAG_BYTES, key=key)
+    digest.update(content)
+    return digest.digest()
