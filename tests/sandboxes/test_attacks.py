@@ -4,7 +4,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from bench import attacks
+from bench import attacks, attacks_on_data
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import local_driver
 from tests.sandboxes.postgres_cluster import require_postgres
@@ -13,7 +13,7 @@ KNOWN = {"queued signals"} if os.geteuid() == 0 else {"queued signals", "process
 """What a sandbox can take from others, as docs/security.md says."""
 
 
-def through(outcomes: list[attacks.Outcome]) -> list[attacks.Outcome]:
+def through(outcomes: list[attacks_on_data.Outcome]) -> list[attacks_on_data.Outcome]:
     assert outcomes
     return [outcome for outcome in outcomes if not outcome.contained and outcome.name not in KNOWN]
 
@@ -25,9 +25,9 @@ def test_nothing_gets_out_of_local_sandboxes(data_dir: Path) -> None:
 
 
 def test_statements_reach_nothing_of_others(tmp_path: Path) -> None:
-    assert through(asyncio.run(attacks.attack_sqlite(tmp_path))) == []
+    assert through(asyncio.run(attacks_on_data.attack_sqlite(tmp_path))) == []
 
 
 def test_statements_on_a_server_reach_nothing_of_others(tmp_path: Path) -> None:
     require_postgres()
-    assert through(asyncio.run(attacks.attack_postgres(tmp_path))) == []
+    assert through(asyncio.run(attacks_on_data.attack_postgres(tmp_path))) == []
