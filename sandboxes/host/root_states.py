@@ -7,6 +7,7 @@ digest then tells whether a second build gives the same state: a tree that was r
 import asyncio
 import hashlib
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +21,9 @@ from sandboxes.spec import EnvironmentSpec
 
 KEPT_S = 30 * 86_400.0
 """A root state that no sandbox started from for 30 days gives its bytes back. Its file stays."""
+
+_RECENT_S = 3600.0
+"""How long a root state counts as used without its file being touched again. It is little beside `KEPT_S`."""
 
 _PRESENT_DIRS = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
 """Working directories that every base and image has."""
@@ -56,6 +60,7 @@ class RootStates(Generic[Root]):
         """
         self._directory, self._kind = directory, kind
         self._locks: dict[str, asyncio.Lock] = {}
+        self._found: dict[str, tuple[float, Root | None]] = {}
 
     def open(self) -> None:
         """Make the directory."""
@@ -77,8 +82,11 @@ class RootStates(Generic[Root]):
         # One build for each key; other specs build meanwhile. Of a group, the first rollout builds and the
         # others wait.
         async with self._locks.setdefault(key, asyncio.Lock()):
-            # The file is read in a thread: the disk may be slow, and hits must not wait.
-            known = await asyncio.to_thread(self._find, key)
+            known = self._recent(key)
+            if known is None:
+                # The file is read in a thread: the disk may be slow, and hits must not wait.
+                known = await asyncio.to_thread(self._find, key)
+                self._found[key] = time.monotonic(), known
             # Docker may have removed the image, or an administrator the layers, while the file stayed.
             if known is not None and await is_present(known):
                 return known
@@ -96,7 +104,13 @@ class RootStates(Generic[Root]):
                 )
             # Last: only storage that is complete gets a file.
             await asyncio.to_thread(self._save, key, root)
+            self._found[key] = time.monotonic(), root
             return root
+
+    def _recent(self, key: str) -> Root | None:
+        """Return a root state whose file was read or written within `_RECENT_S`; None otherwise."""
+        found_at_s, root = self._found.get(key, (-math.inf, None))
+        return root if time.monotonic() - found_at_s < _RECENT_S else None
 
     def _find(self, key: str) -> Root | None:
         """Return what is known of a root state, and mark it as used; its storage may be gone."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 from sandboxes import IMPORT_ROOT
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError
-from sandboxes.ipc.codec import AnswerT, Envelope, IpcRequest, answers_of, decode, encode
+from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest, answers_of, decode, encode
 from sandboxes.ipc.frames import Message
 
 START_S = 30.0
@@ -166,6 +166,18 @@ class ForkServer:
         # An assertion and no error: unlike a sandbox, the child is not untrusted.
         assert isinstance(answer.message, answers_of(type(request))), "the child is our own code"
         return cast("Envelope[AnswerT]", answer)
+
+    async def post(self, message: IpcMessage, fds: Sequence[int] = ()) -> None:
+        """Send the child a message that it does not answer; the descriptors stay open here.
+
+        Raises:
+            SandboxError: The fork server is not open, or it died.
+        """
+        if self._channel is not None:
+            await self._channel.post(message, fds)
+        # Looked at afterwards: the channel may have been lost by the send itself.
+        if self._channel is None or self._channel.lost is not None:
+            raise SandboxError(f"{self._name} is not running. Retry: the next sandbox starts another.")
 
     def disconnect(self) -> None:
         """Close the socket, which tells the child to exit. Idempotent."""

@@ -18,8 +18,8 @@ class Forked(IpcMessage, op="forked", descriptors=(0, 1)):
 
 # The socket is made by the proxy, so the new pid 1 needs no name by which it could be reached.
 @dataclass(frozen=True)
-class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(1, 1)):
-    """Fork a pid 1, which serves on the socket that accompanies this message.
+class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(2, 2)):
+    """Fork a pid 1, which serves on the first socket, and hears on the second one that its layers were switched.
 
     Attributes:
         cgroups: Files of control groups that it joins by writing 0 to them.
@@ -85,18 +85,26 @@ class MountLayers(IpcRequest[Mounted], op="mount"):
     stack: LayerStack
 
 
-# The namespace crosses as a descriptor, because a number could belong to another process by then.
+# The namespace crosses as a descriptor, because a number could belong to another process by then. The launcher reports
+# to pid 1 and not to the proxy, which saves a round trip after each call that writes.
 @dataclass(frozen=True)
-class SwitchLayers(IpcRequest[Mounted], op="switch", descriptors=(1, 1)):
-    """Put the sandbox whose mount namespace accompanies this message on other layers.
+class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
+    """Put a sandbox on other layers, and tell its pid 1 with `LayersSwitched`, or with `Failed`.
+
+    The descriptors are the sandbox's mount namespace, the socket to its pid 1, and the table that goes on to pid 1.
 
     Attributes:
         stack: The layers.
         binds: Directories of the host that are visible in the sandbox, read-only.
+        added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
+        same_below: Whether the sandbox's present root shows exactly what the layers below the new upper hold. Then it
+            serves as the view of them, and no other overlay has to be mounted.
     """
 
     stack: LayerStack
     binds: list[str]
+    added_bytes: int
+    same_below: bool
 
 
 # All of CRIU's files are opened by the proxy; the launcher passes them on.

@@ -26,9 +26,11 @@ Between the proxy and pid 1 of a `local` sandbox only:
 | restored | proxy | sandbox_started | sandbox_started: the mount namespace |
 | pause | proxy | not_freezable, process_tree or layer_state | |
 | inspect_held | proxy | layer_state | |
-| layers_switched | proxy | done | the new upper and lower directory, the table of rows |
+| layers_switched | launcher | done or failed, to the proxy | mounts of the new upper directory and of what is below; \
+the table of rows |
 
-After a call_done with `discard` or `seal`, pid 1 answers as to `pause` unasked.
+After a call_done with `discard` or `seal`, pid 1 answers as to `pause` unasked. After a layer_state with something in
+the upper layer, pid 1 waits for layers_switched on its second socket.
 
 Between the proxy and a container's keeper only:
 
@@ -46,10 +48,11 @@ Between the proxy and a launcher (of pid 1s, or of keepers), and the process tha
 | op | sent by | answer | descriptors |
 |---|---|---|---|
 | launcher_ready | launcher, unasked | | |
-| fork | proxy | forked | the new pid 1's socket; forked: its process |
+| fork | proxy | forked | the new pid 1's two sockets; forked: its process |
 | fork_keeper | proxy | forked | the new keeper's socket |
 | mount | proxy | mounted | mounted: overlay, upper, lower and, with `root`, the root state |
-| switch | proxy | mounted | the sandbox's mount namespace; mounted: upper and lower |
+| switch | proxy | none; layers_switched or failed go to pid 1 | the sandbox's mount namespace, pid 1's second socket, \
+the table |
 | run_criu | proxy | done | the sandbox's process, then CRIU's files |
 | criu_started | CRIU's operator, unasked | | the socket to CRIU |
 | inspect_names | proxy | names_inspected or names_refused | |

@@ -177,10 +177,11 @@ class InspectHeld(IpcRequest[NotFreezable | LayerState], op="inspect_held"):
 
 # The descriptors replace those of `StartSandbox`, which still lead to the old layers.
 @dataclass(frozen=True)
-class LayersSwitched(IpcRequest[Done], op="layers_switched", descriptors=(3, 3)):
+class LayersSwitched(IpcMessage, op="layers_switched", descriptors=(3, 3)):
     """The sandbox has a fresh upper layer.
 
-    The descriptors are the new upper and lower directories, and the state's complete table of rows or an empty file.
+    The descriptors are mounts of the new upper directory and of what lies below it, and the state's complete table of
+    rows or an empty file.
 
     Attributes:
         added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.

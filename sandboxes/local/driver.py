@@ -10,10 +10,10 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import orjson
 
@@ -33,6 +33,7 @@ from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 
+LookT = TypeVar("LookT")
 VERSION = 3
 """Part of every identity. Raise it when equal calls would give other results or other digests than before."""
 
@@ -129,17 +130,20 @@ class LocalDriver:
         Raises:
             SpecError: A base or source is missing or cannot be read.
         """
+        # What a confined spec may name is looked at again each time.
+        if not spec.confined and (known := self.unchanged(spec)) is not None:
+            return _identity(*known)
         base = await asyncio.to_thread(self.bases.refresh, spec.base, confined=spec.confined)
-        digest = hashlib.blake2b(f"local\0{VERSION}\0{base.identity}".encode(), digest_size=32)
-        for source in spec.copied_sources:
-            found = await asyncio.to_thread(self.bases.sources.of_source, source, self.sources, confined=spec.confined)
-            digest.update(found.encode())
-        return digest.hexdigest()
+        look = self.bases.sources.of_source
+        return _identity(
+            base.identity,
+            *[await asyncio.to_thread(look, one, self.sources, confined=spec.confined) for one in spec.copied_sources],
+        )
 
-    def unchanged(self, spec: EnvironmentSpec) -> Hashable | None:
+    def unchanged(self, spec: EnvironmentSpec) -> tuple[str, ...] | None:
         """Return what the base and the sources of a spec are, see `sandboxes.driver.WatchingDriver`."""
         known = self.bases.known(spec.base), *map(self.bases.sources.known, spec.copied_sources)
-        return None if None in known else known
+        return None if None in known else cast("tuple[str, ...]", known)
 
     async def start(self, spec: EnvironmentSpec) -> LocalSandbox:
         """Start a sandbox at a spec's root state, which is built once; then a start takes milliseconds.
@@ -148,7 +152,7 @@ class LocalDriver:
             SpecError: The spec cannot be built.
             SandboxError: The machine failed.
         """
-        base = await asyncio.to_thread(self.bases.base, spec.base, confined=spec.confined)
+        base = await self._look(spec.base, lambda: self.bases.base(spec.base, confined=spec.confined))
         root = await self._root(spec, base)
         # Between here and `_launch` no sandbox has these layers in its stack, and a collection would delete them.
         with self.sandboxes.holding(root.layers):
@@ -175,7 +179,9 @@ class LocalDriver:
                 raise StateGoneError(
                     f"layers {', '.join(damaged)} of this state were changed on disk. Replay its path instead."
                 )
-            base = await asyncio.to_thread(self.bases.frozen, spec.base, payload["base"], confined=spec.confined)
+            base = await self._look(
+                spec.base, lambda: self.bases.frozen(spec.base, payload["base"], confined=spec.confined)
+            )
             if base is None:
                 raise StateGoneError(
                     f"base {spec.base!r} has changed since this state was frozen. Replay its path instead."
@@ -216,6 +222,10 @@ class LocalDriver:
         await asyncio.to_thread(self.machine.layers.drop, unneeded)
         await asyncio.to_thread(checkpointer.drop, unneeded)
         return size
+
+    async def _look(self, base: str, look: Callable[[], LookT]) -> LookT:
+        """Return what a function finds out about a base; it runs in a thread if the base has to be walked for it."""
+        return look() if self.bases.known(base) is not None else await asyncio.to_thread(look)
 
     async def _root(self, spec: EnvironmentSpec, base: Base) -> RootLayers:
         """Return a spec's root state; build it if its layers are missing."""
@@ -293,22 +303,31 @@ class LocalDriver:
         try:
             async with asyncio.timeout(START_S):
                 spare = await self.machine.spare()
+            return await self._begin(make(spare), state, images)
+        # Cancellation passes unchanged; these three become the error that callers retry.
         except (ChannelClosedError, TimeoutError, OSError) as error:
             raise SandboxError(f"a sandbox could not be started: {error}") from error
-        sandbox = make(spare)
+        finally:
+            self.machine.restock()
+
+    async def _begin(self, sandbox: LocalSandbox, state: dict[str, Any], images: str | None) -> LocalSandbox:
         # Known before `begin`: `aclose` and `collect` must see a sandbox that is still starting.
         self.sandboxes.add(sandbox)
         try:
             async with asyncio.timeout(START_S):
                 await sandbox.begin(state, images)
-        except BaseException as error:
+        except BaseException:
             await sandbox.close()
-            # Cancellation passes unchanged; these three become the error that callers retry.
-            if isinstance(error, ChannelClosedError | TimeoutError | OSError):
-                raise SandboxError(f"a sandbox could not be started: {error}") from error
             raise
-        self.machine.restock()
         return sandbox
+
+
+def _identity(base: str, *sources: str) -> str:
+    """Return the identity of a spec, of its base's and its sources' digests."""
+    digest = hashlib.blake2b(f"local\0{VERSION}\0{base}".encode(), digest_size=32)
+    for source in sources:
+        digest.update(source.encode())
+    return digest.hexdigest()
 
 
 def _state(

@@ -67,13 +67,14 @@ from sandboxes.linux.trees import TOO_DEEP
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 
-def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
+def run(channel: int, switches: int, cgroups: list[str], *, privileged: bool) -> None:
     """Be a sandbox until the proxy closes its end.
 
     The first part needs no spec. It is done ahead, in spare sandboxes.
 
     Args:
         channel: The socket to the proxy.
+        switches: The socket on which the launcher reports that layers were switched.
         cgroups: Files of control groups that this process joins.
         privileged: Whether the proxy is root; otherwise this is root of a user namespace.
     """
@@ -104,12 +105,12 @@ def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
     os.close(null)
     link = DriverLink(socket.socket(fileno=channel))
     link.send(Ready())
-    _start(link)
+    _start(link, DriverLink(socket.socket(fileno=switches)))
 
 
-def _start(link: DriverLink) -> None:
+def _start(link: DriverLink, switches: DriverLink) -> None:
     """Wait for a spec and its layers, move into them, confine this process, and serve."""
-    order, tables, (overlay, upper, lower, root, table, *files) = link.wait()
+    order, tables, (overlay, upper_mount, lower, root, table, *files) = link.wait()
     assert isinstance(order, StartSandbox), "nothing else is sent to a spare sandbox"
     for folder in order.binds:
         # Bound here, before the root is switched: afterwards the host's directories have no path.
@@ -134,7 +135,8 @@ def _start(link: DriverLink) -> None:
     confine.limit_resources(order.disk_bytes, order.memory_bytes, order.pids)
     confine.confine()
     rows = StateRows(row_table.split(tables), row_table.mapped(table))
-    init = Init(link, delta.DeltaRoots(upper, lower, root), order, rows, sockets)
+    roots = delta.DeltaRoots(_opened(upper_mount), lower, root)
+    init = Init(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets)
     if restored is not None:
         init.adopt(restored)
     init.serve(namespace)
@@ -172,18 +174,39 @@ class LocalProcess:
         """Do nothing: its start has left nothing behind."""
 
 
+class Switches:
+    """The socket on which switches of layers are reported, and the mounts that came with the last report.
+
+    Attributes:
+        link: The socket.
+    """
+
+    def __init__(self, link: DriverLink, mounts: list[int]) -> None:
+        self.link, self._mounts = link, mounts
+
+    def keep(self, mounts: list[int]) -> None:
+        """Keep other mounts open, and close those of the layers that the sandbox has left.
+
+        The last descriptor of a mount unmounts it. That waits for the kernel's readers (RCU), so it comes last.
+        """
+        before, self._mounts = self._mounts, mounts
+        for fd in before:
+            os.close(fd)
+
+
 class Init:
     """The platform of a local sandbox: the supervisor's steps in pid 1, and freezing by layers."""
 
     def __init__(
         self,
         link: DriverLink,
+        switches: Switches,
         roots: delta.DeltaRoots,
         order: StartSandbox,
         rows: StateRows,
         sockets: SocketQueues | None,
     ) -> None:
-        self._link, self._seals = link, order.seals
+        self._link, self._switches, self._seals = link, switches, order.seals
         self._shells = shells = LocalShells(order.environment, order.workdir, order.sessions, order.pristine)
         self._changes, self._background = Changes(roots, order, rows), BackgroundProcesses(order.output_bytes)
         self._servers = LocalServers(shells)
@@ -209,8 +232,6 @@ class Init:
                     self._inspect_held(request.paths)
                 case OpenTerminal():
                     self._open_terminal(request)
-                case LayersSwitched():
-                    self._layers_switched(request, envelope.fds)
                 case _ if isinstance(request, CallRequest):
                     self._supervisor.call(request, envelope)
 
@@ -364,10 +385,13 @@ class Init:
             self._link.send(ProcessTree(self._shells.anchor.pid))
             return
         # Without writes the layers stay, and the shells can stay as well.
+        if not self._changes.written:
+            self._send_layer_state()
+            return
         # The sessions are dumps already, so a fresh shell on the new layers continues each of them.
-        if self._changes.written:
-            self._shells.end()
+        self._shells.end()
         self._send_layer_state()
+        self._await_switch()
 
     def _send_layer_state(self, paths: Sequence[str] = (), checkpoint: dict[str, Any] | None = None) -> None:
         changes, shells = self._changes, self._shells
@@ -423,13 +447,24 @@ class Init:
             self._background.add(process)
         self._survivors.settle(patient=False)
 
-    def _layers_switched(self, request: LayersSwitched, fds: list[int]) -> None:
-        """Go on over other layers, with fresh shells."""
-        # The launcher has moved this mount namespace to the new layers already.
-        upper, lower, table = fds
-        self._changes.switched(upper, lower, table, request.added_bytes)
+    def _await_switch(self) -> None:
+        """Wait until the launcher has moved this mount namespace to other layers, and go on with fresh shells."""
+        # The proxy orders the move when it has the state, and waits for `Done`. It sends nothing in between.
+        report = self._switches.link.wait()
+        if not isinstance(report.message, LayersSwitched):
+            # The proxy gives this sandbox up: its layers are not known any more.
+            self._link.send(report.message)
+            return
+        upper_mount, lower, table = report.fds
+        self._changes.switched(_opened(upper_mount), lower, table, report.message.added_bytes)
         self._link.send(Done())
         self._shells.renew(list(self._shells.sessions) or ["main"])
+        self._switches.keep([upper_mount, lower])
+
+
+def _opened(mount: int) -> int:
+    """Return a descriptor by which the root of a mount can be listed."""
+    return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount)
 
 
 def _background_process(

@@ -34,6 +34,8 @@ from sandboxes.ipc.launch_messages import (
     SwitchLayers,
 )
 from sandboxes.ipc.messages import Done, Failed
+from sandboxes.ipc.state_messages import LayersSwitched
+from sandboxes.linux import confine
 from sandboxes.linux import mounts as rootfs
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.plain_paths import plain_descriptor
@@ -55,7 +57,6 @@ class Launcher:
         # Descriptors, not paths: in another mount namespace /proc is another one.
         self.own_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-        self._detached: int | None = None
 
     def serve(self) -> None:
         """Answer requests until the driver is gone."""
@@ -68,11 +69,12 @@ class Launcher:
         try:
             match request := envelope.message:
                 case ForkSandbox():
-                    answer, fds = Forked(), [self._fork(request, envelope.fds[0])]
+                    answer, fds = Forked(), [self._fork(request, *envelope.fds)]
                 case MountLayers():
-                    answer, fds = Mounted(), self._mount(request.stack)
+                    answer, fds = Mounted(), _mount(request.stack)
                 case SwitchLayers():
-                    answer, fds = Mounted(), self._switch(request, envelope.fds[0])
+                    self._switch(request, *envelope.fds)
+                    return
                 case RunCriu():
                     self._run_criu(request, envelope.fds)
         # One request has failed, such as a mount with a missing layer. The launcher goes on, because all sandboxes
@@ -88,18 +90,15 @@ class Launcher:
         # Sent descriptors are duplicates in the receiver. What stays open here would keep dead mounts alive.
         for fd in [*fds, *envelope.fds]:
             os.close(fd)
-        if self._detached is not None:
-            os.close(self._detached)
-            self._detached = None
 
-    def _fork(self, request: ForkSandbox, channel: int) -> int:
+    def _fork(self, request: ForkSandbox, channel: int, switches: int) -> int:
         """Fork a pid 1 and return its process descriptor. It sets itself up in parallel with the next requests."""
         # unshare(CLONE_NEWPID) changes where children are born, not this process; setns undoes it for the next child.
         kernel.unshare(kernel.CLONE_NEWPID)
         try:
             pid = os.fork()
             if pid == 0:
-                self._become_init(request, channel)
+                self._become_init(request, channel, switches)
         finally:
             # In the parent only: the child never returns from `_become_init`.
             kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
@@ -107,14 +106,14 @@ class Launcher:
         # driver gets the error.
         return os.pidfd_open(pid)
 
-    def _become_init(self, request: ForkSandbox, channel: int) -> None:
+    def _become_init(self, request: ForkSandbox, channel: int, switches: int) -> None:
         code = 1
         try:
             # Nothing of the launcher's may be reachable from a sandbox.
             self.driver.close()
             os.close(self.own_mounts)
             os.close(self.own_pids)
-            init.run(channel, request.cgroups, privileged=self.privileged)
+            init.run(channel, switches, request.cgroups, privileged=self.privileged)
             code = 0
         except SystemExit:
             code = 0
@@ -123,27 +122,53 @@ class Launcher:
         finally:
             os._exit(code)
 
-    def _switch(self, request: SwitchLayers, namespace: int) -> list[int]:
-        """Move a sandbox, named by its mount namespace, to new layers; return its new upper and lower directories."""
-        overlay, *rest = self._mount(request.stack)
+    def _switch(self, request: SwitchLayers, namespace: int, pid_1: int, table: int) -> None:
+        """Move a sandbox, named by its mount namespace, to new layers, and report to its pid 1; see `SwitchLayers`."""
+        report: IpcMessage = LayersSwitched(request.added_bytes)
+        mounts: list[int] = []
         try:
+            overlay = self._move(request, namespace, mounts)
+        except OSError as error:
+            report, overlay = Failed(str(error)), None
+        fds = [] if overlay is None else [*mounts, table]
+        with socket.socket(fileno=pid_1) as end, contextlib.suppress(OSError):
+            # Never waits: one report at a time fits, and a pid 1 that reads none gives the proxy no answer either.
+            socket.send_fds(end, [pack_message(report, fds=len(fds))], fds, socket.MSG_DONTWAIT)
+        # Pid 1 has these mounts now. Closing the last descriptor of one would wait for the kernel's readers (RCU).
+        for fd in [*mounts, namespace, table]:
+            os.close(fd)
+        if overlay is not None:
+            os.close(overlay)
+
+    def _move(self, request: SwitchLayers, namespace: int, mounts: list[int]) -> int:
+        """Move a sandbox to new layers; return its overlay, and add mounts of the upper and of what is below it."""
+        stack = request.stack
+        overlay = _overlay(stack.lowers, stack.upper, stack.work)
+        upper = os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            mounts.append(kernel.clone_mount(stack.upper, kernel.SEALED))
+            if not request.same_below:
+                mounts.append(_overlay(stack.lowers, None, None))
             # setns into a mount namespace needs a process that shares its root and directory with no other (setns(2));
             # this one has a single thread.
             kernel.setns(namespace, kernel.CLONE_NEWNS)
             try:
+                if request.same_below:
+                    # The old root shows what is below the new upper. It stays mounted for pid 1 alone, read-only.
+                    mounts.append(kernel.clone_mount("/", kernel.SEALED))
+                _copy_top(mounts[1], upper)
                 rootfs.switch(overlay, request.binds)
             finally:
                 kernel.setns(self.own_mounts, kernel.CLONE_NEWNS)
                 # setns has moved the working directory to the root of the namespace that was entered. It must not hold
                 # a file of the sandbox.
                 os.chdir("/")
-        except OSError:
-            for fd in rest:
-                os.close(fd)
+        except BaseException:
+            os.close(overlay)
             raise
         finally:
-            os.close(overlay)
-        return rest
+            os.close(upper)
+        return overlay
 
     def _run_criu(self, request: RunCriu, fds: list[int]) -> None:
         """Start CRIU inside a sandbox, named by its pid 1, in a child that replies to the driver itself."""
@@ -163,30 +188,32 @@ class Launcher:
         finally:
             os._exit(1)
 
-    def _mount(self, stack: LayerStack) -> list[int]:
-        """Mount a stack of layers.
 
-        Returns:
-            Descriptors of the whole stack as a detached mount, its upper directory, and a mount of the layers below
-            the upper. If the stack names the root state's layers, a mount of these comes fourth. Pid 1 holds them in
-            the sandbox, so none of them leads further up on the host.
-        """
-        fds = [_overlay(stack.lowers, stack.upper, stack.work)]
-        try:
-            # Unmounting a mount takes its time, so that happens after the answer. What is open in the mount stays so.
-            self._detached = kernel.clone_mount(stack.upper, kernel.SEALED)
-            fds.append(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._detached))
-            fds.append(_overlay(stack.lowers, None, None))
-            _copy_top(fds[2], stack.upper)
-            if stack.root is not None:
-                # A sandbox at its root state needs no second mount of the same layers.
-                same = stack.root == stack.lowers
-                fds.append(os.dup(fds[2]) if same else _overlay(stack.root, None, None))
-        except OSError:
-            for fd in fds:
-                os.close(fd)
-            raise
-        return fds
+def _mount(stack: LayerStack) -> list[int]:
+    """Mount a stack of layers.
+
+    Returns:
+        Descriptors of the whole stack as a detached mount, of a mount of its upper directory, and of a mount of the
+        layers below the upper. If the stack names the root state's layers, a mount of these comes fourth. Pid 1 holds
+        them in the sandbox, so none of them leads further up on the host.
+    """
+    fds = [_overlay(stack.lowers, stack.upper, stack.work)]
+    upper = os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fds.append(kernel.clone_mount(stack.upper, kernel.SEALED))
+        fds.append(_overlay(stack.lowers, None, None))
+        _copy_top(fds[2], upper)
+        if stack.root is not None:
+            # A sandbox at its root state needs no second mount of the same layers.
+            same = stack.root == stack.lowers
+            fds.append(os.dup(fds[2]) if same else _overlay(stack.root, None, None))
+    except OSError:
+        for fd in fds:
+            os.close(fd)
+        raise
+    finally:
+        os.close(upper)
+    return fds
 
 
 def _overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
@@ -203,15 +230,14 @@ def _overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
         os.close(base)
 
 
-def _copy_top(mount: int, upper: str) -> None:
+def _copy_top(mount: int, upper: int) -> None:
     """Give a new upper directory, which is the sandbox's root, the facts of the root below: mode, owner, times."""
-    with contextlib.ExitStack() as opened:
-        # A new mount's descriptor names it only (open(2), O_PATH), and attributes are read through an open one.
-        below = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount)
-        opened.callback(os.close, below)
-        top = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        opened.callback(os.close, top)
-        _copy_facts_of(below, top)
+    # A mount's descriptor names it only (open(2), O_PATH), and attributes are read through an open one.
+    below = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount)
+    try:
+        _copy_facts_of(below, upper)
+    finally:
+        os.close(below)
 
 
 def _copy_facts_of(lower: int, upper: int) -> None:
@@ -287,6 +313,8 @@ def main() -> None:
         if privileged:
             _show_host(sys.argv[2])
         prepare()
+        # Made once here, so that no fork has to make it.
+        confine.program(kernel.MACHINE)
         freeze_heap()
         gc.disable()
         driver.sendall(pack_message(LauncherReady()))

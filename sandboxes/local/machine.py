@@ -8,8 +8,8 @@ A sandbox is made in two steps, because the first is slow and needs no spec:
    (RCU), and makes its namespaces. It is then a *spare*: it waits for a spec.
 2. `LocalSandbox.begin` sends the spare its layers and its spec. This takes a few milliseconds.
 
-So the machine keeps `SPARES` spares and makes new ones in the background. Spares die with the launcher. A spare whose
-channel is lost is thrown away, and the next sandbox starts another launcher.
+So the machine keeps as many spares as sandboxes begin at once (`spare_demand`), and makes new ones in the background.
+Spares die with the launcher. A spare whose channel is lost is thrown away; the next sandbox starts another launcher.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +32,19 @@ from sandboxes.ipc.state_messages import Ready
 from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers
+from sandboxes.local.reaper import Reaper
+from sandboxes.local.spare_demand import LEAST, SpareDemand
 from sandboxes.open_sandboxes import Holding
 from sandboxes.task_owner import TaskOwner
 
 START_S = 30.0
 """Longest wait for a sandbox to start; on an idle machine it takes milliseconds. The value is an estimate."""
 
-SPARES = 2
-"""Number of spare sandboxes, 3 MB each. With none, every start would wait for the kernel; more only help bursts."""
+_AT_ONCE = 4
+"""How many spares are made at the same time: each mostly waits for the kernel. The value is an estimate."""
+
+_REVIEW_S = 60.0
+"""How often spares that were kept for a burst are reviewed. The value is an estimate."""
 
 END_S = 10.0
 """Longest wait for a killed sandbox to end. A process that is stuck in the kernel is left to the next `open`.
@@ -58,11 +64,13 @@ class Spare:
         id: The sandbox's id, which also names its control groups.
         channel: The channel to its pid 1.
         process: The process descriptor (pidfd) of its pid 1.
+        switches: The socket on which the launcher reports to its pid 1; see `SwitchLayers`.
     """
 
     id: str
     channel: Channel
     process: int
+    switches: socket.socket
 
 
 class Machine:
@@ -88,6 +96,7 @@ class Machine:
         # Tools that an MCP server declares as read-only, for each server: its declaration holds for every sandbox.
         self.read_only: dict[str, frozenset[str]] = {}
         self.background = TaskOwner()
+        self.reaper = Reaper(self.background)
         self.launcher = ForkServer(
             "the launcher of sandboxes",
             "sandboxes.local.launcher",
@@ -96,7 +105,10 @@ class Machine:
             prepare=self.cgroups.put_behind,
         )
         self._spares: deque[Spare] = deque()
+        self._demand = SpareDemand()
+        self._starting = 0
         self._restocking: asyncio.Task[None] | None = None
+        self._review: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
         """Start the launcher, and the first spares.
@@ -111,6 +123,12 @@ class Machine:
         """End the launcher and the spares, and wait for all background tasks. Idempotent."""
         # First the launcher: its death kills all pid 1s, so the spares below end together.
         self.launcher.disconnect()
+        self.reaper.close()
+        if self._review is not None:
+            self._review.cancel()
+        if self._restocking is not None:
+            # Without a launcher it ends at once, perhaps with one more spare.
+            await asyncio.wait([self._restocking])
         await asyncio.gather(*(self._throw_away(spare) for spare in self._spares))
         self._spares.clear()
         await self.launcher.close()
@@ -118,12 +136,14 @@ class Machine:
         await asyncio.to_thread(self.cgroups.close)
 
     async def spare(self) -> Spare:
-        """Return a spare sandbox, or a new one if there is none.
+        """Return a spare sandbox, or a new one if there is none. Call `restock` when the sandbox has started.
 
         Raises:
             SandboxError: It cannot be made.
             ChannelClosedError: It ended while it was made.
         """
+        self._starting += 1
+        self._demand.note(time.monotonic())
         while self._spares:
             spare = self._spares.popleft()
             # A spare dies with the launcher, which shows as a lost channel.
@@ -137,16 +157,20 @@ class Machine:
         name = secrets.token_hex(6)
         # When this process dies, the kernel closes `ours`, and the pid 1 at the other end exits.
         ours, theirs = socket.socketpair()
+        switches, reports = socket.socketpair()
         channel = Channel(ours)
         try:
-            forked = await self.launcher.ask(ForkSandbox(self.cgroups.create(name)), [theirs.fileno()])
+            given = [theirs.fileno(), reports.fileno()]
+            forked = await self.launcher.ask(ForkSandbox(self.cgroups.create(name)), given)
         except BaseException:
             channel.close()
+            switches.close()
             raise
         finally:
-            # pid 1 has its own copy. With this one open, the end of pid 1 would not show as a lost channel.
+            # pid 1 has its own copies. With ours open, the end of pid 1 would not show as a lost channel.
             theirs.close()
-        spare = Spare(name, channel, forked.fds[0])
+            reports.close()
+        spare = Spare(name, channel, forked.fds[0], switches)
         try:
             await channel.next(Ready)
         except BaseException as error:
@@ -160,16 +184,42 @@ class Machine:
         return spare
 
     def restock(self) -> None:
-        """Make spares in the background until there are `SPARES`."""
+        """Note that a sandbox has started or failed, and make the spares in the background that are wanted."""
+        self._starting -= 1
+        self._begin_filling()
+
+    def _begin_filling(self) -> None:
         # One task at a time: two would make twice as many spares.
-        if self._restocking is None or self._restocking.done():
+        if self.launcher.is_open and (self._restocking is None or self._restocking.done()):
             self._restocking = self.background.spawn("make spare sandboxes", self._fill_spares())
 
+    @property
+    def _missing_spares(self) -> int:
+        """How many spares are missing; negative if there are too many."""
+        # Sandboxes that start now have the CPU first: the spares of the next burst wait for the end of this one.
+        wanted = LEAST if self._starting else self._demand.wanted(time.monotonic())
+        return wanted - len(self._spares)
+
     async def _fill_spares(self) -> None:
-        # A failure is not reported here: the next sandbox that needs a spare meets it and reports it to its caller.
-        with contextlib.suppress(SandboxError, ChannelClosedError, OSError):
-            while len(self._spares) < SPARES and self.launcher.is_open:
-                self._spares.append(await self._new_spare())
+        while (missing := self._missing_spares) > 0 and self.launcher.is_open:
+            made = await asyncio.gather(
+                *(self._new_spare() for _ in range(min(missing, _AT_ONCE))), return_exceptions=True
+            )
+            self._spares += [spare for spare in made if isinstance(spare, Spare)]
+            failures = [failure for failure in made if isinstance(failure, BaseException)]
+            for failure in failures:
+                # Not reported here: the next sandbox that needs a spare meets the failure and reports it to its caller.
+                if not isinstance(failure, SandboxError | ChannelClosedError | OSError):
+                    raise failure
+            if failures:
+                break
+        if not self._starting:
+            for _ in range(-self._missing_spares):
+                self._discard(self._spares.pop())
+        if self._review is not None:
+            self._review.cancel()
+        if len(self._spares) > LEAST and self.launcher.is_open:
+            self._review = asyncio.get_running_loop().call_later(_REVIEW_S, self._begin_filling)
 
     def _discard(self, spare: Spare) -> None:
         self.background.spawn(f"end spare {spare.id}", self._throw_away(spare))
@@ -179,6 +229,7 @@ class Machine:
             # A pidfd names this process for ever; a pid could belong to another one by now (pidfd_open(2)).
             signal.pidfd_send_signal(spare.process, signal.SIGKILL)
         spare.channel.close()
+        spare.switches.close()
         # The group can be removed only when the last process in it is gone (cgroups(7)).
         await ended(spare.process)
         os.close(spare.process)

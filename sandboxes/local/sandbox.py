@@ -29,11 +29,10 @@ from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.host.machine_sandbox import MachineSandbox
 from sandboxes.ipc.inherited import inherited
 from sandboxes.ipc.launch_messages import LayerStack, MountLayers, RunCriu, SwitchLayers
-from sandboxes.ipc.messages import CallDone
+from sandboxes.ipc.messages import CallDone, Done
 from sandboxes.ipc.state_messages import (
     FinishRestore,
     InspectHeld,
-    LayersSwitched,
     LayerState,
     NotFreezable,
     Pause,
@@ -41,7 +40,6 @@ from sandboxes.ipc.state_messages import (
     SandboxStarted,
     StartSandbox,
 )
-from sandboxes.linux.files import remove_tree
 from sandboxes.local.bases import Base
 from sandboxes.local.layers import MAX_DEPTH, LayerMeta, Upper, mergeable
 from sandboxes.local.machine import Machine, Spare, ended
@@ -85,6 +83,7 @@ class LocalSandbox(MachineSandbox):
         """
         # The descriptor names pid 1 until it is closed, so signals never reach another process (pidfd_open(2)).
         self._process: int | None = spare.process
+        self._switches = spare.switches
         super().__init__(
             spare.id, spare.channel, spec, machine.data_dir, machine.read_only,
             server_environment=ENVIRONMENT, process_environment={},
@@ -177,7 +176,7 @@ class LocalSandbox(MachineSandbox):
         return self.stack[: len(self.stack) - len(self._root_layers)]
 
     def _layer_stack(self) -> LayerStack:
-        return LayerStack(self._lowers(self.stack), str(self._upper.path / "diff"), str(self._upper.path / "work"))
+        return LayerStack(self._lowers(self.stack), self._upper.diff, self._upper.work)
 
     def _lowers(self, layers: tuple[str, ...]) -> list[str]:
         return [*self._machine.layers.lowers(layers), *self._base.lowers]
@@ -369,37 +368,41 @@ class LocalSandbox(MachineSandbox):
     async def _switch_in(self, namespace: int, meta: LayerMeta | None, table: bytes) -> None:
         layers, old = self._machine.layers, self._upper
         try:
+            same_below = False
             if meta is not None:
                 # The sandbox still has the upper mounted, but pid 1 has paused: nothing writes to it any more.
                 frozen = layers.freeze(old, meta, table)
                 self.stack = (frozen, *self.stack)
                 self._unkept.add(frozen)
-                await self._merge_when_deep()
+                # The layers that a merge replaces may be deleted, so the old root, which has them, must go.
+                same_below = not await self._merge_when_deep()
             # A kill -9 from here on leaves an upper without a sandbox; the next `Layers.open` removes it.
             self._upper = layers.allocate()
-            order = SwitchLayers(self._layer_stack(), list(self._base.binds))
-            # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor.
-            switched = await self._machine.launcher.ask(order, [namespace])
+            added = 0 if meta is None else meta.size_bytes
+            order = SwitchLayers(self._layer_stack(), list(self._base.binds), added, same_below)
+            complete = layers.complete_table(() if meta is None else (old.id,))
+            try:
+                # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor, and
+                # reports to pid 1, which then answers here.
+                await self._machine.launcher.post(order, [namespace, self._switches.fileno(), complete])
+            finally:
+                os.close(complete)
+            await self.link.next(Done)
         except (SandboxError, OSError) as error:
             # The sandbox is half moved, so it cannot continue. Its frozen layers are complete.
             self.link.die(str(error))
             raise SandboxError(f"sandbox {self.id} could not be put on a new layer: {error}") from error
-        complete = layers.complete_table(() if meta is None else (old.id,))
-        try:
-            added = 0 if meta is None else meta.size_bytes
-            await self.link.ask(LayersSwitched(added), fds=[*switched.fds, complete])
-        finally:
-            for fd in (*switched.fds, complete):
-                os.close(fd)
         # A layer keeps its `diff` only: overlayfs needs `work` just for the upper of a mount.
-        gone = old.path if meta is None else layers.frozen / old.id / "work"
-        self._machine.background.spawn(f"remove {gone}", asyncio.to_thread(remove_tree, gone))
+        self._machine.reaper.remove([old.path if meta is None else layers.frozen / old.id / "work"])
 
-    async def _merge_when_deep(self) -> None:
-        """Merge small layers into one; at once, not in the background: depth must depend on the calls alone."""
+    async def _merge_when_deep(self) -> bool:
+        """Merge small layers into one if there are many; return whether any were merged.
+
+        At once and not in the background: depth must depend on the calls alone.
+        """
         above = self._new_layers()
         if len(above) <= MAX_DEPTH:
-            return
+            return False
         run = tuple(mergeable(above, self._machine.layers.mergeable_sizes(above)))
         if run:
             upper = self._machine.layers.allocate()
@@ -409,6 +412,7 @@ class LocalSandbox(MachineSandbox):
                 self._unkept.add(merged)
                 at = self.stack.index(run[0])
                 self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
+        return bool(run)
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
@@ -419,6 +423,7 @@ class LocalSandbox(MachineSandbox):
         # A move to another upper in flight fails soon, because its pid 1 is dead. Until then it uses the descriptors: a
         # number that is closed now could name another sandbox's namespace a moment later.
         async with self._switching:
+            self._switches.close()
             if self._process is not None:
                 await ended(self._process)
                 os.close(self._process)
@@ -431,9 +436,8 @@ class LocalSandbox(MachineSandbox):
             await asyncio.wait([self._pending])
         # Only now: the kernel refuses to remove a group that still has processes (cgroups(7)).
         await self._machine.forget_group(self.id)
-        await asyncio.to_thread(remove_tree, self._upper.path)
-        # No frozen state has these layers, so nothing else can refer to them.
-        await asyncio.to_thread(self._machine.layers.drop, self._unkept)
+        # No frozen state has the layers in `_unkept`, so nothing else can refer to them.
+        self._machine.reaper.remove([self._upper.path, *self._machine.layers.detach(self._unkept)])
         self.closed = True
 
 

@@ -157,9 +157,8 @@ class Changes:
             table: The complete table of the state, which is closed here; an empty file if there is none.
             added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
         """
-        # A descriptor of the old upper would keep its mount busy, and `look` would go on comparing the wrong directory.
+        # `look` would go on comparing the wrong directory. The mounts are the caller's.
         os.close(self.roots.upper)
-        os.close(self.roots.lower)
         self.roots = delta.DeltaRoots(upper, lower, self.roots.root)
         mapped = row_table.mapped(table)
         self.tracker.sealed(None if mapped is None else StateRows((), mapped))

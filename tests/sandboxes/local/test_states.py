@@ -55,6 +55,7 @@ CHANGES = {
     "fifo": "mkfifo /root/d/p",
     "xattr": "setfattr -n user.k -v v /root/d/f",
     "of the base": "rm /etc/passwd",
+    "of a layer, a tree": "rm -r /root/d; mkdir /root/d",
     "of the base, a tree": "rm -r /etc/alternatives; mkdir /etc/alternatives",
     "shared memory": "echo x > /dev/shm/x",
     "an old time": "touch -d 2001-01-01 /root/d/f",

@@ -1,0 +1,57 @@
+"""Removal of directories that nobody waits for, many of them in one thread."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from sandboxes.linux.files import remove_tree
+from sandboxes.task_owner import TaskOwner
+
+_GATHER_S = 0.1
+"""How long directories are gathered before one thread removes them. Each call that writes leaves one directory of
+overlayfs behind. A thread costs 0.3 ms of CPU, and removing such a directory 0.05 ms. Halved, a busy proxy starts twice
+as many threads; doubled, the disk space of closed sandboxes comes back so much later."""
+
+
+class Reaper:
+    """Removes directories in the background."""
+
+    def __init__(self, background: TaskOwner) -> None:
+        """Remove nothing yet.
+
+        Args:
+            background: Owns the task that removes; whoever waits for it waits until everything is removed.
+        """
+        self._background = background
+        self._paths: list[Path] = []
+        self._stuck: list[Path] = []
+        self._removing: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+
+    def remove(self, paths: Iterable[Path]) -> None:
+        """Remove directories and everything in them soon. What cannot be removed is tried again by `close`."""
+        self._paths += paths
+        if self._paths and (self._removing is None or self._removing.done()):
+            self._removing = self._background.spawn("remove directories", self._remove())
+
+    def close(self) -> None:
+        """Remove from now on without waiting for more. What stays even now is removed by the next `Layers.open`."""
+        self._closing.set()
+        stuck, self._stuck = self._stuck, []
+        self.remove(stuck)
+
+    async def _remove(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GATHER_S):
+                await self._closing.wait()
+        # More may come while the thread works.
+        while self._paths:
+            paths, self._paths = self._paths, []
+            # Without free descriptors, for example, nothing can be removed.
+            self._stuck += await asyncio.to_thread(_remove_all, paths)
+
+
+def _remove_all(paths: list[Path]) -> list[Path]:
+    """Remove directories; return those of which something is left."""
+    return [path for path in paths if not remove_tree(path)]

@@ -1,0 +1,65 @@
+"""What all sandboxes of one local driver share: spares, and the launcher's reports."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sandboxes.errors import SandboxError
+from sandboxes.local.driver import LocalDriver
+from sandboxes.local.spare_demand import LEAST, SpareDemand
+from sandboxes.spec import EnvironmentSpec
+from tests.sandboxes.box import opened, run
+
+SPEC = EnvironmentSpec()
+PATIENCE_S = 30.0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def test_spares_follow_demand(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a burst as many sandboxes wait as it had, and without another one all but a few of them end."""
+    # All sandboxes count as begun at once, however slowly this machine starts them.
+    monkeypatch.setattr("sandboxes.local.spare_demand._BURST_S", 3600.0)
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            machine = driver.machine
+            for sandbox in await asyncio.gather(*(driver.start(SPEC) for _ in range(5))):
+                await sandbox.close()
+            await until(lambda: len(machine._spares) == 5)
+            machine._demand = SpareDemand()
+            machine._begin_filling()
+            await until(lambda: len(machine._spares) == LEAST)
+            assert (await run(await driver.start(SPEC), "echo hi")).out == "hi\n"
+
+    asyncio.run(go())
+
+
+def test_a_failed_switch_ends_one_sandbox(data_dir: Path) -> None:
+    """The launcher reports to the sandbox's first process, and goes on serving all others."""
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            broken, other = await driver.start(SPEC), await driver.start(SPEC)
+            await run(broken, "echo a > a")
+            layer = (await broken.freeze()).parts[0]
+            # Another layer cannot be mounted over one that is gone.
+            (driver.machine.layers.frozen / layer).rename(data_dir / "elsewhere")
+            await run(broken, "echo b > b")
+            with pytest.raises(SandboxError, match="died"):
+                await run(broken, "cat b")
+            assert not broken.alive
+            await run(other, "echo c > c")
+            assert (await run(other, "cat c")).out == "c\n"
+
+    asyncio.run(go())
