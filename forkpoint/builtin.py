@@ -20,7 +20,7 @@ def local_driver(context: DriverContext) -> "Driver":
     """Return the driver of namespaces and overlay layers on this machine."""
     from sandboxes.local.driver import LocalDriver
 
-    return LocalDriver(context.directory, context.checkpointer(), context.sources)
+    return LocalDriver(context.directory, context.checkpointer(), context.sources, cpu_groups=context.cpu_groups)
 
 
 def container_driver(context: DriverContext) -> "Driver":

@@ -2,6 +2,6 @@
 
 Process: the proxy.
 May import: proxy.audit, proxy.control, proxy.control.routes, proxy.dataplane, proxy.execution, proxy.http,
-proxy.storage, proxy.telemetry, proxy.transfer, proxy.tree, proxy.ui, snapshots, snapshots.criu, sandboxes,
-sandboxes.pool.
+proxy.speculation, proxy.storage, proxy.telemetry, proxy.transfer, proxy.tree, proxy.ui, snapshots, snapshots.criu,
+sandboxes, sandboxes.pool.
 """

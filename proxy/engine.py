@@ -5,6 +5,7 @@ The rooms above (endpoints, control plane) read the parts and add their own work
 """
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,9 @@ from proxy.execution.warm_forks import WarmForks, available_bytes
 from proxy.http.access import Access, read_tokens
 from proxy.http.answer_cache import Answers
 from proxy.settings import Settings
+from proxy.speculation.idle_cores import IdleCores
+from proxy.speculation.learned import Learned
+from proxy.speculation.speculator import Speculator
 from proxy.step import Step
 from proxy.storage.data_dir import make_private
 from proxy.storage.journal import Journal
@@ -139,6 +143,7 @@ class Engine:
         audit: Runs recorded calls again.
         transfer: Exports and imports trees.
         roots: Knows which trees are what their specs mean now.
+        speculator: Executes calls ahead that rollouts are likely to make next.
         lifecycle: What happens when the engine opens and closes.
     """
 
@@ -166,6 +171,7 @@ class Engine:
     audit: Auditor
     transfer: TransferService
     roots: RootChanges
+    speculator: Speculator
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
     @property
@@ -197,6 +203,8 @@ class Engine:
             BackgroundWork("audit", _AUDIT_EVERY_S, self.audit.work),
             BackgroundWork("prove", _AUDIT_EVERY_S, self._prover().work),
         ]
+        if self.speculator.enabled:
+            self.lifecycle.background.append(BackgroundWork("speculate", 0.0, self.speculator.work))
         self.lifecycle.start(self._note_failure)
         self.lifecycle.ready = True
         log.info(
@@ -228,6 +236,7 @@ class Engine:
         self.lifecycle.hang_up()
         await self.lifecycle.stop()
         await self.audit.aclose()
+        await self.speculator.aclose()
         await self.warm.aclose()
         await self.step.drain()
         # Only now: a call that has ended may have started a capture.
@@ -302,14 +311,29 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     answers = Answers(store.records, budget_bytes=settings.answer_memory_bytes)
     traces = None if settings.otel_endpoint is None else Traces(store.records, settings.otel_endpoint)
     executor = Executor(restorer, store.records, counts, roots)
-    step = Step(executor, journal, counts, warm, answers.of, traces)
     trees = OpenTrees(store.trees, cache)
+
+    def has_headroom() -> bool:
+        # What speculation adds must never be the reason why something that a rollout needs is evicted.
+        return (
+            cache.used_bytes < settings.snapshot_bytes / 2
+            and trees.size < settings.tree_memory_records / 2
+            and available_bytes() > 2 * settings.memory_reserve_bytes
+        )
+
+    speculator = Speculator(
+        executor, Learned(store.records, access.namespace), pool, cache.costs, counts, walkers,
+        IdleCores().since_last, has_headroom,
+        cores=settings.speculate * (os.cpu_count() or 1), most=settings.max_sandboxes // 4,
+    )  # fmt: skip
+    note = speculator.note if speculator.enabled else None
+    step = Step(executor, journal, counts, warm, answers.of, traces, note)
     tasks = Tasks(
         store, journal, trees, pool, drivers, walkers, step.order, settings.default_spec, roots,
         any_image=settings.any_image,
     )  # fmt: skip
     step.renew = tasks.renew
-    forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool)
+    forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool, speculator.forget)
     audit = Auditor(
         restorer, store, counts, lambda: len(step.calls), trees.get, roots,
         share=settings.audit_share, quarantine=settings.audit_quarantine,
@@ -321,6 +345,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     return Engine(
         settings, drivers, counts, access, store, journal, snapshots, cache, snapshot_value, capture, pool, restorer,
         warm, answers, traces, executor, step, walkers, trees, tasks, forgetting, audit, transfer, roots,
+        speculator,
     )  # fmt: skip
 
 

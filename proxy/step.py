@@ -57,6 +57,7 @@ class Step:
         warm: WarmForks,
         read: Callable[[Record], object],
         traces: Traces | None = None,
+        note: Callable[[Rollout, Record, Outcome], None] | None = None,
     ) -> None:
         """Create the step of all rollouts.
 
@@ -67,9 +68,10 @@ class Step:
             warm: Is told of each step.
             read: Reads a record's answer, and raises `DamagedError` if it is not what was written.
             traces: Exports spans; None if no endpoint is set.
+            note: Learns from each step; None if nothing is executed ahead.
         """
         self._executor, self._journal, self._counts, self._warm, self._traces = executor, journal, counts, warm, traces
-        self._read = read
+        self._read, self._note = read, note
         self.order, self.calls = CallOrder(), TaskOwner()
         self._overheads: dict[int, Overhead] = {}
         # Moves a rollout that has seen nothing to the current tree; see `Tasks.renew`.
@@ -194,5 +196,7 @@ class Step:
         rollout.advance(record, outcome, time.monotonic())
         self._counts.answered(outcome, record.seconds)
         self._warm.note_step(rollout)
+        if self._note is not None:
+            self._note(rollout, record, outcome)
         if self._traces is not None:
             self._traces.answered(rollout, record, outcome, timing)

@@ -46,6 +46,11 @@ class _Totals(Collector):
             ("root_changes", counts.root_changes),
             ("warm_made", counts.warm_made),
             ("warm_used", counts.warm_used),
+            ("speculated", counts.speculated),
+            ("speculated_used", counts.speculated_used),
+            ("speculated_cancelled", counts.speculated_cancelled),
+            ("speculated_cpu_seconds", counts.speculated_cpu_s),
+            ("speculated_saved_seconds", counts.speculated_saved_s),
         ):
             yield CounterMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=value)
         yield from self._times()

@@ -1,12 +1,13 @@
 """Execution of a call that the tree does not know: single flight, a sandbox at the node, one record."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
-from proxy.execution.errors import RolloutGoneError
+from proxy.execution.errors import NotRecordedError, RolloutGoneError
 from proxy.execution.restore import Restorer
 from proxy.execution.root_state import RootChanges
 from proxy.execution.single_flight import SingleFlight
@@ -17,7 +18,7 @@ from proxy.tree.keys import CallKey, private_key
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record, Tree, doubtful
 from sandboxes.calls import Execution, ToolCall
-from sandboxes.driver import execute
+from sandboxes.driver import Sandbox, execute
 from sandboxes.listener import Listener
 
 log = structlog.get_logger()
@@ -38,6 +39,7 @@ class Executor:
     def __init__(self, restorer: Restorer, records: RecordStore, counts: Counters, roots: RootChanges) -> None:
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
         self.flights, self.timings = SingleFlight(), Timings()
+        self._nobodys = itertools.count(-1, -1)
 
     def discard(self, tree: Tree, record: Record, why: str) -> None:
         """Answer no more calls from a record whose answer is damaged: the next such call runs again and replaces it.
@@ -85,6 +87,53 @@ class Executor:
         if record is not None:
             self.timings.note(rollout.id, rollout.calls, timing)
         return record, outcome
+
+    async def execute_ahead(
+        self,
+        tree: Tree,
+        node: Node,
+        call: ToolCall,
+        key: CallKey,
+        run: Callable[[Sandbox], Awaitable[Execution]],
+        at_join: Callable[[], None],
+    ) -> Record:
+        """Execute a call that no rollout has made yet, and record it as if one had.
+
+        Only what any rollout at the node may be answered is recorded: what `_record` would make private is not.
+
+        Args:
+            tree: Tree of the node.
+            node: A node with a state digest.
+            call: The call.
+            key: Its key.
+            run: Runs the call in a sandbox.
+            at_join: Called when a rollout makes the call meanwhile: it waits for this execution.
+
+        Raises:
+            NotRecordedError: The result holds for one rollout only, or processes are left running; the sandbox is
+                closed. Or a rollout has made the call before.
+            StateLostError: No way leads to the node.
+            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
+        """
+        # Numbers of rollouts are positive, so a negative one takes no rollout's place.
+        nobody = Rollout(next(self._nobodys), "", "", tree, node)
+        if self.flights.has(node, key) or key in node.records:
+            raise NotRecordedError
+        with self.flights.join(nobody, node, key) as flight:
+            flight.at_join = at_join
+            async with flight.turn(), self._restorer.lease_ahead(tree, node) as slot:
+                assert slot.sandbox is not None
+                execution = await run(slot.sandbox)
+                slot.calls += 1
+                current = await self._roots.is_usable(tree, looks=False)
+                # No await from here on: nothing of this can change before the record is in the tree.
+                shareable = execution.shareable and current and not execution.is_empty
+                known = key in node.quarantined or key in node.records or node.detached
+                if known or not shareable or (execution.effect and execution.state is None):
+                    raise NotRecordedError
+                record = self._record(nobody, node, call, key, execution, 0.0, current=current)
+                self._restorer.moved(slot, record.target)
+                return record
 
     async def _execute(
         self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, timing: Timing, listener: Listener | None
@@ -144,7 +193,10 @@ class Executor:
             self._records.new_record_id(), key, node, destination.known or new_node or node, execution.effect,
             execution.seconds, time.time(), private=private, doubtful=doubtful(call, execution), age_s=age_s,
         )  # fmt: skip
-        self._records.save(tree.id, record, new_node, execution.replay or call, execution.result, execution.order)
+        self._records.save(
+            tree.id, record, new_node, execution.replay or call, execution.result, execution.order,
+            speculated=rollout.id < 0,
+        )  # fmt: skip
         if new_node is not None:
             # The store comes first. If this raises, the tree does not know the call either, and another rollout
             # runs it again.

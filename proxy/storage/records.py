@@ -40,6 +40,8 @@ class RecordStore:
         call: ToolCall,
         result: ToolResult,
         order: bytes | None = None,
+        *,
+        speculated: bool = False,
     ) -> None:
         """Write a record with its call and answer in one transaction. 0.1 ms.
 
@@ -50,6 +52,7 @@ class RecordStore:
             call: What was called.
             result: The answer.
             order: The order in which the call wrote files; None if there is none.
+            speculated: Whether the call was executed before any rollout made it.
 
         Raises:
             StoreError: Nothing could be written, so the call must not count as recorded.
@@ -59,6 +62,8 @@ class RecordStore:
             if order is not None:
                 # With the call, because it is what a replay needs besides: so it also travels with exported trees.
                 value["order"] = order.hex()
+            if speculated:
+                value["speculated"] = True
             record.call = self._blobs.insert(execute, canonical_json(value))
             record.upload = self._blobs.insert(execute, call.body) if call.body else 0
             kind = orjson.dumps(result.headers).decode() if result.headers else result.media_type
@@ -125,6 +130,10 @@ class RecordStore:
         with contextlib.suppress(TypeError, ValueError):
             return None if order is None else bytes.fromhex(order)
         return None
+
+    def speculated(self, record: Record) -> bool:
+        """Return whether the call was executed before any rollout made it."""
+        return orjson.loads(self._blobs.read(record.call)).get("speculated") is True
 
     def call_without_upload(self, blob: int) -> ToolCall:
         """Return a call by the number of its blob, without the bytes that were uploaded with it."""

@@ -28,6 +28,11 @@ class Counters:
         audit_differing: Calls that audits ran again and that differ from their records.
         warm_made: Warm forks made.
         warm_used: Warm forks that a rollout used.
+        speculated: Calls that were executed and recorded before any rollout made them.
+        speculated_used: Of these, calls that a rollout made later.
+        speculated_cancelled: Calls whose execution ahead was ended before they had ended.
+        speculated_cpu_s: CPU seconds of the sandboxes in which calls were executed ahead.
+        speculated_saved_s: Seconds that the tools of used calls ran.
         endpoints: Answered calls by endpoint, and by `Outcome`.
         hit_s: Seconds from the last byte of a hit's request to its response.
         start_s: Seconds that sandboxes took to start.
@@ -53,6 +58,11 @@ class Counters:
     audit_differing: int = 0
     warm_made: int = 0
     warm_used: int = 0
+    speculated: int = 0
+    speculated_used: int = 0
+    speculated_cancelled: int = 0
+    speculated_cpu_s: float = 0.0
+    speculated_saved_s: float = 0.0
     endpoints: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0] * len(Outcome)))
     hit_s: Histogram = field(default_factory=lambda: Histogram(FAST))
     start_s: Histogram = field(default_factory=Histogram)
@@ -104,6 +114,11 @@ class Counters:
             "audit_differing": self.audit_differing,
             "warm_made": self.warm_made,
             "warm_used": self.warm_used,
+            "speculated": self.speculated,
+            "speculated_used": self.speculated_used,
+            "speculated_cancelled": self.speculated_cancelled,
+            "speculated_cpu_s": self.speculated_cpu_s,
+            "speculated_saved_s": self.speculated_saved_s,
             "errors": sum(self.failures.values()),
             "failures": dict(self.failures),
             "refusals": dict(self.refusals),

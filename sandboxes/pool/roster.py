@@ -29,6 +29,7 @@ class Slot:
         started_at: When the sandbox had started, on the same clock.
         calls: How many calls ran in the sandbox.
         warm: The sandbox was made ahead of its use and was not used yet.
+        ahead: Only calls that no rollout had made yet ran in the sandbox since it was made.
         freeze_now: Set when a caller waits for the end of the sandbox's freeze, which may have been delayed.
     """
 
@@ -40,6 +41,7 @@ class Slot:
     started_at: float = 0.0
     calls: int = 0
     warm: bool = False
+    ahead: bool = False
     freeze_now: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -94,6 +96,11 @@ class Roster:
         idle = [s for s in alive if s.state is SandboxState.IDLE and (shared or s.owner in (owner, None))]
         usable = idle or [s for s in alive if s.state is SandboxState.FREEZING]
         return max(usable, key=lambda s: s.owner == owner, default=None)
+
+    def find_ahead(self, position: Hashable) -> Slot | None:
+        """Return an idle sandbox at a position in which no rollout's call has run, or None; see `Slot.ahead`."""
+        here = self._by_position.get(position, ())
+        return next((s for s in here if s.ahead and s.state is SandboxState.IDLE and _alive(s)), None)
 
     def victim(self) -> Slot | None:
         """Return the idle sandbox to close first: without an owner before owned, then the one idle longest."""

@@ -165,7 +165,7 @@ def test_unwritten_calls_are_neither_known_nor_answered(tmp_path: Path, monkeypa
             (rollout,) = await rollouts(running, 1)
             await ask(running, rollout, "pwd")
 
-            def full(*_: object) -> None:
+            def full(*_: object, **__: object) -> None:
                 raise StoreError("disk full")
 
             with monkeypatch.context() as patch:
