@@ -13,6 +13,8 @@ from forkpoint.results import (
     Diff,
     FileResult,
     Node,
+    Report,
+    ReportRow,
     RolloutInfo,
     ShellResult,
     SqlResult,
@@ -49,6 +51,22 @@ class ProxyOperations:
     def stats(self) -> Request[Stats]:
         """Return the totals since the proxy started, and its budgets."""
         return Request("GET", path_of(*_API, "stats"), lambda reply: made_of(Stats, reply.payload, raw=reply.payload))
+
+    @Operation
+    def report(
+        self, by: str = "run", *, labels: Labels | None = None, task: str | None = None, price: float = 0.0
+    ) -> Request[Report]:
+        """Return hit rate, tool time and rewards of groups of rollouts.
+
+        Args:
+            by: `task`, `endpoint`, or the name of a label.
+            labels: Only the rollouts with all of these labels; None for all.
+            task: Only the rollouts of this task; None for all.
+            price: Price of one hour of tool time.
+        """
+        path = path_of(*_API, "report") if task is None else path_of(*_API, "tasks", task, "report")
+        query: dict[str, str | list[str]] = {**given(by=by, price=price), "label": _pairs(labels or {})}
+        return Request("GET", path, _report, query=query)
 
     @Operation
     def ready(self) -> Request[bool]:
@@ -384,6 +402,12 @@ def _pairs(labels: Labels) -> list[str]:
 def _tree(payload: Json) -> Tree:
     nodes = [made_of(Node, node) for node in payload["nodes"]]
     return Tree(task=payload["task"], root=payload["root"], nodes=nodes, truncated=payload["truncated"])
+
+
+def _report(reply: Reply) -> Report:
+    view = reply.payload
+    rows = [made_of(ReportRow, row) for row in view["rows"]]
+    return Report(total=made_of(ReportRow, view["total"]), rows=rows, arms=view["arms"], truncated=view["truncated"])
 
 
 def _rollout(payload: Json) -> RolloutInfo:

@@ -309,6 +309,68 @@ class Diff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRow:
+    """The totals of one group of rollouts.
+
+    Attributes:
+        group: Value of the label, the task or the endpoint; None for rollouts without the label, and for a total.
+        rollouts: Number of rollouts that made a call; 0 by endpoint.
+        calls: Number of answered calls.
+        hits: Calls answered from the tree.
+        waits: Calls that shared another rollout's execution.
+        misses: Calls that were executed and recorded.
+        bypasses: Calls whose record serves their own rollout alone.
+        hit_rate: Share of calls that no tool ran for, from 0 to 1.
+        executed_s: Seconds that tools ran.
+        saved_s: Seconds of tool time that hits and waits saved.
+        replayed_s: Seconds of replays; None by endpoint.
+        p50_s: Median of the tools' seconds of all calls, had each been executed.
+        p95_s: Their 95th percentile.
+        paid_p50_s: Median of the tools' seconds of all calls as they were: 0 for a hit.
+        paid_p95_s: Their 95th percentile.
+        reward: Mean of the label `reward`; None if no rollout has one.
+        executed_cost: Price of `executed_s`.
+        saved_cost: Price of `saved_s`.
+    """
+
+    group: str | None
+    rollouts: int
+    calls: int
+    hits: int
+    waits: int
+    misses: int
+    bypasses: int
+    hit_rate: float
+    executed_s: float
+    saved_s: float
+    replayed_s: float | None
+    p50_s: float
+    p95_s: float
+    paid_p50_s: float
+    paid_p95_s: float
+    reward: float | None
+    executed_cost: float
+    saved_cost: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What the cache did for groups of rollouts.
+
+    Attributes:
+        total: The totals of all groups.
+        rows: The groups in their order.
+        arms: The same calls without a cache, with a stateless one and with this one, as JSON objects.
+        truncated: Whether groups were left out.
+    """
+
+    total: ReportRow
+    rows: list[ReportRow]
+    arms: list[Mapping[str, Any]]
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """Totals since the proxy started.
 

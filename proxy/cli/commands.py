@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import typer
 
-from proxy.cli import inspecting, listing, operating, steering
+from proxy.cli import inspecting, listing, operating, report, steering
 from proxy.cli.options import with_proxy
 
 RUN = "Run a proxy"
@@ -20,6 +20,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (LIST, "snapshots", listing.snapshots, "forkpoint snapshots --task demo"),
     (LIST, "sandboxes", listing.sandboxes, "forkpoint sandboxes"),
     (LIST, "stats", listing.stats, "forkpoint stats --json | jq .hit_rate"),
+    (LIST, "report", report.report, "forkpoint report --by step --label run=r7 --against run=r8 --html report.html"),
     (INSPECT, "tree", inspecting.tree, "forkpoint tree demo --node n3 --depth 5"),
     (INSPECT, "rollout", inspecting.rollout, "forkpoint rollout demo 1"),
     (INSPECT, "node", inspecting.node, "forkpoint node demo n2"),

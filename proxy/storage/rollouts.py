@@ -126,7 +126,7 @@ class RolloutStore:
         # Whether a damaged row has ended is not known.
         sql += f" AND (finished = 0 OR NOT {is_whole('rollouts')})" if running else ""
         wanted = dict(labels or {})
-        sql += "".join(f" AND json_extract(labels, :path{n}) = :label{n}" for n in range(len(wanted)))
+        sql += "".join(f" AND {label_value('labels', f':path{n}')} = :label{n}" for n in range(len(wanted)))
         sql += f" ORDER BY id {'DESC' if newest else 'ASC'} LIMIT :limit OFFSET :offset"
         values = {"task": task, "name": name, "limit": limit, "offset": offset}
         for n, (label, value) in enumerate(wanted.items()):
@@ -135,6 +135,7 @@ class RolloutStore:
         for row in rows:
             if not row["whole"]:
                 row["name"] = self._indexed_name(row["id"]) or row["name"]
+                row |= {"labels": "{}", "used_at": 0.0}
         return rows
 
     def _indexed_name(self, rollout: int) -> str:
@@ -249,3 +250,13 @@ class RolloutStore:
 def label_path(name: str) -> str:
     """Return the path of a label in the column `labels`, for SQLite's JSON functions. Names hold no quotes."""
     return f'$."{name}"'
+
+
+def label_value(column: str, path: str) -> str:
+    """Return the SQL expression of a label's value; NULL without the label, or in a damaged row.
+
+    Args:
+        column: The column `labels`.
+        path: The parameter with the label's path, or the path as a literal.
+    """
+    return f"CASE WHEN json_valid({column}) THEN json_extract({column}, {path}) END"

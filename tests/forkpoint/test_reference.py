@@ -20,7 +20,8 @@ CLASSES: tuple[tuple[str, type, type], ...] = (
 RESULTS = (
     results.CallResult, results.ShellResult, results.FileResult, results.SqlResult, results.ComparedQueries,
     results.VideoResult, results.ToolResponse, results.RolloutInfo, results.Step, results.TaskInfo, trees.Tree,
-    results.Node, results.Diff, results.Stats, errors.ForkpointError, errors.UnreachableError,
+    results.Node, results.Report, results.ReportRow, results.Diff, results.Stats, errors.ForkpointError,
+    errors.UnreachableError,
 )  # fmt: skip
 
 

@@ -4,11 +4,23 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from proxy.control.routes import activity, audits, nodes, rollouts, scratch, states, tasks, transfer, trees, videos
+from proxy.control.routes import (
+    activity,
+    audits,
+    nodes,
+    reports,
+    rollouts,
+    scratch,
+    states,
+    tasks,
+    transfer,
+    trees,
+    videos,
+)
 from proxy.control.routes.params import PROBLEM
 
 _PROBLEMS: dict[int | str, dict[str, Any]] = {"4XX": PROBLEM, "5XX": PROBLEM}
 
 control_plane = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
-for module in (tasks, nodes, rollouts, states, trees, scratch, activity, videos, transfer, audits):
+for module in (tasks, nodes, rollouts, states, trees, scratch, activity, videos, transfer, audits, reports):
     control_plane.include_router(module.router)

@@ -1,0 +1,72 @@
+"""`forkpoint report`: hit rate, tool time and rewards of groups of rollouts, of one run or of two side by side."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from proxy.cli.client import LONG_S, ControlClient
+from proxy.cli.completion import complete_task
+from proxy.cli.options import JsonOption
+from proxy.cli.output import show
+from proxy.cli.report_page import ARM_COLUMNS, COLUMNS, Json, name_of, page, title_of
+from proxy.cli.text import printable, shortened
+
+_GROUP_CHARS = 40
+"""Longest name of a group in the terminal, in characters."""
+Labels = list[str] | None
+
+
+def report(
+    proxy: ControlClient,
+    task: Annotated[
+        str | None,
+        typer.Argument(help="Only this task.", metavar="TASK", show_default="all tasks", autocompletion=complete_task),
+    ] = None,
+    *,
+    by: Annotated[str, typer.Option(help="Group by 'task', 'endpoint', or a label such as 'run' or 'step'.")] = "run",
+    label: Annotated[Labels, typer.Option(help="Only rollouts with this label, such as run=r7. Repeatable.")] = None,
+    against: Annotated[
+        Labels, typer.Option(help="Compare with the rollouts that have this label, such as run=r8. Repeatable.")
+    ] = None,
+    price: Annotated[float, typer.Option(help="Price of one hour of tool time, in dollars.", min=0)] = 0.0,
+    html: Annotated[Path | None, typer.Option(help="Write the report with plots to this HTML file.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what the cache did: hit rate, seconds executed and saved, percentiles, rewards and prices by group."""
+    path = ["report"] if task is None else ["tasks", task, "report"]
+
+    def read(labels: Labels) -> Any:
+        asked = {"by": by, "price": str(price), "label": labels or []}
+        return proxy.request("GET", *path, within_s=LONG_S, params=asked)
+
+    reports = [read(label), *([read(against)] if against else [])]
+    if html is not None:
+        html.write_text(page(reports), encoding="utf-8")
+    show(reports if against else reports[0], lambda _: render(reports), json=json)
+
+
+def render(reports: Sequence[Json]) -> RenderableType:
+    """Render one or two reports as tables."""
+    return Group(*(part for each in reports for part in _parts(each)))
+
+
+def _parts(view: Json) -> list[RenderableType]:
+    table = Table(printable(str(view["by"])), title=shortened(title_of(view), 100), title_justify="left")
+    for name, _ in COLUMNS:
+        table.add_column(name, justify="right")
+    for row in view["rows"]:
+        table.add_row(shortened(name_of(row), _GROUP_CHARS), *(cell(row) for _, cell in COLUMNS))
+    table.add_section()
+    table.add_row("total", *(cell(view["total"]) for _, cell in COLUMNS))
+    arms = Table(*(name for name, _ in ARM_COLUMNS))
+    for arm in view["arms"]:
+        arms.add_row(*(cell(arm) for _, cell in ARM_COLUMNS))
+    parts: list[RenderableType] = [table, arms]
+    if view["truncated"]:
+        parts.append(Text("More groups were left out; choose some with --label.", style="dim"))
+    return parts

@@ -1,0 +1,139 @@
+"""One or two reports as one HTML file without scripts: tables, and plots as inline SVG. Pure.
+
+Names of groups come from labels, which anyone may choose; every text is escaped.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+Json = Mapping[str, Any]
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 200, 56, 28
+_COLOURS = ("#2563eb", "#d97706")
+"""Colours of the first and of the second report; they differ in brightness too."""
+_MAX_TICKS = 12
+"""Most labelled groups on an axis."""
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .2rem .7rem; text-align: right; }
+td:first-child, th:first-child { text-align: left; } tr:nth-child(even) { background: #8881; }
+figure { display: inline-block; margin: .5rem 1rem .5rem 0; } figcaption { font-weight: 600; }
+svg text { font-size: 11px; fill: currentColor; } :root { color-scheme: light dark; }
+"""
+_PLOTS: tuple[tuple[str, Callable[[Json], float | None]], ...] = (
+    ("Hit rate in percent", lambda row: 100 * row["hit_rate"]),
+    ("Tool seconds executed", lambda row: row["executed_s"]),
+    ("Tool seconds saved", lambda row: row["saved_s"]),
+    ("Mean reward", lambda row: row["reward"]),
+)
+COLUMNS: tuple[tuple[str, Callable[[Json], str]], ...] = (
+    ("rollouts", lambda row: f"{row['rollouts']:,}"),
+    ("calls", lambda row: f"{row['calls']:,}"),
+    ("hit rate", lambda row: f"{row['hit_rate']:.1%}"),
+    ("executed s", lambda row: f"{row['executed_s']:,.1f}"),
+    ("saved s", lambda row: f"{row['saved_s']:,.1f}"),
+    ("replayed s", lambda row: "" if row["replayed_s"] is None else f"{row['replayed_s']:,.1f}"),
+    ("p50 s", lambda row: f"{row['p50_s']:.3f} → {row['paid_p50_s']:.3f}"),
+    ("p95 s", lambda row: f"{row['p95_s']:.3f} → {row['paid_p95_s']:.3f}"),
+    ("reward", lambda row: "" if row["reward"] is None else f"{row['reward']:.3f}"),
+    ("saved $", lambda row: f"{row['saved_cost']:,.2f}"),
+)
+"""The columns of a report's table, after the group. The arrow leads from the tools' seconds to those that were paid."""
+ARM_COLUMNS: tuple[tuple[str, Callable[[Json], str]], ...] = (
+    ("cache", lambda arm: str(arm["cache"])),
+    ("executed calls", lambda arm: f"{arm['executed']:,}"),
+    ("tool s", lambda arm: f"{arm['tool_s']:,.1f}"),
+    ("hit rate", lambda arm: f"{arm['hit_rate']:.1%}"),
+    ("wrong answers", lambda arm: f"{arm['wrong']:,}"),
+)
+"""The columns of the comparison with other caches."""
+
+
+def name_of(row: Json) -> str:
+    """Return the name of a group."""
+    return "(none)" if row["group"] is None else str(row["group"])
+
+
+def title_of(report: Json) -> str:
+    """Return what a report is about."""
+    chosen = [*(f"{name}={value}" for name, value in report["labels"].items())]
+    if report["task"] is not None:
+        chosen.append(f"task {report['task']}")
+    return f"{', '.join(chosen) or 'all rollouts'}, by {report['by']}"
+
+
+def page(reports: Sequence[Json]) -> str:
+    """Return one or two reports as an HTML page."""
+    titles = [title_of(report) for report in reports]
+    legend = "".join(
+        f'<p><span style="color:{colour}">■</span> {escape(title)}</p>'
+        for colour, title in zip(_COLOURS, titles, strict=False)
+    )
+    figures = "".join(_figure(title, value, reports) for title, value in _PLOTS)
+    tables = "".join(_tables(report, title) for report, title in zip(reports, titles, strict=True))
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Forkpoint report</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{_STYLE}</style></head>'
+        f"<body><h1>Forkpoint report</h1>{legend}{figures}{tables}</body></html>\n"
+    )
+
+
+def _tables(report: Json, title: str) -> str:
+    rows = [*((name_of(row), row) for row in report["rows"]), ("total", report["total"])]
+    left_out = "<p>More groups were left out.</p>" if report["truncated"] else ""
+    head = [str(report["by"]), *(name for name, _ in COLUMNS)]
+    shown = _table(head, [[name, *(cell(row) for _, cell in COLUMNS)] for name, row in rows])
+    arms = _table([name for name, _ in ARM_COLUMNS], [[cell(arm) for _, cell in ARM_COLUMNS] for arm in report["arms"]])
+    return f"<h2>{escape(title)}</h2>{shown}{left_out}{arms}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _figure(title: str, value: Callable[[Json], float | None], reports: Sequence[Json]) -> str:
+    """Return a plot of one figure over the groups, in the order in which they first appear; empty without values."""
+    groups = list(dict.fromkeys(name_of(row) for report in reports for row in report["rows"]))
+    lines = [{name_of(row): value(row) for row in report["rows"]} for report in reports]
+    values = [number for line in lines for number in line.values() if number is not None]
+    if not values:
+        return ""
+    low, high = min(0.0, *values), max(0.0, *values)
+    span = (high - low) or 1.0
+    step = (_WIDTH - _LEFT) / max(1, len(groups))
+
+    def x(position: int) -> float:
+        return _LEFT + step * (position + 0.5)
+
+    def y(number: float) -> float:
+        return 8 + (_HEIGHT - _BOTTOM - 8) * (1 - (number - low) / span)
+
+    marks = []
+    for colour, line in zip(_COLOURS, lines, strict=False):
+        points = [(x(n), y(v)) for n, name in enumerate(groups) if (v := line.get(name)) is not None]
+        path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
+        marks.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        marks += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colour}"/>' for px, py in points]
+    every = -(-len(groups) // _MAX_TICKS)
+    ticks = "".join(
+        f'<text x="{x(n):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(_short(name))}</text>'
+        for n, name in enumerate(groups)
+        if n % every == 0
+    )
+    scale = "".join(
+        f'<text x="{_LEFT - 6}" y="{y(number) + 4:.1f}" text-anchor="end">{number:,.4g}</text>'
+        f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(number):.1f}" y2="{y(number):.1f}" stroke="#8886"/>'
+        for number in (low, low + span / 2, low + span)
+    )
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
+        f'role="img" aria-label="{escape(title)}">{scale}{ticks}{"".join(marks)}</svg></figure>'
+    )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 12 else f"{name[:11]}…"

@@ -1,0 +1,237 @@
+"""Reports: hit rate, tool time and rewards of groups of rollouts, read from the steps on disk.
+
+The steps say which record answered which call, and a record says how long its tool ran. So each figure can be computed
+at any time, and no call counts anything for a report. Reading visits every step of the chosen rollouts: about a second
+for a million.
+"""
+
+import sqlite3
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from proxy.control.views.report import Arm, ReportRow, ReportView
+from proxy.storage.rollouts import label_path, label_value
+from proxy.tree.labels import REWARD
+from proxy.tree.rollout import Outcome
+
+MAX_ROWS = 1000
+"""Most groups of one report. Agents choose labels, so their number has no other bound."""
+BY_TASK, BY_ENDPOINT = "task", "endpoint"
+"""What rollouts can be grouped by beside labels. A label of these names cannot be."""
+_LABEL = label_value("r.labels", ":by")
+_OVERHEADS = ("restored_s", "replayed_s", "waited_s")
+_NAMES = {Outcome.HIT: "hits", Outcome.WAIT: "waits", Outcome.MISS: "misses", Outcome.BYPASS: "bypasses"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRequest:
+    """What to report.
+
+    Attributes:
+        by: `task`, `endpoint`, or the name of a label.
+        labels: Only rollouts with all of these labels.
+        task: Only rollouts of this task; None for all.
+        price_per_hour: Price of one hour of tool time.
+    """
+
+    by: str = "run"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    task: str | None = None
+    price_per_hour: float = 0.0
+
+
+@dataclass(slots=True)
+class _Group:
+    """One group while it is summed: seconds are (value, number of calls) of all calls, and of those as they were."""
+
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_NAMES.values(), 0))
+    seconds: list[tuple[float, int]] = field(default_factory=list)
+    paid: list[tuple[float, int]] = field(default_factory=list)
+    executed_s: float = 0.0
+    saved_s: float = 0.0
+    rollouts: int = 0
+    rewarded: int = 0
+    rewards: float = 0.0
+    overheads: dict[str, float] | None = None
+
+    def add(self, outcome: Outcome, seconds: float, calls: int) -> None:
+        """Add calls that one record answered in one way."""
+        self.counts[_NAMES[outcome]] += calls
+        self.seconds.append((seconds, calls))
+        self.paid.append((0.0 if outcome is Outcome.HIT else seconds, calls))
+        if outcome in (Outcome.HIT, Outcome.WAIT):
+            self.saved_s += seconds * calls
+        else:
+            self.executed_s += seconds * calls
+
+    def add_group(self, other: "_Group") -> None:
+        """Add another group, for the total."""
+        for name, count in other.counts.items():
+            self.counts[name] += count
+        self.seconds += other.seconds
+        self.paid += other.paid
+        self.executed_s += other.executed_s
+        self.saved_s += other.saved_s
+        self.rollouts += other.rollouts
+        self.rewarded += other.rewarded
+        self.rewards += other.rewards
+        if other.overheads is not None:
+            mine = self.overheads or dict.fromkeys(_OVERHEADS, 0.0)
+            self.overheads = {name: mine[name] + other.overheads[name] for name in _OVERHEADS}
+
+    def row(self, name: str | None, price_per_hour: float) -> ReportRow:
+        """Return the view."""
+        calls = sum(self.counts.values())
+        return ReportRow(
+            group=name, rollouts=self.rollouts, calls=calls, hits=self.counts["hits"], waits=self.counts["waits"],
+            misses=self.counts["misses"], bypasses=self.counts["bypasses"],
+            hit_rate=(self.counts["hits"] + self.counts["waits"]) / calls if calls else 0.0,
+            executed_s=self.executed_s, saved_s=self.saved_s,
+            **(self.overheads or dict.fromkeys(_OVERHEADS)),
+            p50_s=quantile(self.seconds, 0.5), p95_s=quantile(self.seconds, 0.95),
+            paid_p50_s=quantile(self.paid, 0.5), paid_p95_s=quantile(self.paid, 0.95),
+            reward=self.rewards / self.rewarded if self.rewarded else None, rewarded=self.rewarded,
+            executed_cost=self.executed_s / 3600 * price_per_hour, saved_cost=self.saved_s / 3600 * price_per_hour,
+        )  # fmt: skip
+
+
+def read_report(connection: sqlite3.Connection, request: ReportRequest) -> ReportView:
+    """Read a report. Call it in a thread; see the module.
+
+    Args:
+        connection: A connection to the store that only reads. Fold the journal before.
+        request: What to report.
+    """
+    where, values = _condition(request)
+    groups: dict[str | None, _Group] = defaultdict(_Group)
+    if request.by == BY_ENDPOINT:
+        _add_by_endpoint(connection, where, values, groups)
+    else:
+        group, values["by"] = ("r.task", "") if request.by == BY_TASK else (_LABEL, label_path(request.by))
+        for name, outcome, seconds, calls in connection.execute(_calls(group, where), values):
+            groups[name].add(Outcome(outcome), seconds or 0.0, calls)
+        for row in connection.execute(_rollouts(group, where), values):
+            found = groups[row[0]]
+            found.rollouts, found.rewarded, found.rewards = row[1], row[2], row[3] or 0.0
+            found.overheads = dict(zip(_OVERHEADS, row[4:], strict=True))
+    total = _Group()
+    for each in groups.values():
+        total.add_group(each)
+    if request.by == BY_ENDPOINT:
+        (total.rollouts,) = connection.execute(f"SELECT COUNT(*) FROM rollouts r WHERE {where}", values).fetchone()
+    names = sorted(groups, key=_order)
+    return ReportView(
+        by=request.by, labels=dict(request.labels), task=request.task, price_per_hour=request.price_per_hour,
+        total=total.row(None, request.price_per_hour),
+        rows=[groups[name].row(name, request.price_per_hour) for name in names[:MAX_ROWS]],
+        truncated=len(names) > MAX_ROWS, arms=_arms(connection, where, values, total),
+    )  # fmt: skip
+
+
+def _condition(request: ReportRequest) -> tuple[str, dict[str, Any]]:
+    """Return the condition that chooses the rollouts, with its values."""
+    # Only rollouts of clients (`RolloutStore.of_task`), and only those that made a call.
+    parts, values = ["r.name NOT LIKE '~%' AND r.calls > 0"], dict[str, Any]()
+    if request.task is not None:
+        parts.append("r.task = :task")
+        values["task"] = request.task
+    for number, (name, value) in enumerate(request.labels.items()):
+        parts.append(f"{label_value('r.labels', f':path{number}')} = :label{number}")
+        values |= {f"path{number}": label_path(name), f"label{number}": value}
+    return " AND ".join(parts), values
+
+
+def _calls(group: str, where: str) -> str:
+    return (
+        f"SELECT {group}, s.outcome, c.seconds, COUNT(*) FROM rollouts r JOIN steps s ON s.rollout = r.id "
+        f"LEFT JOIN records c ON c.id = s.record WHERE {where} GROUP BY 1, s.outcome, s.record"
+    )
+
+
+def _rollouts(group: str, where: str) -> str:
+    reward = f"CAST({label_value('r.labels', repr(label_path(REWARD)))} AS REAL)"
+    return (
+        f"SELECT {group}, COUNT(*), COUNT({reward}), SUM({reward}), SUM(r.restore_s), SUM(r.replay_s), SUM(r.wait_s) "
+        f"FROM rollouts r WHERE {where} GROUP BY 1"
+    )
+
+
+def _add_by_endpoint(
+    connection: sqlite3.Connection, where: str, values: Mapping[str, Any], groups: dict[str | None, _Group]
+) -> None:
+    """Add calls by the endpoint that received them; a call is one compressed JSON value, so each is read once."""
+    sql = (
+        "SELECT c.call, s.outcome, c.seconds, COUNT(*) FROM rollouts r JOIN steps s ON s.rollout = r.id "
+        f"LEFT JOIN records c ON c.id = s.record WHERE {where} GROUP BY s.outcome, s.record"
+    )
+    endpoints: dict[int | None, str | None] = {None: None}
+    for call, outcome, seconds, calls in connection.execute(sql, values).fetchall():
+        if call not in endpoints:
+            endpoints[call] = _endpoint(connection, call)
+        groups[endpoints[call]].add(Outcome(outcome), seconds or 0.0, calls)
+
+
+def _endpoint(connection: sqlite3.Connection, call: int) -> str | None:
+    row = connection.execute("SELECT packed, data FROM blobs WHERE id = ?", (call,)).fetchone()
+    try:
+        return str(orjson.loads(zlib.decompress(row[1]) if row[0] else row[1])["endpoint"])
+    except (TypeError, KeyError, ValueError, zlib.error):
+        # Forgotten or damaged since.
+        return None
+
+
+def _arms(connection: sqlite3.Connection, where: str, values: Mapping[str, Any], total: _Group) -> list[Arm]:
+    """Return what other caches would have done with the same calls."""
+    calls, hits = sum(total.counts.values()), total.counts["hits"] + total.counts["waits"]
+    # A stateless cache executes a call once for each task and then repeats its first answer.
+    sql = (
+        "SELECT r.task, c.call, c.upload, c.answer, c.seconds, COUNT(*) FROM rollouts r "
+        "JOIN steps s ON s.rollout = r.id JOIN records c ON c.id = s.record "
+        f"WHERE {where} GROUP BY r.task, s.record ORDER BY s.record"
+    )
+    first: dict[tuple[str, int, int | None], int] = {}
+    known, wrong, tool_s = 0, 0, 0.0
+    for task, call, upload, answer, seconds, count in connection.execute(sql, values):
+        key = task, call, upload
+        if key not in first:
+            first[key], tool_s = answer, tool_s + seconds
+        wrong += count if answer != first[key] else 0
+        known += count
+    return [
+        _arm("none", calls, total.executed_s + total.saved_s, calls, 0),
+        # Steps whose records were forgotten since count as executed.
+        _arm("stateless", len(first) + calls - known, tool_s, calls, wrong),
+        _arm("stateful", calls - hits, total.executed_s, calls, 0),
+    ]
+
+
+def _arm(cache: str, executed: int, tool_s: float, calls: int, wrong: int) -> Arm:
+    rate = 1 - executed / calls if calls else 0.0
+    return Arm(cache=cache, executed=executed, tool_s=tool_s, hit_rate=rate, wrong=wrong)
+
+
+def quantile(weighted: Iterable[tuple[float, int]], share: float) -> float:
+    """Return the smallest value that at least this share of the weight does not exceed; 0 for no values."""
+    ordered = sorted(weighted)
+    wanted = share * sum(weight for _, weight in ordered)
+    seen = 0
+    for value, weight in ordered:
+        seen += weight
+        if seen >= wanted:
+            return value
+    return 0.0
+
+
+def _order(name: str | None) -> tuple[int, float, str]:
+    """Order groups: numbers first in their order, then texts, and rollouts without the label last."""
+    if name is None:
+        return 2, 0.0, ""
+    try:
+        return 0, float(name), name
+    except ValueError:
+        return 1, 0.0, name

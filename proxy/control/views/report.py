@@ -1,0 +1,97 @@
+"""The view of a report: what the cache did for groups of rollouts. Pure."""
+
+from pydantic import BaseModel
+
+
+class ReportRow(BaseModel):
+    """The totals of one group of rollouts.
+
+    Attributes:
+        group: What the rollouts have in common: the value of the label, the task or the endpoint; null for rollouts
+            without the label.
+        rollouts: Number of rollouts that made a call.
+        calls: Number of answered calls.
+        hits: Calls answered from the tree.
+        waits: Calls that shared another rollout's execution.
+        misses: Calls that were executed and recorded.
+        bypasses: Calls whose record serves their own rollout alone.
+        hit_rate: Hits and waits as a share of all calls, from 0 to 1.
+        executed_s: Seconds that tools ran for misses and bypasses.
+        saved_s: Seconds that tools would have run for hits and waits.
+        replayed_s: Seconds that bringing sandboxes to the rollouts' states took; null by endpoint.
+        restored_s: Seconds that getting sandboxes took; null by endpoint.
+        waited_s: Seconds that executed calls waited for other calls; null by endpoint.
+        p50_s: Median of the tools' seconds of all calls, had each been executed.
+        p95_s: Their 95th percentile.
+        paid_p50_s: Median of the tools' seconds of all calls as they were: 0 for a hit.
+        paid_p95_s: Their 95th percentile.
+        reward: Mean of the label `reward`; null if no rollout has one.
+        rewarded: Number of rollouts with a reward.
+        executed_cost: Price of `executed_s`.
+        saved_cost: Price of `saved_s`.
+    """
+
+    group: str | None
+    rollouts: int = 0
+    calls: int = 0
+    hits: int = 0
+    waits: int = 0
+    misses: int = 0
+    bypasses: int = 0
+    hit_rate: float = 0.0
+    executed_s: float = 0.0
+    saved_s: float = 0.0
+    replayed_s: float | None = None
+    restored_s: float | None = None
+    waited_s: float | None = None
+    p50_s: float = 0.0
+    p95_s: float = 0.0
+    paid_p50_s: float = 0.0
+    paid_p95_s: float = 0.0
+    reward: float | None = None
+    rewarded: int = 0
+    executed_cost: float = 0.0
+    saved_cost: float = 0.0
+
+
+class Arm(BaseModel):
+    """What one kind of cache does with the report's calls.
+
+    Attributes:
+        cache: `none` executes every call. `stateless` knows a call of its task, whatever happened before it; it is
+            computed from the records. `stateful` is what this proxy did.
+        executed: Calls that are executed.
+        tool_s: Seconds that tools run for them, without restores and replays.
+        hit_rate: Share of calls that are not executed, from 0 to 1.
+        wrong: Calls whose answer is not the recorded one. The stateful arm counts none: audits look for those.
+    """
+
+    cache: str
+    executed: int
+    tool_s: float
+    hit_rate: float
+    wrong: int
+
+
+class ReportView(BaseModel):
+    """A report.
+
+    Attributes:
+        by: What the rollouts are grouped by.
+        labels: Labels that all of the rollouts have.
+        task: The only task; null for all.
+        price_per_hour: Price of one hour of tool time.
+        total: The totals of all groups.
+        rows: The groups; numbers are in their order, and texts in alphabetical order.
+        truncated: Whether groups were left out.
+        arms: The same calls without a cache, with a stateless one, and with this one.
+    """
+
+    by: str
+    labels: dict[str, str]
+    task: str | None
+    price_per_hour: float
+    total: ReportRow
+    rows: list[ReportRow]
+    truncated: bool
+    arms: list[Arm]
