@@ -47,10 +47,12 @@ class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 1)):
     Attributes:
         shell_error: Why its main shell does not start; None if it does.
         state: The digests of the state that it begins with.
+        pristine: A new shell's session; None if none was started.
     """
 
     shell_error: str | None
     state: StateSummary
+    pristine: ShellSession | None
 
 
 # The second half is `FinishRestore`, because CRIU runs between the two under the proxy's control.

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -34,6 +34,8 @@ from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 
 LookT = TypeVar("LookT")
+_MAX_PRISTINE = 256
+"""The most specs whose new sessions are remembered, 2 kB each. A start of another spec waits for its first shell."""
 VERSION = 3
 """Part of every identity. Raise it when equal calls would give other results or other digests than before."""
 
@@ -81,6 +83,7 @@ class LocalDriver:
         self.roots = RootStates(self.data_dir / "roots", RootLayers)
         self.porter = LayerPorter(self.machine.layers, self.sandboxes.holding)
         self._ownership = Ownership(self.data_dir)
+        self._pristine: dict[Hashable, dict[str, Any]] = {}
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -163,9 +166,18 @@ class LocalDriver:
         root = await self._root(spec, base)
         # Between here and `_launch` no sandbox has these layers in its stack, and a collection would delete them.
         with self.sandboxes.holding(root.layers):
-            sandbox = await self._launch(spec, base, root, root.layers, _state({}))
+            # What a new session looks like follows from these. With it, the start need not wait for the first shell.
+            same = base.identity, root, spec.workdir, tuple(spec.env.items()), spec.limits
+            sandbox = await self._launch(spec, base, root, root.layers, _state({}, self._pristine.get(same)))
+            self._remember_pristine(same, sandbox.pristine)
         await sandbox.start_servers()
         return sandbox
+
+    def _remember_pristine(self, same: Hashable, pristine: dict[str, Any] | None) -> None:
+        if pristine is not None:
+            self._pristine[same] = pristine
+            while len(self._pristine) > _MAX_PRISTINE:
+                del self._pristine[next(iter(self._pristine))]
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> LocalSandbox:
         """Start a sandbox at a frozen state.

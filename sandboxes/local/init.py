@@ -220,8 +220,14 @@ class Init:
         Args:
             namespace: The mount namespace, by which the launcher will switch layers; it is closed here.
         """
-        broken = self._shells.begin_first("main")
-        self._link.hand_over(SandboxStarted(broken, self._supervisor.state()), [namespace])
+        # If it is known what a new session looks like, only the first call has to wait for a shell. Shells of a
+        # checkpoint are there already.
+        waits = self._shells.pristine is None or self._shells.anchor is not None
+        broken = self._shells.begin_first("main") if waits else None
+        started = SandboxStarted(broken, self._supervisor.state(), self._shells.pristine)
+        self._link.hand_over(started, [namespace])
+        if not waits:
+            self._shells.renew(["main"])
         while (envelope := self._supervisor.next_request()) is not None:
             match request := envelope.message:
                 case StartServers() | ExpectOrder() | DescribeState():

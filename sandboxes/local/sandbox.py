@@ -55,6 +55,7 @@ class LocalSandbox(MachineSandbox):
     Attributes:
         stack: Its layers, the topmost first.
         begun_at: The digest of the state that it began at; None if processes ran.
+        pristine: What a new session looked like when it began; None if that is not known.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class LocalSandbox(MachineSandbox):
         self.stack = layers
         self._seals = seals
         self.begun_at: StateDigest | None = None
+        self.pristine: dict[str, Any] | None = None
         self._unkept: set[str] = set()
         self._held: tuple[str, ...] = ()
         self._sealed: LayerState | None = None
@@ -179,7 +181,7 @@ class LocalSandbox(MachineSandbox):
         self._namespace = namespaces[0]
         if started.shell_error is not None and not self.stack:
             raise SpecError(f"base {self._spec.base!r}: {started.shell_error}")
-        self.begun_at = started.state.digest
+        self.begun_at, self.pristine = started.state.digest, started.pristine
 
     def _new_layers(self) -> tuple[str, ...]:
         return self.stack[: len(self.stack) - len(self._root_layers)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
 from sandboxes.local.driver import LocalDriver
 from sandboxes.local.spare_demand import LEAST, SpareDemand
@@ -61,5 +62,39 @@ def test_a_failed_switch_ends_one_sandbox(data_dir: Path) -> None:
             assert not broken.alive
             await run(other, "echo c > c")
             assert (await run(other, "cat c")).out == "c\n"
+
+    asyncio.run(go())
+
+
+def test_a_start_waits_for_a_shell_once(data_dir: Path) -> None:
+    """Only the first start of a spec learns what a new session looks like; every sandbox answers alike."""
+    spec = EnvironmentSpec(env={"GREETING": "hi"})
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            first, second = await driver.start(spec), await driver.start(spec)
+            assert first.pristine == second.pristine != (await driver.start(SPEC)).pristine
+            frozen = await second.freeze()
+            for sandbox in (first, second, await driver.restore(spec, frozen)):
+                # A command that leaves the session as it was is no change, so the session is the expected one.
+                answer = await run(sandbox, "echo $GREETING $PWD $SHLVL")
+                assert (answer.out, answer.effect) == ("hi /root 1\n", Effect.NONE)
+                assert answer.state == frozen.state
+
+    asyncio.run(go())
+
+
+def test_a_restored_sandbox_without_a_shell_says_so(data_dir: Path) -> None:
+    """The start does not wait for the shell, so the first call reports that there is none."""
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            sandbox = await driver.start(SPEC)
+            await run(sandbox, "mv /usr/bin/bash /usr/bin/hidden")
+            restored = await driver.restore(SPEC, await sandbox.freeze())
+            answer = await run(restored, "echo hi")
+            assert answer.code == 127
+            assert "does not start" in answer.out + answer.err
 
     asyncio.run(go())
