@@ -33,6 +33,9 @@ T = TypeVar("T")
 Execute = Callable[..., sqlite3.Cursor]
 """Executes one statement with its values inside a transaction."""
 NumberedTable = Literal["trees", "nodes", "records", "rollouts", "blobs"]
+BLOCK = 1 << 32
+"""How many numbers of each table one file gives out. Members of a cluster use different blocks, so that one file can
+hold rows of all of them. 2**21 blocks stay below 2**53, which JSON numbers hold exactly."""
 _CHECKED_BYTES = 128 << 20
 """Largest file whose pages are checked at each start: 0.4 s from the page cache. Rows and blobs have checksums too."""
 _NUMBERED: tuple[NumberedTable, ...] = ("trees", "nodes", "records", "rollouts", "blobs")
@@ -41,12 +44,13 @@ _NUMBERED: tuple[NumberedTable, ...] = ("trees", "nodes", "records", "rollouts",
 class StoreDatabase:
     """One SQLite file. Every method is synchronous and short, unless it says that it blocks."""
 
-    def __init__(self, path: Path, *, sync: Literal["NORMAL", "FULL"] = "NORMAL") -> None:
+    def __init__(self, path: Path, *, sync: Literal["NORMAL", "FULL"] = "NORMAL", block: int = 0) -> None:
         """Open the file, or create it with its tables.
 
         Args:
             path: The file; its directory is created.
             sync: With FULL each commit waits for the disk, so that it survives a loss of power.
+            block: Which block of `BLOCK` numbers this file gives out. Rows of other blocks came from other files.
 
         Raises:
             StoreError: The file is no database, another program's, or of another version. It is left unchanged.
@@ -55,7 +59,7 @@ class StoreDatabase:
         # A copy of the file elsewhere stays private too. SQLite gives its -wal and -shm the mode of the file.
         path.touch(mode=0o600)
         self._path = path
-        self._sync = sync
+        self._sync, self._block = sync, block
         self._connection = sqlite3.connect(path, isolation_level=None)
         self._connection.create_function(CHECKSUM_FUNCTION, -1, row_checksum, deterministic=True)
         self.tables = sqlite_utils.Database(self._connection)
@@ -209,8 +213,10 @@ class StoreDatabase:
             self._connection.execute(f"REINDEX {table}")
 
     def _last_number(self, table: NumberedTable) -> int:
+        first = self._block * BLOCK
         kept = "(SELECT CAST(value AS INTEGER) FROM meta WHERE name = ?)"
-        row = self.row(f"SELECT MAX(COALESCE(MAX(id), 0), COALESCE({kept}, 0)) FROM {table}", (f"last {table}",))
+        sql = f"SELECT MAX(COALESCE(MAX(id), 0), COALESCE({kept}, 0), ?) FROM {table} WHERE id > ? AND id < ?"
+        row = self.row(sql, (f"last {table}", first, first, first + BLOCK))
         assert row is not None
         return int(row[0])
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from proxy.storage.audits import AuditStore
 from proxy.storage.blobs import BlobStore
+from proxy.storage.copies import CopyStore
 from proxy.storage.database import StoreDatabase
 from proxy.storage.drafts import DraftStore
 from proxy.storage.records import RecordStore
@@ -26,6 +27,7 @@ class Store:
         rollouts: Rollouts, their steps, and the notes on them.
         audits: Findings, counts and masks of audits.
         drafts: Trees that are being imported.
+        copies: Rows that travel to the stores of other proxies under their own numbers.
     """
 
     def __init__(
@@ -34,13 +36,14 @@ class Store:
         *,
         sync: Literal["NORMAL", "FULL"] = "NORMAL",
         namespace: Callable[[str], str] = lambda _task: "",
+        block: int = 0,
     ) -> None:
         """Open or create the store; see `StoreDatabase` and `TreeStore` for the arguments.
 
         Raises:
             StoreError: The file cannot be used; it is left unchanged.
         """
-        self.database = StoreDatabase(path, sync=sync)
+        self.database = StoreDatabase(path, sync=sync, block=block)
         self.blobs = BlobStore(self.database)
         self.records = RecordStore(self.database, self.blobs)
         self.trees = TreeStore(self.database, namespace)
@@ -48,6 +51,7 @@ class Store:
         self.rollouts = RolloutStore(self.database)
         self.audits = AuditStore(self.database)
         self.drafts = DraftStore(self.database, self.trees)
+        self.copies = CopyStore(self.database, self.blobs)
 
     def close(self) -> None:
         """Close the file."""

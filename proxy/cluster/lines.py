@@ -1,0 +1,81 @@
+"""The lines of a task's log as bytes.
+
+A row of the log holds one or more lines. A line is a head of eight bytes with two lengths, a JSON array with the line's
+kind and its values, and then the bytes of those values that are bytes, whose places in the array have their lengths.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import orjson
+
+from proxy.cluster.protocol import Ended, Entered, Position
+from proxy.storage.copies import Copy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+
+Line = Copy | Entered | Ended
+"""A line. The position of an `Entered` is part of its array."""
+
+_HEAD = struct.Struct("!II")
+_KINDS: dict[str, type[Any]] = {
+    "task": TaskCopy, "tree": TreeCopy, "record": RecordCopy, "rollout": RolloutCopy, "entered": Entered,
+    "ended": Ended,
+}  # fmt: skip
+"""The kinds of lines. Their fields are part of the format (`database.FORMAT`)."""
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+class LogError(ValueError):
+    """A row of the log is not what a member of this version writes."""
+
+
+def encode(lines: Iterable[Line]) -> bytes:
+    """Return a row's body. 5 us for a record of 2 kB."""
+    return b"".join(map(_encode_line, lines))
+
+
+def decode(body: bytes) -> Iterator[Line]:
+    """Yield the lines of a row.
+
+    Raises:
+        LogError: The bytes are not lines.
+    """
+    at = 0
+    while at < len(body):
+        if len(body) - at < _HEAD.size:
+            raise LogError("a row of the log is cut")
+        size, blob_bytes = _HEAD.unpack_from(body, at)
+        start = at + _HEAD.size
+        at = start + size + blob_bytes
+        if at > len(body):
+            raise LogError("a row of the log is cut")
+        yield _decode_line(body[start : start + size], body[start + size : at])
+
+
+def _encode_line(line: Line) -> bytes:
+    blobs = [value for value in line if isinstance(value, bytes)]
+    values: list[Any] = [{"bytes": len(value)} if isinstance(value, bytes) else value for value in line]
+    if isinstance(line, Entered):
+        values[2] = list(line.position)
+    array = orjson.dumps([_NAMES[type(line)], *values])
+    rest = b"".join(blobs)
+    return _HEAD.pack(len(array), len(rest)) + array + rest
+
+
+def _decode_line(array: bytes, blobs: bytes) -> Line:
+    try:
+        name, *values = orjson.loads(array)
+        kind = _KINDS[name]
+        at = 0
+        for index, value in enumerate(values):
+            if isinstance(value, dict):
+                values[index] = blobs[at : at + value["bytes"]]
+                at += value["bytes"]
+        if at != len(blobs):
+            raise LogError(f"a line {name!r} of the log has {len(blobs)} bytes where it says {at}")
+        if kind is Entered:
+            values[2] = Position(*values[2])
+        line: Line = kind(*values)
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise LogError(f"a line of the log is malformed: {error}") from error
+    return line
