@@ -310,7 +310,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     )  # fmt: skip
     answers = Answers(store.records, budget_bytes=settings.answer_memory_bytes)
     traces = None if settings.otel_endpoint is None else Traces(store.records, settings.otel_endpoint)
-    executor = Executor(restorer, store.records, counts, roots)
+    executor = Executor(restorer, store.records, counts, roots, answers.keep)
     trees = OpenTrees(store.trees, cache)
 
     def has_headroom() -> bool:

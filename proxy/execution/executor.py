@@ -11,13 +11,13 @@ from proxy.execution.errors import NotRecordedError, RolloutGoneError
 from proxy.execution.restore import Restorer
 from proxy.execution.root_state import RootChanges
 from proxy.execution.single_flight import SingleFlight
-from proxy.storage.records import RecordStore
+from proxy.storage.records import PackedCall, RecordStore, pack_large
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing, Timings
 from proxy.tree.keys import CallKey, private_key
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record, Tree, doubtful
-from sandboxes.calls import Execution, ToolCall
+from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import Sandbox, execute
 from sandboxes.listener import Listener
 
@@ -36,8 +36,25 @@ class Executor:
         timings: Where the time of the latest calls went.
     """
 
-    def __init__(self, restorer: Restorer, records: RecordStore, counts: Counters, roots: RootChanges) -> None:
+    def __init__(
+        self,
+        restorer: Restorer,
+        records: RecordStore,
+        counts: Counters,
+        roots: RootChanges,
+        keep_answer: Callable[[Record, ToolResult], object],
+    ) -> None:
+        """Create the executor.
+
+        Args:
+            restorer: Leases sandboxes in the states of nodes.
+            records: Where calls and their answers are written.
+            counts: Where damaged answers are counted.
+            roots: Knows whether the root state of a tree is still what its spec means.
+            keep_answer: Is given each new record's answer, which is about to be sent.
+        """
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
+        self._keep_answer = keep_answer
         self.flights, self.timings = SingleFlight(), Timings()
         self._nobodys = itertools.count(-1, -1)
 
@@ -125,13 +142,14 @@ class Executor:
                 assert slot.sandbox is not None
                 execution = await run(slot.sandbox)
                 slot.calls += 1
+                packed = await pack_large(execution.replay or call, execution.result)
                 current = await self._roots.is_usable(tree, looks=False)
                 # No await from here on: nothing of this can change before the record is in the tree.
                 shareable = execution.shareable and current and not execution.is_empty
                 known = key in node.quarantined or key in node.records or node.detached
                 if known or not shareable or (execution.effect and execution.state is None):
                     raise NotRecordedError
-                record = self._record(nobody, node, call, key, execution, 0.0, current=current)
+                record = self._record(nobody, node, call, key, execution, 0.0, packed, current=current)
                 self._restorer.moved(slot, record.target)
                 return record
 
@@ -149,14 +167,18 @@ class Executor:
             # A poll without new output changed nothing, so the sandbox is still at the node and no step is taken.
             if execution.is_empty:
                 return None
+            packed = await pack_large(execution.replay or call, execution.result)
             # A base that changes shows through in sandboxes that run. So a change before the end of the call may be in
             # its result, and others must not be given that in a tree of the old base.
             current = await self._roots.is_usable(rollout.tree, looks=False)
             # 3. Recorded while the sandbox is still leased: no other call can change the state between the call and
             # its node.
-            record = self._record(rollout, node, call, key, execution, age_s, current=current)
+            record = self._record(rollout, node, call, key, execution, age_s, packed, current=current)
             # The sandbox follows the call to its target, where the end of the lease may freeze it.
             self._restorer.moved(slot, record.target)
+            # A response that was passed on while it arrived may be too large for the memory.
+            if listener is None:
+                self._keep_answer(record, execution.result)
             return record
 
     def _record(
@@ -167,6 +189,7 @@ class Executor:
         key: CallKey,
         execution: Execution,
         age_s: float,
+        packed: PackedCall | None,
         *,
         current: bool,
     ) -> Record:
@@ -194,7 +217,7 @@ class Executor:
             execution.seconds, time.time(), private=private, doubtful=doubtful(call, execution), age_s=age_s,
         )  # fmt: skip
         self._records.save(
-            tree.id, record, new_node, execution.replay or call, execution.result, execution.order,
+            tree.id, record, new_node, execution.replay or call, execution.result, execution.order, packed,
             speculated=rollout.id < 0,
         )  # fmt: skip
         if new_node is not None:

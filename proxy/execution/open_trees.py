@@ -1,5 +1,6 @@
 """The trees in memory: each is read back from the store when it is first needed."""
 
+import asyncio
 from collections.abc import Iterator
 
 from proxy.storage.trees import TreeStore
@@ -14,6 +15,8 @@ class OpenTrees:
     def __init__(self, store: TreeStore, cache: SnapshotCache) -> None:
         self._store, self._cache = store, cache
         self._trees: dict[int, Tree] = {}
+        # Trees that `read_back` reads and that have not been in memory since it began.
+        self._reading: set[int] = set()
 
     def __iter__(self) -> Iterator[Tree]:
         """Iterate over a copy of the trees in memory."""
@@ -33,6 +36,29 @@ class OpenTrees:
         """Return a tree that exists in the store."""
         tree = self._trees.get(tree_id)
         return self._keep(self._store.load(tree_id)) if tree is None else tree
+
+    async def read_back(self, tree_id: int) -> None:
+        """Bring a tree into memory, as `load` does, and let hits be answered meanwhile.
+
+        Raises:
+            DamagedError: The tree's own row, or its root, is not as it was written.
+        """
+        if tree_id in self._trees:
+            return
+        self._reading.add(tree_id)
+        try:
+            steps = self._store.loading(tree_id)
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    # A tree that was in memory meanwhile may have got records that the slices before lack.
+                    if tree_id in self._reading and self._store.exists(tree_id):
+                        self._keep(end.value)
+                    return
+                await asyncio.sleep(0)
+        finally:
+            self._reading.discard(tree_id)
 
     def node(self, tree_id: int, node_id: int) -> Node | None:
         """Return a node of any tree; None if the node or its tree was deleted."""
@@ -60,6 +86,7 @@ class OpenTrees:
 
     def _keep(self, tree: Tree) -> Tree:
         self._trees[tree.id] = tree
+        self._reading.discard(tree.id)
         # Snapshots outlive the process; their nodes have just become objects again.
         self._cache.reattach(tree.id, tree.nodes)
         return tree

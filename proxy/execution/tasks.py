@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import takewhile
 
 from proxy.execution.call_order import CallOrder
@@ -98,7 +99,10 @@ class Tasks:
                 # meanwhile.
                 key = await self.key(spec or self._default_spec)
                 # Only after the spec has proved usable, so that a failed request leaves no task behind.
-                if row is None:
+                if row is not None:
+                    await self._read_back(name, spec or self._default_spec, key)
+                # It may have been deleted meanwhile.
+                if row is None or not self._store.tasks.exists(name):
                     self._store.tasks.put(name, None)
                 task = self.admit(name, spec, key)
             return task
@@ -137,9 +141,22 @@ class Tasks:
         async with self._opening.setdefault(name, asyncio.Lock()):
             # Before anything is written: a spec that cannot be used leaves the task as it was.
             key = await self.key(spec)
+            await self._read_back(name, spec, key)
             is_new = not self._store.tasks.exists(name)
             self._store.tasks.put(name, spec.model_dump_json())
             return self.admit(name, spec, key), is_new
+
+    async def _read_back(self, name: str, spec: EnvironmentSpec, key: str) -> None:
+        """Read the trees that `admit` will need, in slices: large ones would hold up the hits of all tasks."""
+        current = self._store.trees.id_of(name, key, spec)
+        needed = set[int]() if current is None else {current}
+        if name not in self._tasks:
+            rows = self._store.rollouts.of_task(name, running=True)
+            needed |= {row["tree"] for row in rows if row["whole"] and not row["lost"]}
+        for tree in needed:
+            # `admit` meets the damage again, and says which rollouts are lost by it.
+            with suppress(DamagedError):
+                await self._trees.read_back(tree)
 
     def admit(self, name: str, spec: EnvironmentSpec | None, key: str) -> Task:
         """Put a task of the store into memory, in place of what was there.

@@ -6,6 +6,7 @@ from http import HTTPStatus
 from proxy.http.lru_cache import LruCache
 from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
+from sandboxes.calls import ToolResult
 from sandboxes.http_message import of_tool_server
 
 RawHeaders = list[tuple[bytes, bytes]]
@@ -19,31 +20,41 @@ HIT_HEADERS: RawHeaders = [
     (b"server-timing", b"tool;dur=0, restore;dur=0, replay;dur=0, wait;dur=0"),
 ]
 """The proxy's own headers on a hit: no tool ran, and nothing was restored."""
-_OVERHEAD_BYTES = 1200
-"""The memory of one answer beside its body: objects, headers, and the head in the whole response."""
+_OVERHEAD_BYTES = 250
+"""The memory of one answer beside the bytes of its response: objects, and its entry in the cache (tracemalloc)."""
 _LOCATIONS = frozenset({"location", "content-location", "set-cookie"})
 """Headers that hold a URL or a path, which differs from client to client."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedAnswer:
-    """A recorded answer, ready to be sent.
+    """A recorded answer, ready to be sent. It is held once: what only misses need is cut out of the whole response.
 
     Attributes:
         status: The HTTP status.
-        headers: The answer's own headers, then the proxy's that every use of the answer shares.
-        body: The body.
         hit: The whole HTTP response to a hit.
+        body_at: Where in `hit` the body begins.
         own: The number of the answer's own headers.
         has_location: Whether a header holds a URL or a path, so that each client needs its own form of the answer.
     """
 
     status: int
-    headers: RawHeaders
-    body: bytes
     hit: bytes
+    body_at: int
     own: int
     has_location: bool
+
+    @property
+    def headers(self) -> RawHeaders:
+        """The answer's own headers, then the proxy's that every use of the answer shares. A new list, 2 us."""
+        # Without the status line, the headers of a hit, and the two empty lines before the body.
+        lines = self.hit[: self.body_at].split(b"\r\n")[1 : -2 - len(HIT_HEADERS)]
+        return [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
+
+    @property
+    def body(self) -> bytes:
+        """The body, as a copy."""
+        return self.hit[self.body_at :]
 
 
 class Answers:
@@ -56,9 +67,8 @@ class Answers:
 
     def __init__(self, records: RecordStore, *, budget_bytes: int) -> None:
         self._records = records
-        # Each answer holds its body twice: alone, and in the whole response.
         self._ready: LruCache[int, PreparedAnswer] = LruCache(
-            budget_bytes, lambda ready: 2 * len(ready.body) + _OVERHEAD_BYTES
+            budget_bytes, lambda ready: len(ready.hit) + _OVERHEAD_BYTES
         )
 
     @property
@@ -76,7 +86,10 @@ class Answers:
         if ready is not None:
             self._ready.move_to_end(record.id)
             return ready
-        result = self._records.result(record)
+        return self.keep(record, self._records.result(record))
+
+    def keep(self, record: Record, result: ToolResult) -> PreparedAnswer:
+        """Return the answer of a record whose result is at hand, and keep it in the cache. 10 us for 2 kB."""
         headers: RawHeaders = [
             (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in of_tool_server(result.headers)
         ]
@@ -87,7 +100,7 @@ class Answers:
         headers.append((b"x-forkpoint-node", b"n%d" % record.target.id))
         hit = response(result.status, headers + HIT_HEADERS, result.body)
         has_location = any(name.lower() in _LOCATIONS for name, _ in result.headers)
-        ready = PreparedAnswer(result.status, headers, result.body, hit, own, has_location)
+        ready = PreparedAnswer(result.status, hit, len(hit) - len(result.body), own, has_location)
         self._ready[record.id] = ready
         return ready
 

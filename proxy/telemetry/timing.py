@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_MAX_ROLLOUTS = 2_000
-"""Rollouts whose timings are kept, the latest ones: about 100 bytes for each call that was not a hit."""
+_MAX_CALLS = 20_000
+"""Calls whose timings are kept, 160 bytes each: of the rollouts that ran last. A single rollout is kept whole."""
 
 
 @dataclass(slots=True)
@@ -43,13 +43,17 @@ class Timings:
 
     def __init__(self) -> None:
         self._by_rollout: OrderedDict[int, dict[int, Timing]] = OrderedDict()
+        self._calls = 0
 
     def note(self, rollout: int, turn: int, timing: Timing) -> None:
-        """Keep the timing of a call, and forget the rollout that ran longest ago if there are too many."""
-        self._by_rollout.setdefault(rollout, {})[turn] = timing
+        """Keep the timing of a call, and forget the rollouts that ran longest ago if there are too many."""
+        timings = self._by_rollout.setdefault(rollout, {})
+        self._calls -= len(timings)
+        timings[turn] = timing
+        self._calls += len(timings)
         self._by_rollout.move_to_end(rollout)
-        if len(self._by_rollout) > _MAX_ROLLOUTS:
-            self._by_rollout.popitem(last=False)
+        while self._calls > _MAX_CALLS and len(self._by_rollout) > 1:
+            self._calls -= len(self._by_rollout.popitem(last=False)[1])
 
     def of(self, rollout: int) -> dict[int, Timing]:
         """Return the timings of a rollout by turn; calls from before the proxy started have none."""

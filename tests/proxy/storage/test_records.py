@@ -1,7 +1,13 @@
 """Calls and answers are stored once, compressed, and deleted with their last record."""
 
+import asyncio
 from pathlib import Path
 
+from proxy.storage.records import pack_large
+from proxy.tree.keys import call_key
+from proxy.tree.tree import Record
+from sandboxes.calls import ToolCall, ToolResult
+from sandboxes.effects import Effect
 from tests.proxy.storage.rig import opened, rows, save, tree_of
 
 
@@ -21,6 +27,25 @@ def test_a_large_answer_is_compressed(tmp_path: Path) -> None:
         sizes = dict(store.database.rows("SELECT id, LENGTH(data) FROM blobs", ()))
         assert sizes[record.answer] < 1000
         assert store.records.result(record).body == b"same" * 10_000
+
+
+def test_a_call_that_was_packed_ahead_is_stored_like_any_other(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        tree = tree_of(store)
+        plain = save(store, tree, "a", b"answer" * 20_000, b"upload" * 20_000)
+        call = ToolCall("shell", "exec", {"command": "b"}, b"upload" * 20_000)
+        result = ToolResult(200, "text/plain", b"answer" * 20_000)
+        packed = asyncio.run(pack_large(call, result))
+        assert packed is not None
+        record = Record(store.records.new_record_id(), call_key(call), tree.root, tree.root, Effect.NONE, 0.1, 1.0)
+        store.records.save(tree.id, record, None, call, result, packed=packed)
+        assert (record.answer, record.upload) == (plain.answer, plain.upload)
+        assert (store.records.call(record), store.records.result(record)) == (call, result)
+
+
+def test_small_calls_are_packed_when_they_are_stored() -> None:
+    call, result = ToolCall("shell", "exec", {}, b"x" * 100), ToolResult(200, "text/plain", b"y" * 60_000)
+    assert asyncio.run(pack_large(call, result)) is None
 
 
 def test_forgetting_keeps_blobs_in_use(tmp_path: Path) -> None:

@@ -1,0 +1,23 @@
+"""The timings of single calls are kept for a bounded number of calls."""
+
+import pytest
+
+from proxy.telemetry import timing
+from proxy.telemetry.timing import Timing, Timings
+
+
+def test_rollouts_that_ran_longest_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_MAX_CALLS", 5)
+    timings = Timings()
+    for rollout, turn in [(1, 0), (2, 0), (1, 1), (3, 0), (3, 1), (3, 2)]:
+        timings.note(rollout, turn, Timing())
+    assert [sorted(timings.of(rollout)) for rollout in (1, 2, 3)] == [[0, 1], [], [0, 1, 2]]
+
+
+def test_one_rollout_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_MAX_CALLS", 2)
+    timings = Timings()
+    for turn in range(4):
+        timings.note(1, turn, Timing())
+    timings.note(1, 3, Timing(tool_s=1.0))
+    assert [timings.of(1)[turn].tool_s for turn in range(4)] == [0.0, 0.0, 0.0, 1.0]
