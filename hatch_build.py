@@ -4,12 +4,19 @@ The repository keeps `proxy/`, `sandboxes/` and `snapshots/` at its top level. I
 collide with other packages (PyPI's `proxy.py` installs a top-level `proxy`, for example). So this hook copies them to
 `forkpoint/proxy/` and so on, and rewrites every import of them. An editable installation needs no copy: there the
 repository itself is on the path.
+
+The hook also compiles `sandboxes/linux/vfork.c`. The wheel then is for this machine's architecture; where no compiler
+works it is for every machine, and Forkpoint does in Python what the library does faster.
 """
 
 import ast
 import io
+import os
 import re
+import shlex
 import shutil
+import subprocess
+import sysconfig
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +27,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOMS = ("proxy", "sandboxes", "snapshots")
 PACKAGE = "forkpoint"
+HELPER = Path("sandboxes", "linux", "vfork.c")
+LIBRARY = HELPER.with_name("libvfork.so")
 Edit = tuple[int, int, str]
 """Begin and end of the bytes to replace, and the new text."""
 
@@ -36,17 +45,22 @@ class RoomsHook(BuildHookInterface):  # type: ignore[misc]
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the rewritten rooms to the wheel.
+        """Add the rewritten rooms and the compiled helper to the wheel.
 
         Args:
             version: "standard" for a wheel, "editable" for a development installation.
             build_data: Hatchling's; `force_include` maps files to their places in the wheel.
         """
         if version != "standard":
+            compile_helper(Path(self.root) / HELPER, Path(self.root) / LIBRARY)
             return
         self._copy = Path(mkdtemp(prefix="forkpoint-wheel-"))
         for room in ROOMS:
             copy_room(Path(self.root) / room, self._copy / room)
+            if room == HELPER.parts[0] and compile_helper(Path(self.root) / HELPER, self._copy / LIBRARY):
+                build_data["pure_python"] = False
+                # It is loaded by ctypes, so one build serves every version of Python.
+                build_data["tag"] = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"
             build_data["force_include"][str(self._copy / room)] = f"{PACKAGE}/{room}"
         copy_room(Path(self.root) / PACKAGE, self._copy / PACKAGE)
         for path in sorted((self._copy / PACKAGE).rglob("*")):
@@ -59,10 +73,21 @@ class RoomsHook(BuildHookInterface):  # type: ignore[misc]
             shutil.rmtree(self._copy)
 
 
+def compile_helper(source: Path, library: Path) -> bool:
+    """Compile a C file into a shared library, with `$CC` or `cc`; return whether a compiler could do it."""
+    library.unlink(missing_ok=True)
+    command = [*shlex.split(os.environ.get("CC", "cc")), "-O2", "-shared", "-fPIC", "-o", str(library), str(source)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
+    except OSError:
+        return False
+
+
 def copy_room(source: Path, target: Path) -> None:
     """Copy a room with all its files; Python modules are rewritten."""
     for path in sorted(source.rglob("*")):
-        if not path.is_file() or "__pycache__" in path.parts:
+        # A library in the checkout is of an editable installation, perhaps of older source.
+        if not path.is_file() or "__pycache__" in path.parts or path.name == LIBRARY.name:
             continue
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)

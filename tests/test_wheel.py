@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hatch_build import rewritten
+from hatch_build import HELPER, LIBRARY, compile_helper, rewritten
 from tests.machine import Proxy, data_directory, require_sandboxes
 
 REPOSITORY = Path(__file__).parents[1]
@@ -45,6 +45,14 @@ def test_wheel_has_every_module_and_data_file(wheel: Path) -> None:
     ).stdout.split()  # fmt: skip
     expected = {name if name.startswith("forkpoint/") else f"forkpoint/{name}" for name in listed}
     assert expected <= packed
+
+
+def test_wheel_has_the_compiled_helper(wheel: Path, tmp_path: Path) -> None:
+    """The wheel is then for this architecture and every version of Python. Without a compiler it has no helper."""
+    with zipfile.ZipFile(wheel) as archive:
+        has_helper = f"forkpoint/{LIBRARY}" in archive.namelist()
+    assert has_helper == compile_helper(REPOSITORY / HELPER, tmp_path / LIBRARY.name)
+    assert ("-py3-none-linux_" if has_helper else "-py3-none-any") in wheel.name
 
 
 @pytest.mark.parametrize(

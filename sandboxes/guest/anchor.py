@@ -13,9 +13,15 @@ It starts the shells, tool servers and other processes, and it inherits their or
 # started. What the old one left behind has become pid 1's children and can no longer be checkpointed.
 #
 # Pid 1 writes lines of bash to the anchor, and reads lines of numbers from it, over two pipes. New processes need
-# descriptors of pid 1, which bash cannot receive over a pipe. So a third process, the holder, has them open and nothing
-# else, and the new process opens them through /proc/HOLDER/fd. Pid 1 itself cannot be the holder: the agent must not
-# be able to look into it.
+# descriptors of pid 1, which bash cannot receive over a pipe. There are two ways:
+#
+# 1. A session's shell is started on the kit (`shell_kit`), whose descriptors the anchor has from birth. The shell opens
+#    them again through /proc, so it shares no flags, offsets or locks with the anchor. One shell at a time has the kit.
+# 2. For every other process, a third process, the holder, has the descriptors open and nothing else, and the new
+#    process opens them through /proc/HOLDER/fd. Pid 1 itself cannot be the holder: the agent must not be able to look
+#    into it. The holder is a fork of pid 1, which takes some milliseconds.
+#
+# A checkpoint holds no kit, so the anchor closes it before: pid 1's ends would be lost.
 
 import contextlib
 import os
@@ -23,10 +29,12 @@ import select
 import signal
 import time
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from sandboxes.guest.bash import session as session_texts
+from sandboxes.guest.shell_kit import ShellKit
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.spawn import spawn_leader
 from sandboxes.shell_text import quote
 
 BASH = "/bin/bash"
@@ -34,11 +42,40 @@ PATIENCE_S = 10.0
 """How long the anchor may take to answer. It takes a millisecond; an agent that stops it makes this time pass."""
 _REQUESTS, _REPLIES = 3, 4
 """The anchor's descriptors of the two pipes."""
-_LOOP = 'set -m; export -n PWD OLDPWD SHLVL; while read -r -u 3 line; do eval "$line"; jobs -n; done'
+_KIT = {
+    number: 40 + index
+    for index, number in enumerate(
+        (1, 2, session_texts.DUMP_FD, session_texts.GO_FD, session_texts.RESTORE_FD, session_texts.LOOP_FD,
+         session_texts.COMMAND_FD)
+    )
+}  # fmt: skip
+"""The anchor's descriptors of the kit, by the shell's own descriptor numbers."""
+
+
+def _sign(number: int) -> str:
+    """Return how bash opens a descriptor of a shell: a pipe that is opened through /proc needs the right direction."""
+    return ">" if number in {1, 2, session_texts.DUMP_FD} else "<"
+
+
+def _bash(program: str) -> str:
+    return f"exec -a bash {BASH} --noprofile --norc -c {program} bash"
+
+
+_CLOSE_KIT = " ".join(f"{place}<&-" for place in _KIT.values())
+_OPEN_KIT = " ".join(f"{number}{_sign(number)}/proc/self/fd/{place}" for number, place in _KIT.items())
+_START_ON_KIT = (
+    f'( eval "$1"; exec 0</dev/null {_OPEN_KIT}; echo $BASHPID >&4; '
+    f"{_bash(quote(session_texts.START))} 3<&- 4>&- {_CLOSE_KIT} ) &"
+)
+_LOOP = (
+    f"set -m; export -n PWD OLDPWD SHLVL; kit() {{ {_START_ON_KIT} }}; "
+    'while read -r -u 3 line; do eval "$line"; jobs -n; done'
+)
 """What the anchor runs.
 
 `set -m` gives each shell a process group of its own, so that `kill 0` in one reaches no other. `jobs -n` forgets jobs
-that have ended. The exported variables are removed from the environment of all processes to come.
+that have ended. The exported variables are removed from the environment of all processes to come. The function `kit`
+starts a shell on the kit: bash reads a pipe byte by byte, so the line that calls it is short.
 """
 
 
@@ -65,24 +102,63 @@ class Anchor:
     Attributes:
         pid: The anchor's process.
         ends: Our descriptors of the two pipes, requests first.
+        kit: What it can start a shell on; None if it has none.
     """
 
-    def __init__(self, pid: int, ends: tuple[int, int]) -> None:
+    def __init__(self, pid: int, ends: tuple[int, int], kit: ShellKit | None = None) -> None:
         self.pid = pid
         self.ends = ends
+        self.kit = kit
         self._buffer = b""
 
     @classmethod
     def start(cls) -> "Anchor":
-        """Fork an anchor; takes about a millisecond."""
+        """Start an anchor. 0.1 ms, and a millisecond of the anchor's own.
+
+        Raises:
+            OSError: No process can be started.
+        """
         theirs, ours = os.pipe2(os.O_CLOEXEC)
         answers, answering = os.pipe2(os.O_CLOEXEC)
-        pid = os.fork()
-        if pid == 0:
-            _become_bash(theirs, answering)
-        os.close(theirs)
-        os.close(answering)
-        return cls(pid, (ours, answers))
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        kit = ShellKit()
+        descriptors = {0: null, 1: null, 2: null, _REQUESTS: theirs, _REPLIES: answering}
+        descriptors |= {place: kit.theirs[number] for number, place in _KIT.items()}
+        try:
+            # A session and a process group of its own: signals to the group of pid 1 do not reach it.
+            pid = spawn_leader(BASH, ["anchor", "--noprofile", "--norc", "-c", _LOOP], descriptors)
+        except OSError:
+            kit.close()
+            for fd in (ours, answers):
+                os.close(fd)
+            raise
+        finally:
+            for fd in (null, theirs, answering):
+                os.close(fd)
+        return cls(pid, (ours, answers), kit)
+
+    def spawn_on_kit(self, environment: Mapping[str, str]) -> int:
+        """Start a session's shell on the kit and return its pid, once it has opened its descriptors.
+
+        Args:
+            environment: Variables to export to it.
+
+        Raises:
+            AnchorLostError: The anchor is gone.
+        """
+        exports = _exports(environment)
+        return int(self._ask(f"kit {quote(exports)}" if exports else "kit"))
+
+    def close_kit(self) -> None:
+        """Close the kit, here and in the anchor. A shell that was started on it keeps its own descriptors.
+
+        Raises:
+            AnchorLostError: The anchor is gone.
+        """
+        if self.kit is not None:
+            self.kit.close()
+            self.kit = None
+            self._ask(f"exec {_CLOSE_KIT}; echo 0 >&4")
 
     def spawn(self, environment: Mapping[str, str], fds: Mapping[int, int], program: str | None = None) -> int:
         """Start a bash and return its pid, once it has opened its descriptors.
@@ -97,14 +173,15 @@ class Anchor:
         """
         holder = _hold(fds)
         try:
-            exports = "".join(f"export {name}={_quoted_line(value)}; " for name, value in environment.items())
-            # A pipe opened through /proc is opened again, so it needs the right direction.
-            signs = {number: ">" if number in {1, 2, session_texts.DUMP_FD} else "<" for number in fds}
-            redirections = " ".join(f"{number}{signs[number]}/proc/{holder}/fd/{fd}" for number, fd in fds.items())
-            text = quote(session_texts.START) if program is None else _quoted_line(program)
-            bash = f"exec -a bash {BASH} --noprofile --norc -c {text} bash"
+            redirections = " ".join(f"{number}{_sign(number)}/proc/{holder}/fd/{fd}" for number, fd in fds.items())
+            bash = _bash(_quoted_line(session_texts.START if program is None else program))
             # The pid comes when all descriptors are open: then the holder can end.
-            return int(self._ask(f"( {exports}exec {redirections}; echo $BASHPID >&4; exec 3<&- 4>&-; {bash} ) &"))
+            return int(
+                self._ask(
+                    f"( {_exports(environment)}exec {redirections}; echo $BASHPID >&4; "
+                    f"exec 3<&- 4>&- {_CLOSE_KIT}; {bash} ) &"
+                )
+            )
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(holder, signal.SIGKILL)
@@ -129,6 +206,8 @@ class Anchor:
             os.waitpid(self.pid, 0)
         for fd in self.ends:
             os.close(fd)
+        if self.kit is not None:
+            self.kit.close()
 
     def _ask(self, line: str) -> str:
         deadline = time.monotonic() + PATIENCE_S
@@ -155,23 +234,13 @@ class Anchor:
         return answer.decode()
 
 
+def _exports(environment: Mapping[str, str]) -> str:
+    return "".join(f"export {name}={_quoted_line(value)}; " for name, value in environment.items())
+
+
 def _quoted_line(text: str) -> str:
     """Return a text quoted for bash on one line, because the anchor reads line by line."""
     return quote(text.encode(errors="surrogateescape").decode("latin-1")).replace("\n", "'$'\\n''")
-
-
-def _become_bash(requests: int, replies: int) -> NoReturn:
-    """In a fork of pid 1: become the anchor."""
-    try:
-        # A session and a process group of its own: signals to the group of pid 1 do not reach it.
-        os.setsid()
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-        null = os.open("/dev/null", os.O_RDWR)
-        kernel.arrange_descriptors({0: null, 1: null, 2: null, _REQUESTS: requests, _REPLIES: replies})
-        kernel.reset_signals()
-        os.execve(BASH, ["anchor", "--noprofile", "--norc", "-c", _LOOP], {})  # noqa: S606
-    finally:
-        os._exit(127)
 
 
 def _hold(fds: Mapping[int, int]) -> int:

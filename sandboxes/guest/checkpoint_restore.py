@@ -24,7 +24,7 @@ from sandboxes.guest.anchor import Anchor
 from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
 from sandboxes.guest.local_servers import new_pipes as new_server_pipes
 from sandboxes.guest.local_shells import LocalShell
-from sandboxes.guest.local_shells import new_pipes as new_shell_pipes
+from sandboxes.guest.shell_kit import new_pipes as new_shell_pipes
 from sandboxes.ipc.state_messages import Checkpoint
 from sandboxes.linux import processes
 from sandboxes.linux import syscalls as kernel

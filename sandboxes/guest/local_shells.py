@@ -6,7 +6,7 @@ import os
 import resource
 import select
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError
@@ -14,6 +14,7 @@ from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders, restore_script
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
+from sandboxes.guest.shell_kit import TEXTS, ShellKit, new_pipes, new_text, write_texts
 from sandboxes.guest.shell_pool import KILLED, READY_S, Shells
 from sandboxes.linux import processes
 from sandboxes.linux.processes import open_descriptors
@@ -23,22 +24,26 @@ _LIMITS = tuple(
     (name, getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"
 )
 """All resource limits of this kernel. RLIMIT_OFILE is another name of RLIMIT_NOFILE."""
-_CHUNK = 1 << 16
-"""How much is read at once: the size of a pipe."""
+_MAX_KILL_S = 10.0
+"""Longest wait for a killed shell. One that does not end in that time is stuck in the kernel."""
 StartedT = TypeVar("StartedT")
 
 
 class LocalShell(Shell):
-    """A bash that is a child of the anchor."""
+    """A bash that is a child of the anchor.
+
+    Attributes:
+        kit: What it was started on, which the anchor may lend again; None if its descriptors are its own.
+    """
 
     def __init__(self, name: str, session: ShellSession | None, pid: int, ends: Mapping[int, int]) -> None:
         """Take over a bash that runs; see `Shell`."""
         super().__init__(name, session, pid, death_of(pid), ends)
+        self.kit: ShellKit | None = None
         # Kept together, so that `close` cannot forget one.
         self._ends = [*ends.values(), self.death]
         # The kernel's names of what an idle shell has open. Whatever else it has open, a command has opened.
-        texts = (session_texts.RESTORE_FD, session_texts.LOOP_FD, session_texts.COMMAND_FD)
-        self._known = {0: "/dev/null", **dict.fromkeys(texts, "/memfd:text (deleted)"), **self._pipe_names()}
+        self._known = {0: "/dev/null", **dict.fromkeys(TEXTS, "/memfd:text (deleted)"), **self._pipe_names()}
 
     @classmethod
     def start(
@@ -58,15 +63,37 @@ class LocalShell(Shell):
         """
         # Anonymous pipes have no name in the file system. The agent can still reach them through /proc, so the form of
         # a dump is checked (`parse_dump`).
+        kit = anchor.kit
+        if kit is not None and not kit.lent:
+            shell = cls._start_on_kit(anchor, kit, name, session, script, environment)
+        else:
+            shell = cls._start_on_own(anchor, name, session, script, environment)
+        if session is not None:
+            shell.restore_limits(session["limits"])
+        return shell
+
+    @classmethod
+    def _start_on_kit(
+        cls, anchor: Anchor, kit: ShellKit, name: str, session: ShellSession | None, script: bytes,
+        environment: dict[str, str],
+    ) -> "LocalShell":  # fmt: skip
+        ours = kit.lend(script)
+        try:
+            shell = cls(name, session, anchor.spawn_on_kit(environment), ours)
+        except AnchorLostError:
+            for fd in ours.values():
+                os.close(fd)
+            raise
+        shell.kit = kit
+        return shell
+
+    @classmethod
+    def _start_on_own(
+        cls, anchor: Anchor, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str]
+    ) -> "LocalShell":
         ours, theirs = new_pipes()
-        texts = {
-            session_texts.RESTORE_FD: script,
-            session_texts.LOOP_FD: session_texts.LOOP.encode(),
-        }
-        for number, text in {**texts, session_texts.COMMAND_FD: b""}.items():
-            # Text in anonymous memory is no file of the sandbox, so no delta and no snapshot shows it.
-            theirs[number] = os.memfd_create("text", os.MFD_CLOEXEC)
-            os.pwrite(theirs[number], text, 0)
+        theirs |= {number: new_text() for number in TEXTS}
+        write_texts(theirs, script)
         # Commands inherit this stdin. One that reads it meets its end at once, and does not wait for input that never
         # comes.
         theirs[0] = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
@@ -74,7 +101,7 @@ class LocalShell(Shell):
             pid = anchor.spawn(environment, theirs)
             # Each call rewrites the command's text, so it stays open here.
             ours[session_texts.COMMAND_FD] = os.dup(theirs[session_texts.COMMAND_FD])
-            shell = cls(name, session, pid, ours)
+            return cls(name, session, pid, ours)
         except AnchorLostError:
             for fd in ours.values():
                 os.close(fd)
@@ -82,9 +109,6 @@ class LocalShell(Shell):
         finally:
             for fd in theirs.values():
                 os.close(fd)
-        if session is not None:
-            shell._restore_limits(session["limits"])
-        return shell
 
     @classmethod
     def adopt(cls, remembered: Mapping[str, Any], ends: Mapping[int, int]) -> "LocalShell":
@@ -116,7 +140,8 @@ class LocalShell(Shell):
         # open.
         return {number: os.readlink(f"/proc/self/fd/{fd}") for number, fd in ours.items()}  # noqa: PTH115
 
-    def _restore_limits(self, limits: Mapping[str, list[int]]) -> None:
+    def restore_limits(self, limits: Mapping[str, list[int]]) -> None:
+        """Give the shell its session's resource limits."""
         for name, (soft, hard) in limits.items():
             # The session may be of another kernel, or of a privileged start, whose limits cannot be set here.
             with contextlib.suppress(OSError, ValueError):
@@ -210,12 +235,64 @@ class LocalShells(Shells):
         # Without its parent it became a child of pid 1, which has collected it.
         return self._ended.get(pid, KILLED)
 
+    def forget(self, shell: Shell) -> None:
+        """Forget a shell that has ended. What it left running may have its pipes, so no other shell gets them."""
+        super().forget(shell)
+        if self.anchor is not None and self._has_kit_of(shell):
+            self._close_kit(self.anchor)
+
+    def _replace(self, shell: Shell) -> None:
+        self._end([shell])
+        super().forget(shell)
+        if (anchor := self.anchor) is None:
+            return
+        kit = anchor.kit
+        if kit is not None and self._has_kit_of(shell):
+            kit.lent = False
+        if kit is None or not (kit.lent or kit.is_as_made()):
+            # A command has changed the pipes, or the anchor has none to lend. It stays if it has other children.
+            if self._shells:
+                self._close_kit(anchor)
+            else:
+                self._drop_anchor()
+
+    def _has_kit_of(self, shell: Shell) -> bool:
+        assert isinstance(shell, LocalShell)
+        return self.anchor is not None and shell.kit is not None and shell.kit is self.anchor.kit
+
+    def _close_kit(self, anchor: Anchor) -> None:
+        try:
+            anchor.close_kit()
+        except AnchorLostError:
+            self._drop_anchor()
+
+    def begin_checkpoint(self) -> bool:
+        """Get the shells ready for a dump of the anchor's processes; return whether there still is an anchor.
+
+        What is in a pipe would be lost, because CRIU does not see our end of it: a first dump, and the kit.
+        """
+        self.ready_all()
+        if self.anchor is not None:
+            self._close_kit(self.anchor)
+        return self.anchor is not None
+
     def end(self) -> None:
         """Kill all shells and the anchor, because none may hold files of layers that are about to change."""
         # The shells before the anchor: its children would become children of pid 1 otherwise.
-        for shell in self:
-            self.kill(shell)
+        shells = list(self)
+        self._end(shells)
         self._drop_anchor()
+        for shell in shells:
+            super().forget(shell)
+
+    @staticmethod
+    def _end(shells: Sequence[Shell]) -> None:
+        """Kill shells whose exit status nobody asks for, and wait until they have ended; their parent collects them."""
+        for shell in shells:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(shell.death, signal.SIGKILL)
+        for shell in shells:
+            select.select([shell.death], [], [], _MAX_KILL_S)
 
     def adopt(self, anchor: Anchor, shells: list[LocalShell]) -> None:
         """Take over what a checkpoint brought back."""
@@ -275,19 +352,6 @@ class LocalShells(Shells):
 def _own_limit(number: int) -> tuple[int, int]:
     # They do not change any more when shells are started.
     return resource.getrlimit(number)
-
-
-def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
-    """Return our ends and a shell's ends of its pipes, by the shell's own descriptor numbers."""
-    ours, theirs = {}, {}
-    for number in (1, 2, session_texts.DUMP_FD):
-        ours[number], theirs[number] = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(ours[number], False)
-        # A command that becomes another user may open /dev/stdout, which is this pipe, again.
-        os.fchmod(theirs[number], 0o666)
-    # Blocking at our end is harmless: a line is far shorter than the pipe, and the shell has read the last one.
-    theirs[session_texts.GO_FD], ours[session_texts.GO_FD] = os.pipe2(os.O_CLOEXEC)
-    return ours, theirs
 
 
 def _runs() -> bool:

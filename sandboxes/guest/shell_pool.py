@@ -164,6 +164,10 @@ class Shells(ABC):
         self.forget(shell)
         return status
 
+    def _replace(self, shell: Shell) -> None:
+        """End an idle shell, in whose place another one will be started; nothing that it started runs."""
+        self.kill(shell)
+
     def forget(self, shell: Shell) -> None:
         """Forget a shell that has ended."""
         shell.close()
@@ -275,7 +279,7 @@ class Shells(ABC):
         """
         for name in names:
             if name in self._shells:
-                self.kill(self._shells[name])
+                self._replace(self._shells[name])
             with contextlib.suppress(ShellStartError):
                 self._shells[name] = self._start(name, self.sessions.get(name))
 

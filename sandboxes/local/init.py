@@ -385,8 +385,9 @@ class Init:
             self._link.send(NotFreezable(f"hard links would not stay one file: {', '.join(linked[:4])}"))
             return
         if surviving and self._shells.anchor is not None:
-            # A first dump that is still in its pipe would be lost, because CRIU does not see our end of it.
-            self._shells.ready_all()
+            if not self._shells.begin_checkpoint():
+                self._link.send(NotFreezable("a command has ended the sandbox's anchor"))
+                return
             self._held_from = time.monotonic()
             self._link.send(ProcessTree(self._shells.anchor.pid))
             return

@@ -133,6 +133,31 @@ def test_signal_dispositions_are_the_defaults(data_dir: Path) -> None:
             signal.signal(number, handler)
 
 
+def test_next_shell_has_other_pipes_than_what_was_left(data_dir: Path) -> None:
+    """What a shell left running prints into a pipe that nobody reads, and not into the next shell's answer."""
+    late = "trap '' PIPE; until [ -e go ]; do sleep 0.01; done; echo late; touch printed"
+
+    async def test(sandbox: Sandbox) -> None:
+        assert (await run(sandbox, f"({late}) & exit 3")).code == 3
+        said = await run(sandbox, "touch go; until [ -e printed ]; do sleep 0.01; done; echo now", timeout_s=30.0)
+        assert said.out == "now\n"
+
+    in_sandbox(data_dir, test)
+
+
+def test_changed_pipes_are_not_the_next_shells(data_dir: Path) -> None:
+    """Reading calls in a row have the same anchor, and still no trace of one is in the next."""
+
+    async def test(sandbox: Sandbox) -> None:
+        shows = "stat -Lc %a:%u /dev/stdout /dev/stderr"
+        before = await run(sandbox, shows)
+        for change in ("chmod 600 /dev/stdout", "chown 7 /dev/stderr"):
+            await run(sandbox, change)
+            assert (await run(sandbox, shows)).said == before.said
+
+    in_sandbox(data_dir, test)
+
+
 def test_what_ends_the_shell_ends_the_call_only(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, "x=kept")

@@ -1,0 +1,77 @@
+"""Starts a program as the leader of a session, without copying this process where the native helper is there.
+
+A fork of a Python process copies its page tables, and then each page that either process writes to: some 2 ms for a
+program that is executed at once. vfork copies nothing, but Python cannot call it: between vfork and exec the child may
+not run any Python. So `vfork.c` does it. It is compiled when the package is built, and where its library is missing
+this module forks.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from sandboxes.linux import syscalls as kernel
+
+LIBRARY = f"{os.path.dirname(__file__)}/libvfork.so"  # noqa: PTH120 - pathlib is not loaded in pid 1
+"""The native helper. `hatch_build.py` compiles it."""
+_FAILED = 127
+"""The exit code of a program that cannot be executed, as shells report it."""
+Spawn = Callable[[str, Sequence[str], Mapping[int, int]], int]
+
+
+def spawn_leader(path: str, arguments: Sequence[str], descriptors: Mapping[int, int]) -> int:
+    """Start a program without environment variables, and return its pid. 0.1 ms, and 2 ms without the native helper.
+
+    The program is the leader of a new session, inherits the orphans below it (PR_SET_CHILD_SUBREAPER), and handles
+    every signal as a new process does. If it cannot be executed, the process ends with exit code 127.
+
+    Args:
+        path: The program.
+        arguments: Its arguments, its name first.
+        descriptors: This process's descriptors by the numbers that the program gets them under; it gets no others.
+
+    Raises:
+        OSError: No process can be started.
+    """
+    return _spawn(path, arguments, descriptors)
+
+
+def fork_leader(path: str, arguments: Sequence[str], descriptors: Mapping[int, int]) -> int:
+    """Do what `spawn_leader` does, without the native helper."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+            kernel.arrange_descriptors(descriptors)
+            kernel.reset_signals()
+            os.execve(path, list(arguments), {})  # noqa: S606
+        finally:
+            os._exit(_FAILED)
+    return pid
+
+
+def native_leader(library: str) -> Spawn | None:
+    """Return the native helper's function; None if the library is missing or of another machine."""
+    try:
+        # PyDLL keeps the interpreter's lock: between vfork and exec no other thread may use this memory.
+        start = ctypes.PyDLL(library, use_errno=True).forkpoint_spawn_leader
+    except (OSError, AttributeError):
+        return None
+
+    def spawn(path: str, arguments: Sequence[str], descriptors: Mapping[int, int]) -> int:
+        targets = sorted(descriptors)
+        numbers = ctypes.c_int * len(targets)
+        words = (ctypes.c_char_p * (len(arguments) + 1))(*map(os.fsencode, arguments), None)
+        pid = start(
+            os.fsencode(path), words, (ctypes.c_char_p * 1)(None),
+            numbers(*(descriptors[target] for target in targets)), numbers(*targets), len(targets),
+        )  # fmt: skip
+        if pid < 0:
+            raise OSError(ctypes.get_errno(), f"vfork: {os.strerror(ctypes.get_errno())}")
+        return int(pid)
+
+    return spawn
+
+
+_spawn = native_leader(LIBRARY) or fork_leader
