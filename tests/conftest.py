@@ -24,7 +24,6 @@ LEFT_OUT = {
     "tests/test_containers_through_proxy.py": "Docker",
     "tests/sandboxes/postgres/": "PostgreSQL",
     "tests/proxy/cluster/test_database.py": "PostgreSQL",
-    "tests/proxy/cluster/test_members.py": "PostgreSQL",
     "tests/proxy/test_transparency_postgres.py": "PostgreSQL",
     "tests/proxy/test_transparency_local.py": "minutes",
     "tests/proxy/test_transparency_sqlite.py": "minutes",

@@ -145,7 +145,7 @@ class CopyStore:
         return TreeCopy(number, owner, root_key, spec, root, *digests, created_at)
 
     def record(self, record: int, *, is_first: bool) -> RecordCopy | None:
-        """Return a record with its blobs; None if there is none, or if a row is damaged. 50 us for 2 kB.
+        """Return a record with its blobs; None if there is none, or if a row is damaged. 30 us for small blobs.
 
         Args:
             record: Its number.
