@@ -56,7 +56,7 @@ class Plan:
         every_s: Mean seconds between strikes in the mode `kills`.
         at_once: Groups that run at the same time.
         twice: Share of programs that run twice in private sandboxes, for the noise floor.
-        log: File to which the log of the proxy is copied; None for none.
+        logs: Directory to which the proxy's logs are copied; None for none.
     """
 
     programs: int
@@ -65,7 +65,7 @@ class Plan:
     every_s: float = 1.0
     at_once: int = 3
     twice: float = 0.1
-    log: Path | None = None
+    logs: Path | None = None
 
 
 def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
@@ -87,11 +87,13 @@ def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
             stack.enter_context(strikes.falling())
         groups = [make_group(dice, spec, plan.rollouts, plan.length) for _ in range(-(-plan.programs // plan.rollouts))]
         began = time.monotonic()
-        with ThreadPoolExecutor(plan.at_once) as threads:
-            list(threads.map(comparison.group, range(len(groups)), groups))
+        try:
+            with ThreadPoolExecutor(plan.at_once) as threads:
+                list(threads.map(comparison.group, range(len(groups)), groups))
+        finally:
+            if plan.logs:
+                shutil.copy(subject.data / "serve.log", plan.logs / f"{driver}-{mode}-{seed}.log")
         seconds = time.monotonic() - began
-        if plan.log:
-            shutil.copy(subject.data / "serve.log", plan.log)
     report(driver, mode, seed, tally, seconds)
     return tally
 
@@ -179,11 +181,11 @@ def main() -> None:
     parser.add_argument("--every-s", type=float, default=Plan.every_s, help="mean seconds between strikes")
     parser.add_argument("--at-once", type=int, default=Plan.at_once, help="groups that run at the same time")
     parser.add_argument("--twice", type=float, default=Plan.twice, help="share of programs for the noise floor")
-    parser.add_argument("--log", type=Path, help="file to which the proxy's log is copied")
+    parser.add_argument("--logs", type=Path, help="directory to which the proxy's logs are copied")
     options = parser.parse_args()
     drivers, modes = options.drivers.split(","), options.modes.split(",")
     share = -(-options.programs // (len(drivers) * len(modes)))
-    plan = Plan(share, options.rollouts, options.length, options.every_s, options.at_once, options.twice, options.log)
+    plan = Plan(share, options.rollouts, options.length, options.every_s, options.at_once, options.twice, options.logs)
     tallies = [run(driver, mode, options.seed, plan) for driver in drivers for mode in modes]
     if wrong := sum(len(tally.wrong) for tally in tallies):
         sys.exit(f"{wrong} answers were wrong.")
