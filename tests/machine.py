@@ -105,7 +105,7 @@ class Proxy:
                 [*command, "--data", str(self.data / "data")], cwd=self.data, env=environment,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-        wait_until(self._ready, "the proxy is not ready")
+        wait_until(self._ready, "the proxy is not ready", within_s=120)
 
     def kill(self) -> None:
         assert self.process is not None
