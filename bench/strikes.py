@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -77,7 +78,12 @@ class Strikes:
             time.sleep(self._dice.uniform(0, 0.5))
             self._daemon.start()
         else:
-            self._proxy.kill() if kind == "proxy" else self._proxy.stop()
+            if kind == "stop":
+                try:
+                    self._proxy.stop()
+                except subprocess.TimeoutExpired:
+                    kind = "stop, killed in the end"
+            self._proxy.kill()
             self._proxy.start()
         return kind
 
