@@ -81,6 +81,9 @@ def export_tree(
                 advance(len(chunk))
         if str(file) != "-":
             draft.rename(file)
+    except BrokenPipeError:
+        # The reader of stdout has ended, as `head` does. Typer then ends the command without a word.
+        raise
     except OSError as error:
         fail(f"{file} cannot be written: {error}. Choose another file.")
     finally:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import httptools
 import uvicorn
 from typing_extensions import override
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from proxy.compat.endpoints import Stream, StreamTransport
@@ -288,13 +288,26 @@ class HitFirst(asyncio.Protocol):
             if scope is None or not self._answer(scope):
                 # uvicorn makes a task of the request. Until that runs, a hit on another connection must not overtake.
                 self.expected = None if scope is None else self.data_plane.expect(scope)
+                before = None if self._inner is None else self._inner.cycle
                 # The tree does not know the call, or the client needs more than one write. uvicorn gets the very
                 # bytes that arrived.
                 self._serve(_State.SERVED)
+                self._forget_refused(before)
         elif unanswered > 1 or reader.has_head or len(self._held) > MAX_HELD_BYTES:
             # Several requests at once (pipelining) need answers in their order, which uvicorn keeps; a body may
             # come too slowly to hold.
             self._serve(_State.SERVED)
+
+    def _forget_refused(self, before: RequestResponseCycle | None) -> None:
+        """Release a noted request that uvicorn has refused by itself: no task will report that it was handled.
+
+        Args:
+            before: What uvicorn handled before the request.
+        """
+        # uvicorn begins a cycle, and with it a task, for each request that it takes.
+        if self.expected is not None and self._inner is not None and self._inner.cycle is before:
+            self.data_plane.handled(self.expected)
+            self.expected = None
 
     def _serve_upgrade(self) -> None:
         """Give uvicorn a request that asks for another protocol than Docker's streams."""

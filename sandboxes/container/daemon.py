@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import docker
@@ -136,6 +137,22 @@ class Daemon:
         """
         loaded = self._retried(lambda: self._docker().images.get(image), image=image)
         return {"Id": loaded.id, **(loaded.attrs.get("Config") or {})}
+
+    def layer(self, image: str) -> tuple[str, Path | None]:
+        """Return what an image of Forkpoint's making adds to the image that it was made of.
+
+        Returns:
+            The id of the image below, and the directory that has the topmost layer in `diff`. For an image that
+            Forkpoint did not make: its own id and None.
+
+        Raises:
+            SpecError: The daemon has no such image.
+            SandboxError: Docker failed.
+        """
+        loaded = self._retried(lambda: self._docker().images.get(image), image=image)
+        if ROOT not in loaded.labels:
+            return str(loaded.id), None
+        return str(loaded.attrs["Parent"]), Path(loaded.attrs["GraphDriver"]["Data"]["UpperDir"]).parent
 
     def tags(self) -> list[str]:
         """Return the names of all images, without those that Forkpoint made."""

@@ -19,6 +19,7 @@ from typing import Any
 from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.container.daemon import DATA_DIR, HOST, INSTANCE, ROOT, SANDBOX, Daemon
 from sandboxes.container.orphans import kill_orphans
+from sandboxes.container.portable_copies import CopyPorter, ImportedImage, imported_image, require_intact
 from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.container.spares import Spares
 from sandboxes.container.state_copies import StateCopies
@@ -81,6 +82,7 @@ class ContainerDriver:
         self.checkpointer = checkpointer or NoCheckpointer()
         self._digests = SourceDigests()
         self.sandboxes = OpenSandboxes[ContainerSandbox]()
+        self.porter = CopyPorter(self.states, self.daemon, self.sandboxes.holding)
         self._ownership = Ownership(self.data_dir)
         self._instance = ""
         self._reaper: asyncio.Task[None] | None = None
@@ -249,11 +251,13 @@ class ContainerDriver:
         """
         copy, image = frozen.payload["copy"], frozen.payload["image"]
         # Held before the check: a collection between the check and the restore would delete the copy.
-        with self.sandboxes.holding((copy,)):
+        with self.sandboxes.holding(frozen.parts):
             images = frozen.payload.get("images")
             if not self.states.exists(copy) or not (images is None or images in self.checkpointer.names()):
                 raise StateGoneError(f"state {copy} is gone. Replay its path instead.")
             try:
+                if self.states.exists(image):
+                    image = await self._imported(spec, image, frozen.payload["born_ns"])
                 sandbox = await self._launch(spec, image, frozen.payload["born_ns"], frozen)
             except SpecError as error:
                 raise StateGoneError(f"the image of this state is gone: {error}") from error
@@ -297,6 +301,46 @@ class ContainerDriver:
             key, lambda known: self._has(known.image), lambda: self._build_root(spec, image, key)
         )
 
+    async def _imported(self, spec: EnvironmentSpec, copy: str, born_ns: int) -> str:
+        """Return the image that was imported as a copy; make it if it is missing.
+
+        Raises:
+            StateGoneError: The spec has another image by now, or the copy was damaged.
+        """
+        folder = self.states.folder / copy
+        imported = await asyncio.to_thread(imported_image, folder)
+        below = await asyncio.to_thread(self.daemon.image, _image(spec))
+        if imported is None or imported.base != below:
+            raise StateGoneError(f"the image of this state is not {spec.image!r}. Replay its path instead.")
+        if not imported.adds:
+            return below
+        root = await self.roots.get(
+            f"imported-{copy}",
+            lambda known: self._has(known.image),
+            lambda: self._lay_image(spec, imported, copy, born_ns),
+        )
+        return root.image
+
+    async def _lay_image(self, spec: EnvironmentSpec, imported: ImportedImage, copy: str, born_ns: int) -> RootImage:
+        """Commit an imported layer over the image below it."""
+        await asyncio.to_thread(require_intact, self.states.folder / copy)
+        payload = {"copy": copy, "image": imported.base, "born_ns": born_ns, "sessions": {}, "pristine": None}
+        frozen = FrozenState(self.name, "files", payload, 0, None, (copy,))
+        sandbox = await self._launch(
+            spec.model_copy(update={"workdir": "/"}), imported.base, born_ns, frozen, spare=False
+        )
+        return RootImage(image=await self._commit(sandbox, f"imported-{copy}"), born_ns=born_ns)
+
+    async def _commit(self, sandbox: ContainerSandbox, key: str) -> str:
+        """Make an image of a sandbox, which is closed; return its id."""
+        labels = {**self.spares.labels, ROOT: key}
+        try:
+            return await asyncio.to_thread(
+                self.daemon.commit, sandbox.container, labels, (f"forkpoint-root-{self._instance}", key)
+            )
+        finally:
+            await sandbox.close()
+
     async def _has(self, image: str) -> bool:
         try:
             return bool(await asyncio.to_thread(self.daemon.image, image))
@@ -312,13 +356,11 @@ class ContainerDriver:
             state = await sandbox.freeze()
             # The copy is not needed: only its digest is, beside the committed image.
             # A kill -9 before this line leaves a state that no record names; the next `collect` deletes it.
-            await asyncio.to_thread(self.states.drop, state.parts)
-            labels = {**self.spares.labels, ROOT: key}
-            made = await asyncio.to_thread(
-                self.daemon.commit, sandbox.container, labels, (f"forkpoint-root-{self._instance}", key)
-            )
-        finally:
+            await asyncio.to_thread(self.states.drop, state.parts[:1])
+        except BaseException:
             await sandbox.close()
+            raise
+        made = await self._commit(sandbox, key)
         content = state.state.content.hex() if state.state is not None else ""
         return RootImage(image=made, born_ns=time.time_ns(), content=content)
 

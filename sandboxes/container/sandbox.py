@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.checkpointing import Checkpointer, MappedFiles
+from sandboxes.container.portable_copies import part_of
 from sandboxes.container.spares import Box, Spares
 from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
@@ -189,7 +190,7 @@ class ContainerSandbox(MachineSandbox):
             raise NotFreezableError(f"sandbox {self.id}: {frozen.reason}{why}")
         # The rename makes the state exist, as a whole (rename(2)).
         self._states.keep(name)
-        self.parts = (name, *images)
+        self.parts = (name, part_of(self.image), *images)
         payload = {
             "copy": name,
             "image": self.image,

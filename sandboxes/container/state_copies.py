@@ -2,7 +2,8 @@
 
     states/<id>.part                a copy that a keeper is writing
     states/<id>/diff                a copy of what a container wrote over its image; never changed again
-    states/<id>/meta.json           its digest, its hard links, and the bytes that it added
+    states/<id>/meta.json           its digest, its hard links, and the bytes that it added; of an imported copy also
+                                    the digest of its tar (`portable_copies`)
 
 A file that did not change since the state before is a hard link to that state's copy. So a state costs what it added,
 and deleting a state frees what no other one shares. A state exists once its directory is renamed to its name, and as

@@ -13,12 +13,16 @@ from dataclasses import replace
 from typing import Any, BinaryIO
 
 from sandboxes.driver import FrozenState
-from sandboxes.guest.files import delta
+from sandboxes.guest.files import delta, row_table
+from sandboxes.guest.files.scan import USER_MARKS
+from sandboxes.host import layer_tar
 from sandboxes.linux.files import remove_tree
-from sandboxes.local import layer_tar
 from sandboxes.local.layers import LayerMeta, Layers, Upper, read_manifest
 from sandboxes.open_sandboxes import Holding
 from sandboxes.portability import NotPortableError
+
+FORM = layer_tar.TarForm("rows", USER_MARKS)
+"""The first member of a layer's tar is the table of what the layer changes of the root state."""
 
 _FIELDS = {"layers", "root_layers", "born_ns", "base", "sessions", "pristine"}
 
@@ -36,7 +40,7 @@ class LayerPorter:
 
     def pack(self, part: str) -> Iterator[bytes]:
         """Yield a layer's canonical tar, in pieces."""
-        return layer_tar.pack(self._layers.frozen / part, self._layers.table(part))
+        return layer_tar.pack(self._layers.frozen / part, self._layers.table(part), FORM)
 
     @contextmanager
     def unpacking(self) -> "Iterator[LayerUnpacking]":
@@ -74,10 +78,14 @@ class LayerUnpacking:
         self._names[name] = self._layers.freeze(upper, meta, table)
 
     def _unpacked(self, upper: Upper, data: BinaryIO, sha256: str) -> tuple[LayerMeta, bytes]:
-        table = layer_tar.unpack(data, upper.path)
+        table = layer_tar.unpack(data, upper.path, FORM).head
+        try:
+            row_table.check(table)
+        except row_table.MalformedTableError as error:
+            raise NotPortableError(f"its table of rows cannot be read: {error}") from error
         # Packed again it must give the same bytes; see the docstring of the module.
         digest = hashlib.sha256()
-        for piece in layer_tar.pack(upper.path, table):
+        for piece in layer_tar.pack(upper.path, table, FORM):
             digest.update(piece)
         if digest.hexdigest() != sha256:
             raise NotPortableError(

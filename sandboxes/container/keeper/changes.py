@@ -15,39 +15,24 @@ from sandboxes.container.keeper import copies
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.files import delta
-from sandboxes.guest.files.changes import disk_watch, free_bytes
+from sandboxes.guest.files.changes import FOLDER, WrittenFiles, disk_watch
 from sandboxes.guest.files.scan import TRUSTED_MARKS
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.guest.files.tracker import Digests, FileTracker
 from sandboxes.ipc.launch_messages import ForkKeeper
-from sandboxes.ipc.messages import FileDelta
-from sandboxes.linux.trees import TreeTooDeepError
 from sandboxes.shell_text import ShellSession
-
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-"""How a directory is opened."""
 
 
 class DamagedCopyError(Exception):
     """A copy does not give the files that were frozen: something has changed it on disk."""
 
 
-class ContainerChanges:
-    """The files of one container, compared with what they were before a call and with its image.
-
-    Attributes:
-        disk_bytes: How much the container may write.
-        reserve_bytes: With less free disk than this, failures are the machine's.
-        tracker: What differs from the image.
-        too_deep: Whether directories are nested too deeply to be walked. Such a state is never frozen.
-    """
+class ContainerChanges(WrittenFiles):
+    """The files of one container, compared with what they were before a call and with its image."""
 
     def __init__(self, members: ContainerProcesses, roots: delta.DeltaRoots, order: ForkKeeper) -> None:
-        self._members, self._roots = members, roots
-        self.disk_bytes, self.reserve_bytes = order.disk_bytes, order.reserve_bytes
-        self.tracker = FileTracker(TRUSTED_MARKS, 0, StateRows())
-        self.too_deep = False
-        self._measured_free = free_bytes(roots.upper)
+        super().__init__(roots, FileTracker(TRUSTED_MARKS, 0, StateRows()), order.disk_bytes, order.reserve_bytes)
+        self._members = members
         # The last copy's path, and the signatures of that moment: a file that has the same signature now has the same
         # content as in the copy.
         self._copied: tuple[str, dict[str, bytes]] = ("", {})
@@ -78,7 +63,8 @@ class ContainerChanges:
             os.close(target)
         # Everything is read again: what the container has now is what counts, and it must be what was copied.
         self.look()
-        if self._digest != meta["digest"]:
+        # An image that was imported has no digest here: the proxy has compared it with its tar.
+        if self._digest != meta.get("digest", self._digest):
             raise DamagedCopyError
         self._copied = (copy, self.tracker.scan.signatures)
 
@@ -89,38 +75,6 @@ class ContainerChanges:
 
     def _top(self) -> int:
         return os.open(f"/proc/{self._members.pid}/root", FOLDER)
-
-    def look(self) -> bool:
-        """Update what differs; return whether anything differs from before."""
-        try:
-            changed, self.too_deep = self.tracker.look(self._roots, self._top), False
-            self._measured_free = self.free_bytes()
-        # What differs is not known, so it counts as a change until the agent has removed what is too deep.
-        except TreeTooDeepError:
-            self.tracker.forget()
-            changed = self.too_deep = True
-        return changed
-
-    def nests_too_deep(self) -> bool:
-        """Look for directories that are nested too deeply; 2 us an entry."""
-        try:
-            delta.size_bytes(self._roots.upper)
-        except TreeTooDeepError:
-            return True
-        return False
-
-    @property
-    def order(self) -> bytes | None:
-        """The order in which the last call wrote."""
-        return self.tracker.order
-
-    def expect(self, order: bytes) -> None:
-        """Give what the next call writes this order; see `write_order`."""
-        self.tracker.expected = order
-
-    def shown(self) -> FileDelta | None:
-        """Return what differs, for people; None if it is too much."""
-        return None if self.too_deep else self.tracker.shown()
 
     def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
         """Return the state's digest, or its witness if processes run."""
@@ -143,7 +97,7 @@ class ContainerChanges:
         target = os.open(folder / "diff", FOLDER)
         copy = copies.Copy(self._unchanged)
         try:
-            copy.take(self._roots.upper, target)
+            copy.take(self.roots.upper, target)
         finally:
             os.close(target)
         meta = {"links": copy.links, "added_bytes": copy.added_bytes, "digest": self._digest}
@@ -160,11 +114,7 @@ class ContainerChanges:
         now = self.tracker.scan.signatures.get(path)
         return f"{copy}/diff/{path}" if copy and now is not None and signatures.get(path) == now else None
 
-    def free_bytes(self) -> int:
-        """Return the free bytes of the disk on which Docker keeps containers."""
-        return free_bytes(self._roots.upper)
-
     def disk_watch(self) -> Callable[[], str | None]:
         """Return a check of the upper directory against the limit, and of the free disk against the reserve."""
         unmeasured_free = self._measured_free if self.too_deep else None
-        return disk_watch(self._roots.upper, self.disk_bytes, self.reserve_bytes, unmeasured_free=unmeasured_free)
+        return disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes, unmeasured_free=unmeasured_free)

@@ -22,7 +22,7 @@ OPAQUE = "trusted.overlay.opaque"
 MARKS = "trusted.overlay."
 """The prefix of all attributes that overlayfs uses for itself."""
 
-_SPECIAL = frozenset(["proc", "dev", "sys"])
+MOUNTED = frozenset(["proc", "dev", "sys"])
 """Top-level directories over which a container has mounts: nothing below them belongs to its files."""
 
 Links = dict[str, str]
@@ -56,7 +56,7 @@ class Copy:
         """
         folders: list[tuple[str, os.stat_result]] = []
         for folder in trees.folders(source):
-            if folder.path.partition("/")[0] in _SPECIAL:
+            if folder.path.partition("/")[0] in MOUNTED:
                 continue
             if folder.path:
                 # Private until `copy_facts` sets the mode: the content of a directory with mode 0700 must not be
@@ -66,7 +66,7 @@ class Copy:
             with _opened(folder.path, target) as copy:
                 for entry in folder.entries:
                     status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISDIR(status.st_mode) or (not folder.path and entry.name in _SPECIAL):
+                    if stat.S_ISDIR(status.st_mode) or (not folder.path and entry.name in MOUNTED):
                         continue
                     self._entry(folder, entry.name, status, copy)
         # The inner directories first: entries that are made in a directory change its time.
@@ -130,7 +130,7 @@ def _lay(source: int, target: int) -> None:
     # Directories that were just made, so that nothing can be in the way of their entries.
     made: set[str] = set()
     for folder in trees.folders(source):
-        if folder.path.partition("/")[0] in _SPECIAL:
+        if folder.path.partition("/")[0] in MOUNTED:
             continue
         folders.append(folder.path)
         if folder.path and _make_folder(folder.path, folder.fd, target):
@@ -138,7 +138,7 @@ def _lay(source: int, target: int) -> None:
         with _opened(folder.path, target) as into:
             for entry in folder.entries:
                 status = entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(status.st_mode) or (not folder.path and entry.name in _SPECIAL):
+                if stat.S_ISDIR(status.st_mode) or (not folder.path and entry.name in MOUNTED):
                     continue
                 # A whiteout of the copy removes the name through the container's overlay, which makes a whiteout of its
                 # own in the upper directory.

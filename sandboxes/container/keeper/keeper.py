@@ -25,7 +25,7 @@ from typing import Any
 from sandboxes.container.keeper import cgroup_processes, mounts, terminal
 from sandboxes.container.keeper.anchor import ContainerAnchor
 from sandboxes.container.keeper.background import ContainerBackgroundProcess
-from sandboxes.container.keeper.changes import FOLDER, ContainerChanges, DamagedCopyError
+from sandboxes.container.keeper.changes import ContainerChanges, DamagedCopyError
 from sandboxes.container.keeper.checkpointing import ContainerFreezer
 from sandboxes.container.keeper.exec_launch import Launch
 from sandboxes.container.keeper.shell import limit
@@ -35,6 +35,7 @@ from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta
+from sandboxes.guest.files.changes import FOLDER
 from sandboxes.guest.platform import Performed, not_started
 from sandboxes.guest.process_io import Running
 from sandboxes.guest.shell import Shell

@@ -29,6 +29,9 @@ _VOLATILE_PREFIXES = ("__forkpoint", "BASH", "SHELLOPTS", "DIRSTACK", "PIPESTATU
 _NOWHERE = "{ while :; do :; done & command cd /proc/$!; kill -KILL $!; wait; }"
 """See `bash.restore`: enters the directory of a process that ends then."""
 
+_CALLS = 50
+"""How many calls a loop's text has: 35 kB. dash's stack holds 9,000 files within each other, and busybox's 7,000."""
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TOKEN = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|\n|[^\n"'\\]+""", re.DOTALL)
 
@@ -36,12 +39,15 @@ _TOKEN = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|\n|[^\n"'\\]+""", re.DOTAL
 def loop(name: str) -> str:
     """Return the loop of the shell in a directory: dump the session, wait, run the command, print its status, repeat.
 
+    A loop of the shell cannot repeat it, because the command's `break` would end it. A file that sources itself takes
+    some of the shell's stack and a descriptor each time. So the file has `_CALLS` calls, one after the other.
+
     `command` in front of each built-in avoids functions of the agent's with such names.
     """
     here = f"{BOX}/{name}"
     fields = ["set", "export -p", "readonly -p", "alias", "umask", "pwd", ":"]
     dumped = " ".join(f"\\command {field}; \\command printf '\\0';" for field in fields)
-    return (
+    once = (
         # `set +aefuvx` makes the dump itself safe: `-e` would end the shell at a failing line, `-x` would write to the
         # agent's stderr, `-u` would fail at `$!`.
         "{ { \\command printf '%s\\0' \"$-\"; \\command trap; \\command printf '\\0'; \\command set +aefuvxC; "
@@ -54,8 +60,8 @@ def loop(name: str) -> str:
         # function that would replace `command`.
         "__forkpoint=$?; { \\unset -f command; "
         f"\\command printf '%s\\0' \"$__forkpoint\" >{here}/dump; }} 2>/dev/null\n"
-        f". {here}/loop\n"
     )
+    return once * _CALLS + f". {here}/loop\n"
 
 
 def ready(name: str) -> str:

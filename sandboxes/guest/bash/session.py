@@ -61,6 +61,17 @@ writing.
 RUN = r'\builtin eval "$(</proc/self/fd/31)" 29<&- 30<&- 31<&- 32<&- 33>&-'
 """Runs the command. Our descriptors are closed for it and its children."""
 AGAIN = r'\builtin eval "$(</proc/self/fd/30)"'
+_ONCE = (
+    r"__forkpoint=$(</proc/self/fd/30); "
+    r'\builtin eval "\builtin unset -v __forkpoint; ${__forkpoint%%; __forkpoint=*}"'
+)
+"""Runs the loop's part up to the first `_ONCE` in it: one call."""
+_MANY_TIMES = (
+    r'\builtin eval "$(\builtin printf '
+    f"'%.0s{_ONCE.replace(chr(92), 2 * chr(92)).replace('%', '%%')}; ' {{1..200}}"
+    ')"'
+)
+"""Runs 200 calls, one after the other. A `;` between commands takes some of the stack too, so there are no more."""
 WARY_RUN = (
     RUN
     + r"; __forkpoint=$?; { \declare -f builtin >&33 || \unset -f builtin; \unset -f builtin; "
@@ -84,9 +95,15 @@ LOOP = (
     \builtin eval "\builtin unset -v __forkpoint; \builtin shopt -s expand_aliases; \builtin : ''; $__forkpoint";
     """.strip().splitlines()
     )
-    + f" {RUN}; {BEGIN_DUMP}; {AGAIN}"
+    + f" {RUN}; {BEGIN_DUMP}"
+    + 3 * f"; {_ONCE}"
+    + f"; {_MANY_TIMES}; {AGAIN}"
 )
 """The loop that the shell runs: finish a dump, wait, take on options, run the command, begin the next dump, repeat.
+
+A loop of bash cannot repeat it, because the command's `break` would end it. An `eval` within an `eval` takes a kilobyte
+of the shell's stack each time, and 8 MB are full after 8,000 calls. So the first part is followed by itself: three
+times for the shells of a few calls, then 200 times, and only then by an `eval` of the whole.
 
 It is one line, so bash reads it whole before any of it runs. The copies of descriptors that bash keeps meanwhile are
 close-on-exec. A shell that cannot write its dump, because a command has closed our descriptors, exits: nothing waits

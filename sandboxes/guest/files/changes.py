@@ -30,7 +30,8 @@ from sandboxes.linux import processes
 from sandboxes.linux.trees import MAX_DEPTH, MAX_PATH_BYTES, TreeTooDeepError
 from sandboxes.shell_text import ShellSession
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+"""How a directory is opened."""
 WATCH_S = 0.1
 """The longest interval between two looks at disk use and at servers during a call."""
 QUIET_S = 2.0
@@ -69,8 +70,8 @@ class Stillness:
         self._wrote_at += seconds
 
 
-class Changes:
-    """The files of one sandbox, compared with what they were before a call and with the root state.
+class WrittenFiles:
+    """What a sandbox has written, compared with what it was before a call and with the root state.
 
     Attributes:
         roots: The directories that are compared.
@@ -80,18 +81,20 @@ class Changes:
         too_deep: Whether directories are nested too deeply to be walked. Such a state is never frozen.
     """
 
-    def __init__(self, roots: delta.DeltaRoots, order: StartSandbox, rows: StateRows) -> None:
-        self.roots = roots
-        self.tracker = FileTracker(USER_MARKS, order.born_ns, rows)
-        self.disk_bytes, self.reserve_bytes = order.disk_bytes, order.reserve_bytes
-        self._below_bytes = order.below_bytes
+    def __init__(self, roots: delta.DeltaRoots, tracker: FileTracker, disk_bytes: int, reserve_bytes: int) -> None:
+        self.roots, self.tracker = roots, tracker
+        self.disk_bytes, self.reserve_bytes = disk_bytes, reserve_bytes
         self.too_deep = False
         self._measured_free = free_bytes(roots.upper)
+
+    def _top(self) -> int:
+        """Return a descriptor of the sandbox's root directory, as its processes see it."""
+        return os.open("/", FOLDER)
 
     def look(self) -> bool:
         """Update what differs; return whether anything differs from before."""
         try:
-            changed, self.too_deep = self.tracker.look(self.roots, lambda: os.open("/", _FOLDER)), False
+            changed, self.too_deep = self.tracker.look(self.roots, self._top), False
             self._measured_free = self.free_bytes()
         # What differs is not known, so it counts as a change until the agent has removed what is too deep.
         except TreeTooDeepError:
@@ -106,6 +109,31 @@ class Changes:
         except TreeTooDeepError:
             return True
         return False
+
+    @property
+    def order(self) -> bytes | None:
+        """The order in which the last call wrote."""
+        return self.tracker.order
+
+    def expect(self, order: bytes) -> None:
+        """Give what the next call writes this order; see `write_order`."""
+        self.tracker.expected = order
+
+    def shown(self) -> FileDelta | None:
+        """Return what differs, for people; None if it is too much."""
+        return None if self.too_deep else self.tracker.shown()
+
+    def free_bytes(self) -> int:
+        """Return the free bytes of the disk that the sandbox writes to."""
+        return free_bytes(self.roots.upper)
+
+
+class Changes(WrittenFiles):
+    """The files of one local sandbox. Its upper directory may become a layer, and then others lie below a new one."""
+
+    def __init__(self, roots: delta.DeltaRoots, order: StartSandbox, rows: StateRows) -> None:
+        super().__init__(roots, FileTracker(USER_MARKS, order.born_ns, rows), order.disk_bytes, order.reserve_bytes)
+        self._below_bytes = order.below_bytes
 
     @property
     def written(self) -> bool:
@@ -131,19 +159,6 @@ class Changes:
         return self.tracker.digests(session_texts.digest(sessions), written if alive else None)
 
     @property
-    def order(self) -> bytes | None:
-        """The order in which the last call wrote."""
-        return self.tracker.order
-
-    def expect(self, order: bytes) -> None:
-        """Give what the next call writes this order; see `write_order`."""
-        self.tracker.expected = order
-
-    def shown(self) -> FileDelta | None:
-        """Return what differs, for people; None if it is too much."""
-        return None if self.too_deep else self.tracker.shown()
-
-    @property
     def upper_bytes(self) -> int:
         """The bytes on disk of what was written over the layers below."""
         return delta.size_bytes(self.roots.upper) if self.written and not self.too_deep else 0
@@ -163,10 +178,6 @@ class Changes:
         mapped = row_table.mapped(table)
         self.tracker.sealed(None if mapped is None else StateRows((), mapped))
         self._below_bytes += added_bytes
-
-    def free_bytes(self) -> int:
-        """Return the free bytes of the machine's disk."""
-        return free_bytes(self.roots.upper)
 
     def disk_watch(self) -> Callable[[], str | None]:
         """Return a function that returns a reason once the sandbox holds too much; see `disk_watch`."""

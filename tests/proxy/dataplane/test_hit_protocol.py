@@ -3,12 +3,14 @@
 import asyncio
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import httptools
 import pytest
 import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from uvicorn.protocols.http import httptools_impl
 from uvicorn.server import ServerState
 
 from proxy.dataplane.hit_protocol import HitFirst, UvicornTransport, protocol_for, report_responses
@@ -389,5 +391,40 @@ def test_shutdown_closes_after_the_response(busy: bool) -> None:
         assert received.endswith(b"app 1") == busy
         server.connection.connection_lost(None)
         assert not server.state.connections
+
+    asyncio.run(go())
+
+
+def test_a_request_that_uvicorn_refuses_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout is busy while one of its requests is noted. One that no application sees must not keep it busy."""
+
+    async def go() -> None:
+        server, rollout, noted = Server(), object(), 0
+
+        def expect(_: Scope) -> object:
+            nonlocal noted
+            noted += 1
+            return rollout
+
+        def handled(released: object) -> None:
+            nonlocal noted
+            assert released is rollout
+            noted -= 1
+
+        plane = cast("Any", server.connection.data_plane)
+        plane.expect, plane.handled = expect, handled
+        server.turn.clear()
+        server.connection.data_received(request("/miss", b"1"))
+        assert noted == 1
+        server.turn.set()
+        await server.settled()
+        assert noted == 0
+
+        def refuse(_: bytes) -> None:
+            raise httptools.HttpParserInvalidURLError
+
+        monkeypatch.setattr(httptools_impl.httptools, "parse_url", refuse)
+        assert (await server.send(request("/miss", b"2"))).endswith(b"Invalid HTTP request received.")
+        assert (noted, server.app_paths) == (0, ["/miss"])
 
     asyncio.run(go())

@@ -8,8 +8,9 @@ import pytest
 from sandboxes.errors import NotFreezableError
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.manifest import Manifest
-from sandboxes.local import layer_tar
+from sandboxes.host import layer_tar
 from sandboxes.local.layers import LayerMeta, Layers, Upper
+from sandboxes.local.portable_layers import FORM
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_export_of_large_holes_is_refused(layers: Layers) -> None:
         sparse(upper.path / f"diff/{number}", 500 << 20)
     layer = frozen(layers, upper)
     with pytest.raises(NotFreezableError, match="holes"):
-        for _ in layer_tar.pack(layers.frozen / layer, layers.table(layer)):
+        for _ in layer_tar.pack(layers.frozen / layer, layers.table(layer), FORM):
             pass
 
 

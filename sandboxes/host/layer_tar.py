@@ -1,7 +1,7 @@
-"""A layer as a canonical tar: equal layers give equal bytes. A tar from elsewhere is taken for hostile.
+"""An upper directory of overlayfs as a canonical tar: equal ones give equal bytes. One from elsewhere is hostile.
 
-    rows           the table of what the layer changes of the root state (`guest.files.row_table`)
-    diff           its directory, then everything below it in the order of names, each directory before its entries
+    head           what the driver knows of the directory; `TarForm.head` is the name of this member
+    diff           the directory, then everything below it in the order of names, each directory before its entries
 
 Owners are numbers. Whiteouts are character devices 0/0. Paths that share a file are hard links to the first of them.
 Modification times in ns and extended attributes in base64 are pax headers of our own.
@@ -14,17 +14,14 @@ import base64
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from sandboxes.errors import NotFreezableError
-from sandboxes.guest.files import row_table
-from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.linux.file_copy import is_mark, is_whiteout
 from sandboxes.linux.file_flags import flags_of
 from sandboxes.linux.trees import MAX_DEPTH, MAX_PATH_BYTES
-from sandboxes.local.layer_merge import OPAQUE
 from sandboxes.portability import NotPortableError
 
 MAX_ENTRIES = 1_000_000
@@ -33,8 +30,8 @@ MAX_ENTRIES = 1_000_000
 _MAX_HEADER_BYTES = 4 << 20
 """Limits one pax header. `tarfile` reads a header into memory; attributes of a file take at most 64 KiB each."""
 
-_MAX_ROWS_BYTES = 256 << 20
-"""Limits the table of rows, which is read into memory; a row takes some hundred bytes."""
+_MAX_HEAD_BYTES = 256 << 20
+"""Limits the head, which is read into memory. It may be a table of rows, of which each takes some hundred bytes."""
 
 _PIECE = 1 << 20
 """Bytes of a file's content that are read and yielded together."""
@@ -56,87 +53,142 @@ _TYPES = {
 }  # fmt: skip
 
 
-def pack(layer: Path, table: bytes) -> Iterator[bytes]:
-    """Yield the tar of a layer. Blocking; the memory that it takes grows with the layer's hard links only.
+class TarForm(NamedTuple):
+    """How a driver writes its directories.
+
+    Attributes:
+        head: The name of the first member.
+        marks: The prefix of overlayfs' own attributes; see `is_mark`.
+    """
+
+    head: str
+    marks: str
+
+    def has(self, name: str) -> bool:
+        """Return whether an attribute belongs to the file, not to the machine (security labels) or to overlayfs."""
+        if is_mark(name, self.marks) or name.startswith("trusted."):
+            return name == self.marks + "opaque"
+        return name.startswith(("user.", "system.posix_acl_")) or name == "security.capability"
+
+
+class Unpacked(NamedTuple):
+    """What a tar held beside the files that were written.
+
+    Attributes:
+        head: The content of its first member.
+        links: Each further path of a file, with the first one; both begin with `diff/`.
+    """
+
+    head: bytes
+    links: dict[str, str]
+
+
+_NO_LINKS: Mapping[str, str] = {}
+
+
+def pack(layer: Path, head: bytes, form: TarForm, links: Mapping[str, str] = _NO_LINKS) -> Iterator[bytes]:
+    """Yield the tar of a directory. Blocking; the memory that it takes grows with the hard links only.
 
     Args:
-        layer: The layer's directory, in whose `diff` nothing changes.
-        table: The table of its rows.
+        layer: The directory, in whose `diff` nothing changes.
+        head: The content of the first member.
+        form: The driver's form.
+        links: Further paths of files that are not in the directory, each with the one that is. Both begin with `diff/`.
 
     Raises:
         NotFreezableError: The layer has a socket or a device in it, or is too deep.
         OSError: The layer was deleted, or cannot be read.
     """
-    info = tarfile.TarInfo("rows")
-    info.size, info.mode = len(table), 0o644
+    info = tarfile.TarInfo(form.head)
+    info.size, info.mode = len(head), 0o644
     yield _head(info)
-    yield _padded(table)
-    links: dict[int, str] = {}
-    hole_bytes = 0
-    for name in _names(layer, "diff"):
-        status = (layer / name).lstat()
-        if stat.S_ISREG(status.st_mode):
-            hole_bytes += max(0, status.st_size - status.st_blocks * 512)
-        if hole_bytes > _MAX_HOLE_BYTES:
-            raise NotFreezableError(f"its sparse files have holes of more than {_MAX_HOLE_BYTES >> 20} MB")
-        yield from _entry(layer, name, status, links)
+    yield _padded(head)
+    packer = _Packer(layer, form, links)
+    for name in packer.names("diff"):
+        yield from packer.entry(name)
     # Two blocks of zeros end an archive (POSIX, pax).
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def _names(root: Path, top: str) -> Iterator[str]:
-    """Yield the paths of a directory and everything below it, in canonical order, without recursion."""
-    waiting = [(top, True)]
-    while waiting:
-        name, is_folder = waiting.pop()
-        # Checked when packing as well: a file that this module writes must be readable by it.
-        if _is_too_deep(name):
-            raise NotFreezableError(f"{name.removeprefix('diff')} is too deep to be exported")
-        yield name
-        if is_folder:
-            with os.scandir(root / name) as entries:
-                below = [(f"{name}/{entry.name}", entry.is_dir(follow_symlinks=False)) for entry in entries]
-            # The last entry is popped first, so the stack is filled backwards.
-            waiting.extend(sorted(below, reverse=True))
+class _Packer:
+    """Yields the members of one tar."""
 
+    def __init__(self, layer: Path, form: TarForm, links: Mapping[str, str]) -> None:
+        self._layer, self._form, self._links = layer, form, links
+        self._below: dict[str, list[tuple[str, bool]]] = {}
+        for name in links:
+            self._below.setdefault(name.rpartition("/")[0], []).append((name, False))
+        # The first path of each inode that has several. Inode numbers suffice, because `diff` is on one file system.
+        self._first: dict[int, str] = {}
+        self._hole_bytes = 0
 
-def _is_too_deep(name: str) -> bool:
-    return name.count("/") > _MAX_DEPTH or len(os.fsencode(name)) > MAX_PATH_BYTES + 255
+    def names(self, top: str) -> Iterator[str]:
+        """Yield the paths of a directory and everything below it, in canonical order, without recursion."""
+        waiting = [(top, True)]
+        while waiting:
+            name, is_folder = waiting.pop()
+            # Checked when packing as well: a file that this module writes must be readable by it.
+            if _is_too_deep(name):
+                raise NotFreezableError(f"{name.removeprefix('diff')} is too deep to be exported")
+            yield name
+            if is_folder:
+                with os.scandir(self._layer / name) as entries:
+                    below = [(f"{name}/{entry.name}", entry.is_dir(follow_symlinks=False)) for entry in entries]
+                # The last entry is popped first, so the stack is filled backwards.
+                waiting.extend(sorted([*below, *self._below.get(name, ())], reverse=True))
 
-
-def _entry(root: Path, name: str, status: os.stat_result, links: dict[int, str]) -> Iterator[bytes]:
-    """Yield one member of the tar; links: the first path of each inode with several."""
-    path = root / name
-    info = tarfile.TarInfo(name)
-    # Whiteouts share inodes in overlayfs, so this comes before the search for hard links.
-    if is_whiteout(status):
-        info.type = tarfile.CHRTYPE
-    elif (kind := _TYPES.get(stat.S_IFMT(status.st_mode))) is None:
-        raise NotFreezableError(f"{name.removeprefix('diff')} is a socket or a device, which cannot be exported")
-    else:
-        info.type = kind
-        if kind != tarfile.DIRTYPE and status.st_nlink > 1:
-            # Inode numbers suffice, because a layer lies on one file system.
-            first = links.setdefault(status.st_ino, name)
-            if first != name:
-                info.type, info.linkname = tarfile.LNKTYPE, first
-                yield _head(info)
-                return
-    info.mode, info.uid, info.gid = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
-    # The plain field has whole seconds and no negative ones; the pax header of our own has the exact time.
-    info.mtime = max(0, status.st_mtime_ns // 10**9)
-    info.pax_headers = {_TIME: str(status.st_mtime_ns), **_attributes(path)}
-    if info.type == tarfile.SYMTYPE:
-        # Path.readlink would normalize "./d/" to "d".
-        info.linkname = os.readlink(path)  # noqa: PTH115
-    _require_no_flags(path, info)
-    if info.type != tarfile.REGTYPE:
+    def entry(self, name: str) -> Iterator[bytes]:
+        """Yield one member."""
+        path = self._layer / self._links.get(name, name)
+        status = path.lstat()
+        info = tarfile.TarInfo(name)
+        # Whiteouts share inodes in overlayfs, so this comes before the search for hard links.
+        if is_whiteout(status):
+            info.type = tarfile.CHRTYPE
+        elif (kind := _TYPES.get(stat.S_IFMT(status.st_mode))) is None:
+            raise NotFreezableError(f"{name.removeprefix('diff')} is a socket or a device, which cannot be exported")
+        else:
+            info.type = kind
+            if kind != tarfile.DIRTYPE and (self._links or status.st_nlink > 1):
+                first = self._first.setdefault(status.st_ino, name)
+                if first != name:
+                    info.type, info.linkname = tarfile.LNKTYPE, first
+                    yield _head(info)
+                    return
+        info.mode, info.uid, info.gid = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
+        # The plain field has whole seconds and no negative ones; the pax header of our own has the exact time.
+        info.mtime = max(0, status.st_mtime_ns // 10**9)
+        info.pax_headers = {_TIME: str(status.st_mtime_ns), **self._attributes(path)}
+        if info.type == tarfile.SYMTYPE:
+            # Path.readlink would normalize "./d/" to "d".
+            info.linkname = os.readlink(path)  # noqa: PTH115
+        _require_no_flags(path, info)
+        if info.type == tarfile.REGTYPE:
+            self._count_holes(status)
+            info.size = status.st_size
         yield _head(info)
-        return
-    info.size = status.st_size
-    yield _head(info)
+        if info.type == tarfile.REGTYPE:
+            yield from _file_content(path, info.size)
+
+    def _count_holes(self, status: os.stat_result) -> None:
+        self._hole_bytes += max(0, status.st_size - status.st_blocks * 512)
+        if self._hole_bytes > _MAX_HOLE_BYTES:
+            raise NotFreezableError(f"its sparse files have holes of more than {_MAX_HOLE_BYTES >> 20} MB")
+
+    def _attributes(self, path: Path) -> dict[str, str]:
+        """Return the pax headers of a file's attributes."""
+        attributes = {}
+        for name in sorted(os.listxattr(path, follow_symlinks=False)):
+            if self._form.has(name):
+                value = os.getxattr(path, name, follow_symlinks=False)
+                attributes[_ATTRIBUTE + name] = base64.b64encode(value).decode()
+        return attributes
+
+
+def _file_content(path: Path, size: int) -> Iterator[bytes]:
+    """Yield a file's content, padded to whole blocks."""
     with path.open("rb") as file:
-        remaining = status.st_size
+        remaining = size
         while remaining:
             data = file.read(min(_PIECE, remaining))
             if not data:
@@ -144,7 +196,11 @@ def _entry(root: Path, name: str, status: os.stat_result, links: dict[int, str])
                 raise OSError(f"{path} became shorter while it was read")
             remaining -= len(data)
             yield data
-    yield bytes(-status.st_size % tarfile.BLOCKSIZE)
+    yield bytes(-size % tarfile.BLOCKSIZE)
+
+
+def _is_too_deep(name: str) -> bool:
+    return name.count("/") > _MAX_DEPTH or len(os.fsencode(name)) > MAX_PATH_BYTES + 255
 
 
 def _require_no_flags(path: Path, info: tarfile.TarInfo) -> None:
@@ -165,23 +221,6 @@ def _padded(data: bytes) -> bytes:
     return data + bytes(-len(data) % tarfile.BLOCKSIZE)
 
 
-def _attributes(path: Path) -> dict[str, str]:
-    """Return the pax headers of a file's attributes."""
-    attributes = {}
-    for name in sorted(os.listxattr(path, follow_symlinks=False)):
-        if _is_portable(name):
-            value = os.getxattr(path, name, follow_symlinks=False)
-            attributes[_ATTRIBUTE + name] = base64.b64encode(value).decode()
-    return attributes
-
-
-def _is_portable(name: str) -> bool:
-    """Return whether an attribute belongs to the file, not to the machine (security labels) or to overlayfs."""
-    if is_mark(name, USER_MARKS) or name.startswith("trusted."):
-        return name == OPAQUE
-    return name.startswith(("user.", "system.posix_acl_")) or name == "security.capability"
-
-
 class _BoundedReader:
     """A file for `tarfile`, which refuses a header that claims gigabytes instead of reading it into memory."""
 
@@ -195,32 +234,31 @@ class _BoundedReader:
         return self._file.read(size)
 
 
-def unpack(data: BinaryIO, target: Path) -> bytes:
-    """Write a layer from its tar. Blocking. Nothing is written outside of the target.
+def unpack(data: BinaryIO, target: Path, form: TarForm, *, link: bool = True) -> Unpacked:
+    """Write a directory from its tar. Blocking. Nothing is written outside of the target.
 
     Args:
         data: The tar, at its beginning.
         target: A directory with an empty `diff`.
-
-    Returns:
-        The table of the layer's rows.
+        form: The driver's form.
+        link: Whether to make the hard links; otherwise they are only returned.
 
     Raises:
-        NotPortableError: The data is no tar of a layer.
+        NotPortableError: The data is no tar of this form.
         OSError: The machine cannot hold it.
     """
     try:
         bounded = cast("Any", _BoundedReader(data))
         with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
-            table = _table(archive, archive.next())
-            writer = _Writer(target)
+            head = _head_of(archive, archive.next(), form)
+            writer = _Writer(target, form, link=link)
             # One member at a time, in the order of the archive: `_Writer` relies on directories before their entries.
             while (member := archive.next()) is not None:
                 writer.add(member, archive)
                 # tarfile keeps every member; a million of them would take a gigabyte.
                 cast("Any", archive).members.clear()
             writer.finish()
-            return table
+            return Unpacked(head, writer.links)
     except (tarfile.TarError, ValueError, KeyError, TypeError, OverflowError, RecursionError, EOFError) as error:
         # NotPortableError may be one of the listed kinds, and has its own text already.
         if isinstance(error, NotPortableError):
@@ -228,16 +266,11 @@ def unpack(data: BinaryIO, target: Path) -> bytes:
         raise NotPortableError(f"it is no tar of a layer: {error}") from error
 
 
-def _table(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> bytes:
+def _head_of(archive: tarfile.TarFile, member: tarfile.TarInfo | None, form: TarForm) -> bytes:
     # The first member, with its size checked before it is read.
-    if member is None or member.name != "rows" or not member.isreg() or member.size > _MAX_ROWS_BYTES:
-        raise NotPortableError("it does not begin with a table of rows")
-    table = b"".join(_content(archive, member))
-    try:
-        row_table.check(table)
-    except row_table.MalformedTableError as error:
-        raise NotPortableError(f"its table of rows cannot be read: {error}") from error
-    return table
+    if member is None or member.name != form.head or not member.isreg() or member.size > _MAX_HEAD_BYTES:
+        raise NotPortableError(f"it does not begin with its {form.head}")
+    return b"".join(_content(archive, member))
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[bytes]:
@@ -254,10 +287,15 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[byte
 
 
 class _Writer:
-    """Writes the members of a tar, in their order, after checking each."""
+    """Writes the members of a tar, in their order, after checking each.
 
-    def __init__(self, target: Path) -> None:
-        self._target = target
+    Attributes:
+        links: See `Unpacked.links`.
+    """
+
+    def __init__(self, target: Path, form: TarForm, *, link: bool) -> None:
+        self._target, self._form, self._link = target, form, link
+        self.links: dict[str, str] = {}
         self._folders: dict[str, tarfile.TarInfo] = {}
         self._files: set[str] = set()
 
@@ -275,7 +313,12 @@ class _Writer:
             # Only paths that this writer has made, so a link cannot lead to a file of the host.
             if member.linkname not in self._files:
                 raise NotPortableError(f"{name!r} is a hard link to a file that did not come before it")
-            os.link(self._target / member.linkname, path, follow_symlinks=False)
+            # The first path is a file, not a link in the tar: only then it exists where links are not made.
+            if member.linkname in self.links:
+                raise NotPortableError(f"{name!r} is a hard link to another hard link")
+            self.links[name] = member.linkname
+            if self._link:
+                os.link(self._target / member.linkname, path, follow_symlinks=False)
             self._files.add(name)
             return
         self._make(member, path, archive)
@@ -295,7 +338,7 @@ class _Writer:
         if len(self._folders) + len(self._files) >= MAX_ENTRIES or _is_too_deep(name):
             raise NotPortableError(f"it has more than {MAX_ENTRIES} files, or directories {_MAX_DEPTH} deep")
         attributes = [key for key in member.pax_headers if key not in _HEADERS]
-        if not all(key.startswith(_ATTRIBUTE) and _is_portable(key.removeprefix(_ATTRIBUTE)) for key in attributes):
+        if not all(key.startswith(_ATTRIBUTE) and self._form.has(key.removeprefix(_ATTRIBUTE)) for key in attributes):
             raise NotPortableError(f"{name!r} has attributes that cannot be imported")
 
     def _make(self, member: tarfile.TarInfo, path: Path, archive: tarfile.TarFile) -> None:
