@@ -6,6 +6,7 @@ The rooms above (endpoints, control plane) read the parts and add their own work
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from proxy.audit.auditor import Auditor
 from proxy.audit.prover import Prover
 from proxy.execution.executor import Executor
 from proxy.execution.forgetting import Forgetting
+from proxy.execution.last_ways import LastWays
 from proxy.execution.open_trees import OpenTrees
 from proxy.execution.restore import Restorer
 from proxy.execution.root_state import RootChanges
@@ -53,6 +55,14 @@ _SWEEP_EVERY_S = 10.0
 """Interval at which idle sandboxes, cold tasks and snapshots over budget are removed."""
 _AUDIT_EVERY_S = 1.0
 """Interval at which the auditor checks whether sampled hits wait for it."""
+
+
+LAST_FREEZES_S = 10.0
+"""How long the states of sandboxes that are closed may take to be frozen together. Thousands of files take a second.
+
+The value is an estimate. Halved, a slow disk may lose states at a shutdown; doubled, a service manager may kill the
+proxy first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,7 @@ class Engine:
         transfer: Exports and imports trees.
         roots: Knows which trees are what their specs mean now.
         speculator: Executes calls ahead that rollouts are likely to make next.
+        last_ways: Closes idle sandboxes without losing a state.
         lifecycle: What happens when the engine opens and closes.
     """
 
@@ -172,6 +183,7 @@ class Engine:
     transfer: TransferService
     roots: RootChanges
     speculator: Speculator
+    last_ways: LastWays
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
     @property
@@ -221,6 +233,11 @@ class Engine:
         self.journal.fold()
         return await self.cache.fit(self.trees.node, self.snapshot_value.prospect, self.forgetting.abandon)
 
+    async def close_unused(self) -> int:
+        """Close sandboxes that have been idle for too long, and return how many there were."""
+        unused = self.pool.roster.unused_since(time.monotonic() - self.settings.sandbox_idle_s)
+        return await self.last_ways.close(unused, within_s=LAST_FREEZES_S)
+
     def _prover(self) -> Prover:
         def find(tree_id: int, node_id: int) -> tuple[Tree, Node] | None:
             node = self.trees.node(tree_id, node_id)
@@ -241,7 +258,7 @@ class Engine:
         await self.step.drain()
         # Only now: a call that has ended may have started a capture.
         await self.capture.drain()
-        await self.pool.close_where(lambda _: True)
+        await self.last_ways.close(self.pool.roster.slots, within_s=LAST_FREEZES_S)
         self.roots.background.cancel()
         await self.roots.background.wait()
         for driver in self.drivers.values():
@@ -253,7 +270,7 @@ class Engine:
 
     async def _sweep(self) -> None:
         await asyncio.to_thread(self.store.database.checkpoint)
-        await self.pool.close_unused(self.settings.sandbox_idle_s)
+        await self.close_unused()
         # Idle sandboxes, warm forks first, make room while the machine has too little memory.
         while available_bytes() < self.settings.memory_reserve_bytes and await self.pool.close_victim():
             log.warning("little memory is available: an idle sandbox was closed")
@@ -339,6 +356,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
         share=settings.audit_share, quarantine=settings.audit_quarantine,
     )  # fmt: skip
     adopter = Adopter(store, journal, tasks, trees, cache)
+    last_ways = LastWays(pool, capture, snapshot_value, trees)
     transfer = TransferService(
         store, tasks, adopter, cache, capture, drivers, settings.data / "imports", max_bytes=settings.import_bytes
     )
@@ -346,6 +364,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
         settings, drivers, counts, access, store, journal, snapshots, cache, snapshot_value, capture, pool, restorer,
         warm, answers, traces, executor, step, walkers, trees, tasks, forgetting, audit, transfer, roots,
         speculator,
+        last_ways,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ async def collect_garbage(engine: Engine) -> Collected:
     """Evict snapshots over budget, close unused sandboxes, delete forgotten nodes and unused blobs."""
     before = engine.cache.used_bytes + engine.store.database.size_bytes()
     forgotten = await engine.forgetting.sweep()
-    await engine.pool.close_unused(engine.settings.sandbox_idle_s)
+    await engine.close_unused()
     evicted = await engine.evict_snapshots()
     engine.journal.fold()
     engine.store.blobs.delete_unused()

@@ -104,6 +104,14 @@ class SnapshotValue:
         cost_s = self._cache.costs[driver].of(kind).freeze.seconds
         return f"not kept: {why(prospect)}, and keeping it takes {cost_s:.3g} s; it is rebuilt by replay"
 
+    def is_last_way(self, node: Node, tree: Tree) -> bool:
+        """Return whether a sandbox at the node may be all that is left of a state that a running rollout needs."""
+        if tree.spec.cache == "never" or node.origin is None or node.snapshot is not None or node.detached:
+            return False
+        if node.unfreezable or node.diverged or not self._cache.accepts(kind_of(node)):
+            return False
+        return not self.is_proven(node, tree.spec.driver) and self._is_occupied(node, tree.id)
+
     def is_proven(self, node: Node, driver: str) -> bool:
         """Return whether the node is known to be reached without its snapshot: each call was replayed before."""
         return self._way_without(node, driver, proven=True) is not None

@@ -189,11 +189,6 @@ class Pool:
         await self.close(victim)
         return True
 
-    async def close_unused(self, idle_s: float) -> int:
-        """Close the sandboxes that were idle for `idle_s` seconds or have died, and return how many there were."""
-        unused = set(self.roster.unused_since(time.monotonic() - idle_s))
-        return await self.close_where(unused.__contains__)
-
     async def _close(self, slot: Slot) -> None:
         try:
             if slot.sandbox is not None:

@@ -62,7 +62,7 @@ RUN = r'\builtin eval "$(</proc/self/fd/31)" 29<&- 30<&- 31<&- 32<&- 33>&-'
 """Runs the command. Our descriptors are closed for it and its children."""
 AGAIN = r'\builtin eval "$(</proc/self/fd/30)"'
 _ONCE = (
-    r"__forkpoint=$(</proc/self/fd/30); "
+    r"__forkpoint=$(</proc/self/fd/30) || \builtin exit; "
     r'\builtin eval "\builtin unset -v __forkpoint; ${__forkpoint%%; __forkpoint=*}"'
 )
 """Runs the loop's part up to the first `_ONCE` in it: one call."""

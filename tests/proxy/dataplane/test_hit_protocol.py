@@ -10,7 +10,6 @@ import pytest
 import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from uvicorn.protocols.http import httptools_impl
 from uvicorn.server import ServerState
 
 from proxy.dataplane.hit_protocol import HitFirst, UvicornTransport, protocol_for, report_responses
@@ -423,7 +422,7 @@ def test_a_request_that_uvicorn_refuses_is_released(monkeypatch: pytest.MonkeyPa
         def refuse(_: bytes) -> None:
             raise httptools.HttpParserInvalidURLError
 
-        monkeypatch.setattr(httptools_impl.httptools, "parse_url", refuse)
+        monkeypatch.setattr(httptools, "parse_url", refuse)
         assert (await server.send(request("/miss", b"2"))).endswith(b"Invalid HTTP request received.")
         assert (noted, server.app_paths) == (0, ["/miss"])
 

@@ -56,7 +56,7 @@ async def lose(engine: Engine) -> None:
         node = engine.trees.node(snapshot.tree, snapshot.node)
         if node is not None and node.origin is not None:
             engine.cache.drop(node)
-    await engine.pool.close_unused(0.0)
+    await engine.pool.close_where(lambda _: True)
 
 
 @pytest.mark.parametrize(

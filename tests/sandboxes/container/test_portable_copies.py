@@ -131,7 +131,9 @@ def test_hostile_parts_are_refused(container_dir: Path) -> None:
             "into a mount": lambda member: setattr(member, "name", member.name.replace("root/d/b", "dev/b")),
             "up": lambda member: setattr(member, "name", member.name.replace("root/d/b", "root/d/..")),
             "device": lambda member: setattr(member, "type", tarfile.BLKTYPE) if member.isfifo() else None,
-            "attribute": lambda member: member.pax_headers.update({"FORKPOINT.xattr.trusted.x": "eA=="}),
+            "attribute": lambda member: setattr(
+                member, "pax_headers", {**member.pax_headers, "FORKPOINT.xattr.trusted.x": "eA=="}
+            ),
         }
         for name, change in changes.items():
             with pytest.raises(NotPortableError) as refused:

@@ -1,6 +1,7 @@
 """The pool: leases within a budget, whatever is cancelled and whatever fails."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -235,13 +236,14 @@ def test_lease_fails_if_sandbox_died_or_moved() -> None:
     pooled(test, budget=3)
 
 
-def test_close_unused_spares_leased_sandboxes() -> None:
+def test_closing_spares_leased_sandboxes() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         busy, unused, fresh = [await pool.start(driver.make, "n1", 1) for _ in range(3)]
         await pool.release(unused)
         await pool.release(fresh)
         unused.used_at = -1e9
-        assert await pool.close_unused(3600.0) == 1
+        unused_now = pool.roster.unused_since(time.monotonic() - 3600.0)
+        assert await pool.close_where(unused_now.__contains__) == 1
         assert [slot.state for slot in (busy, unused, fresh)] == [
             SandboxState.LEASED,
             SandboxState.CLOSED,

@@ -1,0 +1,99 @@
+"""A sandbox that may be the last way to a state is not closed before the state is kept."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from proxy import engine as engines
+from proxy.control.garbage import collect_garbage
+from proxy.engine import Engine
+from proxy.tree.tree import path
+from sandboxes.driver import FrozenState
+from sandboxes.errors import SandboxError
+from tests.proxy.execution.test_divergence import RandomDriver, drawn, output
+from tests.proxy.execution.test_replay import NEVER_AGAIN
+from tests.proxy.rig import ask, engine
+from tests.sandboxes.memory_driver import MemorySandbox
+
+
+async def idle_close(running: Engine) -> None:
+    await running.close_unused()
+
+
+async def on_request(running: Engine) -> None:
+    await collect_garbage(running)
+
+
+@pytest.mark.parametrize("close", [idle_close, on_request])
+def test_a_random_state_survives_an_idle_close(tmp_path: Path, close: Callable[[Engine], Awaitable[None]]) -> None:
+    """The state is not worth a snapshot, for a replay is cheap. Only the sandbox shows that no replay reaches it."""
+
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN, sandbox_idle_s=1e-6) as running:
+            rollout, number = await drawn(running)
+            await running.capture.drain()
+            assert rollout.node.snapshot is None
+            await close(running)
+            assert len(running.pool.roster) == 0
+            assert await output(running, rollout, "cat f ; true") == number
+
+    asyncio.run(body())
+
+
+def test_a_random_state_survives_an_orderly_shutdown(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN) as running:
+            rollout, number = await drawn(running)
+            await running.capture.drain()
+            assert rollout.node.snapshot is None
+        async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN) as running:
+            again = await running.tasks.rollout("task", "first")
+            assert await output(running, again, "cat f ; true") == number
+
+    asyncio.run(body())
+
+
+def test_what_a_replay_has_reached_or_nobody_needs_is_not_kept(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN, sandbox_idle_s=1e-6) as running:
+            proven, ended = [await running.tasks.rollout("task", name) for name in ("proven", "ended")]
+            await ask(running, proven, "echo 1 > a")
+            await ask(running, ended, "echo 2 > b")
+            await running.capture.drain()
+            for record in path(proven.node):
+                # As a replay a minute later does.
+                record.proven = True
+            await running.tasks.finish(ended)
+            await running.close_unused()
+            assert len(running.pool.roster) == 0
+            assert [proven.node.snapshot, ended.node.snapshot] == [None, None]
+
+    asyncio.run(body())
+
+
+def test_freezes_before_a_close_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sandbox fails and the next hangs: both are closed, and nothing waits for longer than the limit."""
+    tried: list[str] = []
+
+    async def freeze(sandbox: MemorySandbox) -> FrozenState:
+        tried.append(sandbox.id)
+        if len(tried) == 1:
+            raise SandboxError("no")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN, sandbox_idle_s=1e-6) as running:
+            for name in ("a", "b", "c"):
+                rollout = await running.tasks.rollout("task", name)
+                await ask(running, rollout, f"echo {name} > f")
+            await running.capture.drain()
+            monkeypatch.setattr(MemorySandbox, "freeze", freeze)
+            monkeypatch.setattr(engines, "LAST_FREEZES_S", 0.05)
+            await running.close_unused()
+            assert len(running.pool.roster) == 0
+            assert len(tried) == 2
+
+    asyncio.run(body())
