@@ -146,7 +146,10 @@ def _cgroups() -> Requirement:
             "",
             required=False,
         )
-    detail = f"{groups.problem}; limits apply to each process (memory) and user (processes) instead of each sandbox"
+    detail = (
+        f"{groups.problem}; limits apply to each process (memory) and user (processes) instead of each sandbox, and "
+        "sandboxes compete with the proxy for CPUs"
+    )
     remedy = "Run as root, or as a service with delegated control groups: systemd-run --user --scope -p Delegate=yes …"
     return Requirement("control groups", False, detail, remedy, required=False)
 
