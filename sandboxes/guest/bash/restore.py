@@ -7,7 +7,7 @@ does not take the rest along.
 
 import re
 
-from sandboxes.guest.bash.session import BEGIN_DUMP, DECLARE, KEPT, WARY_RUN, split_unquoted
+from sandboxes.guest.bash.session import BEGIN_DUMP, DECLARE, KEPT, NEEDED, split_unquoted, wary_run
 from sandboxes.shell_text import ShellSession, quote
 
 _DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
@@ -49,6 +49,8 @@ _POSIX_SHOPTS = frozenset({"expand_aliases", "inherit_errexit", "shift_verbose"}
 _SHOWING, _DEBUG = ("verbose", "xtrace"), " DEBUG"
 _MAX_EARLY = 1 << 15
 """The most characters of orders on the line that lets the shell go on: a pipe has to hold them."""
+_LATER = ("traps", "options", "shopts", "builtin", "disabled", KEPT)
+"""What a restored shell takes on together with its command; see `orders`."""
 _TRIED = ("functions", "function_marks", "aliases")
 """The parts of a session that are tried out with a fresh shell when they have changed."""
 _READY = f"\\builtin :; {BEGIN_DUMP}"
@@ -62,6 +64,7 @@ _NOWHERE = r"{ \builtin kill -STOP $BASHPID & \builtin cd /proc/$!; \builtin kil
 
 A session whose directory was removed comes here if its shell ended. Plain bash would stand in the removed directory.
 """
+_ENABLE = re.compile(rb"\benable\b")
 _HOOKED = {"posix": "POSIXLY_CORRECT", "ignoreeof": "IGNOREEOF"}
 """Options that bash sets and clears together with a variable. Setting the option would change the variable's value."""
 
@@ -95,7 +98,7 @@ def restore_script(session: ShellSession | None, workdir: str, pristine: ShellSe
     parts = [text, *_variables(session), *_functions(session)]
     # Options last: GLOBIGNORE and others change some of them.
     parts += [*_shopts(session, posix=False), "\\builtin shopt -u expand_aliases"]
-    parts += [session["aliases"], session["disabled"]]
+    parts += [session["aliases"], *(f"\\builtin enable -n {name}" for name in _disabled(session, needed=False))]
     return "\n".join([*parts, _READY, ""]).encode("latin-1")
 
 
@@ -113,6 +116,12 @@ def came_back(session: ShellSession, restored: ShellSession) -> bool:
         {line for line in session["variables"] if _variable_of(line) not in _HOOKED.values()}
         == {line for line in restored["variables"] if _variable_of(line) not in _HOOKED.values()}
     )
+
+
+def _disabled(session: ShellSession, *, needed: bool) -> list[str]:
+    """Return the disabled builtins that our own lines need, or those that they do not need."""
+    names = [line.removeprefix("enable -n ") for line in session["disabled"].splitlines()]
+    return [quote(name) for name in names if (name in NEEDED) == needed]
 
 
 def _variable_of(line: str) -> str:
@@ -191,7 +200,10 @@ def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
         session: The session that the shell was restored from; None for a new one.
         command: The agent's command.
     """
-    wary = f"; {WARY_RUN}" if b"builtin" in command or (session is not None and "builtin" in session) else ""
+    function = b"builtin" in command or (session is not None and "builtin" in session)
+    needed = [] if session is None else _disabled(session, needed=True)
+    disabled = _ENABLE.search(command) is not None or bool(needed)
+    wary = f"; {wary_run(function=function, disabled=disabled)}" if function or disabled else ""
     if session is None:
         return f"\\builtin :{wary}\n".encode() if wary else b"\n", command
     options = set(session["options"])
@@ -212,6 +224,9 @@ def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
     late += [f"\\builtin set -o {name}" for name in extra if name in _SHOWING]
     if "builtin" in session:
         late.append(f"\\builtin eval {_on_one_line(quote(session['builtin']))}")
+    if needed:
+        # Last, because the lines before need them.
+        late.append(f"\\builtin enable -n {' '.join(needed)}")
     if sum(map(len, early)) > _MAX_EARLY:
         early, late = [], early + late
     # `read` strips characters of the user's IFS from the end of a line; here it can strip only from a comment.
@@ -221,7 +236,7 @@ def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
 
 def taken_on_later(session: ShellSession, first: ShellSession) -> ShellSession:
     """Return a restored shell's first dump with what it takes on together with its command only; see `orders`."""
-    later = {kind: session[kind] for kind in ("traps", "options", "shopts", "builtin", KEPT) if kind in session}
+    later = {kind: session[kind] for kind in _LATER if kind in session}
     hooked = [line for line in session["variables"] if _variable_of(line) in _HOOKED.values()]
     variables = [line for line in first["variables"] if _variable_of(line) not in _HOOKED.values()]
     return {**first, **later, "variables": sorted([*variables, *hooked], key=_variable_of)}

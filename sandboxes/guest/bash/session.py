@@ -72,14 +72,34 @@ _MANY_TIMES = (
     ')"'
 )
 """Runs 200 calls, one after the other. A `;` between commands takes some of the stack too, so there are no more."""
-WARY_RUN = (
-    RUN
-    + r"; __forkpoint=$?; { \declare -f builtin >&33 || \unset -f builtin; \unset -f builtin; "
-    + r"\builtin printf '\0' >&33; } >&29 2>&29; "
-    + BEGIN_DUMP.replace('"$?"', '"$__forkpoint"')
-    + f"; {AGAIN}"
+NEEDED = {
+    "alias", "builtin", "declare", "enable", "eval", "exit", "hash", "jobs", "printf", "pwd", "read", "set", "shopt",
+    "trap", "umask", "unset",
+}  # fmt: skip
+"""The builtins that our lines use, which a command may disable (`enable -n printf`)."""
+_BUILTINS_BACK = (
+    r"; { __forkpoint_off=$(\builtin enable -n) || { __forkpoint_off=$(\enable -n); \enable builtin; }; "
+    rf"\builtin enable {' '.join(sorted(NEEDED))}; }} >&29 2>&29"
 )
-"""Runs a command after which `builtin` may be a function: its text goes before the dump, and it is removed then."""
+"""Notes which builtins are disabled, and enables those that the dump needs."""
+_FUNCTION_AWAY = (
+    r"; { \declare -f builtin >&33 || \unset -f builtin; \unset -f builtin; \builtin printf '\0' >&33; } >&29 2>&29"
+)
+"""Writes the text of a function that replaces `builtin` before the dump, and removes it."""
+
+
+def wary_run(*, function: bool, disabled: bool) -> str:
+    """Return the text that runs a command which may take away what the dump needs.
+
+    Args:
+        function: `builtin` may be a function after it.
+        disabled: Builtins may be disabled after it.
+    """
+    mended = (_BUILTINS_BACK if disabled else "") + (_FUNCTION_AWAY if function else "")
+    begin = BEGIN_DUMP.replace('"$?"', '"$__forkpoint"')
+    return f"{RUN}; __forkpoint=$?{mended}; {begin}; {AGAIN}"
+
+
 LOOP = (
     " ".join(
         line.strip()
@@ -88,7 +108,7 @@ LOOP = (
     \builtin printf '\0'; \builtin declare -F; \builtin printf '\0'; \builtin alias -p; \builtin printf '\0';
     \builtin umask; \builtin printf '\0'; \builtin pwd; [[ . -ef ${DIRSTACK[0]} && -x . ]];
     \builtin printf '\0%s' "$?" "${#DIRSTACK[@]}" "${DIRSTACK[@]}" ''; \builtin enable -n;
-    \builtin printf '\0'; \builtin jobs -l;
+    \builtin printf '%s\0' "${__forkpoint_off-}"; \builtin unset -v __forkpoint_off; \builtin jobs -l;
     \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' forkpoint-end-of-dump; } >&33 &&
     \builtin hash -r && [[ '' =~ ^ ]] && \builtin set +o posix; } >&29 2>&29 || \builtin exit;
     \builtin read -t 2147483647 -r -u 32 __forkpoint || \builtin exit;
@@ -151,9 +171,10 @@ _VOLATILE = frozenset(
         "SRANDOM",
         "UID",
         "_",
-        "__forkpoint",
     ]
 )
+_OWN = "__forkpoint"
+"""The beginning of the names of our own variables."""
 _OFF = "off\n"
 """What comes before the traps if aliases are not expanded: no write of its own in the usual case."""
 _DYNAMIC = {
@@ -212,7 +233,8 @@ def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
         "traps": traps,
         "options": sorted((set(options.split(":")) | restricted) - {""}),
         "shopts": sorted({*shopts.split(":"), *expanding} - {""}),
-        "disabled": disabled,
+        # A wary run prints those again that it has enabled.
+        "disabled": "".join(f"{line}\n" for line in sorted({*disabled.splitlines()})),
         "limits": {},
     }
     if builtin:
@@ -238,6 +260,8 @@ def _statements(text: str) -> tuple[list[str], list[str]]:
         match = DECLARE.match(statement)
         if match is None:
             raise MalformedDumpError(f"{statement[:40]!r} declares nothing")
+        if match[2].startswith(_OWN):
+            continue
         if match[2] not in _VOLATILE:
             declared[match[2]] = statement
         elif _DYNAMIC.get(match[2], "") not in match[1]:

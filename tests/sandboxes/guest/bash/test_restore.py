@@ -49,6 +49,17 @@ PROGRAMS = [
     ["PS4='$(echo p)+'; set -x", "echo hi"],
     ["trap 'echo e' EXIT; trap 'x=$x.' ERR; trap ': dbg' DEBUG; trap '' USR1; trap 'echo r' RETURN", "false; echo $x"],
     ["enable -n test times", "enable -n"],
+    # Builtins that our own lines need are disabled for the command alone.
+    [
+        "enable -n read set unset trap umask pwd hash jobs alias; x=1",
+        "pwd; echo $x; set",
+        "enable -a >/dev/null; enable pwd set",
+    ],
+    [
+        'set -a; enable -n exit; x=1; f() { enable "$@"; }',
+        "env | grep forkpoint; echo $x; f exit",
+        "echo $x; f -n test",
+    ],
     ["umask 027; ulimit -S -n 100; set -- a 'b c' ''", 'echo $# "$@"'],
     # What a command redefines.
     ["alias umask='echo no'; alias '{'='echo brace'; alias '[['='echo br'; alias eval='echo ev'", "umask"],
@@ -102,6 +113,29 @@ def test_restored_shells_equal_one_plain_bash(tmp_path: Path, calls: list[str]) 
 )
 def test_a_function_may_replace_the_word_builtin(tmp_path: Path, calls: list[str], expected: list[bytes]) -> None:
     """The dump's own lines do not call it, and the session keeps it, in its own shell and in a restored one."""
+    with RestoredRuns(tmp_path / "w") as runs:
+        assert [runs.call(call) for call in calls] == expected
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        (
+            ["enable -n printf; x=1", "echo $x; printf hi; echo $?; enable -n", "enable printf; printf $x"],
+            [b"", b"1\nhi0\nenable -n printf\n", b"1"],
+        ),
+        (
+            ["enable -n eval declare shopt; x=1", "x=$((x+1)); eval : 2>&-; echo $x $?", "enable eval; eval 'echo $x'"],
+            [b"", b"2 127\n", b"2\n"],
+        ),
+        (
+            ["enable -n builtin; x=1", "builtin : 2>&-; echo $? $x", "enable builtin; builtin echo $x"],
+            [b"", b"127 1\n", b"1\n"],
+        ),
+    ],
+)
+def test_builtins_that_the_dump_needs_may_be_disabled(tmp_path: Path, calls: list[str], expected: list[bytes]) -> None:
+    """They are disabled while commands run, as in one bash, and no change of the session is lost."""
     with RestoredRuns(tmp_path / "w") as runs:
         assert [runs.call(call) for call in calls] == expected
 
