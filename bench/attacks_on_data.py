@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sandboxes.errors import SpecError
+from sandboxes.errors import SandboxError, SpecError
 from sandboxes.spec import Limits
 from tests.sandboxes.attack_statements import HARMLESS, POSTGRES, SQLITE
 from tests.sandboxes.box import opened
@@ -89,7 +89,14 @@ async def attack_postgres(folder: Path) -> list[Outcome]:
             sandbox = await driver.start(server.spec("shop"))
 
             async def send(sql: str) -> str | None:
-                answer = await ask(sandbox, sql, tool="script" if "; " in sql else "query", timeout_s=3.0)
+                nonlocal sandbox
+                try:
+                    answer = await ask(sandbox, sql, tool="script" if "; " in sql else "query", timeout_s=3.0)
+                except SandboxError:
+                    # The server did not stop the statement in time, so the driver gave the sandbox up.
+                    await sandbox.close()
+                    sandbox = await driver.start(server.spec("shop"))
+                    return None
                 return None if answer.error or not answer.body.get("rows", True) else json.dumps(answer.body)
 
             found = await attack_database(send, POSTGRES, names)

@@ -6,6 +6,7 @@ Only sending and waiting is written twice; `forkpoint.operations` describes the 
 import asyncio
 import os
 import time
+import weakref
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from uuid import uuid4
@@ -229,6 +230,8 @@ class Client(ProxyOperations, Blocking):
             trust_env: Whether HTTP_PROXY and similar variables apply.
         """
         self._http = httpx.Client(**_options(url, token, trust_env=trust_env), transport=transport)
+        # Frameworks drop their environments without a word; their connections must not stay open.
+        self._end = weakref.finalize(self, self._http.close)
         self.url, self._patience_s = str(self._http.base_url).rstrip("/"), patience_s
         self.labels: Labels = dict(labels or {})
 
@@ -237,8 +240,8 @@ class Client(ProxyOperations, Blocking):
         return Task(self, name)
 
     def close(self) -> None:
-        """Close the connections. Rollouts stay as they are."""
-        self._http.close()
+        """Close the connections. Rollouts stay as they are. A client that is garbage closes them too."""
+        self._end()
 
     def __enter__(self) -> Self:
         """Return the client."""

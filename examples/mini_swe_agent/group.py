@@ -1,7 +1,7 @@
 """Run a group of mini-swe-agent rollouts through Forkpoint, with a scripted model instead of a language model.
 
     ./run serve &
-    pip install mini-swe-agent==2.4.6
+    pip install . mini-swe-agent==2.4.6
     python examples/mini_swe_agent/group.py [http://127.0.0.1:8700]
 
 It needs the docker command line and no Docker daemon: the task's spec names the driver `local`.

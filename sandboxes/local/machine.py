@@ -14,6 +14,7 @@ Spares die with the launcher. A spare whose channel is lost is thrown away; the 
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import signal
@@ -173,6 +174,12 @@ class Machine:
             # pid 1 has its own copies. With ours open, the end of pid 1 would not show as a lost channel.
             theirs.close()
             reports.close()
+        if not forked.fds:
+            # The kernel drops descriptors that this process has no room for (recvmsg(2)). Without its channel the
+            # sandbox ends.
+            channel.close()
+            switches.close()
+            raise SandboxError(f"a sandbox could not be started: {os.strerror(errno.EMFILE)}")
         spare = Spare(name, channel, forked.fds[0], switches)
         try:
             await channel.next(Ready)

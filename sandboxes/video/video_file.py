@@ -118,6 +118,8 @@ def decoded_frames(container: InputContainer, stream: av.VideoStream) -> Iterato
                 raise VideoError("codec", f"no decoder is installed for {stream.codec_context.name}") from None
 
 
+_MAX_PACKET_BYTES = 256 << 20
+"""The largest packet that is reckoned with. The value is an estimate: a packet of raw 8K pictures has 100 MB."""
 _EARLY_S, _EARLY_SHARE = 0.5, 0.03
 """How much earlier than its header says a file may end, in seconds and as a share, before it counts as cut off."""
 
@@ -140,6 +142,7 @@ def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
         _require_duration(claimed, max_duration_s)
         summary = _read_packets(container, stream, max_duration_s)
         if not summary.frames:
+            _require_memory(stream, path.stat().st_size)
             raise VideoError("empty", "the video has no pictures: 0 frames")
         _not_cut_off(claimed, stream, summary)
         length = summary.end_s - summary.start_s
@@ -164,6 +167,19 @@ def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
             "audio": _audio_of(container),
             "subtitles": [_track(each) for each in container.streams.subtitles],
         }
+
+
+def _require_memory(stream: av.VideoStream, file_bytes: int) -> None:
+    """Require memory for a picture and for the largest packet of a file.
+
+    Without it FFmpeg may report the end of the file instead of the error, and a video would pass for an empty one.
+
+    Raises:
+        MemoryError: There is not so much.
+    """
+    width, height = stream.codec_context.width or 0, stream.codec_context.height or 0
+    # 4 bytes a pixel; written to, because untouched memory costs nothing.
+    bytearray(b"x") * (min(file_bytes, _MAX_PACKET_BYTES) + 4 * min(width * height, _MAX_PIXELS))
 
 
 def _require_duration(seconds: float, max_s: float) -> None:

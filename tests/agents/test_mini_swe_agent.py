@@ -107,7 +107,9 @@ def test_the_example_runs_as_it_is(place: Path, tmp_path: Path) -> None:
     require_sandboxes()
     example = Path(__file__).parents[2] / "examples" / "mini_swe_agent" / "group.py"
     with real_proxy() as proxy:
-        own = {"PATH": os.environ["PATH"], "PYTHONPATH": str(place), "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path)}
+        # As after `pip install forkpoint` beside the agent.
+        path = f"{place}{os.pathsep}{Path(__file__).parents[2]}"
+        own = {"PATH": os.environ["PATH"], "PYTHONPATH": path, "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path)}
         done = subprocess.run(
             [PYTHON, str(example), proxy.url], env=own, capture_output=True, text=True, check=True, timeout=120
         )

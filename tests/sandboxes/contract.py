@@ -362,7 +362,7 @@ class DriverContract:
                     await sandbox.freeze()
                 return
             restored = await driver.restore(SPEC, await sandbox.freeze())
-            count = "grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1"
+            count = "grep -scax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1"
             told = await ran(restored, "/bin/sh", "-c", count)
             assert (told.out, told.err) == (b"1\n", b"")
 
