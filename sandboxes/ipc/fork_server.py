@@ -15,7 +15,7 @@ from sandboxes import IMPORT_ROOT
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest, answers_of, decode, encode
-from sandboxes.ipc.frames import Message
+from sandboxes.ipc.frames import MalformedFrameError, Message
 
 START_S = 30.0
 """Longest wait for a fork server to start or to respond: either takes milliseconds, seconds on a busy machine."""
@@ -160,9 +160,15 @@ class ForkServer:
         """Send the child a typed request and return its answer; see `request`.
 
         Raises:
-            SandboxError: The fork server is not open, died, is silent, or reports an error of the kernel's.
+            SandboxError: The fork server is not open, died, is silent, or reports an error of the kernel's, or this
+                process had no room for the answer's descriptors.
         """
-        answer = decode(await self.request(encode(request), fds))
+        response = await self.request(encode(request), fds)
+        try:
+            answer = decode(response)
+        except MalformedFrameError as error:
+            # The kernel drops descriptors for which this process has no room (recvmsg(2)).
+            raise SandboxError(f"{self._name}: {error}. Raise the limit of open files: ulimit -n.") from error
         # An assertion and no error: unlike a sandbox, the child is not untrusted.
         assert isinstance(answer.message, answers_of(type(request))), "the child is our own code"
         return cast("Envelope[AnswerT]", answer)

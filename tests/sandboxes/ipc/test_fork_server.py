@@ -10,6 +10,8 @@ import pytest
 
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.fork_server import ForkServer
+from sandboxes.ipc.frames import Message
+from sandboxes.ipc.launch_messages import ForkSandbox
 from tests.machine import wait_until
 
 CHILD = "tests.sandboxes.ipc.echo_child"
@@ -38,6 +40,20 @@ def test_an_error_response_is_raised() -> None:
     async def test(server: ForkServer) -> None:
         with pytest.raises(SandboxError, match="the echo: the kernel refused: EPERM"):
             await server.request({"error": "EPERM"})
+
+    served(test)
+
+
+def test_an_answer_whose_descriptors_were_dropped_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel drops descriptors for which the receiving process has no room; the message itself comes."""
+
+    async def test(server: ForkServer) -> None:
+        async def request(*_: object) -> Message:
+            return Message({"op": "mounted"}, b"", [])
+
+        monkeypatch.setattr(server, "request", request)
+        with pytest.raises(SandboxError, match="0 descriptors came"):
+            await server.ask(ForkSandbox([]))
 
     served(test)
 
