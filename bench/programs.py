@@ -146,9 +146,10 @@ def shell_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length
     for cut, suffix in suffixes:
         program = [_shell(command) for command in trunk[:cut] + suffix]
         if at is not None and at < cut:
-            # Comments make these reads different calls, so each is looked up or executed on its own.
+            # Comments make these reads different calls, so each is looked up or executed on its own. The path is
+            # absolute because a program may have lost its `PATH`.
             for number, position in enumerate(sorted(dice.choices(range(at + 1, len(program) + 1), k=2))):
-                program.insert(position + number, _shell(f"cat /var/tmp/id # {dice.randrange(3)}", recalls=at))
+                program.insert(position + number, _shell(f"/bin/cat /var/tmp/id # {dice.randrange(3)}", recalls=at))
         programs.append((*program, _shell(STATE)))
     return Group(spec, tuple(programs))
 

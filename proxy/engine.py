@@ -258,6 +258,7 @@ class Engine:
         await self.step.drain()
         # Only now: a call that has ended may have started a capture.
         await self.capture.drain()
+        await self.last_ways.drain()
         await self.last_ways.close(self.pool.roster.slots, within_s=LAST_FREEZES_S)
         self.roots.background.cancel()
         await self.roots.background.wait()
@@ -357,6 +358,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     )  # fmt: skip
     adopter = Adopter(store, journal, tasks, trees, cache)
     last_ways = LastWays(pool, capture, snapshot_value, trees)
+    pool.keep = last_ways.keep
     transfer = TransferService(
         store, tasks, adopter, cache, capture, drivers, settings.data / "imports", max_bytes=settings.import_bytes
     )

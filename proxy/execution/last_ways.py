@@ -1,8 +1,9 @@
 """Last ways: a state that may exist only in an idle sandbox is frozen before this sandbox is closed.
 
 Most states get no snapshot, because a replay is cheap. But a replay that nobody has tried may reach another state, as
-with a random number. While the sandbox lives, nothing is lost. So before it is closed for being idle, on request or at
-the end of the proxy, its state is frozen. States are left out that no rollout needs, or that a replay has reached.
+with a random number. While the sandbox lives, nothing is lost. So before it is closed for being idle, for room, on
+request or at the end of the proxy, its state is frozen. States are left out that no rollout needs, or that a replay has
+reached.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
+from sandboxes.task_owner import TaskOwner
 from snapshots.capture import Capture
 
 log = structlog.get_logger()
@@ -28,6 +30,7 @@ class LastWays:
 
     def __init__(self, pool: Pool, capture: Capture[Node], value: SnapshotValue, trees: OpenTrees) -> None:
         self._pool, self._capture, self._value, self._trees = pool, capture, value, trees
+        self._freezes = TaskOwner()
 
     async def close(self, slots: Iterable[Slot], *, within_s: float) -> int:
         """Close idle sandboxes, after freezing those that are the last known way to a state that is needed.
@@ -41,24 +44,54 @@ class LastWays:
         """
         positions = {slot: slot.position for slot in slots}
         deadline = time.monotonic() + within_s
-        for slot, node in positions.items():
-            if not isinstance(node, Node):
+        for slot in positions:
+            if (needed := self._needed(slot)) is None:
                 continue
-            tree = next((tree for tree in self._trees if tree.nodes.get(node.id) is node), None)
-            if tree is not None and self._value.is_last_way(node, tree):
-                await self._freeze(slot, tree, node, deadline - time.monotonic())
+            tree, node = needed
+            if (left_s := deadline - time.monotonic()) <= 0:
+                log.warning("a sandbox is closed without a snapshot, because others took too long", node=node.id)
+                continue
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._freeze(slot, tree, node)
+            except TimeoutError:
+                log.warning("a sandbox is closed without a snapshot, because its freeze took too long", node=node.id)
         # A call may have taken a sandbox meanwhile: then it is in use, or in another state that is not kept yet.
         return await self._pool.close_where(lambda slot: positions.get(slot) is slot.position and slot in positions)
 
-    async def _freeze(self, slot: Slot, tree: Tree, node: Node, within_s: float) -> None:
-        if within_s <= 0:
-            log.warning("a sandbox is closed without a snapshot, because others took too long", node=node.id)
-            return
+    async def keep(self, slot: Slot) -> bool:
+        """Freeze an idle sandbox that is to be closed for room, if it is the last known way to a state that is needed.
+
+        Returns:
+            False if it is such a way and could not be frozen.
+        """
+        if (needed := self._needed(slot)) is None:
+            return True
+        # In a task of its own: if the caller gives up waiting for room, the freeze must not end with it, because a
+        # freeze that is interrupted closes its sandbox.
+        return await asyncio.shield(self._freezes.spawn("keep", self._freeze(slot, *needed), awaited=True))
+
+    async def drain(self) -> None:
+        """Wait for the freezes whose callers gave up."""
+        await self._freezes.wait()
+
+    def _needed(self, slot: Slot) -> tuple[Tree, Node] | None:
+        """Return the tree and the node of a sandbox if it may be all that is left of a state that a rollout needs."""
+        node = slot.position
         # A warm fork was made by a replay or a snapshot, so there is another way.
-        if slot.state is not SandboxState.IDLE or slot.warm or not await self._pool.lease(slot, node, slot.owner):
-            return
+        if slot.warm or not isinstance(node, Node):
+            return None
+        tree = next((tree for tree in self._trees if tree.nodes.get(node.id) is node), None)
+        return (tree, node) if tree is not None and self._value.is_last_way(node, tree) else None
+
+    async def _freeze(self, slot: Slot, tree: Tree, node: Node) -> bool:
+        """Freeze an idle sandbox; return whether its node has a snapshot now."""
+        if not self._value.can_freeze(node) or slot.state is not SandboxState.IDLE:
+            return False
+        if not await self._pool.lease(slot, node, slot.owner):
+            return False
         try:
-            async with asyncio.timeout(within_s):
-                await self._capture.freeze_leased(slot, tree, node)
-        except (NotFreezableError, SandboxError, OSError, TimeoutError) as error:
-            log.warning("the last sandbox of a state is closed without a snapshot", node=node.id, error=str(error))
+            return await self._capture.freeze_leased(slot, tree, node)
+        except (NotFreezableError, SandboxError, OSError) as error:
+            log.warning("the last sandbox of a state cannot be frozen", node=node.id, error=str(error))
+            return False

@@ -108,9 +108,13 @@ class SnapshotValue:
         """Return whether a sandbox at the node may be all that is left of a state that a running rollout needs."""
         if tree.spec.cache == "never" or node.origin is None or node.snapshot is not None or node.detached:
             return False
-        if node.unfreezable or node.diverged or not self._cache.accepts(kind_of(node)):
+        if node.diverged:
             return False
         return not self.is_proven(node, tree.spec.driver) and self._is_occupied(node, tree.id)
+
+    def can_freeze(self, node: Node) -> bool:
+        """Return whether a snapshot of the node can be taken, as far as is known, and has room."""
+        return not node.unfreezable and self._cache.accepts(kind_of(node))
 
     def is_proven(self, node: Node, driver: str) -> bool:
         """Return whether the node is known to be reached without its snapshot: each call was replayed before."""

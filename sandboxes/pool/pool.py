@@ -9,7 +9,8 @@ Theory of operation:
 3. A sandbox may be frozen after its lease. `begin_freeze` turns the lease into a freeze at once, so no other caller can
    lease it in between, and `freezing` may then wait for more calls of its rollout. A caller that waits, for this
    sandbox or for room, sets `freeze_now` and ends that wait.
-4. A caller that is cancelled never leaves a sandbox half closed: `close` runs to its end in a task of its own.
+4. Before an idle sandbox is closed for room, `keep` may freeze it, if it is the last way to its state.
+5. A caller that is cancelled never leaves a sandbox half closed: `close` runs to its end in a task of its own.
 """
 
 import asyncio
@@ -34,6 +35,8 @@ class Pool:
     Attributes:
         roster: Who is where; read by the proxy to plan and to show.
         waiting: How many callers wait for room.
+        keep: Awaited before an idle sandbox is closed for room. It keeps the sandbox's state elsewhere if need be, and
+            returns False if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
     """
 
     def __init__(self, *, budget: int, patience_s: float, starts: int = 4) -> None:
@@ -46,6 +49,7 @@ class Pool:
         """
         self.roster = Roster()
         self.waiting = 0
+        self.keep: Callable[[Slot], Awaitable[bool]] = _need_not_keep
         self._budget, self._patience_s = budget, patience_s
         self._changed = asyncio.Condition()
         self._starts = asyncio.Semaphore(starts)
@@ -112,7 +116,7 @@ class Pool:
         if slot.sandbox is None or not slot.sandbox.alive:
             return False
         self.roster.apply(slot, LifecycleEvent.LEASE)
-        slot.owner, slot.warm, slot.ahead = owner, False, False
+        slot.owner, slot.warm, slot.ahead, slot.irreplaceable = owner, False, False, False
         return True
 
     async def release(self, slot: Slot) -> None:
@@ -182,12 +186,19 @@ class Pool:
         return len(idle)
 
     async def close_victim(self) -> bool:
-        """Close the idle sandbox that is missed least. Return False if none is idle."""
-        victim = self.roster.victim()
-        if victim is None:
-            return False
-        await self.close(victim)
-        return True
+        """Close the idle sandbox that is missed least, after `keep`. Return False if none is idle."""
+        while (victim := self.roster.victim()) is not None:
+            position = victim.position
+            kept = victim.irreplaceable or await self.keep(victim)
+            if victim.state is not SandboxState.IDLE or victim.position is not position:
+                # A call has taken the sandbox while its state was kept.
+                continue
+            if kept:
+                # Once only irreplaceable ones are left, one of them goes: a call that waits comes first.
+                await self.close(victim)
+                return True
+            victim.irreplaceable = True
+        return False
 
     async def _close(self, slot: Slot) -> None:
         try:
@@ -224,3 +235,7 @@ class Pool:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+async def _need_not_keep(_slot: Slot) -> bool:
+    return True

@@ -30,6 +30,7 @@ class Slot:
         calls: How many calls ran in the sandbox.
         warm: The sandbox was made ahead of its use and was not used yet.
         ahead: Only calls that no rollout had made yet ran in the sandbox since it was made.
+        irreplaceable: The sandbox may be the last way to its state, and the state could not be kept; see `Pool.keep`.
         freeze_now: Set when a caller waits for the end of the sandbox's freeze, which may have been delayed.
     """
 
@@ -42,6 +43,7 @@ class Slot:
     calls: int = 0
     warm: bool = False
     ahead: bool = False
+    irreplaceable: bool = False
     freeze_now: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -103,9 +105,12 @@ class Roster:
         return next((s for s in here if s.ahead and s.state is SandboxState.IDLE and _alive(s)), None)
 
     def victim(self) -> Slot | None:
-        """Return the idle sandbox to close first: without an owner before owned, then the one idle longest."""
+        """Return the idle sandbox to close first.
+
+        Irreplaceable ones come last, and owned ones after those without an owner; then the one idle longest is first.
+        """
         idle = (s for s in self.slots if s.state is SandboxState.IDLE)
-        return min(idle, key=lambda s: (s.owner is not None, s.used_at), default=None)
+        return min(idle, key=lambda s: (s.irreplaceable, s.owner is not None, s.used_at), default=None)
 
     def unused_since(self, moment: float) -> list[Slot]:
         """Return the idle sandboxes that were last used before a moment of the monotonic clock, or that died."""

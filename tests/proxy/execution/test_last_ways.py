@@ -55,6 +55,48 @@ def test_a_random_state_survives_an_orderly_shutdown(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def test_a_random_state_survives_a_close_for_room(tmp_path: Path) -> None:
+    """One sandbox of room: the next rollout's start closes the sandbox of the first one."""
+
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN, max_sandboxes=1) as running:
+            rollout, number = await drawn(running)
+            await running.capture.drain()
+            assert rollout.node.snapshot is None
+            other = await running.tasks.rollout("task", "other")
+            await ask(running, other, "echo 1 > other")
+            assert await output(running, rollout, "cat f ; true") == number
+
+    asyncio.run(body())
+
+
+def test_a_caller_that_gives_up_ends_no_freeze(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A freeze that is interrupted closes its sandbox. So it goes on when nobody waits for the room any more."""
+    began, may_end, freeze = asyncio.Event(), asyncio.Event(), MemorySandbox.freeze
+
+    async def freeze_late(sandbox: MemorySandbox) -> FrozenState:
+        began.set()
+        await may_end.wait()
+        return await freeze(sandbox)
+
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN) as running:
+            rollout, number = await drawn(running)
+            await running.capture.drain()
+            monkeypatch.setattr(MemorySandbox, "freeze", freeze_late)
+            closing = asyncio.ensure_future(running.pool.close_victim())
+            await began.wait()
+            closing.cancel()
+            await asyncio.wait([closing])
+            may_end.set()
+            await running.last_ways.drain()
+            assert rollout.node.snapshot is not None
+            assert len(running.pool.roster) == 1
+            assert await output(running, rollout, "cat f ; true") == number
+
+    asyncio.run(body())
+
+
 def test_what_a_replay_has_reached_or_nobody_needs_is_not_kept(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN, sandbox_idle_s=1e-6) as running:

@@ -302,3 +302,41 @@ def test_close_victim_closes_one_idle_sandbox() -> None:
         assert busy.state is SandboxState.LEASED
 
     pooled(test, budget=2)
+
+
+def test_a_sandbox_whose_state_cannot_be_kept_is_closed_last() -> None:
+    asked: list[int | None] = []
+
+    async def keep(slot: Slot) -> bool:
+        asked.append(slot.owner)
+        return slot.owner != 1
+
+    async def test(pool: Pool, driver: Slow) -> None:
+        slots = [await pool.start(driver.make, "n1", owner) for owner in (1, 2, 3)]
+        for slot in slots:
+            await pool.release(slot)
+        pool.keep = keep
+        closed = []
+        for _ in slots:
+            assert await pool.close_victim()
+            closed += [slot.owner for slot in slots if slot.state is SandboxState.CLOSED and slot.owner not in closed]
+        assert closed == [2, 3, 1]
+        assert asked == [1, 2, 3]
+
+    pooled(test, budget=3)
+
+
+def test_a_sandbox_that_is_taken_while_its_state_is_kept_stays() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        slots = [await pool.start(driver.make, "n1", owner) for owner in (1, 2)]
+        for slot in slots:
+            await pool.release(slot)
+
+        async def keep(slot: Slot) -> bool:
+            return slot is not slots[0] or await pool.lease(slot, "n1", 1)
+
+        pool.keep = keep
+        assert await pool.close_victim()
+        assert [slot.state for slot in slots] == [SandboxState.LEASED, SandboxState.CLOSED]
+
+    pooled(test)
