@@ -85,7 +85,7 @@ async def diverge(engine: Engine, number: int, pause_s: float) -> tuple[float, f
     result = engine.store.records.result(rollout.node.origin).body if rollout.node.origin else b""
     if f'"stdout":"{depth}\\n{number}\\n"'.encode() not in result.replace(b" ", b""):
         raise RuntimeError(f"rollout {number} stood at a wrong state: {result!r}")
-    await engine.tasks.finish(rollout)
+    await engine.tasks.rollouts.finish(rollout)
     return stood[0] * 1e3, total_s * 1e3, engine.counts.warm_used > used
 
 
@@ -99,7 +99,7 @@ async def measure(folder: Path, rounds: int, pause_s: float) -> dict[str, list[t
             for step in range(DEPTH):
                 await ask(engine, first, shell(f"echo {step} >> /root/path"))
                 await asyncio.sleep(0.05)
-            await engine.tasks.finish(first)
+            await engine.tasks.rollouts.finish(first)
         for number in range(rounds):
             for way, engine in engines.items():
                 if way == "restored":

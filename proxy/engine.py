@@ -19,8 +19,10 @@ from proxy.execution.forgetting import Forgetting
 from proxy.execution.last_ways import LastWays
 from proxy.execution.open_trees import OpenTrees
 from proxy.execution.restore import Restorer
+from proxy.execution.rollouts import Rollouts
 from proxy.execution.root_state import RootChanges
 from proxy.execution.snapshot_value import SnapshotValue
+from proxy.execution.step_notes import StepNotes
 from proxy.execution.tasks import Tasks
 from proxy.execution.tracing import Traces
 from proxy.execution.warm_forks import WarmForks, available_bytes
@@ -255,7 +257,9 @@ class Engine:
         await self.audit.aclose()
         await self.speculator.aclose()
         await self.warm.aclose()
-        await self.step.drain()
+        # Processes that can continue in the background do so, so that their calls end.
+        self.executor.flights.detach_all()
+        await self.step.calls.wait()
         # Only now: a call that has ended may have started a capture.
         await self.capture.drain()
         await self.last_ways.drain()
@@ -276,7 +280,7 @@ class Engine:
         while available_bytes() < self.settings.memory_reserve_bytes and await self.pool.close_victim():
             log.warning("little memory is available: an idle sandbox was closed")
         if self.settings.idle_finish_s is not None:
-            await self.tasks.finish_unused(self.settings.idle_finish_s)
+            await self.tasks.rollouts.finish_unused(self.settings.idle_finish_s)
         await self.forgetting.sweep()
         self.forgetting.close_cold(max_records=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
         if self.cache.over_budget:
@@ -297,7 +301,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
 
     def fold(steps: list[JournalEntry]) -> None:
         store.rollouts.fold(steps)
-        store.rollouts.add_overhead(step.take_overheads())
+        store.rollouts.add_overhead(notes.take_overheads())
         audit.sample_hits(steps)
 
     def stored_positions(tree: int) -> Iterator[Node]:
@@ -328,7 +332,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     )  # fmt: skip
     answers = Answers(store.records, budget_bytes=settings.answer_memory_bytes)
     traces = None if settings.otel_endpoint is None else Traces(store.records, settings.otel_endpoint)
-    executor = Executor(restorer, store.records, counts, roots, answers.keep)
+    executor = Executor(restorer, store.records, counts, roots, answers.keep, answers.of)
     trees = OpenTrees(store.trees, cache)
 
     def has_headroom() -> bool:
@@ -344,13 +348,11 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
         IdleCores().since_last, has_headroom,
         cores=settings.speculate * (os.cpu_count() or 1), most=settings.max_sandboxes // 4,
     )  # fmt: skip
-    note = speculator.note if speculator.enabled else None
-    step = Step(executor, journal, counts, warm, answers.of, traces, note)
-    tasks = Tasks(
-        store, journal, trees, pool, drivers, walkers, step.order, settings.default_spec, roots,
-        any_image=settings.any_image,
-    )  # fmt: skip
-    step.renew = tasks.renew
+    notes = StepNotes(counts, warm, traces, speculator.note if speculator.enabled else None)
+    step = Step(executor, journal, notes)
+    rollouts = Rollouts(store, journal, trees, pool, walkers, step.order)
+    tasks = Tasks(store, rollouts, trees, drivers, settings.default_spec, roots, any_image=settings.any_image)
+    executor.renew = tasks.renew
     forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool, speculator.forget)
     audit = Auditor(
         restorer, store, counts, lambda: len(step.calls), trees.get, roots,

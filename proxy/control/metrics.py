@@ -96,7 +96,7 @@ class _Totals(Collector):
             ("store_bytes", engine.store.database.size_bytes()),
             ("tree_records", engine.trees.size),
             ("tree_records_budget", engine.settings.tree_memory_records),
-            ("rollouts", len(engine.tasks.rollouts)),
+            ("rollouts", len(engine.tasks.rollouts.running)),
             ("calls_under_way", len(engine.step.calls)),
             ("sandbox_waiters", engine.pool.waiting),
             ("visits", self._control.scratch_forks.open),

@@ -20,6 +20,7 @@ from proxy.dialects import dialect_of
 from proxy.dialects.base import Call, Cancel, Close, Local, Meaning, Open
 from proxy.dialects.rule_based import Declared
 from proxy.engine import Engine
+from proxy.execution.step_notes import Answer
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.answer_cache import HIT_HEADERS, HIT_STATUS, RawHeaders
@@ -31,7 +32,6 @@ from proxy.http.sent_labels import labels_of
 from proxy.http.streaming import ServerEvents
 from proxy.http.uploads import uploading
 from proxy.refusals import RefusalError
-from proxy.step import Answer
 from proxy.telemetry.timing import Timing
 from proxy.tree.labels import Labels
 from proxy.tree.rollout import Outcome, Rollout
@@ -121,7 +121,7 @@ class Dispatch:
             return
         request = request_of(scope, address, body)
         tasks = self._engine.tasks
-        rollout = tasks.rollouts.get((address.task, address.rollout))
+        rollout = tasks.rollouts.running.get((address.task, address.rollout))
         # A new rollout is not begun yet: a reply of the proxy's own must not wait for its tree to be opened.
         spec = tasks.spec(address.task) if rollout is None else rollout.tree.spec
         endpoint = address.endpoint
@@ -197,7 +197,7 @@ class Dispatch:
             # The last caller ends the rollout.
             if not self._constant_callers[rollout.id]:
                 del self._constant_callers[rollout.id]
-                await engine.tasks.finish(rollout)
+                await engine.tasks.rollouts.finish(rollout)
         # A private answer holds for one rollout only (the server made a request of its client, for example).
         if not answer.record.private:
             self._constants[key] = answer
@@ -211,15 +211,15 @@ class Dispatch:
             case Local():
                 await exchange.local(meaning)
             case Close():
-                rollout = rollout or tasks.rollouts.get((task, meaning.rollout))
+                rollout = rollout or tasks.rollouts.running.get((task, meaning.rollout))
                 if rollout is not None:
                     # The call in flight ends first: its step belongs to the rollout that is about to end.
-                    await tasks.finish_in_turn(rollout)
+                    await tasks.rollouts.finish_in_turn(rollout)
                 else:
                     await tasks.dismiss(task, meaning.rollout)
                 await exchange.local(meaning.answer)
             case Cancel():
-                rollout = rollout or tasks.rollouts.get((task, meaning.rollout))
+                rollout = rollout or tasks.rollouts.running.get((task, meaning.rollout))
                 # A call that has ended has no entry any more, so a late cancellation changes nothing.
                 events = None if rollout is None else self._cancellable.get((rollout.id, meaning.name))
                 if events is not None:

@@ -39,7 +39,7 @@ class HitPath:
     def __init__(self, engine: Engine, addressing: Addressing, apis: frozenset[str]) -> None:
         self._step, self._addressing = engine.step, addressing
         # The same dictionary that `Tasks` changes: a rollout that ends is gone here at once.
-        self._answers, self._rollouts = engine.answers, engine.tasks.rollouts
+        self._answers, self._rollouts = engine.answers, engine.tasks.rollouts.running
         self._max_body_bytes = engine.settings.max_body_bytes
         self._endpoints = engine.counts.endpoints
         self._apis = apis

@@ -8,8 +8,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from proxy.dialects.base import Call
+from proxy.execution.step_notes import Answer
 from proxy.http.lru_cache import LruCache
-from proxy.step import Answer
 from proxy.telemetry.timing import Timing
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Record

@@ -137,7 +137,7 @@ class Sockets:
         finally:
             self._open -= 1
             if not address.rollout:
-                await self._finish(self._engine.tasks.rollouts.get((address.task, name)))
+                await self._finish(self._engine.tasks.rollouts.running.get((address.task, name)))
 
     def _admit(self, address: Address, request: Request) -> None:
         """Check that a connection may be made.
@@ -238,7 +238,7 @@ class Sockets:
             meaning = self._dialect(connection).read(request)
         if isinstance(meaning, Close):
             # In turn: a call of the same rollout on another connection may be in flight.
-            await self._finish(self._engine.tasks.rollouts.get((task, name)))
+            await self._finish(self._engine.tasks.rollouts.running.get((task, name)))
             await self._send_local(connection, meaning.answer)
             raise _CloseConnectionError(1000, "")
         if isinstance(meaning, Local):
@@ -258,7 +258,7 @@ class Sockets:
         # Looked up for each message: while the connection is open, its rollout may begin, or begin again in another
         # tree.
         task = connection.address.task
-        rollout = self._engine.tasks.rollouts.get((task, connection.name))
+        rollout = self._engine.tasks.rollouts.running.get((task, connection.name))
         spec = self._engine.tasks.spec(task) if rollout is None else rollout.tree.spec
         dialect = dialect_of(spec, connection.address.endpoint)
         assert isinstance(dialect, Declared)
@@ -268,7 +268,7 @@ class Sockets:
         """Begin the rollout that a message opens; a rollout of the same name that has made calls ends before."""
         connection.grant.require_rollout(meaning.parent)
         tasks, task = self._engine.tasks, connection.address.task
-        before = tasks.rollouts.get((task, connection.name))
+        before = tasks.rollouts.running.get((task, connection.name))
         # A rollout without calls is still at its start and need not end first.
         if before is not None and before.calls:
             await self._finish(before)
@@ -277,7 +277,7 @@ class Sockets:
 
     async def _finish(self, rollout: Rollout | None) -> None:
         if rollout is not None:
-            await self._engine.tasks.finish_in_turn(rollout)
+            await self._engine.tasks.rollouts.finish_in_turn(rollout)
 
     def _call(
         self, connection: _Connection, rollout: Rollout, meaning: Call, *, binary: bool

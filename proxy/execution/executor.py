@@ -9,8 +9,9 @@ import structlog
 
 from proxy.execution.errors import NotRecordedError, RolloutGoneError
 from proxy.execution.restore import Restorer
-from proxy.execution.root_state import RootChanges
+from proxy.execution.root_state import RootChangedError, RootChanges
 from proxy.execution.single_flight import SingleFlight
+from proxy.storage.errors import DamagedError
 from proxy.storage.records import PackedCall, RecordStore, pack_large
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing, Timings
@@ -34,6 +35,8 @@ class Executor:
     Attributes:
         flights: The calls being executed.
         timings: Where the time of the latest calls went.
+        read_answer: Reads a record's answer; raises `DamagedError` if it is not what was written.
+        renew: Moves a rollout that has seen nothing to the current tree; see `Tasks.renew`. None until there are tasks.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Executor:
         counts: Counters,
         roots: RootChanges,
         keep_answer: Callable[[Record, ToolResult], object],
+        read_answer: Callable[[Record], object],
     ) -> None:
         """Create the executor.
 
@@ -52,13 +56,28 @@ class Executor:
             counts: Where damaged answers are counted.
             roots: Knows whether the root state of a tree is still what its spec means.
             keep_answer: Is given each new record's answer, which is about to be sent.
+            read_answer: See the attribute.
         """
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
-        self._keep_answer = keep_answer
+        self._keep_answer, self.read_answer = keep_answer, read_answer
         self.flights, self.timings = SingleFlight(), Timings()
+        self.renew: Callable[[Rollout], Awaitable[bool]] | None = None
         self._nobodys = itertools.count(-1, -1)
 
-    def discard(self, tree: Tree, record: Record, why: str) -> None:
+    def is_readable(self, tree: Tree, record: Record) -> bool:
+        """Return whether a record's answer can be read; a damaged one answers no call any more.
+
+        Raises:
+            StoreError: The store cannot be read now. No step was taken, so the client may send the call again.
+        """
+        try:
+            self.read_answer(record)
+        except DamagedError as error:
+            self._discard(tree, record, str(error))
+            return False
+        return True
+
+    def _discard(self, tree: Tree, record: Record, why: str) -> None:
         """Answer no more calls from a record whose answer is damaged: the next such call runs again and replaces it.
 
         The record stays a step of the path to its target, because its call may be whole. If the new execution leaves
@@ -87,6 +106,18 @@ class Executor:
             timing: Takes the seconds of each part.
             listener: Receives the output of the execution while it runs, if this rollout's call is the one executed.
         """
+        try:
+            return await self._execute_once(rollout, node, call, key, timing, listener)
+        except RootChangedError:
+            # The base changed after the rollout began. If it has seen nothing yet, it begins with the new one. There,
+            # at a root, a key is never that of a repeated poll.
+            if self.renew is None or not await self.renew(rollout):
+                raise
+            return await self._execute_once(rollout, rollout.node, call, key, timing, listener)
+
+    async def _execute_once(
+        self, rollout: Rollout, node: Node, call: AnyCall, key: CallKey, timing: Timing, listener: Listener | None
+    ) -> tuple[Record | None, Outcome]:
         began = time.perf_counter()
         # 1. Single flight: rollouts that make this call here share one execution. No await up to here since the turn
         # began, so the node is still the rollout's.

@@ -77,13 +77,13 @@ class Forgetting:
         if node.diverged == FORGOTTEN:
             return ForgetResult(0, [], [])
         below = tree.closure(node)
-        present = [rollout for rollout in self._tasks.rollouts.values() if rollout.node in below]
+        present = [rollout for rollout in self._tasks.rollouts.running.values() if rollout.node in below]
         # Ended before the deletion, so their sandboxes are released while their nodes still exist.
         if end_rollouts:
             for rollout in present:
-                await self._tasks.finish(rollout)
+                await self._tasks.rollouts.finish(rollout)
         # Other rollouts may have come or gone while those ended.
-        staying = [rollout for rollout in self._tasks.rollouts.values() if rollout.node in below]
+        staying = [rollout for rollout in self._tasks.rollouts.running.values() if rollout.node in below]
         count = len(below)
         # The journal may hold steps to nodes that are deleted below. Folded later, they would refer to nothing.
         self._journal.fold()
@@ -135,7 +135,7 @@ class Forgetting:
         await self._before_delete(name)
         # A copy, because each `finish` removes the rollout from the dictionary.
         for rollout in list(task.rollouts.values()):
-            await self._tasks.finish(rollout)
+            await self._tasks.rollouts.finish(rollout)
         # Steps that are still in the journal must not be folded later, into rollouts that no longer exist.
         self._journal.fold()
         tree_ids = self._store.trees.sole_ids(name)

@@ -1,26 +1,22 @@
-"""Tasks and rollouts by name: read back from the store when they are first needed, created when they are new."""
+"""Tasks by name, and where their rollouts begin: read back from the store when needed, created when they are new."""
 
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import takewhile
 
-from proxy.execution.call_order import CallOrder
 from proxy.execution.open_trees import OpenTrees
+from proxy.execution.rollouts import Rollouts
 from proxy.execution.root_state import RootChanges
 from proxy.refusals import RefusalError
 from proxy.storage.errors import DamagedError
-from proxy.storage.journal import Journal
 from proxy.storage.store import Store
 from proxy.tree.environments import EnvironmentRequest, spec_for
-from proxy.tree.keys import CallKey
 from proxy.tree.labels import Labels
 from proxy.tree.rollout import Rollout
-from proxy.tree.task import Task, Walkers
+from proxy.tree.task import Task
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver
-from sandboxes.pool.pool import Pool
 from sandboxes.spec import EnvironmentSpec
 
 
@@ -28,18 +24,15 @@ class Tasks:
     """The tasks in memory. A task that no request names costs no memory.
 
     Attributes:
-        rollouts: The running rollouts of all tasks in memory, by task and name.
+        rollouts: The running rollouts of these tasks.
     """
 
     def __init__(
         self,
         store: Store,
-        journal: Journal,
+        rollouts: Rollouts,
         trees: OpenTrees,
-        pool: Pool,
         drivers: Mapping[str, Driver],
-        walkers: Walkers,
-        order: CallOrder,
         default_spec: EnvironmentSpec,
         roots: RootChanges,
         *,
@@ -48,26 +41,18 @@ class Tasks:
         """Create an empty registry.
 
         Args:
-            store: Where tasks and rollouts are written.
-            journal: Holds the latest steps, which are folded before rollouts are read back.
+            store: Where tasks are written.
+            rollouts: The running rollouts of the tasks in memory.
             trees: The trees in memory.
-            pool: The sandboxes that rollouts own.
             drivers: The drivers by name.
-            walkers: Is kept up to date with which rollouts walk which tree.
-            order: The order of each rollout's calls.
             default_spec: Environment of tasks that were given none.
             roots: Knows which trees are what their specs mean now.
             any_image: Whether an image that no driver has means the default environment, instead of an error.
         """
-        self._store, self._journal, self._trees, self._pool, self._drivers = store, journal, trees, pool, drivers
-        self._walkers, self._order = walkers, order
+        self._store, self.rollouts, self._trees, self._drivers = store, rollouts, trees, drivers
         self._default_spec, self._roots, self._any_image = default_spec, roots, any_image
         self._tasks: dict[str, Task] = {}
         self._opening: dict[str, asyncio.Lock] = {}
-        self.rollouts: dict[tuple[str, str], Rollout] = {}
-        # Numbers of running rollouts whose position is lost, and why, by task and name. They are no `Rollout`: nothing
-        # could be executed or answered for them.
-        self._lost: dict[tuple[str, str], tuple[int, str]] = {}
 
     def __iter__(self) -> Iterator[Task]:
         """Iterate over a copy of the tasks in memory."""
@@ -178,14 +163,12 @@ class Tasks:
         self._tasks[name] = task
         # Only once: a task that is in memory knows its rollouts better than the store, which lags by the journal.
         if known is None:
-            self._read_rollouts(task)
+            self.rollouts.read_back(task)
         return task
 
     def close(self, task: Task) -> None:
         """Remove a task and its rollouts from memory; the store keeps them."""
-        self._lost = {key: lost for key, lost in self._lost.items() if key[0] != task.name}
-        for rollout in task.rollouts.values():
-            self._remove(rollout)
+        self.rollouts.close(task)
         self._tasks.pop(task.name, None)
 
     def position(self, task: Task, node_id: int) -> tuple[Tree, Node] | None:
@@ -208,13 +191,15 @@ class Tasks:
         """Return the running rollout of this name; a new one begins at the root of its task's tree.
 
         Raises:
-            RefusalError: 409, the rollout runs but its position is lost. `running` and `begin` raise it too.
+            RefusalError: 409, the rollout runs but its position is lost. `running` raises it too.
         """
-        rollout = self.rollouts.get((task_name, name))
+        rollout = self.rollouts.running.get((task_name, name))
         if rollout is None:
             task = await self.current(await self.open(task_name))
             # Another first call may have begun the rollout while the task was opened.
-            rollout = task.rollouts.get(name) or self.begin(task, name, task.tree, task.tree.root, labels=labels)
+            rollout = task.rollouts.get(name) or self.rollouts.begin(
+                task, name, task.tree, task.tree.root, labels=labels
+            )
         return rollout
 
     async def current(self, task: Task) -> Task:
@@ -243,16 +228,13 @@ class Tasks:
         tree = self._trees.open(task.name, await self.key(rollout.tree.spec), rollout.tree.spec)
         if tree is rollout.tree or rollout.finished:
             return False
-        self._store.rollouts.move(rollout.id, tree.id, tree.root.id)
-        self._walkers.discard(rollout)
-        rollout.tree, rollout.node = tree, tree.root
-        self._walkers.add(rollout)
+        self.rollouts.move(rollout, tree)
         return True
 
     async def running(self, task_name: str, name: str) -> Rollout | None:
         """Return the running rollout of this name; None if there is none."""
         task = await self.open(task_name)
-        self._require_position(task_name, name)
+        self.rollouts.require_position(task_name, name)
         return task.rollouts.get(name)
 
     async def dismiss(self, task_name: str, name: str) -> bool:
@@ -260,10 +242,7 @@ class Tasks:
         if not self._store.tasks.exists(task_name):
             return False
         await self.open(task_name)
-        number, _ = self._lost.pop((task_name, name), (0, ""))
-        if number:
-            self._store.rollouts.finish(number)
-        return bool(number)
+        return self.rollouts.finish_lost(task_name, name)
 
     async def open_rollout(
         self,
@@ -289,13 +268,13 @@ class Tasks:
         """
         if parent:
             task = await self.open(task_name)
-            self._require_position(task_name, parent)
+            self.rollouts.require_position(task_name, parent)
             source = task.rollouts.get(parent)
             if source is None:
                 raise RefusalError(404, "no-such-rollout", f"there is no running rollout {parent!r} to fork from.")
             # No await between the look-up of the parent and the begin: the parent is still at that node.
-            return self.begin(task, name, source.tree, source.node, labels=labels)
-        running = self.rollouts.get((task_name, name))
+            return self.rollouts.begin(task, name, source.tree, source.node, labels=labels)
+        running = self.rollouts.running.get((task_name, name))
         if environment is None or running is not None:
             return running or await self.rollout(task_name, name, labels)
         task = await self.open(task_name)
@@ -304,133 +283,4 @@ class Tasks:
         key = await self.key(spec)
         # Another first request may have begun the rollout meanwhile.
         tree = self._trees.open(task_name, key, spec)
-        return task.rollouts.get(name) or self.begin(task, name, tree, tree.root, labels=labels)
-
-    def begin(
-        self, task: Task, name: str, tree: Tree, node: Node, token: str = "", labels: Labels | None = None
-    ) -> Rollout:
-        """Begin a rollout at a node.
-
-        Args:
-            task: Its task.
-            name: Its name.
-            tree: The tree that it walks.
-            node: The node that it begins at.
-            token: The token that stands for the rollout; empty for none. Only its digest is kept.
-            labels: Its labels; None for none.
-
-        Raises:
-            RefusalError: 409, a rollout of this name is running.
-        """
-        self._require_position(task.name, name)
-        if name in task.rollouts:
-            raise RefusalError(
-                409,
-                "rollout-exists",
-                f"rollout {name!r} of {task.name!r} is running. Finish it, or choose another name.",
-            )
-        # The store first: a rollout that only memory knows would be lost with its steps.
-        number = self._store.rollouts.create(task.name, name, tree.id, node.id, token, labels)
-        rollout = Rollout(number, name, task.name, tree, node, cached=tree.spec.cache == "always")
-        rollout.begin(time.monotonic())
-        self._add(task, rollout)
-        return rollout
-
-    async def finish(self, rollout: Rollout) -> None:
-        """End a rollout. Its name is free again, and other rollouts may use its sandbox if their records may."""
-        # Set before anything awaits: a call that waits for its turn sees it and gives up (`Step._answer`).
-        rollout.finished = True
-        self._store.rollouts.finish(rollout.id)
-        self._remove(rollout)
-        # The task may have been removed from memory while the rollout's last call ran.
-        task = self._tasks.get(rollout.task)
-        if task is not None:
-            task.rollouts.pop(rollout.name, None)
-        # A rollout that shares nothing leaves private state in its sandbox, which is closed and not lent on.
-        if rollout.cached:
-            await self._pool.release_owner(rollout.id)
-        else:
-            await self._pool.close_where(lambda slot: slot.owner == rollout.id)
-
-    async def finish_in_turn(self, rollout: Rollout) -> None:
-        """End a rollout after its call in flight, if it has not ended by then."""
-        # In turn: a call in flight would otherwise take its step in a rollout that has ended.
-        async with self._order.hold(rollout):
-            if not rollout.finished:
-                await self.finish(rollout)
-
-    async def finish_unused(self, idle_s: float) -> int:
-        """End the rollouts without a call for so many seconds; return how many ended."""
-        self._journal.fold()
-        ended = 0
-        for number, task, name, calls in self._store.rollouts.unused(time.time() - idle_s):
-            rollout = self.rollouts.get((task, name))
-            if rollout is None:
-                # Its task is not in memory.
-                self._store.rollouts.finish(number)
-            elif rollout.id != number or rollout.calls != calls or rollout.waiting:
-                # It made a call while others were ended, or a call is running.
-                continue
-            else:
-                await self.finish(rollout)
-            ended += 1
-        return ended
-
-    def _read_rollouts(self, task: Task) -> None:
-        """Read the running rollouts back, each at the node that its last step led to."""
-        # The journal holds the latest steps; the store lags until it is folded.
-        self._journal.fold()
-        for row in self._store.rollouts.of_task(task.name, running=True):
-            # Not the task's current tree: an older rollout stays in the tree that it began in.
-            tree, node, why = None, None, row["lost"] if row["whole"] else "its row in the store is damaged"
-            if not why:
-                try:
-                    tree = self._trees.load(row["tree"])
-                    node = tree.nodes.get(row["node"])
-                except DamagedError as error:
-                    why = str(error)
-            if tree is None or node is None:
-                # Never silently anew: its agent believes in a state that this proxy cannot name.
-                why = why or f"its state n{row['node']} was forgotten, or is damaged in the store"
-                self._lost[task.name, row["name"]] = row["id"], why
-                self._store.rollouts.lose({row["id"]}, why)
-                continue
-            cached = tree.spec.cache == "always"
-            rollout = Rollout(row["id"], row["name"], task.name, tree, node, cached=cached, calls=row["calls"])
-            rollout.polled_keys, rollout.arrived_at = self._polled_keys(rollout), time.monotonic()
-            rollout.begin(rollout.arrived_at)
-            self._add(task, rollout)
-
-    def _require_position(self, task: str, name: str) -> None:
-        """Refuse a rollout whose position is lost.
-
-        Raises:
-            RefusalError: 409.
-        """
-        _, why = self._lost.get((task, name), (0, ""))
-        if why:
-            raise RefusalError(
-                409,
-                "rollout-lost",
-                f"the state of rollout {name!r} is not known any more: {why}. Finish it (DELETE), and begin another.",
-            )
-
-    def _polled_keys(self, rollout: Rollout) -> set[CallKey]:
-        """Return the keys of observations that a rollout has made since it arrived at its node."""
-        # Only beside running processes does a repeated call have a key of its own.
-        if rollout.node.state is not None:
-            return set()
-        here = {record.id: record.key for record in rollout.node.records.values() if record.observation}
-        # One more than could be here, so that the first call elsewhere ends the run.
-        latest = self._store.rollouts.latest_records(rollout.id, len(here) + 1)
-        return {here[number] for number in takewhile(here.__contains__, latest)}
-
-    def _add(self, task: Task, rollout: Rollout) -> None:
-        # Three indexes: by task, for the hit path, and by tree. They change together, without an await.
-        task.rollouts[rollout.name] = rollout
-        self.rollouts[task.name, rollout.name] = rollout
-        self._walkers.add(rollout)
-
-    def _remove(self, rollout: Rollout) -> None:
-        self.rollouts.pop((rollout.task, rollout.name), None)
-        self._walkers.discard(rollout)
+        return task.rollouts.get(name) or self.rollouts.begin(task, name, tree, tree.root, labels=labels)

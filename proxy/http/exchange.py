@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast
 
 from proxy.dialects.base import Call, Dialect, Eventful, Local, Request, Response
+from proxy.execution.step_notes import Answer
 from proxy.http.answer_cache import PreparedAnswer, RawHeaders
 from proxy.http.asgi import Receive, Send
 from proxy.http.streaming import COMMENT_S, ResponseRelay, ServerEvents
 from proxy.refusals import Problem
-from proxy.step import Answer
 from proxy.tree.rollout import Rollout
 from sandboxes.listener import Headers
 from sandboxes.task_owner import start

@@ -75,7 +75,7 @@ class Adopter:
         known = self._store.trees.id_of(name, key, spec)
         if known is None:
             return None
-        users = [rollout.name for rollout in self._tasks.rollouts.values() if rollout.tree.id == known]
+        users = [rollout.name for rollout in self._tasks.rollouts.running.values() if rollout.tree.id == known]
         users += [task.name for task in self._tasks if task.tree.id == known and task.name != name]
         if users or not self._store.trees.is_empty(known):
             raise RefusalError(

@@ -77,7 +77,7 @@ def test_malformed_request_begins_nothing(proxy: Proxy, case: str) -> None:
     answer = send_bytes(proxy, MALFORMED[case].replace(b"bad", name.encode()))
     assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
     assert proxy.recorded == recorded
-    assert ("t", name) not in proxy.engine.tasks.rollouts
+    assert ("t", name) not in proxy.engine.tasks.rollouts.running
 
 
 @pytest.mark.parametrize("method", ["TRACE", "PROPFIND", "M-SEARCH", "DELETE"])

@@ -98,7 +98,7 @@ def test_create_body_selects_tree(proxy: Proxy, task: str) -> None:
                 "any:1", "sleep infinity", detach=True, environment={"X": value}, working_dir="/tmp"
             )
             assert container.exec_run(["sh", "-c", "echo $X $PWD"]).output == f"{value} /tmp\n".encode()
-    trees = {rollout.tree.id for (name, _), rollout in proxy.engine.tasks.rollouts.items() if name == task}
+    trees = {rollout.tree.id for (name, _), rollout in proxy.engine.tasks.rollouts.running.items() if name == task}
     assert len(trees) == 2
 
 
@@ -458,7 +458,7 @@ def test_execs_of_one_container_run_in_order(proxy: Proxy, task: str) -> None:
     second = proxy.client.post(f"/t/{task}/r/a/docker/containers/{container_id}/exec", json=body).json()["Id"]
     with socket.create_connection(proxy.address, timeout=20) as connection:
         connection.sendall(start_request(task, "a", first, headers=UPGRADE))
-        wait_until(lambda: proxy.engine.tasks.rollouts[task, "a"].waiting > 0, "it does not begin")
+        wait_until(lambda: proxy.engine.tasks.rollouts.running[task, "a"].waiting > 0, "it does not begin")
         answer = send_bytes(proxy, start_request(task, "a", second, headers=UPGRADE))
         while connection.recv(65536):
             pass

@@ -41,7 +41,7 @@ def test_its_own_client_runs_each_code_once(proxy: Proxy) -> None:
     assert told == told[:3] * 3
     assert proxy.engine.counts.outcomes[Outcome.MISS] == 3
     # Nobody is left behind: calls that stand alone are no rollouts.
-    assert not proxy.engine.tasks.rollouts
+    assert not proxy.engine.tasks.rollouts.running
 
 
 def as_verl_does(url: str) -> tuple[dict[str, Any] | None, int]:

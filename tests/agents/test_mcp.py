@@ -407,7 +407,7 @@ def test_progress_is_live_and_replayed_on_a_hit(proxy: Proxy, served: str) -> No
     asking = Asking(proxy, served, "live", wire="2025-11-25", **lingering(2))
     assert asking.next()["params"]["data"] == "began"
     # The answer is not there yet.
-    assert proxy.engine.tasks.rollouts[served, "live"].waiting == 1
+    assert proxy.engine.tasks.rollouts.running[served, "live"].waiting == 1
     assert asking.next()["result"]["content"][0]["text"] == "enough"
     asking.leave()
     again = Agent(proxy, f"/t/{served}/r/live2/mcp").send("tools/call", lingering(2))
@@ -436,7 +436,7 @@ def test_disconnect_cancels_a_call_without_session(proxy: Proxy) -> None:
     asking = Asking(proxy, "m", "leaves", wire="2026-07-28", **lingering(50, progressToken="p"))
     recorded = proxy.recorded
     asking.leave()
-    rollout = proxy.engine.tasks.rollouts["m", "leaves"]
+    rollout = proxy.engine.tasks.rollouts.running["m", "leaves"]
     wait_until(lambda: rollout.waiting == 0, "the call goes on", within_s=30)
     assert proxy.recorded == recorded + 1
     assert asking.agent.tool("recall", key="lingered").json()["result"]["content"][0]["text"] == "was cancelled"

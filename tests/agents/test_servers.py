@@ -166,7 +166,7 @@ def test_lost_client_does_not_cancel_the_run(proxy: Proxy, task: str) -> None:
 
 
 def _waiting(proxy: Proxy, task: str) -> int:
-    return proxy.engine.tasks.rollouts[task, "a"].waiting
+    return proxy.engine.tasks.rollouts.running[task, "a"].waiting
 
 
 def test_response_too_long_to_record_is_passed_on(proxy: Proxy) -> None:

@@ -103,7 +103,8 @@ def test_connection_without_rollout_gets_its_own(proxy: Proxy, task: str) -> Non
         assert ask(one, "get")["said"] == ["1"]
         assert len(proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()) == 2
     wait_until(
-        lambda: not [r for r in proxy.engine.tasks.rollouts if r[0] == task], "the rollouts did not end with them"
+        lambda: not [r for r in proxy.engine.tasks.rollouts.running if r[0] == task],
+        "the rollouts did not end with them",
     )
 
 
@@ -148,7 +149,7 @@ def test_message_without_answer_is_a_call(proxy: Proxy, task: str) -> None:
 
 
 def _calls(proxy: Proxy, task: str, rollout: str) -> int:
-    found = proxy.engine.tasks.rollouts.get((task, rollout))
+    found = proxy.engine.tasks.rollouts.running.get((task, rollout))
     return 0 if found is None else found.calls
 
 
@@ -156,11 +157,11 @@ def test_reading_message_does_not_split_the_tree(proxy: Proxy, task: str) -> Non
     """A message that changes nothing does not split the tree."""
     with opened(proxy, f"{task}/r/a/api/reads") as line:
         ask(line, "add 1")
-        node = proxy.engine.tasks.rollouts[task, "a"].node
+        node = proxy.engine.tasks.rollouts.running[task, "a"].node
         ask(line, "get")
-        assert proxy.engine.tasks.rollouts[task, "a"].node is node
+        assert proxy.engine.tasks.rollouts.running[task, "a"].node is node
         ask(line, "file x")
-        assert proxy.engine.tasks.rollouts[task, "a"].node is not node
+        assert proxy.engine.tasks.rollouts.running[task, "a"].node is not node
 
 
 def test_server_close_code_reaches_the_client(proxy: Proxy, task: str) -> None:
@@ -289,4 +290,4 @@ def test_a_handshake_that_is_none_reaches_nobody(proxy: Proxy, task: str, sent: 
     with socket.create_connection(proxy.address, timeout=5) as connection:
         connection.sendall(sent.replace(b"/T/", f"/{task}/".encode()) + head)
         assert connection.recv(65536).startswith(b"HTTP/1.1 4")
-    assert (task, "a") not in proxy.engine.tasks.rollouts
+    assert (task, "a") not in proxy.engine.tasks.rollouts.running

@@ -143,7 +143,7 @@ def test_unused_rollouts_are_finished(tmp_path: Path, *, in_memory: bool) -> Non
                 busy = await second.tasks.rollout("task", "busy")
                 calling = asyncio.ensure_future(ask(second, busy, "sleep 1"))
                 await running.wait()
-            assert await second.tasks.finish_unused(60.0) == (1 if in_memory else 2)
+            assert await second.tasks.rollouts.finish_unused(60.0) == (1 if in_memory else 2)
             if in_memory:
                 release.set()
                 await calling

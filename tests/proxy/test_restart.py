@@ -136,7 +136,7 @@ def test_a_cold_task_is_read_back_unchanged(tmp_path: Path) -> None:
             await running.pool.close_where(lambda _: True)
             assert running.forgetting.close_cold(max_records=0, idle_s=60) == 0, "they were used a moment ago"
             assert running.forgetting.close_cold(max_records=8, idle_s=0) == 1
-            assert [task for task, _ in running.tasks.rollouts] == ["warm"]
+            assert [task for task, _ in running.tasks.rollouts.running] == ["warm"]
             again = await running.tasks.rollout("cold", "r")
             assert again.calls == 3
             ran = len(driver.executed)

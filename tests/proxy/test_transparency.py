@@ -82,7 +82,7 @@ async def leave_early(running: Engine, name: str, command: str) -> Any:
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    await running.step.drain()
+    await running.step.calls.wait()
     while rollout.calls == before:
         try:
             await ask(running, rollout, command)

@@ -99,7 +99,7 @@ class ContainerRegistry:
 
     def rollout(self, container: Container) -> Rollout | None:
         """Return the rollout of a container; None if it is not in memory."""
-        return self._tasks.rollouts.get((container.task, container.rollout))
+        return self._tasks.rollouts.running.get((container.task, container.rollout))
 
     async def require_rollout(self, container: Container) -> Rollout:
         """Return the rollout of a container.
@@ -143,7 +143,7 @@ class ContainerRegistry:
         if not await self._tasks.dismiss(container.task, container.rollout):
             rollout = await self._tasks.running(container.task, container.rollout)
             if rollout is not None:
-                await self._tasks.finish_in_turn(rollout)
+                await self._tasks.rollouts.finish_in_turn(rollout)
         self._drop(container)
 
     def _drop(self, container: Container) -> None:

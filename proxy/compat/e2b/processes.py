@@ -23,7 +23,7 @@ from proxy.compat.e2b.output_follower import OutputFollower, not_found
 from proxy.compat.e2b.process_lifecycle import NEXT, ProcessChange, ProcessState
 from proxy.compat.e2b.requests import ProcessRequest, ProcessStart
 from proxy.engine import Engine
-from proxy.step import Answer
+from proxy.execution.step_notes import Answer
 from proxy.tree.keys import CallKey, call_key, private_key
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node

@@ -43,7 +43,7 @@ class SandboxRegistry:
 
     async def find(self, task: str, name: str) -> RunningSandbox | None:
         """Return a sandbox; None if it does not exist or has ended."""
-        rollout = self._engine.tasks.rollouts.get((task, name)) or await self._engine.tasks.running(task, name)
+        rollout = self._engine.tasks.rollouts.running.get((task, name)) or await self._engine.tasks.running(task, name)
         if rollout is None:
             return None
         note = self.note(rollout)
@@ -71,7 +71,7 @@ class SandboxRegistry:
         now = time.time()
         if rollout.task not in self._read_tasks:
             for name, text in self._engine.store.rollouts.notes(rollout.task, _PROTOCOL).items():
-                noted = self._engine.tasks.rollouts.get((rollout.task, name))
+                noted = self._engine.tasks.rollouts.running.get((rollout.task, name))
                 if noted is not None:
                     self._notes[noted.id] = SandboxNote.decode(text, now)
                     self._lifetimes.watch(noted, self._notes[noted.id])
@@ -109,7 +109,7 @@ class SandboxRegistry:
         """
         # The call under way would otherwise keep the turn until its command ends.
         self._engine.step.detach(rollout)
-        await self._engine.tasks.finish_in_turn(rollout)
+        await self._engine.tasks.rollouts.finish_in_turn(rollout)
         self._processes.end(rollout, f"the sandbox {rollout.name!r} has ended: {reason}")
         self._lifetimes.forget(rollout)
         self._notes.pop(rollout.id, None)

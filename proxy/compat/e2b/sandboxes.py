@@ -125,7 +125,7 @@ class SandboxControl:
         tasks = self._engine.tasks
         if is_snapshot(template):
             opened = await tasks.open(task)
-            return tasks.begin(opened, name, *self._snapshots.node(opened, template))
+            return tasks.rollouts.begin(opened, name, *self._snapshots.node(opened, template))
         base = self._engine.settings.e2b_templates.get(template)
         is_default = template == DEFAULT_TEMPLATE and base is None
         return await tasks.open_rollout(
@@ -143,7 +143,7 @@ class SandboxControl:
         metadata = dict(parse_qsl(query.get("metadata", "")))
         states = set(query["state"].split(",")) if query.get("state") else {"running", "paused"}
         listed, now = [], time.time()
-        for (rollout_task, name), rollout in self._engine.tasks.rollouts.items():
+        for (rollout_task, name), rollout in self._engine.tasks.rollouts.running.items():
             # Names that begin with ~ belong to the proxy's own forks.
             if rollout_task != task or name.startswith("~") or not _is_below(request.rollout, name):
                 continue
@@ -193,7 +193,7 @@ class SandboxControl:
             )
             name = named("rollout", f"{rollout.name}-{request.fresh}{number}")
             task = await self._engine.tasks.open(rollout.task)
-            self._registry.write(self._engine.tasks.begin(task, name, tree, node), note)
+            self._registry.write(self._engine.tasks.rollouts.begin(task, name, tree, node), note)
             forks.append({"sandbox": responses.sandbox(name, note)})
         return json_response(forks, 201)
 

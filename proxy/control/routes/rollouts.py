@@ -85,7 +85,7 @@ async def get_rollout(
 async def finish_rollout(engine: EngineDep, task: TaskName, rollout: RolloutName) -> None:
     """Finish a rollout. Its sandbox and its name are free for other rollouts."""
     if not await engine.tasks.dismiss(task, rollout):
-        await engine.tasks.finish(await running(engine, task, rollout))
+        await engine.tasks.rollouts.finish(await running(engine, task, rollout))
 
 
 @router.post("/tasks/{task}/rollouts/{rollout}/fork", status_code=201)
@@ -144,6 +144,6 @@ def begin(
     """Begin a rollout, and show its token: the only time, because the store keeps no more than its digest."""
     # 192 random bits, so that a token cannot be guessed.
     token = f"fp_{secrets.token_urlsafe(24)}"
-    begun = engine.tasks.begin(task, name, tree, node, token, labels)
+    begun = engine.tasks.rollouts.begin(task, name, tree, node, token, labels)
     engine.warm.note_step(begun)
     return RolloutView(**_view(engine, _newest(engine, task.name, name), begun, request), token=token)

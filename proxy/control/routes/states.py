@@ -43,7 +43,7 @@ async def list_snapshots(
 async def list_sandboxes(engine: EngineDep, request: Request) -> list[SandboxView]:
     """List the live sandboxes: the node and rollout of each, and what it is used for."""
     grant = granted(request)
-    names = {rollout.id: (rollout.task, rollout.name) for rollout in engine.tasks.rollouts.values()}
+    names = {rollout.id: (rollout.task, rollout.name) for rollout in engine.tasks.rollouts.running.values()}
     now = time.monotonic()
     views = [sandbox_view(slot, names, now) for slot in engine.pool.roster.slots]
     return [view for view in views if grant.whole or (view.task is not None and grant.sees(view.task))]

@@ -73,7 +73,7 @@ async def recorded(folder: Path, calls: int = CALLS, **settings: Any) -> AsyncIt
 
 
 def begin(running: Engine, task: Task, name: str) -> Rollout:
-    return running.tasks.begin(task, name, task.tree, task.tree.root)
+    return running.tasks.rollouts.begin(task, name, task.tree, task.tree.root)
 
 
 async def verified(running: Engine, task: Task, sample: int | None, seed: int = 0) -> Tally:

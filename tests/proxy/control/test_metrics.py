@@ -110,10 +110,10 @@ def test_call_is_a_span_with_parts(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path) as running:
             traces = Traces(running.store.records, "", exporter)
-            running.step._traces = traces
+            running.step._notes._traces = traces
             task = await running.tasks.open("task")
             for name in ("a", "b"):
-                rollout = running.tasks.begin(task, name, task.tree, task.tree.root)
+                rollout = running.tasks.rollouts.begin(task, name, task.tree, task.tree.root)
                 await ask(running, rollout, "echo 1 > f")
             traces.close()
 
@@ -142,7 +142,7 @@ def test_log_lines_name_task_rollout_and_node(tmp_path: Path, monkeypatch: pytes
         async with engine(tmp_path) as running:
             setup("debug", json=True)
             task = await running.tasks.open("demo")
-            rollout = running.tasks.begin(task, "r7", task.tree, task.tree.root)
+            rollout = running.tasks.rollouts.begin(task, "r7", task.tree, task.tree.root)
             await ask(running, rollout, "echo 1 > f")
             return f"n{task.tree.root.id}"
 

@@ -53,6 +53,6 @@ def test_first_constant_call_spares_the_second(tmp_path: Path) -> None:
             await dispatch._constant("task", call, cast("Exchange", FakeExchange(begin_second)))
             await calls[0]
             assert second.answers == 1
-            assert running.tasks.rollouts == {}
+            assert running.tasks.rollouts.running == {}
 
     asyncio.run(body())

@@ -26,7 +26,7 @@ def test_commuting_calls_have_one_recorded_order(tmp_path: Path) -> None:
             task = await running.tasks.open("task")
             ends, outcomes = set(), []
             for number, order in enumerate(itertools.permutations(UPLOADS)):
-                rollout = running.tasks.begin(task, f"r{number}", task.tree, task.tree.root)
+                rollout = running.tasks.rollouts.begin(task, f"r{number}", task.tree, task.tree.root)
                 outcomes.append(await asyncio.gather(*(send(running, rollout, c, commutes=True) for c in order)))
                 ends.add(rollout.node.id)
             assert len(ends) == 1
@@ -40,7 +40,7 @@ def test_a_late_commuting_call_goes_first_if_known(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path) as running:
             task = await running.tasks.open("task")
-            first, second = (running.tasks.begin(task, name, task.tree, task.tree.root) for name in ("a", "b"))
+            first, second = (running.tasks.rollouts.begin(task, name, task.tree, task.tree.root) for name in ("a", "b"))
             for command in UPLOADS:
                 await send(running, first, command, commutes=True)
             late = [asyncio.ensure_future(send(running, second, c, commutes=True)) for c in reversed(UPLOADS[1:])]
@@ -56,7 +56,7 @@ def test_other_calls_wait_for_commuting_calls(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path) as running:
             task = await running.tasks.open("task")
-            rollout = running.tasks.begin(task, "a", task.tree, task.tree.root)
+            rollout = running.tasks.rollouts.begin(task, "a", task.tree, task.tree.root)
             uploads = [asyncio.ensure_future(send(running, rollout, c, commutes=True)) for c in UPLOADS]
             await asyncio.sleep(0)
             call = shell("cat uploads")

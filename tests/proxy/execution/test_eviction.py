@@ -99,7 +99,7 @@ def test_states_without_rollouts_are_forgotten_last(tmp_path: Path) -> None:
                 rollout = await running.tasks.rollout("task", name)
                 await ask(running, rollout, f"echo {name} random > id")
                 await running.capture.drain()
-            await running.tasks.finish(running.tasks.rollouts["task", "ended"])
+            await running.tasks.rollouts.finish(running.tasks.rollouts.running["task", "ended"])
             for _ in range(3):
                 await squeeze(running)
             assert kept(running) == 1
@@ -189,7 +189,7 @@ class History:
         self.expected[number] = shown
 
     async def end(self, rollout: Rollout, number: int) -> None:
-        await self.running.tasks.finish(rollout)
+        await self.running.tasks.rollouts.finish(rollout)
         self.expected.pop(number, None)
 
 

@@ -26,7 +26,9 @@ def test_forgetting_keeps_running_rollouts_transparent(
     async def go() -> None:
         async with engine(folder) as running:
             task = await running.tasks.open("task")
-            rollouts = [running.tasks.begin(task, f"r{n}", task.tree, task.tree.root) for n in range(len(before))]
+            rollouts = [
+                running.tasks.rollouts.begin(task, f"r{n}", task.tree, task.tree.root) for n in range(len(before))
+            ]
             answers = [
                 [(await ask(running, r, c))[0] for c in commands] for r, commands in zip(rollouts, before, strict=True)
             ]
@@ -49,7 +51,7 @@ def test_a_forgotten_node_outlasts_a_restart(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path) as running:
             task = await running.tasks.open("task")
-            rollout = running.tasks.begin(task, "r", task.tree, task.tree.root)
+            rollout = running.tasks.rollouts.begin(task, "r", task.tree, task.tree.root)
             for command in ("echo 1 >> f", "echo 2 >> f"):
                 await ask(running, rollout, command)
             (top,) = [record.target for record in task.tree.root.records.values()]
@@ -60,7 +62,7 @@ def test_a_forgotten_node_outlasts_a_restart(tmp_path: Path) -> None:
             assert (await ask(again, rollout, "cat f"))[0]["stdout"] == "1\n2\n"
             assert task.tree.root.records == {}
             assert await again.forgetting.sweep() == 0
-            await again.tasks.finish(rollout)
+            await again.tasks.rollouts.finish(rollout)
             assert await again.forgetting.sweep() == 2
             assert list(task.tree.nodes.values()) == [task.tree.root]
             assert again.store.database.tables.table("nodes").count == 1

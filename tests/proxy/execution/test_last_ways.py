@@ -107,7 +107,7 @@ def test_what_a_replay_has_reached_or_nobody_needs_is_not_kept(tmp_path: Path) -
             for record in path(proven.node):
                 # As a replay a minute later does.
                 record.proven = True
-            await running.tasks.finish(ended)
+            await running.tasks.rollouts.finish(ended)
             await running.close_unused()
             assert len(running.pool.roster) == 0
             assert [proven.node.snapshot, ended.node.snapshot] == [None, None]

@@ -310,7 +310,7 @@ def test_more_rollouts_behind_mean_more_expected_uses(tmp_path: Path) -> None:
             others = [await running.tasks.rollout("task", f"r{number}") for number in range(3)]
             assert running.snapshot_value.prospect(snapshot, first.node).uses > before
             for other in others:
-                await running.tasks.finish(other)
+                await running.tasks.rollouts.finish(other)
             assert running.snapshot_value.prospect(snapshot, first.node).uses == before
 
     asyncio.run(go())

@@ -45,7 +45,7 @@ async def taught(running: Engine, task: str = "task") -> None:
     """Teach that `ls` follows any `echo`, by five rollouts that write different files."""
     for number in range(5):
         await walked(running, f"teacher{number}", f"echo {number} > f{number}", "ls", task=task)
-        await running.tasks.finish(running.tasks.rollouts[task, f"teacher{number}"])
+        await running.tasks.rollouts.finish(running.tasks.rollouts.running[task, f"teacher{number}"])
 
 
 def test_a_likely_call_is_a_hit(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_only_shareable_results_are_recorded(tmp_path: Path) -> None:
     async def test(running: Engine, driver: MemoryDriver) -> None:
         for number in range(5):
             await walked(running, f"teacher{number}", f"echo {number} > f{number}", "sleep 9 &")
-            await running.tasks.finish(running.tasks.rollouts["task", f"teacher{number}"])
+            await running.tasks.rollouts.finish(running.tasks.rollouts.running["task", f"teacher{number}"])
         pupil = await walked(running, "pupil", "echo new > mine")
         before = driver.executed.count("sleep 9 &")
         await speculated(running, pupil)
@@ -339,7 +339,7 @@ def test_a_sandbox_of_an_execution_ahead_serves_the_rollout(tmp_path: Path) -> N
     async def test(running: Engine, driver: MemoryDriver) -> None:
         for number in range(5):
             await walked(running, f"teacher{number}", f"echo {number} > f{number}", "echo done > log")
-            await running.tasks.finish(running.tasks.rollouts["task", f"teacher{number}"])
+            await running.tasks.rollouts.finish(running.tasks.rollouts.running["task", f"teacher{number}"])
         pupil = await walked(running, "pupil", "echo new > mine")
         await speculated(running, pupil)
         assert (await ask(running, pupil, "echo done > log"))[1] is Outcome.HIT

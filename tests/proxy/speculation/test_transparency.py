@@ -24,7 +24,7 @@ class Pauses(Trouble):
         assert running is not None
         if self.dice.random() < 0.6:
             await running.capture.drain()
-            think(*running.tasks.rollouts.values())
+            think(*running.tasks.rollouts.running.values())
             running.speculator.round()
             if self.dice.random() < 0.7:
                 await running.speculator._tasks.wait()

@@ -26,7 +26,7 @@ def walk(folder: Path) -> None:
             for command in ("echo a > f", "rm f"):
                 await ask(running, second, command)
             await ask(running, third, "ls")
-            await running.tasks.finish(third)
+            await running.tasks.rollouts.finish(third)
             await running.tasks.rollout("other", "r1")
 
     asyncio.run(run())

@@ -20,7 +20,7 @@ async def walked(running: Engine, task: str, rollouts: list[list[str]]) -> list[
     opened = await running.tasks.open(task)
     answers = []
     for number, commands in enumerate(rollouts):
-        rollout = running.tasks.begin(opened, f"r{number}", opened.tree, opened.tree.root)
+        rollout = running.tasks.rollouts.begin(opened, f"r{number}", opened.tree, opened.tree.root)
         answers += [await ask(running, rollout, command) for command in commands]
     return answers
 

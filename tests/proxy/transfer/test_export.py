@@ -121,7 +121,7 @@ def test_any_tree_is_imported_whole(plan: list[list[str]], seed: int) -> None:
         async with engine(folder / "here", MemoryDriver(sandbox=LateSandbox)) as here:
             task = await here.tasks.open("task")
             for number, whats in enumerate(plan):
-                rollout = here.tasks.begin(task, f"r{number}", task.tree, task.tree.root)
+                rollout = here.tasks.rollouts.begin(task, f"r{number}", task.tree, task.tree.root)
                 for what in whats:
                     await step(here, rollout, what, dice)
             data = await exported(here, "task")

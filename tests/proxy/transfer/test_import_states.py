@@ -280,7 +280,7 @@ def test_the_memory_driver_exports_and_checks_snapshots(tmp_path: Path) -> None:
                 assert taken.snapshots == taken.manifest.snapshots > 0
                 assert taken.left_out == 1
                 task = await there.tasks.find("task")
-                rollout = there.tasks.begin(task, "r", task.tree, task.tree.root)
+                rollout = there.tasks.rollouts.begin(task, "r", task.tree, task.tree.root)
                 for command in ("echo 1 > f", "X=2"):
                     assert (await ask(there, rollout, command))[1] is Outcome.HIT
                 answers, _ = await ask(there, rollout, "echo $X; cat f")

@@ -1,0 +1,197 @@
+"""The running rollouts: read back from the store with their task, begun when they are new, ended once."""
+
+import time
+from collections.abc import Sequence
+from itertools import takewhile
+
+from proxy.execution.call_order import CallOrder
+from proxy.execution.open_trees import OpenTrees
+from proxy.refusals import RefusalError
+from proxy.storage.errors import DamagedError
+from proxy.storage.journal import Journal
+from proxy.storage.store import Store
+from proxy.tree.keys import CallKey
+from proxy.tree.labels import Labels
+from proxy.tree.rollout import Rollout
+from proxy.tree.task import Task, Walkers
+from proxy.tree.tree import Node, Tree
+from sandboxes.pool.pool import Pool
+
+
+class Rollouts:
+    """The running rollouts of all tasks in memory. `Tasks` opens their tasks, and decides where they begin.
+
+    Attributes:
+        running: The rollouts by the names of their task and of themselves.
+    """
+
+    def __init__(
+        self, store: Store, journal: Journal, trees: OpenTrees, pool: Pool, walkers: Walkers, order: CallOrder
+    ) -> None:
+        """Create an empty registry.
+
+        Args:
+            store: Where rollouts are written.
+            journal: Holds the latest steps, which are folded before rollouts are read back.
+            trees: The trees in memory.
+            pool: The sandboxes that rollouts own.
+            walkers: Is kept up to date with which rollouts walk which tree.
+            order: The order of each rollout's calls.
+        """
+        self._store, self._journal, self._trees, self._pool = store, journal, trees, pool
+        self._walkers, self._order = walkers, order
+        self.running: dict[tuple[str, str], Rollout] = {}
+        # Numbers of running rollouts whose position is lost, and why, by task and name. They are no `Rollout`: nothing
+        # could be executed or answered for them.
+        self._lost: dict[tuple[str, str], tuple[int, str]] = {}
+        # For each task in memory, the dictionary of its rollouts.
+        self._of_tasks: dict[str, dict[str, Rollout]] = {}
+
+    def begin(
+        self, task: Task, name: str, tree: Tree, node: Node, token: str = "", labels: Labels | None = None
+    ) -> Rollout:
+        """Begin a rollout at a node.
+
+        Args:
+            task: Its task.
+            name: Its name.
+            tree: The tree that it walks.
+            node: The node that it begins at.
+            token: The token that stands for the rollout; empty for none. Only its digest is kept.
+            labels: Its labels; None for none.
+
+        Raises:
+            RefusalError: 409, a rollout of this name is running, or its position is lost.
+        """
+        self.require_position(task.name, name)
+        if name in task.rollouts:
+            raise RefusalError(
+                409,
+                "rollout-exists",
+                f"rollout {name!r} of {task.name!r} is running. Finish it, or choose another name.",
+            )
+        # The store first: a rollout that only memory knows would be lost with its steps.
+        number = self._store.rollouts.create(task.name, name, tree.id, node.id, token, labels)
+        rollout = Rollout(number, name, task.name, tree, node, cached=tree.spec.cache == "always")
+        rollout.begin(time.monotonic())
+        self._add(task, rollout)
+        return rollout
+
+    async def finish(self, rollout: Rollout) -> None:
+        """End a rollout. Its name is free again, and other rollouts may use its sandbox if their records may."""
+        # Set before anything awaits: a call that waits for its turn sees it and gives up (`Step._answer`).
+        rollout.finished = True
+        self._store.rollouts.finish(rollout.id)
+        self._remove([rollout])
+        # The task may have been removed from memory while the rollout's last call ran.
+        self._of_tasks.get(rollout.task, {}).pop(rollout.name, None)
+        # A rollout that shares nothing leaves private state in its sandbox, which is closed and not lent on.
+        if rollout.cached:
+            await self._pool.release_owner(rollout.id)
+        else:
+            await self._pool.close_where(lambda slot: slot.owner == rollout.id)
+
+    async def finish_in_turn(self, rollout: Rollout) -> None:
+        """End a rollout after its call in flight, if it has not ended by then."""
+        # In turn: a call in flight would otherwise take its step in a rollout that has ended.
+        async with self._order.hold(rollout):
+            if not rollout.finished:
+                await self.finish(rollout)
+
+    async def finish_unused(self, idle_s: float) -> int:
+        """End the rollouts without a call for so many seconds; return how many ended."""
+        self._journal.fold()
+        ended = 0
+        for number, task, name, calls in self._store.rollouts.unused(time.time() - idle_s):
+            rollout = self.running.get((task, name))
+            if rollout is None:
+                # Its task is not in memory.
+                self._store.rollouts.finish(number)
+            elif rollout.id != number or rollout.calls != calls or rollout.waiting:
+                # It made a call while others were ended, or a call is running.
+                continue
+            else:
+                await self.finish(rollout)
+            ended += 1
+        return ended
+
+    def finish_lost(self, task: str, name: str) -> bool:
+        """End a rollout whose position is lost, so that its name is free; return whether there was one."""
+        number, _ = self._lost.pop((task, name), (0, ""))
+        if number:
+            self._store.rollouts.finish(number)
+        return bool(number)
+
+    def require_position(self, task: str, name: str) -> None:
+        """Refuse a rollout whose position is lost.
+
+        Raises:
+            RefusalError: 409.
+        """
+        _, why = self._lost.get((task, name), (0, ""))
+        if why:
+            raise RefusalError(
+                409,
+                "rollout-lost",
+                f"the state of rollout {name!r} is not known any more: {why}. Finish it (DELETE), and begin another.",
+            )
+
+    def move(self, rollout: Rollout, tree: Tree) -> None:
+        """Move a rollout that has made no call to the root of another tree."""
+        self._store.rollouts.move(rollout.id, tree.id, tree.root.id)
+        self._walkers.discard(rollout)
+        rollout.tree, rollout.node = tree, tree.root
+        self._walkers.add(rollout)
+
+    def read_back(self, task: Task) -> None:
+        """Read a task's running rollouts from the store, each at the node that its last step led to."""
+        self._of_tasks[task.name] = task.rollouts
+        # The journal holds the latest steps; the store lags until it is folded.
+        self._journal.fold()
+        for row in self._store.rollouts.of_task(task.name, running=True):
+            # Not the task's current tree: an older rollout stays in the tree that it began in.
+            tree, node, why = None, None, row["lost"] if row["whole"] else "its row in the store is damaged"
+            if not why:
+                try:
+                    tree = self._trees.load(row["tree"])
+                    node = tree.nodes.get(row["node"])
+                except DamagedError as error:
+                    why = str(error)
+            if tree is None or node is None:
+                # It never begins again in silence: its agent believes in a state that this proxy cannot name.
+                why = why or f"its state n{row['node']} was forgotten, or is damaged in the store"
+                self._lost[task.name, row["name"]] = row["id"], why
+                self._store.rollouts.lose({row["id"]}, why)
+                continue
+            cached = tree.spec.cache == "always"
+            rollout = Rollout(row["id"], row["name"], task.name, tree, node, cached=cached, calls=row["calls"])
+            rollout.polled_keys, rollout.arrived_at = self._polled_keys(rollout), time.monotonic()
+            rollout.begin(rollout.arrived_at)
+            self._add(task, rollout)
+
+    def close(self, task: Task) -> None:
+        """Remove a task's rollouts from memory; the store keeps them."""
+        self._lost = {key: lost for key, lost in self._lost.items() if key[0] != task.name}
+        self._remove([*task.rollouts.values()])
+        self._of_tasks.pop(task.name, None)
+
+    def _polled_keys(self, rollout: Rollout) -> set[CallKey]:
+        """Return the keys of observations that a rollout has made since it arrived at its node."""
+        # Only beside running processes does a repeated call have a key of its own.
+        if rollout.node.state is not None:
+            return set()
+        here = {record.id: record.key for record in rollout.node.records.values() if record.observation}
+        # One more than could be here, so that the first call elsewhere ends the run.
+        latest = self._store.rollouts.latest_records(rollout.id, len(here) + 1)
+        return {here[number] for number in takewhile(here.__contains__, latest)}
+
+    def _add(self, task: Task, rollout: Rollout) -> None:
+        # Three indexes: by task, for the hit path, and by tree. They change together, without an await.
+        task.rollouts[rollout.name] = rollout
+        self.running[task.name, rollout.name] = rollout
+        self._walkers.add(rollout)
+
+    def _remove(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            self.running.pop((rollout.task, rollout.name), None)
+            self._walkers.discard(rollout)

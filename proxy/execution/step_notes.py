@@ -1,0 +1,62 @@
+"""What follows from a step besides its answer: counts, sandboxes made ready, calls ahead, spans, and its overhead."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from proxy.execution.tracing import Traces
+from proxy.execution.warm_forks import WarmForks
+from proxy.storage.rollouts import Overhead
+from proxy.telemetry.counters import Counters
+from proxy.telemetry.timing import Timing
+from proxy.tree.rollout import Outcome, Rollout
+from proxy.tree.tree import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The record that answers a call, how the record was obtained, and where the time went."""
+
+    record: Record
+    outcome: Outcome
+    timing: Timing
+
+
+class StepNotes:
+    """Passes each step on to all who follow the rollouts."""
+
+    def __init__(
+        self,
+        counts: Counters,
+        warm: WarmForks,
+        traces: Traces | None = None,
+        note: Callable[[Rollout, Record, Outcome], None] | None = None,
+    ) -> None:
+        """Create the notes of all rollouts.
+
+        Args:
+            counts: Where answers are counted.
+            warm: Prepares sandboxes where rollouts are heading.
+            traces: Exports spans; None if no endpoint is set.
+            note: Learns from each step; None if nothing is executed ahead.
+        """
+        self._counts, self._warm, self._traces, self._note = counts, warm, traces, note
+        self._overheads: dict[int, Overhead] = {}
+
+    def add(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None) -> None:
+        """Note a step that a rollout has taken. `timing` is None for a hit, which took no time beside the tool's."""
+        self._counts.answered(outcome, record.seconds)
+        self._warm.note_step(rollout)
+        if self._note is not None:
+            self._note(rollout, record, outcome)
+        if self._traces is not None:
+            self._traces.answered(rollout, record, outcome, timing)
+        if timing is not None:
+            spent = self._overheads.get(rollout.id, Overhead(0.0, 0.0, 0.0))
+            self._overheads[rollout.id] = Overhead(
+                spent.restore_s + timing.restore_s, spent.replay_s + timing.replay_s, spent.wait_s + timing.wait_s
+            )
+
+    def take_overheads(self) -> dict[int, Overhead]:
+        """Return what calls took beside their tools since the last time, by the numbers of their rollouts."""
+        taken, self._overheads = self._overheads, {}
+        return taken
