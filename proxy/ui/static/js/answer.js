@@ -15,10 +15,7 @@ export function answer(shown, path, signal) {
   const stage = h("div", { class: "stack" });
   const tabs = views.map(([name, make], i) => h("button", { role: "tab", "aria-selected": "false", on: { click: () => choose(i) }, data: { make: name } }, name));
   const choose = (at) => {
-    tabs.forEach((tab, i) => {
-      tab.setAttribute("aria-selected", String(i === at));
-      tab.setAttribute("aria-pressed", String(i === at));
-    });
+    tabs.forEach((tab, i) => tab.setAttribute("aria-selected", String(i === at)));
     put(stage, views[at][1]());
   };
   choose(0);

@@ -1,7 +1,7 @@
 // Two rollouts side by side: their common calls, where they diverge, and the calls after that.
 
 import { get, names } from "./api.js";
-import { h, put } from "./dom.js";
+import { h, icon, put } from "./dom.js";
 import { count, line, plural, seconds } from "./format.js";
 
 const MOST = 10_000;
@@ -46,9 +46,9 @@ export function forkPoint(one, other, together = true) {
 }
 
 function forkRow(task, node, one, other, rest) {
-  if (one.start !== other.start) return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, "⑂ They began at different nodes, ", nodeLink(task, one.start), " and ", nodeLink(task, other.start))));
+  if (one.start !== other.start) return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, icon("fork"), " They began at different nodes, ", nodeLink(task, one.start), " and ", nodeLink(task, other.start))));
   const text = rest.every(Boolean) ? "They diverge at " : rest.some(Boolean) ? `${rest[0] ? other.rollout : one.rollout} ends at ` : "Both are at ";
-  return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, "⑂ ", text, nodeLink(task, node))));
+  return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, icon("fork"), " ", text, nodeLink(task, node))));
 }
 
 const nodeLink = (task, node) => h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node);

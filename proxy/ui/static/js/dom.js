@@ -56,6 +56,9 @@ export const ICONS = {
   sun: "M8 5a3 3 0 1 0 0 6 3 3 0 0 0 0-6ZM8 1v1.5M8 13.5V15M1 8h1.5M13.5 8H15M3 3l1 1M12 12l1 1M13 3l-1 1M4 12l-1 1",
   moon: "M13.5 9.5A5.7 5.7 0 0 1 6.5 2.5a5.7 5.7 0 1 0 7 7Z",
   auto: "M8 2a6 6 0 1 0 0 12V2Z",
+  close: "M4 4l8 8M12 4l-8 8",
+  fork: "M8 14V9M8 9 4 5M8 9l4-4M4 8V4.5h3.5M12 8V4.5H8.5",
+  fit: "M2 6V2h4M10 2h4v4M14 10v4h-4M6 14H2v-4",
 };
 
 export function icon(name) {

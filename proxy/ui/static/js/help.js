@@ -13,6 +13,7 @@ const KEYS = [
   [["Home", "End"], "root; last row"],
   [["+", "−", "0"], "zoom in, zoom out, show all"],
   [["m"], "map or table"],
+  [["p"], "pause or resume live updates"],
   [["Esc"], "close the open panel or dialog"],
   [["?"], "this list"],
 ];

@@ -9,12 +9,14 @@ const SILENT_MS = 5000;
 const COUNTED = ["hits", "misses", "waits", "bypasses", "replays", "errors", "refusals"];
 const listeners = new Set();
 const beats = new Set();
+const resumes = new Set();
 let state = "live";
+let held = false;
 let lastEventAt = performance.now();
 let active = 0;
 let sandboxes = -1;
 
-/** Listen to the state of the connection: "live", "paused" (the page is hidden) or "lost". */
+/** Listen to the state: "live", "hidden" (nobody sees the page), "paused" (by the user) or "lost" (no answer). */
 export function onState(listener) {
   listeners.clear();
   listeners.add(listener);
@@ -25,6 +27,23 @@ function become(next) {
   if (next === state) return;
   state = next;
   for (const listener of listeners) listener(state);
+}
+
+/** Pause all views, or let them follow again. */
+export function pause(on) {
+  held = on;
+  become(held ? "paused" : "live");
+  if (!held) for (const resume of resumes) resume();
+}
+
+export const paused = () => held;
+
+/** Mark an element as changed for a moment. */
+export function flash(element) {
+  element.classList.remove("fresh");
+  // Reading the layout restarts the animation.
+  void element.offsetWidth;
+  element.classList.add("fresh");
 }
 
 /** Listen to the `second` events. */
@@ -66,13 +85,13 @@ export function watch(look, signal, every = 1000) {
   let last = performance.now();
   let busy = false;
   const run = async () => {
-    if (busy || signal.aborted) return;
+    if (busy || held || signal.aborted) return;
     busy = true;
     last = performance.now();
     try {
       await look();
       wait = Math.max(every, (performance.now() - last) * 9);
-      become("live");
+      if (!held) become("live");
     } catch (error) {
       if (!signal.aborted) {
         if (!(error.status < 500)) become("lost");
@@ -83,8 +102,9 @@ export function watch(look, signal, every = 1000) {
     }
   };
   const consider = () => {
+    if (held) return;
     if (document.hidden) {
-      become("paused");
+      become("hidden");
       return;
     }
     const since = performance.now() - last;
@@ -92,7 +112,11 @@ export function watch(look, signal, every = 1000) {
   };
   const timer = setInterval(consider, every);
   document.addEventListener("visibilitychange", () => !document.hidden && run(), { signal });
-  signal.addEventListener("abort", () => clearInterval(timer));
+  resumes.add(run);
+  signal.addEventListener("abort", () => {
+    clearInterval(timer);
+    resumes.delete(run);
+  });
   return run;
 }
 

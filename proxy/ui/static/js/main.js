@@ -1,7 +1,7 @@
 // The frame of the page: navigation, theme and keyboard shortcuts.
 
 import { h, icon, notice, put } from "./dom.js";
-import { onState } from "./live.js";
+import { onState, pause, paused } from "./live.js";
 import { overview } from "./overview.js";
 import { sandboxes, snapshots } from "./machine.js";
 import { treeView } from "./tree.js";
@@ -46,6 +46,7 @@ function route() {
   const main = document.getElementById("main");
   put(main);
   main.className = "";
+  delete main.dataset.ready;
   const [match, view, title] = found ?? [[], lost, "Not found"];
   const args = match.slice(1).map(decodeURIComponent);
   document.title = [...args.slice(0, 2).reverse(), title].slice(0, 2).join(" · ") + " · Forkpoint";
@@ -58,10 +59,12 @@ function route() {
     .then(() => view(context, ...args))
     .then((made) => {
       mine.view = made;
+      if (!signal.aborted) main.dataset.ready = "1";
     })
     .catch((error) => {
       if (signal.aborted) return;
       put(main, h("div", { class: "wrap" }, notice(error)));
+      main.dataset.ready = "1";
     });
   main.focus({ preventScroll: true });
   window.scrollTo(0, 0);
@@ -85,7 +88,7 @@ function setParams(path, changes) {
 }
 
 function lost({ main }) {
-  put(main, h("p", { class: "empty" }, "There is no page at this address. ", h("a", { href: "#/" }, "Overview")));
+  put(main, h("h1", { class: "sr" }, "Not found"), h("p", { class: "empty" }, "There is no page at this address. ", h("a", { href: "#/" }, "Overview")));
 }
 
 function frame(path, task) {
@@ -93,10 +96,11 @@ function frame(path, task) {
   const inTask = path.startsWith("/t/");
   const rest = path.replace(/^\/t\/[^/]+/, "");
   const under = inTask ? `#/t/${encodeURIComponent(task)}` : "";
-  const pulse = h("span", { class: "pulse", title: "Live: updates every second while the page is visible" }, "live");
+  const pulse = h("button", { class: "pulse quiet", title: "Pause or resume live updates (p)", on: { click: () => pause(!paused()) } }, "live");
   onState((state) => {
     pulse.dataset.state = state;
-    pulse.textContent = { live: "live", paused: "paused", lost: "no answer" }[state];
+    pulse.textContent = { live: "live", hidden: "live", paused: "paused", lost: "no answer" }[state];
+    pulse.setAttribute("aria-label", state === "paused" ? "paused: resume live updates" : `${pulse.textContent}: pause live updates`);
   });
   put(
     document.getElementById("top"),
@@ -124,6 +128,7 @@ function frame(path, task) {
       h("button", { class: "quiet icon", title: "Keys (?)", "aria-label": "Keys", on: { click: () => help() } }, "?"),
     ),
   );
+  document.querySelector("#top nav").scrollLeft = document.querySelector("#top nav a[aria-current]")?.offsetLeft - 40 || 0;
 }
 
 function themeSwitch() {
@@ -154,7 +159,7 @@ function applyTheme() {
 function keys(event) {
   const typing = event.target.closest?.("input, textarea, select, .term-box, dialog");
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-  const chosen = { "?": () => help(), "/": focusSearch, o: () => (location.hash = "#/"), t: toTree }[event.key];
+  const chosen = { "?": () => help(), "/": focusSearch, o: () => (location.hash = "#/"), t: toTree, p: () => pause(!paused()) }[event.key];
   if (chosen) {
     event.preventDefault();
     chosen();

@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { importButton } from "./carry.js";
 import { h, put, say } from "./dom.js";
 import { ago, bytes, count, percent, seconds, short } from "./format.js";
-import { watch } from "./live.js";
+import { flash, watch } from "./live.js";
 import { timeline } from "./timeline.js";
 import { videos } from "./videos.js";
 
@@ -17,7 +17,8 @@ const FIGURES = [
   ["sandboxes", "Sandboxes"],
   ["snapshots", "Snapshots"],
   ["checkpoints", "Checkpoints"],
-  ["trouble", "Diverged / failed"],
+  ["diverged", "Diverged"],
+  ["failed", "Failed"],
 ];
 
 export async function overview({ main, params, signal, setParams }) {
@@ -99,11 +100,11 @@ function showFigures(figures, s, totals) {
   show("sandboxes", most ? `${live} of ${most}` : String(live), states || "none", most ? live / most : null);
   budget(figures.get("snapshots"), s.snapshots, s.snapshot_bytes, s.snapshot_budget_bytes);
   budget(figures.get("checkpoints"), null, s.checkpoint_bytes, s.checkpoint_budget_bytes);
-  show("trouble", `${short(s.divergences)} / ${short(failures)}`, [
-    ...Object.entries(s.failures).map(([kind, n]) => `${n} ${kind}`),
-    ...(s.root_changes ? [`${s.root_changes} changes of a base: new rollouts begin new trees`] : []),
-  ].join(", ") || "since the start");
-  figures.get("trouble").element.classList.toggle("bad", s.divergences + failures + s.root_changes > 0);
+  const changes = s.root_changes ? `${s.root_changes} changes of a base: new rollouts begin new trees` : "replays that met another state";
+  show("diverged", short(s.divergences), changes);
+  show("failed", short(failures), Object.entries(s.failures).map(([kind, n]) => `${n} ${kind}`).join(", ") || "failures of the machine");
+  figures.get("diverged").element.classList.toggle("bad", s.divergences + s.root_changes > 0);
+  figures.get("failed").element.classList.toggle("bad", failures > 0);
 }
 
 function budget(shown, number, used, most) {
@@ -186,8 +187,11 @@ function taskRow(name) {
   const bar = h("span");
   const share = h("span");
   put(cells[4], h("span", { class: "rate" }, h("span", { class: "track", "aria-hidden": "true" }, bar), share));
+  let calls = null;
   return {
     show(t) {
+      if (calls !== null && calls !== t.calls) flash(row);
+      calls = t.calls;
       say(cells[1], t.running ? count(t.running) : "–");
       say(cells[2], count(t.rollouts));
       say(cells[3], count(t.calls));

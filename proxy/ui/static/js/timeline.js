@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { h, put, svg } from "./dom.js";
 import { count } from "./format.js";
-import { onSecond } from "./live.js";
+import { onSecond, paused } from "./live.js";
 
 const PARTS = [
   ["replays", "Replays", "var(--replay)"],
@@ -64,7 +64,7 @@ export function timeline(signal) {
   onSecond((second) => {
     take(second);
     for (const old of samples.keys()) if (old < second.at - SLOTS - 5) samples.delete(old);
-    if (!document.hidden) draw();
+    if (!document.hidden && !paused()) draw();
   }, signal);
   draw();
   // The proxy has the seconds before the page was opened.

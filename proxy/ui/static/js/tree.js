@@ -1,7 +1,7 @@
 // The tree of a task: loaded in parts, shown as a map or a table, updated live, with the chosen node beside it.
 
 import { get, names } from "./api.js";
-import { h, put, say, toast } from "./dom.js";
+import { h, icon, put, say, toast } from "./dom.js";
 import { count, oneLine, plural, seconds, short } from "./format.js";
 import { watch } from "./live.js";
 import { nodePanel } from "./node.js";
@@ -22,6 +22,10 @@ export async function treeView(context, task) {
   await view.open();
   return view;
 }
+
+/** The map, or on a narrow window, where the map has no room for calls, the table. */
+const usualMode = () => (window.innerWidth < 640 ? "table" : "map");
+const modeOf = (params) => ({ table: "table", map: "map" })[params.get("view")] ?? usualMode();
 
 class TreeView {
   constructor({ main, params, signal, setParams }, task) {
@@ -55,7 +59,7 @@ class TreeView {
   /** React to a change of the address's query: another node, tree or mode. */
   async update(params) {
     this.params = params;
-    this._mode(params.get("view") === "table" ? "table" : "map");
+    this._mode(modeOf(params));
     const node = params.get("node");
     const root = params.get("root") ?? this.which.usual;
     const elsewhere = node ? !this.model.index.has(Number(node.slice(1))) : root !== this.which.root;
@@ -81,7 +85,7 @@ class TreeView {
     this.counts = h("span", { class: "counts" });
     this.tip = h("div", { class: "tip", hidden: true });
     this.main.className = "tree";
-    this.modes = ["map", "table"].map((mode) => h("button", { on: { click: () => { this._mode(mode); this.setParams({ view: mode === "map" ? null : mode }); } } }, mode === "map" ? "Map" : "Table"));
+    this.modes = ["map", "table"].map((mode) => h("button", { on: { click: () => { this._mode(mode); this.setParams({ view: mode === usualMode() ? null : mode }); } } }, mode === "map" ? "Map" : "Table"));
     this.choice = new TreeChoice((root) => {
       this.setParams({ node: null, at: null });
       this.params.delete("at");
@@ -105,24 +109,25 @@ class TreeView {
     this.map.colour = params.get("colour") ?? "hits";
     this.table = new TreeTable(this.model, this.texts, { choose: (item) => this._chooseItem(item), focus: (item) => this._focus(item), toggle: (item) => this._toggle(item), labels: (nodes) => this._want(nodes) });
     this.stage.append(this._zoom(), legend(), this.tip, this.table.grid);
-    this._mode(params.get("view") === "table" ? "table" : "map");
+    this._mode(modeOf(params));
     window.addEventListener("keydown", (event) => this._anywhere(event), { signal });
   }
 
   _select(name, title, choices) {
     const select = h("select", { on: { change: () => { this.map[name] = select.value; this.setParams({ [name]: select.value === choices[0] ? null : select.value }); this.map.changed(); } } }, choices.map((choice) => h("option", { value: choice }, { saved: "seconds saved", hits: "hits", seconds: "seconds", observations: "reads", effect: "effect" }[choice])));
     select.value = this.params.get(name) ?? choices[0];
-    return h("label", { class: "inline" }, title, select);
+    return h("label", { class: "inline for-map" }, title, select);
   }
 
   _zoom() {
     const button = (text, title, act) => h("button", { class: "icon", title, "aria-label": title, on: { click: act } }, text);
-    return h("div", { class: "zoom" }, button("+", "Zoom in", () => this.map.zoom(1.5)), button("−", "Zoom out", () => this.map.zoom(1 / 1.5)), button("⤢", "Show all", () => this.map.fit()));
+    return h("div", { class: "zoom" }, button("+", "Zoom in", () => this.map.zoom(1.5)), button("−", "Zoom out", () => this.map.zoom(1 / 1.5)), button(icon("fit"), "Show all", () => this.map.fit()));
   }
 
   _mode(mode) {
     this.mode = mode;
     this.modes.forEach((button, i) => button.setAttribute("aria-pressed", String((i === 0) === (mode === "map"))));
+    this.main.dataset.mode = mode;
     this.table.grid.hidden = mode === "map";
     if (mode === "table") this.table.changed();
   }
@@ -355,7 +360,7 @@ class TreeView {
   }
 
   _panel(name) {
-    const close = h("button", { class: "quiet icon close", "aria-label": "Close", title: "Close (Esc)", on: { click: () => this._close() } }, "✕");
+    const close = h("button", { class: "quiet icon close", "aria-label": "Close", title: "Close (Esc)", on: { click: () => this._close() } }, icon("close"));
     const body = h("div");
     put(this.side, close, body);
     this.side.scrollTop = 0;
