@@ -64,6 +64,8 @@ shown -printf '%p %m %y %u:%g %l\n' | sort; shown ! -type d -printf '%p %n %s\n'
 shown -type f ! -name '*.tar' ! -name t.db -print0 | sort -z | xargs -0 md5sum; ls -t /root/d /root/repo; pgrep -c sleep
 """
 """Shows what a state holds, without files whose bytes contain times or counters: of git, tar and SQLite."""
+SMALLER = {"cd ..": "[ $PWD = /root ] || cd ..", "OLDPWD=/usr": "OLDPWD=/tmp"}
+"""Commands in whose place others are run: at `/`, later ones would list, copy or change this whole machine's files."""
 RANDOM = "head -c 8 /dev/urandom | od -An -tx1 > /var/tmp/id; cat /var/tmp/id"
 """Gives each rollout a value of its own. The same rollout must read the same value ever after."""
 
@@ -136,7 +138,8 @@ def shell_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length
 
     def draw() -> str:
         pool: Sequence[str] = dice.choices(pools, weights)[0]
-        return dice.choice(pool)
+        command = dice.choice(pool)
+        return SMALLER.get(command, command)
 
     at = dice.randrange(length) if dice.random() < 0.4 else None
     trunk, suffixes = _shape(dice, draw, rollouts, length)
