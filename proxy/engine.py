@@ -314,7 +314,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     make_private(settings.data)
     database = settings.data / "forkpoint.sqlite"
     store = Store(database, sync="FULL" if survives_power_loss else "NORMAL", namespace=access.namespace)
-    journal = Journal(settings.data / "journal", fold, store.rollouts, sync=survives_power_loss)
+    journal = Journal(settings.data / "journal", fold, store.rollouts, store.database, sync=survives_power_loss)
     snapshots = SnapshotStore(settings.data / "snapshots")
     pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
     cache = SnapshotCache(

@@ -5,6 +5,7 @@ A room is a package. Its docstring says what it is for, in which process it runs
 """
 
 import ast
+import asyncio
 import re
 import textwrap
 from collections.abc import Iterator
@@ -18,7 +19,11 @@ PAGE = REPOSITORY / "docs" / "architecture.md"
 TOPS = ("proxy", "snapshots", "sandboxes")
 BEGIN, END = "<!-- rooms -->\n", "<!-- /rooms -->"
 MAX_MODULES = 20
-"""The largest number of modules in one room. A room with more is a drawer: nobody finds anything in it."""
+"""The largest number of modules in one room. A room with more is a drawer: nothing can be found in it."""
+MAX_METHODS = 15
+"""The largest number of public methods in one class."""
+MAX_STEP_LINES = 120
+"""The length of the module that shows what the product does."""
 _WIDTH = 118
 
 
@@ -105,6 +110,33 @@ def test_page_shows_the_docstrings() -> None:
 @pytest.mark.parametrize("folder", list(folders()), ids=name_of)
 def test_room_is_no_drawer(folder: Path) -> None:
     assert len(list(folder.glob("*.py"))) <= MAX_MODULES + 1  # its `__init__` is no module of its own
+
+
+@pytest.mark.parametrize("top", TOPS)
+def test_class_has_one_thought(top: str) -> None:
+    large = {
+        f"{path.relative_to(REPOSITORY)}::{made.name}"
+        for path in (REPOSITORY / top).rglob("*.py")
+        for made in ast.walk(ast.parse(path.read_text()))
+        if isinstance(made, ast.ClassDef) and len(public_methods(made)) > MAX_METHODS
+    }
+    assert large == set()
+
+
+def public_methods(made: ast.ClassDef) -> list[str]:
+    """Return the public methods of a class, without properties and what `asyncio` calls of a protocol."""
+    methods = [one for one in made.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        one.name
+        for one in methods
+        if not one.name.startswith("_")
+        and not any(isinstance(mark, ast.Name) and mark.id == "property" for mark in one.decorator_list)
+        and one.name not in dir(asyncio.Protocol)
+    ]
+
+
+def test_main_path_fits_on_one_screen() -> None:
+    assert len((REPOSITORY / "proxy/step.py").read_text().splitlines()) <= MAX_STEP_LINES
 
 
 def test_pages_that_sources_name_exist() -> None:

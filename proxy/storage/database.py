@@ -174,6 +174,16 @@ class StoreDatabase:
         except sqlite3.Error as error:
             raise _unreadable(error) from error
 
+    def mark(self, name: str) -> str | None:
+        """Return a mark; None if it was never put."""
+        row = self.row("SELECT value FROM meta WHERE name = ?", (name,))
+        return None if row is None else str(row[0])
+
+    def put_mark(self, name: str, value: str, *, durable: bool) -> None:
+        """Write a mark; with durable it is on the disk afterwards."""
+        with self.transaction(durable=durable) as execute:
+            execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
     def take_number(self, table: NumberedTable, count: int = 1) -> int:
         """Return the first of count numbers of a table that were never given out before."""
         first = self._next[table]

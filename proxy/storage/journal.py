@@ -34,6 +34,7 @@ from proxy.storage.journal_segments import (
     pack_step,
     read_segment,
 )
+from sandboxes.linux.files import sync_path
 
 _SLICE = 1000
 """Entries folded at a time while calls are answered: about 2 ms, the longest wait that a fold adds to a hit."""
@@ -55,6 +56,10 @@ class JournalStore(Protocol):
     def lose(self, rollouts: Collection[int] | None, why: str) -> int:
         """Write that running rollouts (None: all of them) have lost their position; return how many that is new to."""
         ...
+
+
+class JournalMarks(Protocol):
+    """What the journal needs of the store's file. `proxy.storage.database.StoreDatabase` is one."""
 
     def mark(self, name: str) -> str | None:
         """Return a mark; None if it was never put."""
@@ -83,16 +88,20 @@ class JournalRecovery:
 class Journal:
     """An append-only log of steps in segments. Only the event loop's thread may use it."""
 
-    def __init__(self, directory: Path, fold: Fold, store: JournalStore, *, sync: bool = False) -> None:
+    def __init__(
+        self, directory: Path, fold: Fold, store: JournalStore, marks: JournalMarks, *, sync: bool = False
+    ) -> None:
         """Create a journal that is not open yet.
 
         Args:
             directory: Where the segments are.
             fold: Writes steps to the store.
-            store: Takes what earlier processes left, and keeps the mark.
+            store: Takes what earlier processes left.
+            marks: Keeps the mark: which segments there have to be.
             sync: Whether each step waits for the disk, so that it survives a loss of power.
         """
-        self._directory, self._fold, self._store, self._sync = directory, fold, store, sync
+        self._directory, self._fold, self._sync = directory, fold, sync
+        self._store, self._marks = store, marks
         self._map: mmap.mmap | None = None
         self._used = self._segment = self._previous = 0
         # Entries of the current segment, and full segments with the entries that are still to be folded.
@@ -103,7 +112,7 @@ class Journal:
         """Fold what earlier processes left behind, mark rollouts that lost steps, and start a segment."""
         self._directory.mkdir(parents=True, exist_ok=True)
         if self._sync:
-            _sync_directory(self._directory.parent)
+            sync_path(self._directory.parent)
         recovery = JournalRecovery()
         mark = self._read_mark(recovery)
         segments = {int(path.stem): path for path in self._directory.glob("*.steps")}
@@ -160,7 +169,7 @@ class Journal:
     def _read_mark(self, recovery: JournalRecovery) -> dict[str, Any]:
         """Return the mark of the last process; empty if there was none, or if its mark is damaged."""
         try:
-            mark = orjson.loads(self._store.mark(_MARK) or "{}")
+            mark = orjson.loads(self._marks.mark(_MARK) or "{}")
             return {name: kind(mark[name]) for name, kind in _MARK_MEMBERS.items()} if mark else {}
         except (ValueError, TypeError, KeyError):
             self._lose(None, "the mark of the journal in the store is damaged", recovery)
@@ -243,7 +252,7 @@ class Journal:
         # A segment appears with its full size, so a shorter one was cut.
         draft.rename(path)
         if self._sync:
-            _sync_directory(self._directory)
+            sync_path(self._directory)
         self._segment += 1
         try:
             # Before the first step: from now on the segment is expected.
@@ -257,16 +266,7 @@ class Journal:
     def _put_mark(self, *, is_open: bool, durable: bool = False) -> None:
         first = int(self._full[0][0].stem) if self._full else self._segment
         mark = {"open": is_open, "boot": _boot_id(), "sync": self._sync, "first": first, "last": self._segment}
-        self._store.put_mark(_MARK, orjson.dumps(mark).decode(), durable=durable)
-
-
-def _sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk (fsync(2): syncing a file does not sync its name)."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        self._marks.put_mark(_MARK, orjson.dumps(mark).decode(), durable=durable)
 
 
 def _boot_id() -> str:

@@ -1,4 +1,4 @@
-"""Rollouts as rows, with the steps that they took and the notes that protocols keep of them.
+"""Rollouts as rows, with the steps that they took.
 
 Steps are written to the journal first and folded in here later: a reader folds the journal before it asks.
 """
@@ -218,33 +218,6 @@ class RolloutStore:
         """Return the numbers of the nodes that running rollouts of a tree were at when the journal was folded."""
         sql = "SELECT DISTINCT node FROM rollouts WHERE tree = ? AND finished = 0 AND lost = ''"
         return [row[0] for row in self._database.rows(sql, (tree,))]
-
-    def mark(self, name: str) -> str | None:
-        """Return a mark of the journal; None if it was never put."""
-        row = self._database.row("SELECT value FROM meta WHERE name = ?", (name,))
-        return None if row is None else str(row[0])
-
-    def put_mark(self, name: str, value: str, *, durable: bool) -> None:
-        """Write a mark of the journal; with durable it is on the disk afterwards."""
-        with self._database.transaction(durable=durable) as execute:
-            execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
-
-    def put_note(self, rollout: int, protocol: str, value: str) -> None:
-        """Write what a protocol remembers of a running rollout, as JSON; other protocols' notes stay. 0.1 ms."""
-        sql = (
-            "INSERT INTO notes VALUES (?1, json_object(?2, json(?3))) "
-            "ON CONFLICT DO UPDATE SET value = json_set(value, '$.' || ?2, json(?3))"
-        )
-        with self._database.transaction() as execute:
-            execute(sql, (rollout, protocol, value))
-
-    def notes(self, task: str, protocol: str) -> dict[str, str]:
-        """Return a protocol's notes on a task's running rollouts, by the rollouts' names."""
-        sql = (
-            "SELECT r.name, json_extract(n.value, '$.' || ?2) AS note FROM notes n JOIN rollouts r ON r.id = n.rollout "
-            "WHERE r.task = ?1 AND r.finished = 0 AND note IS NOT NULL"
-        )
-        return dict(self._database.rows(sql, (task, protocol)))
 
 
 def label_path(name: str) -> str:

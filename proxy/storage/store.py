@@ -9,6 +9,7 @@ from proxy.storage.blobs import BlobStore
 from proxy.storage.copies import CopyStore
 from proxy.storage.database import StoreDatabase
 from proxy.storage.drafts import DraftStore
+from proxy.storage.notes import NoteStore
 from proxy.storage.records import RecordStore
 from proxy.storage.rollouts import RolloutStore
 from proxy.storage.tasks import TaskStore
@@ -24,7 +25,8 @@ class Store:
         records: Nodes and records, one call at a time.
         trees: Whole trees, and which task uses which.
         tasks: Tasks and their specs.
-        rollouts: Rollouts, their steps, and the notes on them.
+        rollouts: Rollouts and their steps.
+        notes: What protocols remember of rollouts.
         audits: Findings, counts and masks of audits.
         drafts: Trees that are being imported.
         copies: Rows that travel to the stores of other proxies under their own numbers.
@@ -49,6 +51,7 @@ class Store:
         self.trees = TreeStore(self.database, namespace)
         self.tasks = TaskStore(self.database, self.trees)
         self.rollouts = RolloutStore(self.database)
+        self.notes = NoteStore(self.database)
         self.audits = AuditStore(self.database)
         self.drafts = DraftStore(self.database, self.trees)
         self.copies = CopyStore(self.database, self.blobs)

@@ -15,7 +15,7 @@ from typing import Any
 
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.bash.restore import came_back, needs_trial, taken_on_later
-from sandboxes.guest.bash.session import KEPT, MOVED, UNREADABLE, MalformedDumpError
+from sandboxes.guest.bash.session import KEPT, UNREADABLE, MalformedDumpError
 from sandboxes.guest.shell import Output, Shell
 from sandboxes.linux.live_state import inherited
 from sandboxes.shell_text import ShellSession
@@ -227,25 +227,6 @@ class Shells(ABC):
         """The processes that are ours and not the agent's."""
         return {shell.pid for shell in self} | self.anchor_pids
 
-    def holding(self) -> list[Shell]:
-        """Return the idle shells that hold more descriptors than when they were new."""
-        holding = []
-        for shell in self:
-            # A shell that is still starting has run nothing yet.
-            if shell.baseline is None or not shell.holds_more():
-                continue
-            if shell.ended:
-                # Another process has killed it. Its session is the one in its last dump.
-                self.kill(shell)
-            else:
-                holding.append(shell)
-        return holding
-
-    def rescheduled(self) -> set[tuple[str, ...]]:
-        """Return the idle shells whose scheduling is not the first shell's, with their scheduling: no dump has it."""
-        shells = ((shell, inherited(shell.pid)) for shell in self if shell.baseline is not None)
-        return {("scheduling", shell.name, *now) for shell, now in shells if now not in ([], shell.born)}
-
     def ready_all(self) -> None:
         """Wait for the first dumps of all shells.
 
@@ -257,20 +238,6 @@ class Shells(ABC):
             if shell is None or shell.baseline is None:
                 with _unless_broken():
                     self.ready(name)
-
-    def kept(self) -> frozenset[tuple[str, str]]:
-        """Return the sessions that only their own shell has, as pairs of "session" and a name."""
-        for shell in self:
-            if shell.baseline is None or KEPT in shell.baseline or shell.stands_at(shell.baseline["cwd"]):
-                continue
-            if shell.session is None and shell.runs == 0:
-                # Nothing has happened in it. It will begin like a session that was never there.
-                self.kill(shell)
-            else:
-                # A call, of this session or not, has moved its directory.
-                shell.session = self.sessions[shell.name] = {**(shell.session or shell.baseline), KEPT: MOVED}
-                shell.baseline = {**shell.baseline, KEPT: MOVED}
-        return frozenset(("session", shell.name) for shell in self if shell.baseline and KEPT in shell.baseline)
 
     def renew(self, names: list[str]) -> None:
         """Replace shells by fresh ones that are restored from their dumps.

@@ -14,8 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from sandboxes.guest.background import BackgroundProcesses
+from sandboxes.guest.bash.session import KEPT, MOVED
+from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import Shells
 from sandboxes.linux import processes
+from sandboxes.linux.live_state import inherited
 from sandboxes.linux.processes import Process
 
 _KINDS = {
@@ -81,11 +84,11 @@ class Survivors:
         running = self._running() if patient else self._others()
         # Each call may move a descriptor's offset or write to shared memory. Neither can be compared, so the number of
         # the call is part of these entries: they never equal earlier ones.
-        held = {("descriptors", shell.name, shell.runs) for shell in self._shells.holding()}
+        held = {("descriptors", shell.name, shell.runs) for shell in holding(self._shells)}
         objects = self._ipc_objects()
         shared = {("ipc", objects, self._settled)} if objects else set()
         now: set[Any] = (
-            running | held | shared | self._background.state | self._shells.kept() | self._shells.rescheduled()
+            running | held | shared | self._background.state | kept(self._shells) | rescheduled(self._shells)
         )
         self.moving = bool(now)
         # Beside survivors a shell is not replaced after its call, so it goes on knowing its jobs, whatever they are.
@@ -111,3 +114,39 @@ class Survivors:
     def _others(self) -> set[Process]:
         every, ours = self._living(), self._shells.idle_pids
         return {process for process in every if process[0] not in ours}
+
+
+def holding(shells: Shells) -> list[Shell]:
+    """Return the idle shells that hold more descriptors than when they were new."""
+    holders = []
+    for shell in shells:
+        # A shell that is still starting has run nothing yet.
+        if shell.baseline is None or not shell.holds_more():
+            continue
+        if shell.ended:
+            # Another process has killed it. Its session is the one in its last dump.
+            shells.kill(shell)
+        else:
+            holders.append(shell)
+    return holders
+
+
+def rescheduled(shells: Shells) -> set[tuple[str, ...]]:
+    """Return the idle shells whose scheduling is not the first shell's, with their scheduling: no dump has it."""
+    scheduling = ((shell, inherited(shell.pid)) for shell in shells if shell.baseline is not None)
+    return {("scheduling", shell.name, *now) for shell, now in scheduling if now not in ([], shell.born)}
+
+
+def kept(shells: Shells) -> frozenset[tuple[str, str]]:
+    """Return the sessions that only their own shell has, as pairs of "session" and a name."""
+    for shell in shells:
+        if shell.baseline is None or KEPT in shell.baseline or shell.stands_at(shell.baseline["cwd"]):
+            continue
+        if shell.session is None and shell.runs == 0:
+            # Nothing has happened in it. It will begin like a session that was never there.
+            shells.kill(shell)
+        else:
+            # A call, of this session or not, has moved its directory.
+            shell.session = shells.sessions[shell.name] = {**(shell.session or shell.baseline), KEPT: MOVED}
+            shell.baseline = {**shell.baseline, KEPT: MOVED}
+    return frozenset(("session", shell.name) for shell in shells if shell.baseline and KEPT in shell.baseline)

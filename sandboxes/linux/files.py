@@ -1,4 +1,4 @@
-"""Removal of directory trees of the agent's making: of any depth, with any names, without following a link."""
+"""Removal of directory trees of the agent's making, of any depth and with any names; and files that reach the disk."""
 
 # Theory of operation.
 #
@@ -46,6 +46,25 @@ def remove_tree(path: Path) -> bool:
     finally:
         os.close(parent)
     return True
+
+
+def sync_path(path: str | Path, *, within: int | None = None) -> None:
+    """Wait until a file, or the names in a directory, are on the disk (fsync(2): a file's own name is not synced).
+
+    Args:
+        path: The file or directory.
+        within: Descriptor of a directory of the agent's making that the path starts from: a symbolic link at the path's
+            end is an error then. None: a path of the proxy's own, whose links are followed.
+
+    Raises:
+        OSError: There is no such file, or it cannot be written.
+    """
+    links = 0 if within is None else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | links | os.O_CLOEXEC, dir_fd=within)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_path(path: str) -> None:

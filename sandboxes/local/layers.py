@@ -11,7 +11,6 @@ before it renames the upper, and deleting removes `meta.json` first; `open` remo
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -25,8 +24,9 @@ from sandboxes.guest.files import manifest, row_table
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.linux import trees
-from sandboxes.linux.files import remove_tree
+from sandboxes.linux.files import remove_tree, sync_path
 from sandboxes.local.layer_merge import lay_over
+from sandboxes.local.layer_tables import LayerTables
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class Layers:
         uppers: The directory of all uppers.
         frozen: The directory of all layers.
         intact: The layers that are known to be as they were frozen; see `layer_check`.
+        tables: The tables of the layers' rows.
     """
 
     def __init__(self, data_dir: Path) -> None:
@@ -91,6 +92,7 @@ class Layers:
         self._sizes: dict[str, int] = {}
         # Texts and not paths for what each call needs: putting a `Path` together takes 5 us, as long as a system call.
         self._layers = f"{self.frozen}/"
+        self.tables = LayerTables(self._layers)
 
     def open(self) -> None:
         """Make the directories; remove uppers of dead sandboxes and half-deleted layers. It takes 5 us a file.
@@ -155,37 +157,9 @@ class Layers:
         meta: dict[str, Any] = json.loads((self.frozen / layer / "meta.json").read_bytes())
         return meta
 
-    def table(self, layer: str) -> bytes:
-        """Return the table of a layer's rows."""
-        path = self.frozen / layer
-        return (path / ("table" if self.has_complete_table(layer) else "rows")).read_bytes()
-
-    def has_complete_table(self, layer: str) -> bool:
-        """Return whether a layer's table has all rows of its state."""
-        return os.path.exists(f"{self._layers}{layer}/table")  # noqa: PTH110
-
-    def tables(self, ids: Sequence[str]) -> tuple[bytes, int]:
-        """Return what a supervisor needs to know the rows of a state.
-
-        Args:
-            ids: The layers above the root state, the topmost first.
-
-        Returns:
-            The tables above the last complete one, one after another; a descriptor of that one, or of an empty file.
-        """
-        above = list(itertools.takewhile(lambda layer: not self.has_complete_table(layer), ids))
-        return b"".join(map(self.table, above)), self.complete_table(ids[len(above) :])
-
-    def complete_table(self, ids: Sequence[str]) -> int:
-        """Return a descriptor of the complete table of the first of the layers; of an empty file if it has none."""
-        with contextlib.suppress(FileNotFoundError):
-            if ids:
-                return os.open(f"{self._layers}{ids[0]}/table", os.O_RDONLY | os.O_CLOEXEC)
-        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
     def mergeable_sizes(self, ids: Sequence[str]) -> dict[str, int]:
         """Return the sizes of layers that may be merged: a complete table ends what is read, so it keeps its layer."""
-        return {layer: self.size_bytes(layer) for layer in ids if not self.has_complete_table(layer)}
+        return {layer: self.size_bytes(layer) for layer in ids if not self.tables.is_complete(layer)}
 
     def size_bytes(self, layer: str) -> int:
         """Return the bytes that a layer occupies; 0 if what is stored of it is damaged, so that no state can use it."""
@@ -238,25 +212,14 @@ class Layers:
                     paths.append(folder.path)
                     for entry in folder.entries:
                         if entry.is_file(follow_symlinks=False):
-                            _sync(entry.name, os.O_RDONLY | os.O_NOFOLLOW, folder.fd)
+                            sync_path(entry.name, within=folder.fd)
                 # Files before their directory: a directory's entries must not point to files that are not on disk yet.
                 # fsync of a file does not write its directory's entry (fsync(2)), so directories are synced as well.
                 for path in reversed(paths):
-                    _sync(f"./{path}", _FOLDER, top)
-                rows = "../table" if self.has_complete_table(layer) else "../rows"
+                    sync_path(f"./{path}", within=top)
+                rows = "../table" if self.tables.is_complete(layer) else "../rows"
                 for name in (rows, "../meta.json", ".."):
-                    _sync(name, os.O_RDONLY, top)
-
-    def copy(self, live: Upper, upper: Upper) -> None:
-        """Copy what a live sandbox wrote into another upper; 50 us a file, and the time for its bytes.
-
-        Raises:
-            NotFreezableError: Its directories are nested too deeply.
-        """
-        try:
-            lay_over(live.path / "diff", upper.path / "diff")
-        except trees.TreeTooDeepError as error:
-            raise NotFreezableError(str(error)) from error
+                    sync_path(name, within=top)
 
     def merge(self, ids: Sequence[str], upper: Upper) -> str:
         """Merge layers into one that replaces them all.
@@ -273,12 +236,24 @@ class Layers:
         # From the lowest to the topmost, so that later layers win as they do in the mount.
         for layer in reversed(ids):
             lay_over(self.frozen / layer / "diff", upper.path / "diff")
-        tables = [row_table.RowTable(memoryview(self.table(layer))) for layer in ids]
+        tables = [row_table.RowTable(memoryview(self.tables.of(layer))) for layer in ids]
         rows = row_table.in_order(row_table.merged(tables))
         # The topmost layer's sums are those of the state.
         table = row_table.pack(rows, tables[0].content, tables[0].order, complete=False)
         size_bytes = sum(self.size_bytes(layer) for layer in ids)
         return self.freeze(upper, LayerMeta(size_bytes, read_manifest(upper.path, contents=True)), table)
+
+
+def copy_upper(live: Upper, upper: Upper) -> None:
+    """Copy what a live sandbox wrote into another upper; 50 us a file, and the time for its bytes.
+
+    Raises:
+        NotFreezableError: Its directories are nested too deeply.
+    """
+    try:
+        lay_over(live.path / "diff", upper.path / "diff")
+    except trees.TreeTooDeepError as error:
+        raise NotFreezableError(str(error)) from error
 
 
 def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
@@ -322,13 +297,5 @@ def _write(path: str, content: bytes) -> None:
         view = memoryview(content)
         while view:
             view = view[os.write(fd, view) :]
-    finally:
-        os.close(fd)
-
-
-def _sync(name: str, flags: int, folder: int) -> None:
-    fd = os.open(name, flags | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)

@@ -40,7 +40,7 @@ class LayerPorter:
 
     def pack(self, part: str) -> Iterator[bytes]:
         """Yield a layer's canonical tar, in pieces."""
-        return layer_tar.pack(self._layers.frozen / part, self._layers.table(part), FORM)
+        return layer_tar.pack(self._layers.frozen / part, self._layers.tables.of(part), FORM)
 
     @contextmanager
     def unpacking(self) -> "Iterator[LayerUnpacking]":

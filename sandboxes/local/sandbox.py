@@ -41,7 +41,7 @@ from sandboxes.ipc.state_messages import (
     StartSandbox,
 )
 from sandboxes.local.bases import Base
-from sandboxes.local.layers import MAX_DEPTH, LayerMeta, Upper, mergeable
+from sandboxes.local.layers import MAX_DEPTH, LayerMeta, Upper, copy_upper, mergeable
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.spec import EnvironmentSpec
 
@@ -139,7 +139,7 @@ class LocalSandbox(MachineSandbox):
         cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
         stack = replace(self._layer_stack(), root=self._lowers(self._root_layers))
         mounted = await self._machine.launcher.ask(MountLayers(stack))
-        tables, table = self._machine.layers.tables(self._new_layers())
+        tables, table = self._machine.layers.tables.of_state(self._new_layers())
         given = [*mounted.fds, table]
         order = StartSandbox(
             binds=list(self._base.binds),
@@ -327,7 +327,7 @@ class LocalSandbox(MachineSandbox):
 
     def _copy_upper(self, copy: Upper, state: LayerState, table: bytes) -> None:
         """Make a layer of a copy of what the sandbox has written so far; it keeps writing to the original."""
-        self._machine.layers.copy(self._upper, copy)
+        copy_upper(self._upper, copy)
         self._machine.layers.freeze(copy, _meta(state), table)
 
     async def _seal(self) -> None:
@@ -391,7 +391,7 @@ class LocalSandbox(MachineSandbox):
             self._upper = layers.allocate()
             added = 0 if meta is None else meta.size_bytes
             order = SwitchLayers(self._layer_stack(), list(self._base.binds), added, same_below)
-            complete = layers.complete_table(() if meta is None else (old.id,))
+            complete = layers.tables.open_complete(() if meta is None else (old.id,))
             try:
                 # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor, and
                 # reports to pid 1, which then answers here.

@@ -22,6 +22,7 @@ from typing import Any
 import orjson
 
 from sandboxes.errors import StateGoneError
+from sandboxes.linux.files import sync_path
 from sandboxes.sqlite.counters import UNTOUCHED, RowCounters
 from sandboxes.sqlite.file_clone import Method, best_copy, choose, clone, hold
 from sandboxes.sqlite.pages import Pages, last_versions, page_size_of, wal_bytes
@@ -122,7 +123,7 @@ class SqliteStore:
         folder = self._new()
         database.rename(folder / "db")
         # A root state is named by its content and trusted after a loss of power: its bytes come before its name.
-        _sync(folder / "db")
+        sync_path(folder / "db")
         self._finish(folder, part, frames=0, size_bytes=(folder / "db").stat().st_size, durable=True)
 
     def root(self, part: str) -> DatabaseState:
@@ -223,8 +224,8 @@ class SqliteStore:
         # Manifest last: a state without one is incomplete, and is deleted at the next start.
         (folder / "manifest.json").write_bytes(orjson.dumps(manifest))
         if durable:
-            _sync(folder / "manifest.json")
-            _sync(folder)
+            sync_path(folder / "manifest.json")
+            sync_path(folder)
         folder.rename(self.states / part)
 
     def _manifest(self, part: str) -> dict[str, Any]:
@@ -312,12 +313,3 @@ def _write_into(database: Path, log: Path, frames: int, page_size: int, pages: i
     finally:
         os.close(wal)
         os.close(target)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk (fsync(2))."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

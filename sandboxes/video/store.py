@@ -8,7 +8,6 @@ so a part without a manifest is incomplete and is removed at the next start.
 """
 
 import hashlib
-import os
 import secrets
 import shutil
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 import orjson
 
 from sandboxes.errors import StateGoneError
+from sandboxes.linux.files import sync_path
 
 VIDEO, INFO = "video", "info.json"
 _MANIFEST = "manifest.json"
@@ -83,11 +83,11 @@ class VideoStore:
         sizes = {}
         for path in sorted(folder.iterdir()):
             sizes[path.name] = path.stat().st_size
-            _sync(path)
+            sync_path(path)
         # Parts outlive losses of power, so the files are on the disk before the manifest says that they are complete.
         (folder / _MANIFEST).write_bytes(orjson.dumps(sizes))
-        _sync(folder / _MANIFEST)
-        _sync(folder)
+        sync_path(folder / _MANIFEST)
+        sync_path(folder)
         with self._adopting:
             if self.has(part):
                 shutil.rmtree(folder)
@@ -121,11 +121,3 @@ class VideoStore:
     def _sizes(self, part: str) -> dict[str, int]:
         sizes: dict[str, int] = orjson.loads((self._parts / part / _MANIFEST).read_bytes())
         return sizes
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -70,7 +70,7 @@ class ContainerRegistry:
         await self._tasks.open(task)
         # Checked again: another request may have loaded them during the await.
         if task not in self._by_task:
-            notes = self._store.rollouts.notes(task, _PROTOCOL)
+            notes = self._store.notes.of_task(task, _PROTOCOL)
             containers = [_decode(task, rollout, note) for rollout, note in notes.items()]
             self._by_task[task] = {container.id: container for container in containers}
 
@@ -133,7 +133,7 @@ class ContainerRegistry:
             return
         note = {name: getattr(container, name) for name in _STORED}
         note["made"] = {name: getattr(container.spec, name) for name in _STORED_OF_SPEC}
-        self._store.rollouts.put_note(rollout.id, _PROTOCOL, orjson.dumps(note).decode())
+        self._store.notes.put(rollout.id, _PROTOCOL, orjson.dumps(note).decode())
 
     async def remove(self, container: Container) -> None:
         """Remove a container and finish its rollout, once the calls under way have ended."""

@@ -70,7 +70,7 @@ class SandboxRegistry:
         """Return what is stored about a rollout's sandbox."""
         now = time.time()
         if rollout.task not in self._read_tasks:
-            for name, text in self._engine.store.rollouts.notes(rollout.task, _PROTOCOL).items():
+            for name, text in self._engine.store.notes.of_task(rollout.task, _PROTOCOL).items():
                 noted = self._engine.tasks.rollouts.running.get((rollout.task, name))
                 if noted is not None:
                     self._notes[noted.id] = SandboxNote.decode(text, now)
@@ -84,7 +84,7 @@ class SandboxRegistry:
         """Store what is known about a sandbox, and set its timer accordingly."""
         self._notes[rollout.id] = note
         self._lifetimes.watch(rollout, note)
-        self._engine.store.rollouts.put_note(rollout.id, _PROTOCOL, note.encode())
+        self._engine.store.notes.put(rollout.id, _PROTOCOL, note.encode())
 
     def pause(self, sandbox: RunningSandbox) -> None:
         """Pause a sandbox and end its streams. The state stays in the tree; nothing else needs to be kept."""

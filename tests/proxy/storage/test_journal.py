@@ -42,7 +42,7 @@ class FakeStore:
 
 
 def written(directory: Path, taken: list[JournalEntry], store: FakeStore, *, sync: bool = False) -> Journal:
-    journal = Journal(directory, store.folded.extend, store, sync=sync)
+    journal = Journal(directory, store.folded.extend, store, store, sync=sync)
     journal.open()
     for step in taken:
         journal.append(step)
@@ -50,7 +50,7 @@ def written(directory: Path, taken: list[JournalEntry], store: FakeStore, *, syn
 
 
 def reopened(directory: Path, store: FakeStore) -> Journal:
-    journal = Journal(directory, store.folded.extend, store)
+    journal = Journal(directory, store.folded.extend, store, store)
     journal.open()
     return journal
 
@@ -62,7 +62,7 @@ def test_a_killed_process_loses_no_step(taken: list[JournalEntry]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         # Nobody closes it: that is what a kill looks like.
         written(Path(directory), taken, store)
-        assert Journal(Path(directory), store.folded.extend, store).open().steps == len(taken)
+        assert Journal(Path(directory), store.folded.extend, store, store).open().steps == len(taken)
     assert store.folded == taken
     assert store.lost == []
 
@@ -147,7 +147,7 @@ def test_a_failed_fold_is_tried_again(tmp_path: Path) -> None:
             raise OSError(28, "full")
         folded.extend(some)
 
-    journal = Journal(tmp_path, fold, FakeStore())
+    journal = Journal(tmp_path, fold, store := FakeStore(), store)
     journal.open()
     journal.append(JournalEntry(1, 0, 7, 0))
     with pytest.raises(OSError, match="full"):

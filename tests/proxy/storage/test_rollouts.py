@@ -12,14 +12,14 @@ def test_protocols_keep_separate_notes_until_the_end(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         tree = tree_of(store)
         first, other = (store.rollouts.create("task", name, tree.id, tree.root.id, name) for name in ("one", "other"))
-        store.rollouts.put_note(first, "docker", '{"a":[1.5,null]}')
-        store.rollouts.put_note(first, "e2b", '{"b":"\\u00e9"}')
-        store.rollouts.put_note(first, "docker", '{"a":null}')
-        store.rollouts.put_note(other, "e2b", "{}")
-        assert store.rollouts.notes("task", "docker") == {"one": '{"a":null}'}
-        assert store.rollouts.notes("task", "e2b") == {"one": '{"b":"\\u00e9"}', "other": "{}"}
+        store.notes.put(first, "docker", '{"a":[1.5,null]}')
+        store.notes.put(first, "e2b", '{"b":"\\u00e9"}')
+        store.notes.put(first, "docker", '{"a":null}')
+        store.notes.put(other, "e2b", "{}")
+        assert store.notes.of_task("task", "docker") == {"one": '{"a":null}'}
+        assert store.notes.of_task("task", "e2b") == {"one": '{"b":"\\u00e9"}', "other": "{}"}
         store.rollouts.finish(first)
-        assert (store.rollouts.notes("task", "docker"), store.rollouts.notes("task", "e2b")) == ({}, {"other": "{}"})
+        assert (store.notes.of_task("task", "docker"), store.notes.of_task("task", "e2b")) == ({}, {"other": "{}"})
 
 
 def test_folding_a_step_twice_counts_once(tmp_path: Path) -> None:

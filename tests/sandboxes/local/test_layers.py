@@ -9,7 +9,7 @@ from sandboxes.errors import NotFreezableError
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host import layer_tar
-from sandboxes.local.layers import LayerMeta, Layers, Upper
+from sandboxes.local.layers import LayerMeta, Layers, Upper, copy_upper
 from sandboxes.local.portable_layers import FORM
 
 
@@ -61,7 +61,7 @@ def test_merging_keeps_holes(layers: Layers) -> None:
 def test_copying_of_a_live_upper_keeps_holes(layers: Layers) -> None:
     live, copy = layers.allocate(), layers.allocate()
     sparse(live.path / "diff/file", 3 << 30)
-    layers.copy(live, copy)
+    copy_upper(live, copy)
     assert size_bytes(copy.path / "diff") < 100_000
 
 
@@ -69,7 +69,7 @@ def test_copying_of_deep_folders_is_refused(layers: Layers) -> None:
     live = layers.allocate()
     (live.path / "diff" / "/".join(["d"] * 300)).mkdir(parents=True)
     with pytest.raises(NotFreezableError):
-        layers.copy(live, layers.allocate())
+        copy_upper(live, layers.allocate())
 
 
 def test_export_of_large_holes_is_refused(layers: Layers) -> None:
@@ -79,7 +79,7 @@ def test_export_of_large_holes_is_refused(layers: Layers) -> None:
         sparse(upper.path / f"diff/{number}", 500 << 20)
     layer = frozen(layers, upper)
     with pytest.raises(NotFreezableError, match="holes"):
-        for _ in layer_tar.pack(layers.frozen / layer, layers.table(layer), FORM):
+        for _ in layer_tar.pack(layers.frozen / layer, layers.tables.of(layer), FORM):
             pass
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from sandboxes.guest.local_shells import LocalShells
+from sandboxes.guest.survivors import holding, kept
 
 ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"}
 MARK = b"\n@@ end of call @@\n"
@@ -79,7 +80,7 @@ class RestoredRuns:
             output.drain(1 << 24)
         shell.err.take()
         out = shell.out.take()[0]
-        if not self.shells.kept() and not self.shells.holding() and not shell.jobs:
+        if not kept(self.shells) and not holding(self.shells) and not shell.jobs:
             self.shells.renew([session])
         return out
 

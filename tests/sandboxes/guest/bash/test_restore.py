@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.bash.restore import restore_script, split_functions
 from sandboxes.guest.platform import not_started
+from sandboxes.guest.survivors import kept
 from sandboxes.ipc.messages import CommandOutcome
 from tests.sandboxes.guest.bash import session_programs
 from tests.sandboxes.guest.bash.shell_runs import PROBE, RestoredRuns, plain, restored
@@ -145,10 +146,10 @@ def test_a_directory_that_another_session_moves_stays(tmp_path: Path) -> None:
     with RestoredRuns(tmp_path / "w") as runs:
         runs.call("mkdir a; cd a; echo in > file")
         runs.call("mv a b", session="other")
-        assert runs.shells.kept() == {("session", "main")}
+        assert kept(runs.shells) == {("session", "main")}
         assert runs.call("ls") == b"file\n"
         runs.call("cd ../b")
-        assert not runs.shells.kept()
+        assert not kept(runs.shells)
 
 
 def test_a_killed_shell_never_comes_back_in_another_directory(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_function_that_bash_misprints_stays_in_its_shell(tmp_path: Path, monke
     monkeypatch.setattr("sandboxes.guest.bash.restore.split_functions", lambda _text: ["f () \n{ \n    )\n}\n"])
     with RestoredRuns(tmp_path / "w") as runs:
         runs.call("f() { echo mine; }")
-        assert runs.shells.kept() == {("session", "main")}
+        assert kept(runs.shells) == {("session", "main")}
         assert runs.call("f") == b"mine\n"
 
 

@@ -1,0 +1,45 @@
+"""The tables of layers: what each layer changes of the root state, or, in a complete table, all that its state changes.
+
+`guest.files.row_table` has the format. A complete table ends what a supervisor has to read of a state's layers.
+"""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Sequence
+
+
+class LayerTables:
+    """The tables of one data directory's layers. Methods block, for microseconds."""
+
+    def __init__(self, layers: str) -> None:
+        """Name the directory of the layers, with a slash at its end: putting a `Path` together takes 5 us a call."""
+        self._layers = layers
+
+    def of(self, layer: str) -> bytes:
+        """Return the table of a layer's rows."""
+        with open(f"{self._layers}{layer}/{'table' if self.is_complete(layer) else 'rows'}", "rb") as file:  # noqa: PTH123
+            return file.read()
+
+    def is_complete(self, layer: str) -> bool:
+        """Return whether a layer's table has all rows of its state."""
+        return os.path.exists(f"{self._layers}{layer}/table")  # noqa: PTH110
+
+    def of_state(self, ids: Sequence[str]) -> tuple[bytes, int]:
+        """Return what a supervisor needs to know the rows of a state.
+
+        Args:
+            ids: The layers above the root state, the topmost first.
+
+        Returns:
+            The tables above the last complete one, one after another; a descriptor of that one, or of an empty file.
+        """
+        above = list(itertools.takewhile(lambda layer: not self.is_complete(layer), ids))
+        return b"".join(map(self.of, above)), self.open_complete(ids[len(above) :])
+
+    def open_complete(self, ids: Sequence[str]) -> int:
+        """Return a descriptor of the complete table of the first of the layers; of an empty file if it has none."""
+        with contextlib.suppress(FileNotFoundError):
+            if ids:
+                return os.open(f"{self._layers}{ids[0]}/table", os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
