@@ -7,6 +7,8 @@ import asyncio
 import os
 import time
 import weakref
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from uuid import uuid4
@@ -14,8 +16,9 @@ from uuid import uuid4
 import httpx
 
 from forkpoint.errors import ForkpointError, UnreachableError
-from forkpoint.exchange import Awaiting, Blocking, Reply, Request, path_of, retry_pause_s
+from forkpoint.exchange import Awaiting, Blocking, Reply, Request, error_of, path_of, retry_pause_s
 from forkpoint.operations import Labels, ProxyOperations, RolloutOperations, TaskOperations
+from forkpoint.trajectories import Format, Trajectory, split, target, trajectory, write
 
 T = TypeVar("T")
 
@@ -31,6 +34,8 @@ PATIENCE_S = 120.0
 """A busy proxy is asked again for this long, in seconds."""
 _CONNECT_S = 10.0
 """Seconds that connecting may take."""
+_STREAM = httpx.Timeout(OVERHEAD_S, connect=_CONNECT_S)
+"""How long a streamed response may be silent."""
 
 
 def _options(url: str | None, token: str | None, *, trust_env: bool) -> dict[str, Any]:
@@ -239,6 +244,47 @@ class Client(ProxyOperations, Blocking):
         """Return a task of this proxy; it need not exist yet."""
         return Task(self, name)
 
+    def trajectories(
+        self,
+        task: str | None = None,
+        *,
+        rollout: str | None = None,
+        labels: Labels | None = None,
+        answer_bytes: int | None = None,
+    ) -> Iterator[Trajectory]:
+        """Yield rollouts as training data, one by one as they arrive: messages, answers, timings and labels.
+
+        Args:
+            task: Only the rollouts of this task; None for all.
+            rollout: Only the rollouts of this name, which needs a task; None for all.
+            labels: Only the rollouts with all of these labels; None for all.
+            answer_bytes: Longest answer in bytes; longer ones are cut. None for 1 MiB.
+        """
+        ended = split()
+        for chunk in self._stream(*target(task, rollout, labels, answer_bytes)):
+            yield from map(trajectory, ended(chunk))
+
+    def save_trajectories(
+        self,
+        path: str | Path,
+        task: str | None = None,
+        *,
+        labels: Labels | None = None,
+        format: Format | None = None,  # noqa: A002 - as in the command
+    ) -> None:
+        """Write rollouts as training data to a file, or to a directory that `datasets.load_dataset` reads.
+
+        Args:
+            path: The file or directory.
+            task: Only the rollouts of this task; None for all.
+            labels: Only the rollouts with all of these labels; None for all.
+            format: `jsonl`, `parquet` or `hf`; None for what the name of the file says.
+
+        Raises:
+            ValueError: The format is not known, pyarrow is missing, or the directory exists.
+        """
+        write(self._stream(*target(task, None, labels, None)), Path(path), format)
+
     def close(self) -> None:
         """Close the connections. Rollouts stay as they are. A client that is garbage closes them too."""
         self._end()
@@ -250,6 +296,17 @@ class Client(ProxyOperations, Blocking):
     def __exit__(self, *_: object) -> None:
         """Close the connections."""
         self.close()
+
+    def _stream(self, path: str, query: dict[str, str | list[str]]) -> Iterator[bytes]:
+        """Yield the chunks of a response."""
+        try:
+            with self._http.stream("GET", path, params=query, timeout=_STREAM) as response:
+                if not response.is_success:
+                    response.read()
+                    raise error_of(_reply(response))
+                yield from response.iter_bytes()
+        except httpx.TransportError as error:
+            raise UnreachableError(self.url, _reason(error)) from error
 
     def _perform(self, request: Request[T]) -> T:
         arguments, began = _arguments(request), time.monotonic()
@@ -299,6 +356,35 @@ class AsyncClient(ProxyOperations, Awaiting):
     def task(self, name: str) -> AsyncTask:
         """Return a task of this proxy; it need not exist yet."""
         return AsyncTask(self, name)
+
+    async def trajectories(
+        self,
+        task: str | None = None,
+        *,
+        rollout: str | None = None,
+        labels: Labels | None = None,
+        answer_bytes: int | None = None,
+    ) -> AsyncIterator[Trajectory]:
+        """Yield rollouts as training data, one by one as they arrive: messages, answers, timings and labels.
+
+        Args:
+            task: Only the rollouts of this task; None for all.
+            rollout: Only the rollouts of this name, which needs a task; None for all.
+            labels: Only the rollouts with all of these labels; None for all.
+            answer_bytes: Longest answer in bytes; longer ones are cut. None for 1 MiB.
+        """
+        path, query = target(task, rollout, labels, answer_bytes)
+        ended = split()
+        try:
+            async with self._http.stream("GET", path, params=query, timeout=_STREAM) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise error_of(_reply(response))
+                async for chunk in response.aiter_bytes():
+                    for each in map(trajectory, ended(chunk)):
+                        yield each
+        except httpx.TransportError as error:
+            raise UnreachableError(self.url, _reason(error)) from error
 
     async def close(self) -> None:
         """Close the connections. Rollouts stay as they are."""

@@ -65,7 +65,7 @@ class ProxyOperations:
             price: Price of one hour of tool time.
         """
         path = path_of(*_API, "report") if task is None else path_of(*_API, "tasks", task, "report")
-        query: dict[str, str | list[str]] = {**given(by=by, price=price), "label": _pairs(labels or {})}
+        query: dict[str, str | list[str]] = {**given(by=by, price=price), "label": label_pairs(labels or {})}
         return Request("GET", path, _report, query=query)
 
     @Operation
@@ -171,7 +171,7 @@ class TaskOperations:
         """
         return Request(
             "GET", self._path("rollouts"), lambda reply: [_rollout(row) for row in reply.payload],
-            query={**given(newest=newest or None, offset=offset, limit=limit), "label": _pairs(labels or {})},
+            query={**given(newest=newest or None, offset=offset, limit=limit), "label": label_pairs(labels or {})},
         )  # fmt: skip
 
     def _path(self, *segments: str) -> str:
@@ -388,12 +388,12 @@ class RolloutOperations:
 
 def labels_header(labels: Labels) -> dict[str, str]:
     """Return the header with the labels of a rollout that a call may begin; empty without labels."""
-    pairs = (pair.partition("=") for pair in _pairs(labels))
+    pairs = (pair.partition("=") for pair in label_pairs(labels))
     text = ",".join(f"{name}={quote(value, safe='')}" for name, _, value in pairs)
     return {"x-forkpoint-labels": text} if text else {}
 
 
-def _pairs(labels: Labels) -> list[str]:
+def label_pairs(labels: Labels) -> list[str]:
     """Return labels as the query of a list has them."""
     texts = {True: "true", False: "false"}
     return [f"{name}={texts[v] if isinstance(v, bool) else v}" for name, v in labels.items()]

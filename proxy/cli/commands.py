@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import typer
 
-from proxy.cli import inspecting, listing, operating, report, steering
+from proxy.cli import data, inspecting, listing, operating, report, steering
 from proxy.cli.options import with_proxy
 
 RUN = "Run a proxy"
@@ -35,6 +35,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (OPERATE, "verify", operating.verify, "forkpoint verify demo --sample 500"),
     (OPERATE, "export", operating.export_tree, "forkpoint export demo demo.tar --snapshots"),
     (OPERATE, "import", operating.import_tree, "forkpoint import demo.tar demo"),
+    (OPERATE, "trajectories", data.trajectories, "forkpoint trajectories run7.parquet --label run=r7"),
     (OPERATE, "gc", operating.gc, "forkpoint gc"),
 )
 """Group, name, function and example of each command."""

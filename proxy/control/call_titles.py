@@ -2,10 +2,11 @@
 
 import orjson
 
+from proxy.dialects.shell import exit_code
 from proxy.http.lru_cache import LruCache
 from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
-from sandboxes.calls import ToolCall, ToolResult
+from sandboxes.calls import ToolCall
 
 TITLE_CHARS = 200
 """Longest title in a list, in characters."""
@@ -25,19 +26,6 @@ def title(call: ToolCall) -> str:
         return f"{call.arguments.get('method', '')} {call.endpoint}{call.arguments['target']} {body}".strip()
     arguments = orjson.dumps(call.arguments).decode() if call.arguments else ""
     return f"{call.endpoint}/{call.tool} {arguments}".rstrip()
-
-
-def exit_code(result: ToolResult) -> int | None:
-    """Return the exit code in an answer; None if the answer has none."""
-    if result.media_type != "application/json":
-        return None
-    try:
-        value = orjson.loads(result.body)
-    except orjson.JSONDecodeError:
-        # Tool servers may label other text as JSON.
-        return None
-    code = value.get("exit_code") if isinstance(value, dict) else None
-    return code if isinstance(code, int) else None
 
 
 class Titles:

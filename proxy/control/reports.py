@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from proxy.control.views.report import Arm, ReportRow, ReportView
-from proxy.storage.rollouts import label_path, label_value
+from proxy.storage.rollouts import label_path, label_value, labels_condition
 from proxy.tree.labels import REWARD
 from proxy.tree.rollout import Outcome
 
@@ -136,13 +136,11 @@ def read_report(connection: sqlite3.Connection, request: ReportRequest) -> Repor
 def _condition(request: ReportRequest) -> tuple[str, dict[str, Any]]:
     """Return the condition that chooses the rollouts, with its values."""
     # Only rollouts of clients (`RolloutStore.of_task`), and only those that made a call.
-    parts, values = ["r.name NOT LIKE '~%' AND r.calls > 0"], dict[str, Any]()
+    labelled, chosen = labels_condition(request.labels, "r.labels")
+    parts, values = ["r.name NOT LIKE '~%' AND r.calls > 0", *labelled], dict[str, Any](chosen)
     if request.task is not None:
         parts.append("r.task = :task")
         values["task"] = request.task
-    for number, (name, value) in enumerate(request.labels.items()):
-        parts.append(f"{label_value('r.labels', f':path{number}')} = :label{number}")
-        values |= {f"path{number}": label_path(name), f"label{number}": value}
     return " AND ".join(parts), values
 
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from proxy.control.call_titles import exit_code
 from proxy.control.views.answers import answer_view
 from proxy.control.views.nodes import CallView, NodeDetail, NodeView, ObservationView, PassedRollout, TreeView, flags
 from proxy.control.views.resources import SnapshotView, node_name
 from proxy.control.views.rollouts import StepView
+from proxy.dialects.shell import exit_code
 from proxy.storage.store import Store
 from proxy.tree.rollout import Outcome
 from proxy.tree.task import Task

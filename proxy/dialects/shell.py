@@ -5,9 +5,11 @@ from hashlib import sha256
 from typing import Any
 from urllib.parse import parse_qs
 
+import orjson
+
 from proxy.dialects.base import json_object
 from proxy.refusals import RefusalError
-from sandboxes.calls import ToolCall
+from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 
 MAX_COMMAND_BYTES = 1 << 20
@@ -40,6 +42,20 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
     if path.startswith("files/"):
         return _file(method, path.removeprefix("files/"), query, body)
     raise RefusalError(404, "no-such-tool", "the shell endpoint has POST exec and PUT|GET|DELETE files/{path}.")
+
+
+def exit_code(result: ToolResult) -> int | None:
+    """Return the exit code in an answer; None if the answer has none."""
+    if result.media_type != "application/json":
+        return None
+    try:
+        value = orjson.loads(result.body)
+    except orjson.JSONDecodeError:
+        # Tool servers may label other text as JSON.
+        return None
+    code = value.get("exit_code") if isinstance(value, dict) else None
+    # A tool server's number may be anything.
+    return code if isinstance(code, int) and not isinstance(code, bool) and abs(code) < 1 << 31 else None
 
 
 def _exec(body: bytes, spec: EnvironmentSpec) -> ToolCall:

@@ -93,8 +93,9 @@ class StoreDatabase:
             return read(connection)
 
     def open_reader(self) -> sqlite3.Connection:
-        """Return a read-only connection that any thread may use; the caller closes it."""
+        """Return a read-only connection that any thread may use, with `is_whole`; the caller closes it."""
         connection = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+        connection.create_function(CHECKSUM_FUNCTION, -1, row_checksum, deterministic=True)
         connection.execute("PRAGMA query_only=1")
         return connection
 

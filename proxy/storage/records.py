@@ -167,12 +167,7 @@ class RecordStore:
 
     def result(self, record: Record) -> ToolResult:
         """Return the recorded answer. 8 us for 2 kB."""
-        head, _, body = self._blobs.read(record.answer).partition(b"\n")
-        status, _, kind = head.decode().partition(" ")
-        if kind.startswith("["):
-            headers = tuple((name, value) for name, value in orjson.loads(kind))
-            return ToolResult(int(status), content_type(headers), body, headers)
-        return ToolResult(int(status), kind, body)
+        return answer_of(self._blobs.read(record.answer))
 
     def origin(self, record: int) -> tuple[int, int] | None:
         """Return the numbers of a record's tree and of the node where it was made; None if it was deleted."""
@@ -183,6 +178,16 @@ class RecordStore:
 def _answer(result: ToolResult) -> bytes:
     kind = orjson.dumps(result.headers).decode() if result.headers else result.media_type
     return f"{result.status} {kind}\n".encode() + result.body
+
+
+def answer_of(data: bytes) -> ToolResult:
+    """Return the answer that a blob holds."""
+    head, _, body = data.partition(b"\n")
+    status, _, kind = head.decode().partition(" ")
+    if kind.startswith("["):
+        headers = tuple((name, value) for name, value in orjson.loads(kind))
+        return ToolResult(int(status), content_type(headers), body, headers)
+    return ToolResult(int(status), kind, body)
 
 
 def insert_node(execute: Execute, tree: int, node: Node) -> None:

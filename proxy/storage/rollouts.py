@@ -125,12 +125,10 @@ class RolloutStore:
         sql += " AND name = :name" if name is not None else ""
         # Whether a damaged row has ended is not known.
         sql += f" AND (finished = 0 OR NOT {is_whole('rollouts')})" if running else ""
-        wanted = dict(labels or {})
-        sql += "".join(f" AND {label_value('labels', f':path{n}')} = :label{n}" for n in range(len(wanted)))
+        conditions, wanted = labels_condition(labels or {}, "labels")
+        sql += "".join(f" AND {condition}" for condition in conditions)
         sql += f" ORDER BY id {'DESC' if newest else 'ASC'} LIMIT :limit OFFSET :offset"
-        values = {"task": task, "name": name, "limit": limit, "offset": offset}
-        for n, (label, value) in enumerate(wanted.items()):
-            values |= {f"path{n}": label_path(label), f"label{n}": value}
+        values = {"task": task, "name": name, "limit": limit, "offset": offset, **wanted}
         rows = self._database.views(sql, values)
         for row in rows:
             if not row["whole"]:
@@ -233,3 +231,17 @@ def label_value(column: str, path: str) -> str:
         path: The parameter with the label's path, or the path as a literal.
     """
     return f"CASE WHEN json_valid({column}) THEN json_extract({column}, {path}) END"
+
+
+def labels_condition(labels: Mapping[str, str], column: str) -> tuple[list[str], dict[str, str]]:
+    """Return the SQL conditions that choose rollouts with all of these labels, and the parameters' values.
+
+    Args:
+        labels: The labels; none for no condition.
+        column: The column `labels`.
+    """
+    conditions, values = [], dict[str, str]()
+    for number, (name, value) in enumerate(labels.items()):
+        conditions.append(f"{label_value(column, f':path{number}')} = :label{number}")
+        values |= {f"path{number}": label_path(name), f"label{number}": value}
+    return conditions, values

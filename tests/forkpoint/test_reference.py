@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from forkpoint import client, errors, local, operations, results, trees
+from forkpoint import client, errors, local, operations, results, trajectories, trees
 from forkpoint.exchange import Operation
 
 PAGE = Path(__file__).parents[2] / "docs" / "client.md"
@@ -20,8 +20,8 @@ CLASSES: tuple[tuple[str, type, type], ...] = (
 RESULTS = (
     results.CallResult, results.ShellResult, results.FileResult, results.SqlResult, results.ComparedQueries,
     results.VideoResult, results.ToolResponse, results.RolloutInfo, results.Step, results.TaskInfo, trees.Tree,
-    results.Node, results.Report, results.ReportRow, results.Diff, results.Stats, errors.ForkpointError,
-    errors.UnreachableError,
+    results.Node, results.Report, results.ReportRow, trajectories.Trajectory, results.Diff, results.Stats,
+    errors.ForkpointError, errors.UnreachableError,
 )  # fmt: skip
 
 
@@ -100,10 +100,12 @@ def test_page_has_the_reference_of_the_docstrings() -> None:
 
 def test_every_public_class_is_in_the_reference() -> None:
     made = {
-        value for module in (results, trees) for value in vars(module).values()
+        value for module in (results, trajectories, trees) for value in vars(module).values()
         if isinstance(value, type) and value.__module__ == module.__name__
     }  # fmt: skip
-    assert made == {kind for kind in RESULTS if kind.__module__ in (results.__name__, trees.__name__)}
+    assert made == {
+        kind for kind in RESULTS if kind.__module__ in (results.__name__, trajectories.__name__, trees.__name__)
+    }
 
 
 if __name__ == "__main__":

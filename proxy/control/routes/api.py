@@ -13,6 +13,7 @@ from proxy.control.routes import (
     scratch,
     states,
     tasks,
+    trajectories,
     transfer,
     trees,
     videos,
@@ -22,5 +23,18 @@ from proxy.control.routes.params import PROBLEM
 _PROBLEMS: dict[int | str, dict[str, Any]] = {"4XX": PROBLEM, "5XX": PROBLEM}
 
 control_plane = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
-for module in (tasks, nodes, rollouts, states, trees, scratch, activity, videos, transfer, audits, reports):
+for module in (
+    tasks,
+    nodes,
+    rollouts,
+    states,
+    trees,
+    scratch,
+    activity,
+    videos,
+    transfer,
+    trajectories,
+    audits,
+    reports,
+):
     control_plane.include_router(module.router)

@@ -1,0 +1,49 @@
+"""Routes of trajectories: rollouts as training data, one JSON object a line."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import StreamingResponse
+
+from proxy.control.routes.params import EngineDep, LabelQuery, TaskName, granted, wanted_labels
+from proxy.engine import Engine
+from proxy.names import NAME_PATTERN
+from proxy.transfer.trajectories import ANSWER_BYTES, TrajectoryRequest, trajectories
+
+MEDIA_TYPE = "application/jsonl"
+"""The media type of JSON Lines."""
+RolloutQuery = Annotated[str | None, Query(pattern=NAME_PATTERN, description="Only rollouts of this name.")]
+AnswerBytes = Annotated[
+    int, Query(ge=0, le=1 << 30, description="Longest answer in bytes; longer ones are cut and marked.")
+]
+
+router = APIRouter()
+_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {}}}}
+
+
+@router.get("/trajectories", response_class=StreamingResponse, responses=_RESPONSES)
+async def read_trajectories(
+    engine: EngineDep, request: Request, label: LabelQuery = None, answer_bytes: AnswerBytes = ANSWER_BYTES
+) -> StreamingResponse:
+    """Stream the rollouts of all tasks, with their calls, answers, timings and labels."""
+    granted(request).require_whole()
+    return _stream(engine, TrajectoryRequest(None, None, wanted_labels(label), answer_bytes))
+
+
+@router.get("/tasks/{task}/trajectories", response_class=StreamingResponse, responses=_RESPONSES)
+async def read_task_trajectories(
+    engine: EngineDep,
+    task: TaskName,
+    label: LabelQuery = None,
+    rollout: RolloutQuery = None,
+    answer_bytes: AnswerBytes = ANSWER_BYTES,
+) -> StreamingResponse:
+    """Stream the rollouts of one task, with their calls, answers, timings and labels."""
+    await engine.tasks.find(task)
+    return _stream(engine, TrajectoryRequest(task, rollout, wanted_labels(label), answer_bytes))
+
+
+def _stream(engine: Engine, request: TrajectoryRequest) -> StreamingResponse:
+    engine.journal.fold()
+    body = trajectories(engine.store.database, request)
+    return StreamingResponse(body, media_type=MEDIA_TYPE, headers={"x-accel-buffering": "no"})

@@ -1,0 +1,214 @@
+"""Rollouts as training data: one JSON object on a line for each, with messages, answers, timings and labels.
+
+Theory of operation:
+
+1. The lines are read on a connection of their own, in one transaction: they show one moment of the store, whatever is
+   recorded meanwhile.
+2. Nothing is held but the call that is written and what `calls` says of each call of the rollout, about 300 bytes.
+   So a rollout of ten thousand calls and a store of a million take the same memory.
+3. Every answer is compared with its digest. A call whose record was forgotten or is damaged has no messages; then
+   `complete` is false.
+
+Answers are an agent's data, and headers of requests to tool servers may be credentials, so headers are left out.
+"""
+
+import codecs
+import re
+import sqlite3
+import zlib
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from proxy.dialects.shell import exit_code
+from proxy.storage.database import StoreDatabase
+from proxy.storage.records import answer_of
+from proxy.storage.rollouts import labels_condition
+from proxy.storage.schema import is_whole
+from proxy.tree.labels import REWARD
+from proxy.tree.rollout import Outcome
+from sandboxes.effects import Effect
+
+ANSWER_BYTES = 1 << 20
+"""Longest answer or upload in a line, in bytes, unless a request says otherwise: models read far less of one."""
+_SENT_BYTES = 256 << 10
+"""Bytes that are collected before they are sent: fewer, larger writes to the socket."""
+_FUNCTION = re.compile(r"[^A-Za-z0-9_-]")
+"""Characters that names of functions cannot have in the chat formats of OpenAI and others."""
+_FUNCTION_CHARS = 64
+_WHOLE = is_whole("records")
+_SAVED = frozenset({Outcome.HIT, Outcome.WAIT})
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryRequest:
+    """Which rollouts to write, and how.
+
+    Attributes:
+        task: Only rollouts of this task; None for all.
+        rollout: Only rollouts of this name; None for all.
+        labels: Only rollouts with all of these labels.
+        answer_bytes: Longest answer or upload; longer ones are cut and marked.
+    """
+
+    task: str | None = None
+    rollout: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    answer_bytes: int = ANSWER_BYTES
+
+
+def trajectories(database: StoreDatabase, request: TrajectoryRequest) -> Iterator[bytes]:
+    """Yield the lines in pieces of about 256 kB. Blocking: for a thread. 40 us a call, and 10 ms for each MB.
+
+    Rollouts that made no call, and those that the proxy began for itself, are left out.
+
+    Args:
+        database: The store's database. Fold the journal before.
+        request: What to write.
+    """
+    with closing(database.open_reader()) as connection:
+        connection.execute("BEGIN")
+        pending = bytearray()
+        for piece in _Writer(connection, request).pieces():
+            pending += piece
+            if len(pending) >= _SENT_BYTES:
+                yield bytes(pending)
+                pending.clear()
+        yield bytes(pending)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """The totals of one rollout."""
+
+    counts: dict[str, int] = field(default_factory=lambda: {"hits": 0, "waits": 0, "misses": 0, "bypasses": 0})
+    executed_s: float = 0.0
+    saved_s: float = 0.0
+
+    def add(self, outcome: Outcome, tool_s: float) -> None:
+        name = {Outcome.HIT: "hits", Outcome.WAIT: "waits", Outcome.MISS: "misses", Outcome.BYPASS: "bypasses"}[outcome]
+        self.counts[name] += 1
+        if outcome in _SAVED:
+            self.saved_s += tool_s
+        else:
+            self.executed_s += tool_s
+
+
+class _Writer:
+    def __init__(self, connection: sqlite3.Connection, request: TrajectoryRequest) -> None:
+        self._connection, self._request = connection, request
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the bytes of all lines."""
+        parts, values = labels_condition(self._request.labels, "labels")
+        parts += [is_whole("rollouts"), "name NOT LIKE '~%'", "calls > 0"]
+        for name in ("task", "rollout"):
+            wanted = getattr(self._request, name)
+            if wanted is not None:
+                parts.append(f"{'name' if name == 'rollout' else name} = :{name}")
+                values[name] = wanted
+        cursor = self._connection.execute(f"SELECT * FROM rollouts WHERE {' AND '.join(parts)} ORDER BY id", values)
+        names = [column[0] for column in cursor.description]
+        for row in cursor:
+            yield from self._line(dict(zip(names, row, strict=True)))
+
+    def _line(self, row: Mapping[str, Any]) -> Iterator[bytes]:
+        labels = orjson.loads(row["labels"])
+        head = {
+            "task": row["task"], "rollout": row["name"], "id": row["id"], "labels": labels,
+            "reward": float(labels[REWARD]) if REWARD in labels else None, "finished": bool(row["finished"]),
+            "created_at": row["created_at"], "used_at": row["used_at"],
+            "start": f"n{row['start']}", "node": f"n{row['node']}",
+        }  # fmt: skip
+        yield orjson.dumps(head)[:-1] + b',"messages":['
+        calls, totals, complete, separator = [], _Totals(), not row["lost"], b""
+        steps = "SELECT turn, record, outcome FROM steps WHERE rollout = ? ORDER BY turn"
+        for turn, record, number in self._connection.execute(steps, (row["id"],)):
+            outcome = Outcome(number)
+            call, messages = self._call(turn, record, outcome)
+            totals.add(outcome, call["tool_s"])
+            calls.append(orjson.dumps(call))
+            complete = complete and bool(messages)
+            for message in messages:
+                yield separator + orjson.dumps(message)
+                separator = b","
+        tail = {
+            "complete": complete and len(calls) == row["calls"],
+            "totals": {
+                "calls": len(calls), **totals.counts, "executed_s": totals.executed_s, "saved_s": totals.saved_s,
+                "restored_s": row["restore_s"], "replayed_s": row["replay_s"], "waited_s": row["wait_s"],
+            },
+        }  # fmt: skip
+        yield b'],"calls":['
+        for number, each in enumerate(calls):
+            yield b"," + each if number else each
+        yield b"]," + orjson.dumps(tail)[1:] + b"\n"
+
+    def _call(self, turn: int, record: int, outcome: Outcome) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return what `calls` says of a call, and its two messages; no messages if its record cannot be read."""
+        call: dict[str, Any] = {
+            "turn": turn, "id": f"call_{turn}", "outcome": outcome.name.lower(),
+            "hit": outcome in _SAVED, "record": record, "endpoint": None, "tool": None, "status": None,
+            "media_type": None, "encoding": None, "truncated": False, "exit_code": None, "effect": [], "node": None,
+            "tool_s": 0.0, "recorded_at": None,
+        }  # fmt: skip
+        sql = (
+            f"SELECT call, upload, answer, effect, seconds, recorded_at, target FROM records WHERE id = ? AND {_WHOLE}"
+        )
+        row = self._connection.execute(sql, (record,)).fetchone()
+        if row is None:
+            return call, []
+        blobs = [self._blob(number) if number else b"" for number in row[:3]]
+        call |= {
+            "effect": Effect(row[3]).names, "tool_s": row[4], "recorded_at": row[5], "node": f"n{row[6]}",
+        }  # fmt: skip
+        if any(blob is None for blob in blobs):
+            return call, []
+        made, upload, result = orjson.loads(blobs[0] or b""), blobs[1] or b"", answer_of(blobs[2] or b"")
+        content, encoding, answer_cut = self._text(result.body)
+        arguments, upload_cut = self._arguments(made["arguments"], upload)
+        call |= {
+            "endpoint": made["endpoint"], "tool": made["tool"], "status": result.status,
+            "media_type": result.media_type, "encoding": encoding, "truncated": answer_cut or upload_cut,
+            "exit_code": exit_code(result),
+        }  # fmt: skip
+        name = _FUNCTION.sub("_", f"{made['endpoint']}_{made['tool']}")[:_FUNCTION_CHARS]
+        function = {"name": name, "arguments": orjson.dumps(arguments).decode()}
+        return call, [
+            {
+                "role": "assistant", "content": "",
+                "tool_calls": [{"id": call["id"], "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content},
+        ]  # fmt: skip
+
+    def _arguments(self, arguments: Mapping[str, Any], upload: bytes) -> tuple[dict[str, Any], bool]:
+        kept = {name: value for name, value in arguments.items() if name != "headers" or "target" not in arguments}
+        if not upload:
+            return kept, False
+        text, encoding, cut = self._text(upload)
+        return {**kept, "body" if encoding == "utf-8" else "body_base64": text}, cut
+
+    def _text(self, data: bytes) -> tuple[str, str, bool]:
+        """Return bytes as text, their encoding (`utf-8` or `base64`), and whether they were cut."""
+        cut = len(data) > self._request.answer_bytes
+        data = data[: self._request.answer_bytes] if cut else data
+        try:
+            # Not final: a character that the cut has halved is left out.
+            return codecs.getincrementaldecoder("utf-8")().decode(data, final=not cut), "utf-8", cut
+        except UnicodeDecodeError:
+            return b64encode(data).decode(), "base64", cut
+
+    def _blob(self, blob: int) -> bytes | None:
+        """Return the bytes of a blob; None if they are not those that were written."""
+        row = self._connection.execute("SELECT packed, data, digest FROM blobs WHERE id = ?", (blob,)).fetchone()
+        try:
+            data: bytes = zlib.decompress(row[1]) if row[0] else bytes(row[1])
+        except (TypeError, zlib.error, ValueError):
+            return None
+        return data if blake2b(data, digest_size=32).digest() == row[2] else None

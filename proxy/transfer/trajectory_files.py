@@ -1,0 +1,187 @@
+"""Trajectories as files: JSON Lines, Parquet, or a directory that Hugging Face's `datasets` loads.
+
+This runs where the files are written, in commands and in other programs' processes, and loads nothing of the proxy. It
+is the only module that imports pyarrow, which the extra `parquet` installs.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+Format = Literal["jsonl", "parquet", "hf"]
+_GROUP_BYTES = 8 << 20
+"""JSON bytes of the rows that one row group holds. As objects in memory they take up to ten times as much."""
+_SHARD_BYTES = 1 << 30
+"""JSON bytes of the rows in one file of a dataset: some hundred megabytes of Parquet."""
+_CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/train-*.parquet
+---
+Rollouts of agents with their tool calls, exported by Forkpoint. Each row is one rollout; docs/data.md of Forkpoint
+describes the columns.
+"""
+
+
+class TrajectoryFileError(ValueError):
+    """A file cannot be written as requested; the text says what to do."""
+
+
+def format_of(path: Path) -> Format:
+    """Return the format that a path's name asks for: `.jsonl`, `.parquet`, or a dataset for a name without a suffix.
+
+    Raises:
+        TrajectoryFileError: The name has another suffix.
+    """
+    formats: Mapping[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+    if not path.suffix:
+        return "hf"
+    if path.suffix not in formats:
+        raise TrajectoryFileError(f"the format of {path.name} is not known. Choose one: jsonl, parquet or hf.")
+    return formats[path.suffix]
+
+
+class Lines:
+    """Splits a response that arrives in chunks into its lines. Memory: one line.
+
+    Only a line feed ends a line: answers may hold other characters that readers of text take for line ends.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[bytes] = []
+
+    def of(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield the lines that end in a chunk, without their line ends. Every line of the proxy ends in one."""
+        *ended, rest = chunk.split(b"\n")
+        for line in ended:
+            yield b"".join([*self._pending, line])
+            self._pending.clear()
+        self._pending.append(rest)
+
+
+def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a response that arrives in chunks, without their line ends."""
+    split = Lines()
+    for chunk in chunks:
+        yield from split.of(chunk)
+
+
+def write(chunks: Iterable[bytes], path: Path, kind: Format | None = None) -> None:
+    """Write a response of `GET …/trajectories` to a file or a directory, which appears when it is complete.
+
+    Args:
+        chunks: The bytes of the response.
+        path: The file, or for `hf` the directory, which may not exist yet.
+        kind: The format; None for what the name asks for.
+
+    Raises:
+        TrajectoryFileError: The format is not known, pyarrow is missing, or the directory exists.
+        OSError: The file cannot be written.
+    """
+    chosen: dict[Format, Callable[[Iterable[bytes], Path], None]] = {
+        "jsonl": _write_jsonl, "parquet": _write_parquet, "hf": _write_dataset,
+    }  # fmt: skip
+    kind = kind or format_of(path)
+    if kind == "hf" and path.exists():
+        raise TrajectoryFileError(f"{path} exists. Choose a directory that does not.")
+    draft = path.with_name(f"{path.name}.part")
+    try:
+        chosen[kind](chunks, draft)
+        draft.rename(path)
+    finally:
+        if draft.is_dir():
+            shutil.rmtree(draft)
+        else:
+            draft.unlink(missing_ok=True)
+
+
+def _write_jsonl(chunks: Iterable[bytes], path: Path) -> None:
+    with path.open("wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+
+
+def _write_parquet(chunks: Iterable[bytes], path: Path) -> None:
+    _write_shards(lines(chunks), lambda _: path, None)
+
+
+def _write_dataset(chunks: Iterable[bytes], path: Path) -> None:
+    (path / "data").mkdir(parents=True)
+    (path / "README.md").write_text(_CARD)
+    _write_shards(lines(chunks), lambda number: path / "data" / f"train-{number:05d}.parquet", _SHARD_BYTES)
+
+
+def _write_shards(rows: Iterator[bytes], path: Callable[[int], Path], shard_bytes: int | None) -> None:
+    """Write rows to numbered files: the first one always, another one after each `shard_bytes`; None for one file."""
+    _write_shard(_up_to(rows, shard_bytes), path(0))
+    for number in count(1):
+        first = next(rows, None)
+        if first is None:
+            return
+        _write_shard(_up_to(chain((first,), rows), shard_bytes), path(number))
+
+
+def _up_to(rows: Iterator[bytes], size_bytes: int | None) -> Iterator[bytes]:
+    """Yield rows until they have this many bytes."""
+    written = 0
+    for row in rows:
+        yield row
+        written += len(row)
+        if size_bytes is not None and written >= size_bytes:
+            return
+
+
+def _write_shard(rows: Iterator[bytes], path: Path) -> None:
+    try:
+        import pyarrow as pa  # noqa: PLC0415 - optional, and slow to load
+        from pyarrow import parquet  # noqa: PLC0415 - optional, and slow to load
+    except ImportError:
+        raise TrajectoryFileError("this format needs pyarrow: pip install 'forkpoint[parquet]'.") from None
+    schema = _schema(pa)
+    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        while True:
+            group = [_row(orjson.loads(line)) for line in _up_to(rows, _GROUP_BYTES)]
+            if not group:
+                return
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+
+
+def _row(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line as a row: the labels that most trainers use are columns, and all of them one JSON text."""
+    labels, totals = line["labels"], line["totals"]
+    named = {name: labels.get(name) for name in ("run", "group", "policy")}
+    named |= {name: int(labels[name]) if name in labels else None for name in ("step", "epoch")}
+    return {
+        **line,
+        **named,
+        "labels": orjson.dumps(labels).decode(),
+        **{f"total_{name}": totals[name] for name in totals},
+    }
+
+
+def _schema(pa: Any) -> Any:
+    text, seconds, whole = pa.string(), pa.float64(), pa.int64()
+    function = pa.struct([("name", text), ("arguments", text)])
+    tool_call = pa.struct([("id", text), ("type", text), ("function", function)])
+    message = pa.struct([
+        ("role", text), ("content", text), ("tool_calls", pa.list_(tool_call)), ("tool_call_id", text), ("name", text),
+    ])  # fmt: skip
+    call = pa.struct([
+        ("turn", whole), ("id", text), ("outcome", text), ("hit", pa.bool_()), ("record", whole), ("endpoint", text),
+        ("tool", text), ("status", whole), ("media_type", text), ("encoding", text), ("truncated", pa.bool_()),
+        ("exit_code", whole), ("effect", pa.list_(text)), ("node", text), ("tool_s", seconds), ("recorded_at", seconds),
+    ])  # fmt: skip
+    return pa.schema([
+        ("task", text), ("rollout", text), ("id", whole), ("run", text), ("step", whole), ("epoch", whole),
+        ("group", text), ("policy", text), ("reward", seconds), ("labels", text), ("finished", pa.bool_()),
+        ("complete", pa.bool_()), ("created_at", seconds), ("used_at", seconds), ("start", text), ("node", text),
+        ("messages", pa.list_(message)), ("calls", pa.list_(call)),
+        *((f"total_{name}", whole) for name in ("calls", "hits", "waits", "misses", "bypasses")),
+        *((f"total_{name}", seconds) for name in ("executed_s", "saved_s", "restored_s", "replayed_s", "waited_s")),
+    ])  # fmt: skip
