@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from proxy.dataplane.hit_protocol import HitFirst, UvicornTransport, protocol_for, report_responses
+from proxy.dataplane.hit_protocol import HitFirst, protocol_for, report_responses
+from proxy.dataplane.uvicorn_transport import UvicornTransport
 from proxy.http.asgi import Receive, Scope, Send
 
 if TYPE_CHECKING:
