@@ -7,15 +7,19 @@ repository itself is on the path.
 
 The hook also compiles `sandboxes/linux/vfork.c`. The wheel then is for this machine's architecture; where no compiler
 works it is for every machine, and Forkpoint does in Python what the library does faster.
+
+Where MkDocs is installed, the hook also builds the documentation site, which the proxy then serves below `/manual/`.
 """
 
 import ast
+import importlib.util
 import io
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tokenize
 from collections.abc import Iterator
@@ -29,6 +33,7 @@ ROOMS = ("proxy", "sandboxes", "snapshots")
 PACKAGE = "forkpoint"
 HELPER = Path("sandboxes", "linux", "vfork.c")
 LIBRARY = HELPER.with_name("libvfork.so")
+SITE = Path("proxy", "ui", "manual")
 Edit = tuple[int, int, str]
 """Begin and end of the bytes to replace, and the new text."""
 
@@ -62,6 +67,8 @@ class RoomsHook(BuildHookInterface):  # type: ignore[misc]
                 # It is loaded by ctypes, so one build serves every version of Python.
                 build_data["tag"] = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"
             build_data["force_include"][str(self._copy / room)] = f"{PACKAGE}/{room}"
+        if not build_site(Path(self.root), self._copy / SITE):
+            self.app.display_warning("The wheel has no manual: install the dependency group `docs`, and build again.")
         copy_room(Path(self.root) / PACKAGE, self._copy / PACKAGE)
         for path in sorted((self._copy / PACKAGE).rglob("*")):
             if path.is_file():
@@ -81,6 +88,20 @@ def compile_helper(source: Path, library: Path) -> bool:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
     except OSError:
         return False
+
+
+def build_site(root: Path, target: Path) -> bool:
+    """Build the documentation site into a folder; return False where MkDocs or its sources are not installed.
+
+    Raises:
+        subprocess.CalledProcessError: The pages have an error, such as a dead link.
+    """
+    needed = ("material", "fastapi")
+    if not (root / "manual").is_dir() or any(importlib.util.find_spec(name) is None for name in needed):
+        return False
+    shutil.rmtree(target, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "manual.build", str(target)], cwd=root, check=True)  # noqa: S603
+    return True
 
 
 def copy_room(source: Path, target: Path) -> None:

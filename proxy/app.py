@@ -36,6 +36,7 @@ from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.settings import Settings
 from proxy.storage.errors import StoreError
 from proxy.ui.api import PageData, page_data
+from proxy.ui.manual_files import manual
 from proxy.ui.static_files import page
 from sandboxes.driver import Driver
 from sandboxes.errors import SandboxError
@@ -210,6 +211,7 @@ def _behind(control: ControlPlane) -> FastAPI:
     app.state.page = PageData.over(engine)
     app.include_router(page_data)
     app.include_router(page())
+    app.include_router(manual())
     _health(app, control)
     _problems(app, engine)
     _describe(app)

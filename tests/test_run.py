@@ -51,7 +51,9 @@ def test_run_installs_and_serves(newcomer: tuple[Path, dict[str, str]], tmp_path
 
 def test_run_explains_its_commands() -> None:
     shown = subprocess.run([REPOSITORY / "run", "--help"], check=True, capture_output=True, text=True).stdout
-    assert all(f"./run {command}" in shown for command in ("serve", "test", "test --all", "check", "doctor"))
+    assert all(
+        f"./run {command}" in shown for command in ("serve", "test", "test --all", "check", "docs", "wheel", "doctor")
+    )
 
 
 @pytest.mark.parametrize("lock", ["requirements.txt", "requirements-dev.txt"])

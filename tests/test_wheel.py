@@ -47,6 +47,13 @@ def test_wheel_has_every_module_and_data_file(wheel: Path) -> None:
     assert expected <= packed
 
 
+def test_wheel_has_the_manual(wheel: Path) -> None:
+    """The running proxy serves it offline."""
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+    assert {f"forkpoint/proxy/ui/manual/{name}" for name in ("index.html", "state.html", "llms.txt")} <= packed
+
+
 def test_wheel_has_the_compiled_helper(wheel: Path, tmp_path: Path) -> None:
     """The wheel is then for this architecture and every version of Python. Without a compiler it has no helper."""
     with zipfile.ZipFile(wheel) as archive:

@@ -44,8 +44,10 @@ _DIGEST = "sha256:"
 """Precedes a token's SHA-256 in hexadecimal digits, which a token file may have in place of the token."""
 _SUBPROTOCOL = "token."
 """Precedes a token among the subprotocols of a WebSocket: a page cannot set other headers there."""
-_PUBLIC_PATHS = frozenset({"/", "/healthz", "/readyz", "/ui"})
-"""Paths that need no token. The page's own files below `/ui/` hold no data and need none either."""
+_PUBLIC_PATHS = frozenset({"/", "/healthz", "/readyz", "/ui", "/manual"})
+"""Paths that need no token."""
+_PUBLIC_FOLDERS = ("/ui/", "/manual/")
+"""The files of the page and of the manual hold no data and need no token either."""
 
 RolloutOfToken = Callable[[str], tuple[str, str] | None]
 """Returns the task and the name of the running rollout that a token was made for; None for an unknown token."""
@@ -215,7 +217,7 @@ class Access:
             RefusalError: 401 for a missing or unknown token, 403 for a hidden task.
         """
         path: str = scope["path"]
-        if not self._tokens or path in _PUBLIC_PATHS or path.startswith("/ui/"):
+        if not self._tokens or path in _PUBLIC_PATHS or path.startswith(_PUBLIC_FOLDERS):
             return ALL
         task, rollout = _named(scope)
         presented = list(_presented(scope["headers"]))

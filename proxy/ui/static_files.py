@@ -48,13 +48,25 @@ class StaticFile:
 
 def read_files(folder: Path = _FILES) -> Mapping[str, StaticFile]:
     """Read the page's files, by path below `/ui/`."""
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix in _TYPES:
-            data = path.read_bytes()
-            tag = f'"{blake2b(data, digest_size=12).hexdigest()}"'
-            files[path.relative_to(folder).as_posix()] = StaticFile(_TYPES[path.suffix], data, tag)
-    return files
+    return {
+        path.relative_to(folder).as_posix(): read_file(path, _TYPES[path.suffix])
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix in _TYPES
+    }
+
+
+def read_file(path: Path, media_type: str) -> StaticFile:
+    """Read one file."""
+    data = path.read_bytes()
+    return StaticFile(media_type, data, f'"{blake2b(data, digest_size=12).hexdigest()}"')
+
+
+def response_to(request: Request, static: StaticFile) -> Response:
+    """Return a file with the page's headers, or 304 if the browser has it."""
+    headers = {**HEADERS, "etag": static.tag}
+    if request.headers.get("if-none-match") == static.tag:
+        return Response(status_code=304, headers=headers)
+    return Response(static.data, media_type=static.media_type, headers=headers)
 
 
 def page() -> APIRouter:
@@ -85,9 +97,6 @@ def page() -> APIRouter:
         static = files.get(path or "index.html")
         if static is None:
             raise RefusalError(404, "no-such-file", f"the page has no file {path!r}. Open /ui/.")
-        headers = {**HEADERS, "etag": static.tag}
-        if request.headers.get("if-none-match") == static.tag:
-            return Response(status_code=304, headers=headers)
-        return Response(static.data, media_type=static.media_type, headers=headers)
+        return response_to(request, static)
 
     return router
