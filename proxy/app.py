@@ -9,7 +9,7 @@ import functools
 import os
 import socket
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -34,6 +34,7 @@ from proxy.http.browser_guard import BrowserGuard
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.settings import Settings
+from proxy.storage.data_dir import owning
 from proxy.storage.errors import StoreError
 from proxy.ui.api import PageData, page_data
 from proxy.ui.manual_files import manual
@@ -80,8 +81,10 @@ def run(settings: Settings) -> None:
             f"cannot listen on {settings.host}:{settings.port}: {os.strerror(error.errno or 0)}. Choose another "
             "--port, or stop the process that uses this one."
         ) from error
-    with listener:
+    with listener, ExitStack() as owned:
         try:
+            # Before the store is opened, which may upgrade it.
+            owned.enter_context(owning(settings.data))
             application = build(settings)
         except (StoreError, OSError) as error:
             raise StartError(str(error)) from error

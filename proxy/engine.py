@@ -315,7 +315,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     database = settings.data / "forkpoint.sqlite"
     store = Store(database, sync="FULL" if survives_power_loss else "NORMAL", namespace=access.namespace)
     journal = Journal(settings.data / "journal", fold, store.rollouts, store.database, sync=survives_power_loss)
-    snapshots = SnapshotStore(settings.data / "snapshots")
+    snapshots = SnapshotStore(settings.data / "snapshots", drivers)
     pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
     cache = SnapshotCache(
         snapshots, drivers, counts,

@@ -126,6 +126,16 @@ class WatchingDriver(Protocol):
 
 
 @runtime_checkable
+class VersionedDriver(Protocol):
+    """A driver that says when frozen states of an earlier version of it can no longer be restored."""
+
+    @property
+    def state_version(self) -> str:
+        """Names the form and the meaning of frozen states. Snapshots with another one are removed at the start."""
+        ...
+
+
+@runtime_checkable
 class Resting(Protocol):
     """A sandbox in which calls may leave processes running that take a while to start."""
 

@@ -4,6 +4,8 @@ A directory without a manifest is half written and is removed at the next start.
 the disk, so after a reboot no snapshot can be trusted, and all are removed: a lost snapshot costs time, a damaged one a
 wrong answer.
 
+A snapshot of another version of its driver is removed too (`VersionedDriver`): its payload may mean something else.
+
 A manifest begins with a line that holds its own digest, and it names the digest of the payload. Both are compared
 whenever they are read.
 """
@@ -12,14 +14,14 @@ import contextlib
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from sandboxes.driver import FrozenState
+from sandboxes.driver import Driver, FrozenState, VersionedDriver
 from sandboxes.effects import StateDigest
 from snapshots.snapshot import Snapshot
 
@@ -30,8 +32,18 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class SnapshotStore:
     """All snapshots of a data directory. Manifests are in memory; payloads are read when a snapshot is restored."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, drivers: Mapping[str, Driver] | None = None) -> None:
+        """Create a store that is not open yet.
+
+        Args:
+            directory: Where the snapshots are.
+            drivers: The drivers by name, for their versions. Snapshots of other drivers are kept as they are.
+        """
         self._directory = directory
+        self._versions = {
+            name: driver.state_version if isinstance(driver, VersionedDriver) else None
+            for name, driver in (drivers or {}).items()
+        }
         self._snapshots: dict[str, Snapshot] = {}
 
     def open(self) -> int:
@@ -48,7 +60,7 @@ class SnapshotStore:
             if entry == mark:
                 continue
             # No manifest means that a kill came before the rename in `save`.
-            snapshot = None if rebooted else _read(entry)
+            snapshot = None if rebooted else self._read(entry)
             if snapshot is None:
                 shutil.rmtree(entry, ignore_errors=True)
             else:
@@ -76,6 +88,7 @@ class SnapshotStore:
             "tree": tree,
             "node": node,
             "driver": frozen.driver,
+            "version": self._versions.get(frozen.driver),
             "kind": frozen.kind,
             "parts": list(frozen.parts),
             "size_bytes": frozen.size_bytes,
@@ -134,21 +147,23 @@ class SnapshotStore:
         """Return a snapshot by its id; None if there is none, or for no id."""
         return None if name is None else self._snapshots.get(name)
 
+    def _read(self, directory: Path) -> Snapshot | None:
+        """Return the snapshot in a directory; None if it is half written, damaged, or of another driver's version."""
+        try:
+            manifest = _manifest(directory)
+            version, driver = manifest.get("version"), manifest["driver"]
+            usable = self._versions.get(driver, version) == version
+            return _snapshot(directory.name, manifest) if usable else None
+        # A manifest of another version may lack members; such a snapshot is unusable here and is removed.
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+            return None
+
     def __iter__(self) -> Iterator[Snapshot]:
         # A copy: callers await and drop snapshots between two elements.
         return iter(list(self._snapshots.values()))
 
     def __len__(self) -> int:
         return len(self._snapshots)
-
-
-def _read(directory: Path) -> Snapshot | None:
-    """Return the snapshot in a directory; None if it is half written or damaged."""
-    try:
-        return _snapshot(directory.name, _manifest(directory))
-    # A manifest of another version may lack members; such a snapshot is unusable here and is removed.
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _manifest(directory: Path) -> dict[str, Any]:

@@ -1,15 +1,19 @@
-"""The data directory: nobody but the proxy's own user may look into it.
+"""The data directory: one process uses it, and nobody but the proxy's own user may look into it.
 
 It holds all calls and answers of all tasks, files of other users inside layers, and images of processes' memory.
 """
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
 
 from proxy.storage.errors import StoreError
+from sandboxes.errors import SandboxError
+from sandboxes.linux.dir_lock import Ownership, is_unowned
 
 log = structlog.get_logger()
 
@@ -38,3 +42,26 @@ def make_private(data: Path) -> None:
         return
     if status.st_mode & 0o077:
         log.warning("other users could look into the data directory until now", data=str(data), uid=os.geteuid())
+
+
+@contextmanager
+def owning(data: Path) -> Iterator[None]:
+    """Own the data directory within the block, as a proxy, a restore or an upgrade does; see `make_private`.
+
+    Raises:
+        StoreError: Another process uses it, or it may not be used.
+    """
+    make_private(data)
+    ownership = Ownership(data)
+    # Earlier versions lock only the directories of their drivers.
+    drivers = [lock.parent for lock in data.glob("*/lock")]
+    try:
+        ownership.acquire(mode=None)
+    except SandboxError as error:
+        raise StoreError(str(error)) from error
+    try:
+        if not all(map(is_unowned, drivers)):
+            raise StoreError(f"{data} is in use by another process. Stop it, or choose another data directory.")
+        yield
+    finally:
+        ownership.release()

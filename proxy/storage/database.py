@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from proxy.storage.errors import DamagedError, StoreError
-from proxy.storage.schema import CHECKSUM_FUNCTION, NAMED, check_version, create_tables, is_whole, row_checksum
+from proxy.storage.migrations import migrate
+from proxy.storage.schema import CHECKSUM_FUNCTION, NAMED, create_tables, is_whole, row_checksum, version_of
 from sandboxes.lean_imports import without
 
 with without("numpy"):
@@ -45,7 +46,7 @@ class StoreDatabase:
     """One SQLite file. Every method is synchronous and short, unless it says that it blocks."""
 
     def __init__(self, path: Path, *, sync: Literal["NORMAL", "FULL"] = "NORMAL", block: int = 0) -> None:
-        """Open the file, or create it with its tables.
+        """Open the file, or create it with its tables. The tables of an older version are brought to this version.
 
         Args:
             path: The file; its directory is created.
@@ -53,7 +54,8 @@ class StoreDatabase:
             block: Which block of `BLOCK` numbers this file gives out. Rows of other blocks came from other files.
 
         Raises:
-            StoreError: The file is no database, another program's, or of another version. It is left unchanged.
+            StoreError: The file is no database, another program's, or of a newer version, or it could not be brought to
+                this version. It is left unchanged.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         # A copy of the file elsewhere stays private too. SQLite gives its -wal and -shm the mode of the file.
@@ -64,16 +66,18 @@ class StoreDatabase:
         self._connection.create_function(CHECKSUM_FUNCTION, -1, row_checksum, deterministic=True)
         self.tables = sqlite_utils.Database(self._connection)
         try:
-            check_version(self.tables)
+            version = version_of(self.tables)
             self._check_pages()
             self._connection.execute("PRAGMA journal_mode=WAL")
+            if version is not None:
+                migrate(self.tables, path, version)
             self._connection.execute(f"PRAGMA synchronous={sync}")
             self._connection.execute("PRAGMA wal_autocheckpoint=0")
             create_tables(self.tables)
             self._check_names()
             self._next = {name: self._last_number(name) + 1 for name in _NUMBERED}
         # SQLite's messages about a damaged schema may be no UTF-8: a ValueError, as a foreign database is.
-        except (ValueError, TypeError, sqlite3.Error) as error:
+        except (ValueError, TypeError, OSError, sqlite3.Error) as error:
             self._connection.close()
             raise StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.") from error
 

@@ -4,7 +4,8 @@ Each table is created where it is missing, so a file of the same schema version 
 Rows that decide an answer carry a checksum: a stored generated column over all other columns, so that no statement can
 forget to write it. A query that reads such rows compares it (`is_whole`).
 
-A change that existing tables cannot express raises `SCHEMA_VERSION`; files of another version are refused.
+A change that existing tables cannot express raises `SCHEMA_VERSION` and appends to `proxy.storage.migrations`, which
+brings older files to this version. Files of newer versions are refused.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import sqlite_utils
 
 SCHEMA_VERSION = 3
-"""Version of the tables, written into each file. A file of another version is refused and left unchanged."""
+"""Version of the tables, written into each file."""
 
 _TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
     # Also holds the last numbers given out (see `StoreDatabase.keep_numbers`) and the drafts (see `DraftStore`).
@@ -78,10 +79,20 @@ def row_checksum(*values: object) -> bytes:
 def is_whole(table: str) -> str:
     """Return the SQL condition that a row of a checked table is as it was written; without an alias of the table."""
     columns = next(columns for name, columns, _ in _TABLES if name == table)
-    return f"({table}_checksum IS {_checksum_of(columns)})"
+    return f"({table}_checksum IS {checksum_of(columns)})"
 
 
-def _checksum_of(columns: Mapping[str, type]) -> str:
+def checked_table(
+    tables: "sqlite_utils.Database", name: str, columns: Mapping[str, type], key: str | tuple[str, ...] = "id"
+) -> str:
+    """Return the statement that creates a table whose rows carry a checksum."""
+    # sqlite-utils knows no generated columns, so its statement gets one more column.
+    statement = tables.create_table_sql(name, dict(columns), pk=key).rstrip().removesuffix(";").removesuffix(")")
+    return f"{statement}, {name}_checksum BLOB GENERATED ALWAYS AS ({checksum_of(columns)}) STORED)"
+
+
+def checksum_of(columns: Mapping[str, type]) -> str:
+    """Return the SQL expression of the checksum of a row with these columns."""
     # Text as bytes: damaged text may be no UTF-8, which could not be passed as a string.
     values = (
         f"CAST([{name}] AS BLOB)" if kind is str else f"[{name}]"
@@ -95,23 +106,29 @@ class ForeignDatabaseError(ValueError):
     """The file is a database of another program, or of another schema version."""
 
 
-def check_version(tables: "sqlite_utils.Database") -> None:
-    """Inspect a file before anything is written to it; an empty file is accepted.
+def version_of(tables: "sqlite_utils.Database") -> int | None:
+    """Inspect a file before anything is written to it.
+
+    Returns:
+        The version of its tables; None for an empty file, or one that was killed while its tables were created.
 
     Raises:
-        ForeignDatabaseError: The file holds something other than a store of this version.
+        ForeignDatabaseError: The file holds something other than a store of this or of an older version.
     """
     names = set(tables.table_names())
     if not names:
-        return
+        return None
     if "meta" not in names:
         raise ForeignDatabaseError(f"it is another program's database, with tables {', '.join(sorted(names))}")
     row = tables.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
-    # A store without this row was killed while its tables were created.
-    if row is not None and row[0] != str(SCHEMA_VERSION):
+    if row is None:
+        return None
+    version = str(row[0])
+    if version not in map(str, range(1, SCHEMA_VERSION + 1)):
         raise ForeignDatabaseError(
-            f"it has schema {row[0]}, this Forkpoint reads {SCHEMA_VERSION}: use the version that wrote it"
+            f"it has schema {version}, this Forkpoint reads {SCHEMA_VERSION}: use the version that wrote it"
         )
+    return int(version)
 
 
 def create_tables(tables: "sqlite_utils.Database") -> None:
@@ -121,9 +138,7 @@ def create_tables(tables: "sqlite_utils.Database") -> None:
         if name not in _CHECKED:
             tables.table(name).create(columns, pk=key, if_not_exists=True)
         elif name not in present:
-            # sqlite-utils knows no generated columns, so its statement gets one more column.
-            statement = tables.create_table_sql(name, columns, pk=key).rstrip().removesuffix(";").removesuffix(")")
-            tables.execute(f"{statement}, {name}_checksum BLOB GENERATED ALWAYS AS ({_checksum_of(columns)}) STORED)")
+            tables.execute(checked_table(tables, name, columns, key))
     tables.execute(_STEPS)
     for name, indexed in _INDEXES:
         tables.table(name).create_index(indexed, if_not_exists=True)

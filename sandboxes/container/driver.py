@@ -57,6 +57,7 @@ class ContainerDriver:
     """The driver of containers. One instance owns its data directory; a lock keeps a second one out."""
 
     name = "container"
+    state_version = str(VERSION)
 
     def __init__(
         self,

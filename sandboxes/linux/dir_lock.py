@@ -16,11 +16,11 @@ class Ownership:
         self._data_dir = data_dir
         self._lock: int | None = None
 
-    def acquire(self, mode: int = 0o700) -> None:
+    def acquire(self, mode: int | None = 0o700) -> None:
         """Own the directory until `release`. It is made if it is missing.
 
         Args:
-            mode: The permissions that the directory gets once it is owned.
+            mode: The permissions that the directory gets once it is owned; None leaves them.
 
         Raises:
             SandboxError: Another process owns it.
@@ -33,7 +33,8 @@ class Ownership:
                 f"{self._data_dir} is in use by another process. Stop it, or choose another data directory."
             )
         self._lock = lock
-        self._data_dir.chmod(mode)
+        if mode is not None:
+            self._data_dir.chmod(mode)
 
     def release(self) -> None:
         """Release the directory. Idempotent."""

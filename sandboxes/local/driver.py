@@ -55,6 +55,7 @@ class LocalDriver:
     """The driver of local sandboxes. One instance owns its data directory; a lock keeps a second one out."""
 
     name = "local"
+    state_version = str(VERSION)
 
     def __init__(
         self,

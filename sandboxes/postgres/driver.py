@@ -54,6 +54,7 @@ class PostgresDriver:
     """
 
     name = "postgres"
+    state_version = str(VERSION)
 
     def __init__(self, data_dir: Path, *, spares: int = SPARES) -> None:
         self.data_dir = data_dir.resolve()

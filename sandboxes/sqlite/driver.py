@@ -30,6 +30,7 @@ class SqliteDriver:
     """The driver for SQLite databases. One instance owns its data directory; a lock in it keeps a second one out."""
 
     name = "sqlite"
+    state_version = str(VERSION)
 
     def __init__(self, data_dir: Path, sources: SourceRules | None = None) -> None:
         self.data_dir = data_dir.resolve()

@@ -27,6 +27,7 @@ class HttpDriver:
     """Sends calls to servers elsewhere; see `sandboxes.driver.Driver`."""
 
     name = "http"
+    state_version = VERSION
 
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir

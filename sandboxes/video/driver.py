@@ -33,6 +33,7 @@ class VideoDriver:
     """Serves videos; see `sandboxes.driver.Driver`. A lock keeps a second instance out of the data directory."""
 
     name = "video"
+    state_version = str(VERSION)
 
     def __init__(self, data_dir: Path, sources: SourceRules | None = None) -> None:
         self.data_dir = data_dir.resolve()

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandboxes.driver import FrozenState
+from sandboxes.driver import Driver, FrozenState
 from sandboxes.effects import StateDigest
 from snapshots.store import SnapshotStore
+from tests.sandboxes.memory_driver import MemoryDriver
 
 FROZEN = FrozenState("memory", "files", {"files": {}}, 7, StateDigest(b"e" * 32, b"c" * 32), ("p1", "p2"))
 
@@ -98,6 +99,29 @@ def test_a_flipped_bit_is_never_loaded(tmp_path_factory: pytest.TempPathFactory,
     with pytest.raises(ValueError, match="is not what was written"):
         store.load(saved)
     assert len(opened(folder)) == (0 if name == "manifest.json" else 1)
+
+
+class OfVersion(MemoryDriver):
+    def __init__(self, state_version: str) -> None:
+        super().__init__()
+        self.state_version = state_version
+
+
+def test_snapshots_of_another_driver_version_are_removed(tmp_path: Path) -> None:
+    """Their payload may mean another state to this version; those of a driver that is turned off are kept."""
+
+    def at_start(drivers: dict[str, Driver]) -> int:
+        store = SnapshotStore(tmp_path, drivers)
+        count = store.open()
+        if not count:
+            store.save(FROZEN, tree=1, node=1, cost_s=0.1)
+        return count
+
+    assert at_start({"memory": OfVersion("1")}) == 0
+    assert at_start({"memory": OfVersion("1")}) == 1
+    assert at_start({}) == 1
+    assert at_start({"memory": OfVersion("2")}) == 0
+    assert at_start({"memory": MemoryDriver()}) == 0
 
 
 def test_snapshots_without_a_boot_mark_are_removed(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from proxy.cli.main import unknown_variables
+from sandboxes.linux.dir_lock import Ownership
 
 HTTP_ONLY = {"FORKPOINT_DRIVERS": '["http"]'}
 
@@ -37,6 +40,25 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], *parts: str) -> 
 def test_port_in_use_is_one_sentence(busy_port: int, tmp_path: Path) -> None:
     done = started("--port", str(busy_port), "--data", str(tmp_path / "data"))
     assert_one_sentence(done, f"127.0.0.1:{busy_port}: Address already in use", "--port")
+
+
+@pytest.mark.parametrize("locked", [".", "local"])
+def test_data_directory_in_use_is_one_sentence(tmp_path: Path, locked: str) -> None:
+    """Also if it is served by an earlier version, which locks only the directories of its drivers."""
+    owner = Ownership(tmp_path / locked)
+    owner.acquire()
+    done = started("--port", "0", "--data", str(tmp_path))
+    owner.release()
+    assert_one_sentence(done, "The proxy cannot start", "is in use by another process", "choose another data directory")
+    assert not (tmp_path / "forkpoint.sqlite").exists()
+
+
+def test_newer_data_directory_is_one_sentence(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "forkpoint.sqlite")) as connection, connection:
+        connection.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT)")
+        connection.execute("INSERT INTO meta VALUES ('schema', '1000')")
+    done = started("--port", "0", "--data", str(tmp_path))
+    assert_one_sentence(done, "The proxy cannot start", "it has schema 1000", "use the version that wrote it")
 
 
 def test_foreign_store_is_one_sentence(tmp_path: Path) -> None:
