@@ -25,6 +25,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (INSPECT, "rollout", inspecting.rollout, "forkpoint rollout demo 1"),
     (INSPECT, "node", inspecting.node, "forkpoint node demo n2"),
     (INSPECT, "diff", inspecting.diff, "forkpoint diff demo n1 n2"),
+    (INSPECT, "html", data.html, "forkpoint html demo rollout.html --rollout 1"),
     (INSPECT, "top", inspecting.top, "forkpoint top --every 5"),
     (STEER, "fork", steering.fork, "forkpoint fork demo 1 variant --node n2"),
     (STEER, "exec", steering.execute, "forkpoint exec demo n2 'ls -la'"),

@@ -1,16 +1,19 @@
-"""Commands that write recorded rollouts for other programs and for people: training data."""
+"""Commands that write recorded rollouts for other programs and for people: training data and pages."""
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import orjson
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from proxy.cli.client import ControlClient, fail, given
-from proxy.cli.completion import complete_task
-from proxy.transfer.trajectory_files import Format, TrajectoryFileError, write
+from proxy.cli.completion import complete_rollout, complete_task
+from proxy.cli.options import TaskArgument
+from proxy.transfer.trajectory_files import Format, TrajectoryFileError, lines, write
 
 _CHUNK = 1 << 20
 """Bytes that are moved at a time."""
@@ -57,6 +60,47 @@ def trajectories(
         fail(str(error))
     except OSError as error:
         fail(f"{file} cannot be written: {error}. Choose another file.")
+
+
+def html(
+    proxy: ControlClient,
+    task: TaskArgument,
+    file: Annotated[Path, typer.Argument(help="HTML file to write.", metavar="FILE")],
+    *,
+    rollout: Annotated[
+        str | None,
+        typer.Option(help="Show this rollout, call by call.", show_default="the tree", autocompletion=complete_rollout),
+    ] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="Only rollouts with this label, such as run=r7. Repeatable.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Most recorded calls on the page of a tree.", min=1)] = 5000,
+    answer_bytes: Annotated[int, typer.Option(help="Longest answer in bytes; longer ones are cut.", min=0)] = 65536,
+) -> None:
+    """Write a rollout or a tree as one HTML file without scripts, to read it elsewhere or to send it to somebody."""
+    from proxy.cli.replay_page import rollout_page, tree_page
+
+    query = {**given(rollout=rollout, answer_bytes=answer_bytes), "label": label or []}
+    draft = file.with_name(f"{file.name}.part")
+    try:
+        with (
+            proxy.stream("GET", "tasks", task, "trajectories", params=query) as response,
+            draft.open("w", encoding="utf-8") as output,
+        ):
+            rows = map(orjson.loads, lines(_shown(response.iter_bytes(_CHUNK))))
+            if rollout is None:
+                output.writelines(tree_page(task, rows, limit=limit))
+            else:
+                # The newest of this name is the last one.
+                newest = next(iter(deque(rows, maxlen=1)), None)
+                if newest is None:
+                    fail(f"No rollout {rollout!r} of task {task!r} has made a call. `forkpoint rollouts` lists them.")
+                output.writelines(rollout_page(newest))
+        draft.rename(file)
+    except OSError as error:
+        fail(f"{file} cannot be written: {error}. Choose another file.")
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _shown(chunks: Iterator[bytes]) -> Iterator[bytes]:
