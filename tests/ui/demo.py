@@ -51,11 +51,11 @@ THINKING_S = 0.15
 ROLLOUTS = {
     "policy-a-0": [*LOOK, FIX, TEST, COMMIT, "cat CHANGES"],
     "policy-a-1": [*LOOK, FIX, TEST, TYPES, TEST, COMMIT],
-    "policy-a-2": [*LOOK, "cat ledger/report.py", FIX, TEST, COMMIT],
+    "policy-a-2": [*LOOK, "cat ledger/report.py", FIX, TEST, COMMIT, "cd ledger", "cat money.py", "cd /work"],
     "policy-a-3": [*LOOK, "echo 'def add(a, b): return b' > ledger/money.py", TEST, "git diff", FIX],
     "policy-b-0": [VENV, *LOOK, FIX, TEST],
     "policy-b-1": [VENV, "grep -rn 'def ' ledger", *LOOK, FIX, TEST, COMMIT, "cd ledger", "pwd"],
-    "policy-b-2": [*LOOK, FIX, TEST, TYPES, TEST, "rm -r tests", "ls"],
+    "policy-b-2": [*LOOK, FIX, TEST, TYPES, TEST, "rm -r tests", "ls", "export DEBUG=1", "cd ledger"],
     "policy-b-3": [*LOOK, FIX, TEST, TYPES, TEST, "rm -r tests", "ls", "cd ledger && export DEBUG=1", "env | grep BUG"],
     "policy-c-0": [*LOOK, LINT, FIX, TEST, DOCS, "cat README.md"],
     "policy-c-1": [*LOOK, LINT, FIX, TEST, BUILD, "ls dist", DOCS],

@@ -131,3 +131,20 @@ def test_page_has_a_strict_content_policy(proxy: Running) -> None:
     assert proxy.client.get("/ui").headers["location"] == "/ui/"
     for path in ("/ui/none.js", "/ui/../settings.py", "/ui/%2e%2e/routes.py", "/ui/js"):
         assert proxy.client.get(path).status_code == 404, path
+
+
+def test_ways_have_nodes_outcomes_and_labels(proxy: Running) -> None:
+    """Newest first; a read stays at its node; a tree's ways are its own."""
+    one = number(proxy.exec("a", "echo 1 > f", task="ways"))
+    proxy.exec("a", "cat f", task="ways")
+    proxy.exec("b", "echo 1 > f", task="ways")
+    two = number(proxy.exec("b", "echo 2 > f", task="ways"))
+    proxy.client.patch("/api/v1/tasks/ways/rollouts/b/labels", json={"group": "g", "reward": 1}).raise_for_status()
+    view = get(proxy, "ways/ways")
+    assert [(way["rollout"], way["nodes"], way["outcomes"]) for way in view["ways"]] == [
+        ("b", [one, two], "hm"), ("a", [one, one], "mm"),
+    ]  # fmt: skip
+    assert view["ways"][0]["labels"]["group"] == "g"
+    assert not view["truncated"]
+    assert [way["rollout"] for way in get(proxy, "ways/ways?limit=1")["ways"]] == ["b"]
+    assert get(proxy, "ways/ways?limit=1")["truncated"]

@@ -2,19 +2,27 @@
 
 import { get, names } from "./api.js";
 import { h, icon, put, say, toast } from "./dom.js";
-import { count, oneLine, plural, seconds, short } from "./format.js";
+import { count, plural } from "./format.js";
 import { watch } from "./live.js";
 import { nodePanel } from "./node.js";
 import { exportLink } from "./carry.js";
-import { finder } from "./tree/finder.js";
+import { resizable } from "./resize.js";
+import { TreeMap } from "./tree/canvas.js";
+import { Colours, MEASURES } from "./tree/colours.js";
+import { finder, results } from "./tree/finder.js";
+import { lanes } from "./tree/lanes.js";
 import { legend } from "./tree/legend.js";
 import { Model } from "./tree/model.js";
-import { TreeMap } from "./tree/canvas.js";
-import { TreeTable, marksOf } from "./tree/table.js";
+import { FRESH_MS } from "./tree/near.js";
+import { litWay } from "./tree/routes.js";
+import { TreeTable } from "./tree/table.js";
+import { Texts } from "./tree/texts.js";
+import { showTip } from "./tree/tip.js";
+import { Ways } from "./tree/ways.js";
 import { TreeChoice, Which } from "./trees.js";
 
 const MOST = 300_000;
-const LABELS_AT_ONCE = 200;
+const SIZES = { saved: "seconds saved", hits: "hits", seconds: "seconds", observations: "reads" };
 const TREES_MS = 5000;
 
 export async function treeView(context, task) {
@@ -32,13 +40,15 @@ class TreeView {
     Object.assign(this, { main, signal, setParams, task });
     this.path = `tasks/${names(task)}`;
     this.model = new Model();
-    this.texts = new Map();
-    this.wanted = new Set();
     this.failuresUpto = 0;
     this.params = params;
     this.focused = 0;
     this.loads = 0;
     this.which = new Which(task, params, signal);
+    this.ways = new Ways(this.path, signal);
+    this.colours = new Colours(this.model, this.ways);
+    this.texts = new Texts(this.path, this.model, signal, () => this.which.root, () => this._redraw());
+    this.following = false;
     this.panel = new AbortController();
     signal.addEventListener("abort", () => this.panel.abort());
   }
@@ -51,6 +61,8 @@ class TreeView {
     performance.mark("tree-ready");
     this.main.dataset.ready = "1";
     this._failures();
+    this._loadWays();
+    if (this.params.get("lanes")) this._lanes(true);
     this.which.listing.then(() => this._name());
     if (this.params.get("q")) this.finder.look();
     watch(() => this._news(), this.signal);
@@ -92,31 +104,122 @@ class TreeView {
       this._show(root).catch((error) => toast(error.message, true));
     });
     this.saving = h("span");
-    this.finder = finder(this.task, signal, { tree: () => this.which.root, choose: (node) => this._go(node), found: (ids) => this._found(ids), query: params.get("q") ?? "", setQuery: (q) => this.setParams({ q }) });
+    this.finder = finder(this.task, signal, { tree: () => this.which.root, choose: (node) => this._go(node), found: (ids) => this._found(ids), list: (hits) => this._results(hits), query: params.get("q") ?? "", setQuery: (q) => this.setParams({ q }) });
+    this.colours.by = params.get("colour") ?? "hits";
+    this.colourSelect = this._select("colour", "Colour", MEASURES, (by) => this._colour(by));
+    this.laneButton = h("button", { "aria-pressed": "false", on: { click: () => this._lanes(this.laneButton.getAttribute("aria-pressed") !== "true") } }, "Rollouts");
+    this.follow = h("button", { class: "for-map", "aria-pressed": "false", title: "Move to each new call", on: { click: () => this._follow() } }, "Follow");
     put(
       this.main,
       h("h1", { class: "sr" }, `Tree of ${this.task}`),
-      h("div", { class: "tools" }, this.finder.element, h("div", { class: "group", role: "group", "aria-label": "View" }, this.modes), this._select("size", "Size", ["saved", "hits", "seconds", "observations"]), this._select("colour", "Colour", ["hits", "saved", "seconds", "effect"]), h("button", { class: "fold", "aria-pressed": "true", on: { click: () => this._fold() } }, "Fold chains"), this.choice.element, h("span", { class: "gap" }), this.counts, this.saving),
+      h(
+        "div", { class: "tools" }, this.finder.element, h("div", { class: "group", role: "group", "aria-label": "View" }, this.modes),
+        this._select("size", "Size", Object.entries(SIZES), (size) => { this.map.size = size; this.map.changed(); }), this.colourSelect,
+        h("button", { class: "fold", "aria-pressed": "true", on: { click: () => this._fold() } }, "Fold chains"), this.follow, this.laneButton, this.choice.element,
+        h("span", { class: "gap" }), this.counts, this.saving,
+      ),
       h("div", { class: "field-row" }, this.stage, this.side),
     );
     this.map = new TreeMap(
-      canvas, this.model,
-      { choose: (item) => this._chooseItem(item), labels: (nodes) => this._want(nodes), moved: () => this._moved(), hover: (item, at) => this._hover(item, at) },
+      canvas, this.model, this.colours,
+      { choose: (item) => this._chooseItem(item), labels: (nodes) => this.texts.want(nodes), moved: () => this._moved(), hover: (...seen) => this._hover(...seen) },
       signal,
     );
     this.map.texts = this.texts;
     this.map.size = params.get("size") ?? "saved";
-    this.map.colour = params.get("colour") ?? "hits";
-    this.table = new TreeTable(this.model, this.texts, { choose: (item) => this._chooseItem(item), focus: (item) => this._focus(item), toggle: (item) => this._toggle(item), labels: (nodes) => this._want(nodes) });
-    this.stage.append(this._zoom(), legend(), this.tip, this.table.grid);
+    this.table = new TreeTable(this.model, this.texts, { choose: (item) => this._chooseItem(item), focus: (item) => this._focus(item), toggle: (item) => this._toggle(item), labels: (nodes) => this.texts.want(nodes) });
+    this.legend = legend();
+    this.stage.append(this._zoom(), this.legend.element, this.tip, this.table.grid);
+    document.addEventListener("theme", () => this._scale(), { signal });
+    this._scale();
     this._mode(modeOf(params));
     window.addEventListener("keydown", (event) => this._anywhere(event), { signal });
   }
 
-  _select(name, title, choices) {
-    const select = h("select", { on: { change: () => { this.map[name] = select.value; this.setParams({ [name]: select.value === choices[0] ? null : select.value }); this.map.changed(); } } }, choices.map((choice) => h("option", { value: choice }, { saved: "seconds saved", hits: "hits", seconds: "seconds", observations: "reads", effect: "effect" }[choice])));
-    select.value = this.params.get(name) ?? choices[0];
+  _select(name, title, choices, chosen) {
+    const usual = choices[0][0];
+    const select = h("select", { on: { change: () => { this.setParams({ [name]: select.value === usual ? null : select.value }); chosen(select.value); } } }, choices.map(([value, text]) => h("option", { value }, text)));
+    const wanted = this.params.get(name) ?? usual;
+    // A label is known once the ways are loaded.
+    if (wanted.startsWith("label:")) select.append(h("option", { value: wanted }, wanted.slice(6)));
+    select.value = wanted;
     return h("label", { class: "inline for-map" }, title, select);
+  }
+
+  _colour(by) {
+    this.colours.by = by;
+    this._recolour();
+    this._loadWays(true);
+  }
+
+  _recolour() {
+    this.colours.changed();
+    this.map.changed();
+    this._scale();
+  }
+
+  _scale() {
+    const { by } = this.colours;
+    this.legend.show(Object.fromEntries(MEASURES)[by] ?? by.slice(6), this.colours.scale);
+  }
+
+  /** Load the ways of the rollouts, and offer their labels as colours. */
+  async _loadWays(force = false) {
+    try {
+      if (!(await this.ways.load(this.which.root, force))) return;
+    } catch {
+      return;
+    }
+    const select = this.colourSelect.querySelector("select");
+    const known = new Set([...select.options].map((option) => option.value));
+    for (const name of this.ways.labelNames) if (!known.has(`label:${name}`)) select.append(h("option", { value: `label:${name}` }, name));
+    if (this.colours.by === "reward" || this.colours.by.startsWith("label:")) this._recolour();
+    if (this.showsLanes && !this.side.querySelector(".lane:hover, .lane:focus-within")) this._drawLanes();
+  }
+
+  _follow() {
+    this.following = !this.following;
+    this.follow.setAttribute("aria-pressed", String(this.following));
+  }
+
+  /** Show the rollouts as lanes beside the tree, or close them. */
+  _lanes(on) {
+    this.setParams({ lanes: on ? "1" : null, node: on ? null : undefined });
+    if (!on) {
+      this._close();
+      return;
+    }
+    this._choose(null, false);
+    this._open("lanes");
+    this._drawLanes();
+    this._loadWays(true);
+  }
+
+  _drawLanes() {
+    lanes(this.panelBody, this.task, this.ways, { light: (way) => this._light(way) });
+  }
+
+  _light(way) {
+    this.map.lit = litWay(this.model, way);
+    this.map.draw();
+  }
+
+  /** Show the matches of the search as a list beside the tree. */
+  _results(hits) {
+    this._choose(null, false);
+    this._open("results");
+    results(this.panelBody, hits, (node) => this._go(node));
+  }
+
+  /** Open the panel beside the tree. kind: `node`, `lanes` or `results`. */
+  _open(kind) {
+    this.showsLanes = kind === "lanes";
+    this.laneButton.setAttribute("aria-pressed", String(this.showsLanes));
+    const close = h("button", { class: "quiet icon close", "aria-label": "Close", title: "Close (Esc)", on: { click: () => this._close() } }, icon("close"));
+    this.panelBody = h("div", { class: "panel-body" });
+    put(this.side, resizable(this.side), close, this.panelBody);
+    this.side.hidden = false;
+    this.side.scrollTop = 0;
   }
 
   _zoom() {
@@ -167,7 +270,6 @@ class TreeView {
     this.which.root = `n${view.root}`;
     Object.assign(this.model, new Model());
     this.texts.clear();
-    this.wanted.clear();
     this.failuresUpto = 0;
     this.chosen = undefined;
     this.map.found = new Set();
@@ -216,8 +318,11 @@ class TreeView {
       await this._again();
       return;
     }
-    if (added) this._lay(view);
-    else {
+    if (added) {
+      this.map.fresh = { from: this.model.size - added, until: performance.now() + FRESH_MS };
+      this._lay(view);
+      if (this.following) this.map.show(this.model.itemOf[this.model.size - 1]);
+    } else {
       this.model.stand(view);
       this.map.draw();
       if (this.mode === "table") this.table.draw();
@@ -225,6 +330,7 @@ class TreeView {
     }
     if (added) this._failures();
     this._refresh();
+    this._loadWays();
     // While the tree is empty, another tree may become the default.
     if (this.model.size === 1 || performance.now() - this.which.listed > TREES_MS) await this._others();
   }
@@ -256,54 +362,19 @@ class TreeView {
     if (!found || mine !== this.loads) return;
     this.failuresUpto = found.upto;
     this.model.fail(found);
-    this.map.draw();
-    if (this.mode === "table") this.table.draw();
+    this._redraw();
   }
 
-  /** Fetch the labels of visible nodes after a short delay. */
-  _want(nodes) {
-    for (const v of nodes) this.wanted.add(v);
-    this.fetching ??= setTimeout(() => this._fetch(), 60);
-  }
-
-  async _fetch() {
-    const chosen = [...this.wanted].slice(-LABELS_AT_ONCE);
-    this.wanted.clear();
-    try {
-      if (chosen.length) await this._labels(chosen);
-    } catch {
-      // The next draw requests the label again.
-    } finally {
-      this.fetching = undefined;
-    }
-    if (this.wanted.size) this._want([]);
-  }
-
-  async _labels(chosen) {
-    const { model } = this;
-    const mine = this.loads;
-    const labels = await get(`${this.path}/labels?nodes=${chosen.map((v) => model.id[v]).join(",")}&root=${this.which.root}`, { signal: this.signal });
-    if (mine !== this.loads) return;
-    for (const label of labels) {
-      const v = model.index.get(Number(label.node.slice(1)));
-      if (v === undefined) continue;
-      this.texts.set(v, { text: oneLine(label.text) });
-      if (label.exit_code) model.failed[v] |= 1;
-      model.saved[v] += (label.hits - model.hits[v]) * label.seconds;
-      model.hits[v] = label.hits;
-    }
-    for (const v of chosen) if (!this.texts.has(v)) this.texts.set(v, { text: "(forgotten)" });
+  _redraw() {
     this.map.draw();
     if (this.mode === "table") this.table.draw();
   }
 
   /** Update the hits of visible nodes while rollouts run. */
   _refresh() {
-    const { model, map } = this;
-    if (this.refreshed && performance.now() - this.refreshed < 3000) return;
-    this.refreshed = performance.now();
+    const { map } = this;
     const seen = [];
-    const { items } = model;
+    const { items } = this.model;
     if (map.kx * 176 < 96) return;
     for (let k = items.at(-map.oy / (40 * map.ky)); k < items.size && seen.length < 120; k++) {
       const i = items.byRow[k];
@@ -311,7 +382,7 @@ class TreeView {
       if (y > map.height) break;
       if (x > -100 && x < map.width && !items.kind[i]) seen.push(items.node[i]);
     }
-    if (seen.length) this._labels(seen).catch(() => {});
+    this.texts.refresh(seen);
   }
 
   _chooseItem(item) {
@@ -353,22 +424,21 @@ class TreeView {
     const item = this.model.itemOf[v];
     this.focused = item;
     this.map.selected = item;
-    this.side.hidden = false;
     requestAnimationFrame(() => this.map.show(item, centre));
     this.table.select(item);
     this._panel(name);
   }
 
   _panel(name) {
-    const close = h("button", { class: "quiet icon close", "aria-label": "Close", title: "Close (Esc)", on: { click: () => this._close() } }, icon("close"));
-    const body = h("div");
-    put(this.side, close, body);
-    this.side.scrollTop = 0;
-    nodePanel(body, this.task, name, this.panel.signal, { gone: () => { this._close(); this._again(); }, go: (node) => this._go(Number(node.slice(1))) });
+    this._open("node");
+    nodePanel(this.panelBody, this.task, name, this.panel.signal, { gone: () => { this._close(); this._again(); }, go: (node) => this._go(Number(node.slice(1))) });
   }
 
   _close() {
-    this.setParams({ node: null });
+    this.setParams({ node: null, lanes: null });
+    this.showsLanes = false;
+    this.laneButton.setAttribute("aria-pressed", "false");
+    this._light(null);
     this._choose(null, false);
     (this.mode === "map" ? this.map.canvas : this.table.grid).focus();
   }
@@ -400,23 +470,13 @@ class TreeView {
     this.map.draw();
   }
 
-  _hover(item, at) {
+  _hover(item, at, near) {
     this.tip.hidden = item < 0;
-    if (item < 0) return;
-    const { model } = this;
-    const v = model.items.node[item];
-    const fold = model.items.kind[item];
-    const label = fold ? { text: `${count(model.items.count[item])} calls in a chain without branches` } : v === 0 ? { text: "start: the task's root state" } : this.texts.get(v);
-    if (!label) this._want([v]);
-    const marks = marksOf(model.bits(item), model.names?.[model.id[v]]);
-    put(
-      this.tip,
-      h("div", { class: fold ? "" : "mono" }, label?.text ?? "…"),
-      h("div", { class: "dim" }, [fold ? "" : `n${model.id[v]}`, seconds(model.sum(item, model.seconds)), plural(model.sum(item, model.hits), "hit"), plural(model.sum(item, model.seen), "read"), `${seconds(model.sum(item, model.saved))} saved`, `${short(model.below[fold ? model.items.last[item] : v])} below`].filter(Boolean).join(" · ")),
-      marks.length ? h("div", { class: "chips" }, marks.map(([word, kind]) => h("span", { class: `chip ${kind}` }, word))) : null,
-    );
-    this.tip.style.left = `${Math.min(at[0] + 14, this.map.width - 300)}px`;
-    this.tip.style.top = `${at[1] + 16 > this.map.height - 90 ? at[1] - 84 : at[1] + 16}px`;
+    const v = item < 0 ? undefined : this.model.items.node[item];
+    const name = v === undefined ? undefined : this.model.names?.[this.model.id[v]]?.[0];
+    // A node where rollouts are lights the way of the first of them.
+    if (!this.showsLanes) this.map.lit = name ? litWay(this.model, this.ways.byName.get(name)) : null;
+    if (item >= 0) showTip(this.tip, this, item, near, at);
   }
 
   /** Write the visible part into the address after it stops moving. */

@@ -5,21 +5,25 @@ import { drawMinimap } from "./minimap.js";
 import { drawNear } from "./near.js";
 import { listen } from "./pointer.js";
 import { Raster, pixel } from "./raster.js";
-import { COL, LABELS_FROM, ROW, level } from "./scale.js";
+import { drawLit, drawMerges } from "./routes.js";
+import { COL, LABELS_FROM, ROW } from "./scale.js";
 
 const MARGIN = 36;
+// Room for the legend below a small tree.
+const BELOW = 60;
 const SHAPES_FROM = 11;
-const EFFECTS = ["--s1", "--accent", "--replay", "--miss", "--wait", "--bad"];
 
 export class TreeMap {
-  /** on: `choose(item)`, `hover(item, point)`, `labels(nodes)` for missing labels, `moved()`. */
-  constructor(canvas, model, on, signal) {
+  /** on: `choose(item)`, `hover(item, point, mark)`, `labels(nodes)` for missing labels, `moved()`. */
+  constructor(canvas, model, colours, on, signal) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d", { alpha: false });
     this.model = model;
     this.on = on;
     this.size = "saved";
-    this.colour = "hits";
+    this.colours = colours;
+    this.lit = null;
+    this.fresh = { from: Infinity, until: 0 };
     this.selected = -1;
     this.hovered = -1;
     this.found = new Set();
@@ -42,14 +46,13 @@ export class TreeMap {
     const style = getComputedStyle(document.documentElement);
     const read = (name) => style.getPropertyValue(name).trim();
     this.paint = Object.fromEntries(
-      ["bg", "panel", "sunken", "line", "line-strong", "text", "dim", "faint", "accent", "accent-soft", "bad", "snapshot", "warm", "diverged", "s0"].map((name) => [name, read(`--${name}`)]),
+      ["bg", "panel", "sunken", "line", "line-strong", "text", "dim", "faint", "accent", "accent-soft", "bad", "snapshot", "warm", "diverged", "merge", "s0"].map((name) => [name, read(`--${name}`)]),
     );
-    this.scale = [0, 1, 2, 3, 4, 5].map((n) => read(`--s${n}`));
-    this.effects = EFFECTS.map(read);
+    this.colours.theme(read);
     this.pixels = { ...Object.fromEntries(["panel", "line", "warm", "diverged", "bad"].map((name) => [name, pixel(this.paint[name])])) };
-    this.pixels.of = new Map([...this.scale, ...this.effects].map((colour) => [colour, pixel(colour)]));
-    // Nodes without hits stay visible.
-    this.pixels.of.set(this.scale[0], pixel(this.paint["line-strong"]));
+    this.pixels.of = new Map(this.colours.all.map((colour) => [colour, pixel(colour)]));
+    // Nodes without a value stay visible.
+    this.pixels.of.set(this.paint.s0, pixel(this.paint["line-strong"]));
     this.mono = read("--mono");
     this.sans = read("--sans");
   }
@@ -77,7 +80,7 @@ export class TreeMap {
   fit() {
     const { items } = this.model;
     this.kx = Math.min(1, (this.width - 2 * MARGIN - 120) / Math.max(1, (items.columns - 1) * COL));
-    this.ky = Math.min(1, (this.height - 2 * MARGIN) / Math.max(1, (items.rows - 1) * ROW));
+    this.ky = Math.min(1, (this.height - 2 * MARGIN - BELOW) / Math.max(1, (items.rows - 1) * ROW));
     this.ox = this.oy = MARGIN;
     this.moved();
   }
@@ -88,8 +91,9 @@ export class TreeMap {
     const fits = (this.width - 2 * MARGIN - 120) / Math.max(1, (items.columns - 1) * COL) > 0.56 && (this.height - 2 * MARGIN) / Math.max(1, items.rows * ROW) > 0.56;
     if (fits) {
       this.fit();
-      // A small tree has room for longer labels.
-      this.kx = Math.min(1.7, Math.max(this.kx, (this.width - 2 * MARGIN - 220) / Math.max(1, (items.columns - 1) * COL)));
+      // A small tree has room for longer labels and wider rows.
+      this.kx = Math.min(2.4, Math.max(this.kx, (this.width - 2 * MARGIN - 190) / Math.max(1, (items.columns - 1) * COL)));
+      this.ky = Math.min(1.5, Math.max(this.ky, (this.height - 2 * MARGIN - BELOW) / Math.max(1, (items.rows - 1) * ROW)));
       return this.moved();
     }
     this.kx = this.ky = 1;
@@ -100,7 +104,7 @@ export class TreeMap {
   zoom(factor, x = this.width / 2, y = this.height / 2) {
     const { items } = this.model;
     const least = (span, room) => Math.min(1, room / Math.max(1, span)) * 0.9;
-    const kx = Math.min(1.8, Math.max(least(items.columns * COL, this.width - 100), this.kx * factor));
+    const kx = Math.min(2.4, Math.max(least(items.columns * COL, this.width - 100), this.kx * factor));
     const ky = Math.min(1.6, Math.max(least(items.rows * ROW, this.height - 60), this.ky * factor));
     this.ox = x - ((x - this.ox) * kx) / this.kx;
     this.oy = y - ((y - this.oy) * ky) / this.ky;
@@ -155,7 +159,12 @@ export class TreeMap {
     const bottom = items.at((this.height - this.oy + 30) / (ROW * this.ky) + 1);
     if (ROW * this.ky < SHAPES_FROM || COL * this.kx < SHAPES_FROM) drawFar(this, top, bottom);
     else drawNear(this, top, bottom);
+    drawLit(this);
+    drawMerges(this, this.selected);
+    if (this.hovered !== this.selected && this.hovered < items.size) drawMerges(this, this.hovered);
     drawMinimap(this);
+    // New nodes are ringed for a moment: draw until that is over.
+    if (performance.now() < this.fresh.until) this.draw();
   }
 
   placeOf(item) {
@@ -165,12 +174,7 @@ export class TreeMap {
 
   /** Return the colour of an item by the chosen measure. */
   colourOf(i) {
-    const { model } = this;
-    const v = model.items.node[i];
-    if (this.colour === "effect") return this.effects[effectOf(model.effect[v])];
-    if (this.colour === "seconds") return this.scale[level(model.seconds[v], 0.01)];
-    if (this.colour === "saved") return this.scale[level(model.saved[v], 0.1)];
-    return this.scale[level(model.hits[v] + model.seen_hits[v], 1)];
+    return this.colours.of(this.model.items.node[i]);
   }
 
   /** Return the radius of an item by the chosen measure. */
@@ -180,7 +184,7 @@ export class TreeMap {
     const measure = { saved: model.saved[v], hits: model.hits[v] + model.seen_hits[v], seconds: model.seconds[v], observations: model.seen[v] }[this.size];
     const unit = { saved: 0.05, hits: 1, seconds: 0.05, observations: 1 }[this.size];
     const small = Math.min(1, Math.min(COL * this.kx, ROW * this.ky) / 34);
-    return (3.5 + Math.min(5.5, Math.log2(1 + measure / unit) * 0.85)) * Math.max(0.5, small);
+    return (4.5 + Math.min(4.5, Math.log2(1 + measure / unit) * 0.85)) * Math.max(0.5, small);
   }
 
   /** Return the item at a point of the canvas; -1 for none. */
@@ -200,13 +204,4 @@ export class TreeMap {
     }
     return best;
   }
-
-}
-
-/** Return the index of an effect's colour: none, files, session, processes, database, unknown. */
-function effectOf(bits) {
-  if (bits & 16) return 5;
-  if (bits & 8) return 4;
-  if (bits & 4) return 3;
-  return bits & 1 ? 1 : bits & 2 ? 2 : 0;
 }

@@ -2,10 +2,10 @@
 
 import { get, names } from "../api.js";
 import { h, put } from "../dom.js";
-import { oneLine, plural } from "../format.js";
+import { count, oneLine, plural, seconds } from "../format.js";
 
 /** The search field, which searches the tree that is shown. */
-export function finder(task, signal, { tree, choose, found, query, setQuery }) {
+export function finder(task, signal, { tree, choose, found, list: showAll, query, setQuery }) {
   let at = -1;
   let hits = [];
   let timer = 0;
@@ -51,19 +51,22 @@ export function finder(task, signal, { tree, choose, found, query, setQuery }) {
       hits.map((hit, i) =>
         h("li", { role: "option", id: `find-${i}`, "aria-selected": String(i === at), on: { mousedown: (event) => { event.preventDefault(); pick(i); } } }, h("span", { class: "mono" }, oneLine(hit.title)), h("span", { class: "faint" }, `${hit.node}${hit.observation ? " read" : ""} · ${plural(hit.hits, "hit")}`)),
       ),
+      hits.length > 1 ? h("li", { class: "all", id: `find-${hits.length}`, role: "option", "aria-selected": "false", on: { mousedown: (event) => { event.preventDefault(); open(false); showAll(hits); } } }, `Show all ${hits.length} as a list`) : null,
       hits.length === 0 ? h("li", { class: "none" }, view?.error ? view.error.message : "No call contains this text.") : view?.truncated ? h("li", { class: "none" }, "There are more matches: search for a longer text.") : null,
     );
   }
 
   function pick(i) {
     open(false);
-    choose(Number(hits[i].node.slice(1)));
+    if (i === hits.length) showAll(hits);
+    else choose(Number(hits[i].node.slice(1)));
   }
 
   function key(event) {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (step && hits.length) {
-      at = (at + step + hits.length) % hits.length;
+      const rows = hits.length > 1 ? hits.length + 1 : hits.length;
+      at = (at + step + rows) % rows;
       [...list.children].forEach((li, i) => li.setAttribute?.("aria-selected", String(i === at)));
       list.children[at].scrollIntoView({ block: "nearest" });
       input.setAttribute("aria-activedescendant", `find-${at}`);
@@ -77,4 +80,14 @@ export function finder(task, signal, { tree, choose, found, query, setQuery }) {
   }
 
   return { element: h("div", { class: "finder" }, input, list), look };
+}
+
+/** Show matches as a list that stays. choose: called with the number of a node. */
+export function results(element, hits, choose) {
+  put(
+    element,
+    h("div", { class: "node-head" }, h("div", { class: "title" }, h("h2", { class: "words" }, "Matching calls"), h("span", { class: "dim" }, count(hits.length)))),
+    h("section", { class: "part" }, h("ul", { class: "list results" }, hits.map((hit) =>
+      h("li", {}, h("button", { class: "row", title: oneLine(hit.title), on: { click: () => choose(Number(hit.node.slice(1))) } }, oneLine(hit.title)), h("span", { class: "faint" }, [hit.node, hit.observation ? "read" : "", hit.seconds === undefined ? "" : seconds(hit.seconds), plural(hit.hits, "hit")].filter(Boolean).join(" · ")))))),
+  );
 }

@@ -51,7 +51,8 @@ function picture(map) {
     const cell = (y | 0) * (MINIMAP.width + 4) + (x | 0);
     if (taken[cell]) continue;
     taken[cell] = 1;
-    c.fillStyle = map.colourOf(i) === map.scale[0] ? paint["line-strong"] : map.colourOf(i);
+    const colour = map.colourOf(i);
+    c.fillStyle = colour === paint.s0 ? paint["line-strong"] : colour;
     c.fillRect(x, y, Math.max(1, Math.min(4, fx * 0.8)), Math.max(1, Math.min(2, fy * 0.8)));
   }
   return mini;

@@ -18,7 +18,7 @@ export class Model {
     this.collapsed = new Set();
     this.opened = new Set();
     this.folding = true;
-    this.meets = [];
+    this.meets = new Map();
     this._grow(1024);
   }
 
@@ -50,8 +50,24 @@ export class Model {
       for (const name of names) this[name][at] = columns[name][i];
       this.lastId = Math.max(this.lastId, columns.id[i]);
     }
-    for (const [from, to] of meets) this.meets.push([from, to]);
+    for (const pair of meets) for (const id of new Set(pair)) this._meet(id, pair);
     return more;
+  }
+
+  _meet(id, pair) {
+    const known = this.meets.get(id) ?? [];
+    if (!known.some(([from, to]) => from === pair[0] && to === pair[1])) this.meets.set(id, [...known, pair]);
+  }
+
+  /** Return the merges from and to a node, as pairs of nodes: calls that led to a node with another parent. */
+  mergesAt(v) {
+    const pairs = (this.meets.get(this.id[v]) ?? []).map((pair) => pair.map((id) => this.index.get(id)));
+    return pairs.filter(([from, to]) => from !== undefined && to !== undefined);
+  }
+
+  /** Whether another history leads to a node. */
+  merged(v) {
+    return (this.meets.get(this.id[v]) ?? []).some(([, to]) => to === this.id[v]);
   }
 
   /** Update the positions of rollouts, warm forks and sandboxes. */

@@ -4,11 +4,12 @@ import { seconds, short } from "../format.js";
 import { MARK } from "./model.js";
 import { COL, LABELS_FROM, ROW, level } from "./scale.js";
 
+export const FRESH_MS = 2000;
+
 /** Draw nodes with their marks, and if there is room, their calls. */
 export function drawNear(map, top, bottom) {
   const { context: c, model, kx, ky, ox, oy } = map;
   const { items } = model;
-  meetings(map);
   lines(map, top, bottom);
   const readable = COL * kx >= LABELS_FROM && ROW * ky >= 26;
   const wanted = [];
@@ -18,10 +19,13 @@ export function drawNear(map, top, bottom) {
     const x = items.col[i] * COL * kx + ox;
     if (x < -COL * kx || x > map.width + 20) continue;
     const y = items.row[i] * ROW * ky + oy;
+    // Beside a lit way, the others step back.
+    c.globalAlpha = map.lit && !map.lit.nodes.has(items.node[i]) ? 0.4 : 1;
     if (items.kind[i]) fold(map, i, x, y, readable);
     else node(map, i, x, y);
     if (readable) label(map, i, x, y, wanted);
   }
+  c.globalAlpha = 1;
   if (wanted.length) map.on.labels(wanted);
 }
 
@@ -48,26 +52,6 @@ function lines(map, top, bottom) {
     const to = Math.min(map.height + 2, items.lastRow[i] * py + oy);
     if (x >= -2 && x <= map.width && to > from) c.fillRect(Math.round(x) - 0.5, from, 1, to - from);
   }
-}
-
-/** Draw a dashed line where a call led to a node with another parent. */
-function meetings(map) {
-  const { context: c, model, paint } = map;
-  c.strokeStyle = paint.faint;
-  c.lineWidth = 1;
-  c.setLineDash([2, 4]);
-  c.beginPath();
-  for (const [from, to] of model.meets.slice(-2000)) {
-    const [a, b] = [model.index.get(from), model.index.get(to)].map((v) => (v === undefined ? -1 : model.itemOf[v]));
-    if (a < 0 || b < 0 || a === b) continue;
-    const [ax, ay] = map.placeOf(a);
-    const [bx, by] = map.placeOf(b);
-    if (Math.max(ay, by) < 0 || Math.min(ay, by) > map.height || Math.max(ax, bx) < 0 || Math.min(ax, bx) > map.width) continue;
-    c.moveTo(ax, ay);
-    c.quadraticCurveTo((ax + bx) / 2 + 24, (ay + by) / 2, bx, by);
-  }
-  c.stroke();
-  c.setLineDash([]);
 }
 
 function node(map, i, x, y) {
@@ -97,9 +81,44 @@ function node(map, i, x, y) {
   if (marks & (MARK.diverged | MARK.unreproducible)) [c.strokeStyle, c.lineWidth] = [paint.diverged, 2];
   c.stroke();
   c.setLineDash([]);
+  if (v >= map.fresh.from && performance.now() < map.fresh.until) ring(map, x, y, r);
+  if (model.meets.size && model.merged(v)) {
+    c.fillStyle = paint.merge;
+    c.fillRect(x - r - 5, y - 4, 2.5, 8);
+  }
   reads(map, v, x, y, r);
   badges(map, x, y, r, marks, model.places[v], model.standing[v]);
   if (model.items.hidden[i]) more(map, x + r + 5, y, `+${short(model.items.hidden[i])}`);
+}
+
+/** Return the marks of a node with their places on the canvas, for the tooltip. */
+export function marksAt(map, i) {
+  const { model } = map;
+  const v = model.items.node[i];
+  const [x, y] = map.placeOf(i);
+  const r = map.radiusOf(i);
+  if (model.items.kind[i]) return [];
+  return [
+    model.marks[v] & MARK.snapshot && [model.marks[v] & MARK.pinned ? "pinned" : "snapshot", x + r, y + r],
+    model.places[v] && [model.places[v] === 2 ? "warm" : "sandbox", x + r + 3, y - r - 3],
+    model.standing[v] && ["rollouts", x - r - 6, y - r - 1],
+    model.seen[v] && ["reads", x - r - 2, y + r + 2],
+    model.merged(v) && ["merge", x - r - 4, y],
+    model.items.hidden[i] && ["hidden", x + r + 18, y],
+  ].filter(Boolean);
+}
+
+/** Ring a node that is new. */
+function ring(map, x, y, r) {
+  const { context: c, paint } = map;
+  const age = 1 - (map.fresh.until - performance.now()) / FRESH_MS;
+  c.beginPath();
+  c.arc(x, y, r + 3 + age * 7, 0, 7);
+  c.globalAlpha = 1 - age;
+  c.strokeStyle = paint.accent;
+  c.lineWidth = 2;
+  c.stroke();
+  c.globalAlpha = 1;
 }
 
 /** Draw the observations of a node as a dot at its lower left, sized by their number and hits. */
@@ -109,7 +128,7 @@ function reads(map, v, x, y, r) {
   const size = Math.min(4.5, 1.6 + Math.log2(1 + model.seen[v]) * 0.6);
   c.beginPath();
   c.arc(x - r - 2, y + r + 2, size, 0, 7);
-  c.fillStyle = map.scale[level(model.seen_hits[v], 1)];
+  c.fillStyle = map.colours.blues[level(model.seen_hits[v], 1)];
   c.fill();
   c.lineWidth = 1;
   c.strokeStyle = model.failed[v] & 2 ? paint.bad : paint.faint;
@@ -196,7 +215,7 @@ function label(map, i, x, y, wanted) {
     return;
   }
   const left = x + map.radiusOf(i) + (model.items.hidden[i] ? 44 : model.places[v] ? 12 : 8);
-  const room = Math.floor((COL * kx - (left - x) - 14) / 6.65);
+  const room = Math.floor((COL * kx - (left - x) - 16 - marksBefore(model, i)) / 6.65);
   if (room < 4) return;
   c.font = `11px ${map.mono}`;
   // Letter spacing disables ligatures, which would draw two characters of a command as one.
@@ -210,6 +229,15 @@ function label(map, i, x, y, wanted) {
   const hits = model.hits[v];
   const parts = [seconds(model.seconds[v]), hits && `${short(hits)} hit${hits === 1 ? "" : "s"}`, model.seen[v] && `${short(model.seen[v])} read${model.seen_hits[v] ? ` · ${short(model.seen_hits[v])}` : ""}`];
   c.fillText(whole(parts.filter(Boolean), (text) => c.measureText(text).width <= room * 6.65), left, y + 14);
+}
+
+/** Return the width of the marks at the left of the next node in the row, which a label must leave free. */
+function marksBefore(model, i) {
+  const { items } = model;
+  const next = i + 1;
+  if (next >= items.size || items.up[next] !== i || items.row[next] !== items.row[i] || items.kind[next]) return 0;
+  const standing = model.standing[items.node[next]];
+  return (standing ? 12 : 0) + (standing > 1 ? 3 + 6 * short(standing).length : 0);
 }
 
 /** Return the first parts that fit, joined. A part that was cut could have another meaning. */

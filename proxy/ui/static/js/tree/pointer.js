@@ -1,6 +1,7 @@
 // Pointer input: drag, choose, zoom, and jump in the minimap.
 
 import { MINIMAP } from "./minimap.js";
+import { marksAt } from "./near.js";
 import { COL, ROW } from "./scale.js";
 
 export function listen(map, signal) {
@@ -41,12 +42,13 @@ export function listen(map, signal) {
       return;
     }
     const item = inMini(now) ? -1 : map.hit(...now);
-    if (item !== map.hovered) {
-      map.hovered = item;
-      canvas.style.cursor = item >= 0 ? "pointer" : "";
-      map.on.hover(item, now);
-      map.draw();
-    }
+    const near = item < 0 ? null : markNear(map, item, now);
+    if (item === map.hovered && near === map.nearMark) return;
+    map.hovered = item;
+    map.nearMark = near;
+    canvas.style.cursor = item >= 0 ? "pointer" : "";
+    map.on.hover(item, now, near);
+    map.draw();
   }, { signal });
   canvas.addEventListener("pointerup", (event) => {
     const clicked = from && !from.mini && !dragged ? map.hit(...at(event)) : -1;
@@ -63,4 +65,11 @@ export function listen(map, signal) {
     if (event.shiftKey) map.pan(-(event.deltaX || event.deltaY) * step, 0);
     else map.zoom(Math.exp(-event.deltaY * step * 0.0016), ...at(event));
   }, { signal, passive: false });
+}
+
+/** Return the mark of an item at a point; null for none. */
+function markNear(map, item, [x, y]) {
+  if (ROW * map.ky < 20) return null;
+  const mark = marksAt(map, item).find(([, mx, my]) => Math.abs(mx - x) <= 6 && Math.abs(my - y) <= 5);
+  return mark ? mark[0] : null;
 }
