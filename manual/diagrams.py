@@ -208,7 +208,31 @@ def tree() -> Picture:
     return picture
 
 
-PICTURES = {"architecture": architecture, "request": request, "tree": tree}
+def lifecycle() -> Picture:
+    """The states of a sandbox in the pool."""
+    picture = Picture("The life of a sandbox: starting, leased, idle, freezing, closed", 900, 210)
+    boxes = {"starting": 40, "leased": 260, "idle": 560, "closed": 750}
+    for name, x in boxes.items():
+        picture.box((x, 60), (110, 46), [name], "key" if name == "leased" else "box")
+    picture.box((410, 140), (110, 46), ["freezing"], "miss")
+    picture.line((150, 83), (258, 83))
+    picture.text((204, 75), "started", "small")
+    picture.line((370, 74), (558, 74))
+    picture.text((464, 66), "release", "small")
+    picture.line((560, 94), (372, 94))
+    picture.text((464, 110), "lease", "small")
+    picture.line((315, 106), (315, 163), (408, 163))
+    picture.text((350, 155), "freeze", "small")
+    picture.line((520, 163), (615, 163), (615, 108))
+    picture.text((566, 155), "frozen", "small")
+    picture.line((95, 60), (95, 30), (805, 30), (805, 58))
+    picture.text((450, 22), "close, from any state", "small")
+    picture.line((315, 60), (315, 30), tip=False)
+    picture.line((615, 60), (615, 30), tip=False)
+    return picture
+
+
+PICTURES = {"architecture": architecture, "lifecycle": lifecycle, "request": request, "tree": tree}
 
 
 def main(folder: Path = FOLDER) -> None:
