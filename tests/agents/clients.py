@@ -22,16 +22,28 @@ PYTHON = "/usr/bin/python3"
 
 
 @cache
-def packages(*requirements: str, bare: tuple[str, ...] = ()) -> Path:
+def packages(*requirements: str, bare: tuple[str, ...] = (), python: str = PYTHON) -> Path:
     """Return a directory with requirements, as `pip install --target` makes it; skip where none can be got.
 
-    In CI it is no skip but a failure. bare: what is put there without all that it says it needs.
+    In CI it is no skip but a failure. bare: what is put there without all that it says it needs. python: what imports
+    them.
     """
     version = subprocess.run(
-        [PYTHON, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True, check=True
+        [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True, check=True
     ).stdout.strip()
     steps = [[*_installer(version), *more, "--target"] for more in ([], ["--no-deps"])]
     return _installed(version, list(zip(steps, (requirements, bare), strict=True)))
+
+
+@cache
+def newer_python() -> str:
+    """Return a Python 3.12 or 3.13, for packages that need one; skip the test where there is none."""
+    for name in ("python3.12", "python3.13"):
+        for candidate in [shutil.which(name), *Path.home().glob(f".pyenv/versions/{name[6:]}.*/bin/python")]:
+            # pyenv has a command of the name for versions that are not active too; it fails.
+            if candidate and not subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode:
+                return str(candidate)
+    pytest.skip("needs Python 3.12 or 3.13")
 
 
 @cache
@@ -86,17 +98,20 @@ def run(
     script: str,
     *arguments: str,
     within_s: float = 300.0,
+    python: str = PYTHON,
     env: Mapping[str, str] | None = None,
     **more: str,
 ) -> Any:
     """Run a script of this directory with packages from place; return the JSON of the last line it prints.
 
-    env, more: of its environment. One in JavaScript is run by node, beside the packages that npm installed at place.
+    python: what runs it. env, more: of its environment.
+
+    One in JavaScript is run by node, beside the packages that npm installed at place.
     """
     file = Path(__file__).with_name(script)
     own = {"PYTHONPATH": str(place), "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        program = [PYTHON, str(file)]
+        program = [python, str(file)]
         if file.suffix == ".mjs":
             # What it imports is looked for beside it.
             Path(folder, "node_modules").symlink_to(place / "node_modules")

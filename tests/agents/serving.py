@@ -46,6 +46,11 @@ class Proxy:
         answer = self.client.put(f"/api/v1/tasks/{task}", json=spec)
         assert answer.is_success, answer.text
 
+    def outcomes(self, task: str, rollout: str) -> list[str]:
+        """How each call of a rollout was answered."""
+        steps = self.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]
+        return [step["outcome"] for step in steps]
+
     @property
     def recorded(self) -> int:
         """How many calls are in all trees."""

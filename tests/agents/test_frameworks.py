@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.agents.clients import packages, run
-from tests.agents.serving import Proxy, real_proxy
+from tests.agents.serving import real_proxy
 from tests.machine import require_sandboxes
 
 TOGETHER = (
@@ -41,7 +41,7 @@ def test_framework_group_shares_its_prefix(framework: str) -> None:
     with real_proxy() as proxy:
         group = [[f"{proxy.url}/t/task/r/{name}/mcp", [*PREFIX, last]] for name, last in lasts.items()]
         first, second, third = run(place, "framework_client.py", framework, json.dumps(group), env=COMPILED)
-        assert [outcomes(proxy, name) for name in lasts] == [["miss"] * 5, ["hit"] * 5, ["hit"] * 4 + ["miss"]]
+        assert [proxy.outcomes("task", name) for name in lasts] == [["miss"] * 5, ["hit"] * 5, ["hit"] * 4 + ["miss"]]
     assert len(first) == 5
     assert re.search(r"No such file.*(exit code 2|exit_code\W+2)", first[3], re.DOTALL)
     assert second == first
@@ -50,9 +50,3 @@ def test_framework_group_shares_its_prefix(framework: str) -> None:
     assert drawn is not None
     assert all(word in third[4] for word in ("kept", "/src", "drawn", drawn[0]))
     assert "mine" not in third[4]
-
-
-def outcomes(proxy: Proxy, rollout: str) -> list[str]:
-    """Return how each call of a rollout was answered."""
-    steps: list[dict[str, str]] = proxy.client.get(f"/api/v1/tasks/task/rollouts/{rollout}").json()["steps"]
-    return [step["outcome"] for step in steps]

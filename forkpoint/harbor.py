@@ -1,0 +1,214 @@
+"""An environment provider for Harbor, the harness of Terminal-Bench: `forkpoint.harbor:ForkpointEnvironment`.
+
+A trial's environment is a rollout. Trials of one Harbor task are rollouts of one Forkpoint task, so what an agent
+repeats, and what Harbor itself does before and after it, is answered from the tree.
+"""
+
+import io
+import json
+import re
+import tarfile
+from asyncio import to_thread
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
+from harbor.environments.capabilities import EnvironmentCapabilities
+from harbor.models.task.config import NetworkMode
+
+from forkpoint.client import AsyncClient, AsyncRollout
+from forkpoint.errors import ForkpointError
+from forkpoint.own_shell import line_of
+
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+"""Matches what names of rollouts and labels do without."""
+
+
+class ForkpointEnvironment(BaseEnvironment):
+    """A rollout of a Forkpoint task as the environment of a trial."""
+
+    def __init__(
+        self,
+        *args: Any,
+        url: str | None = None,
+        spec: dict[str, Any] | None = None,
+        offline: bool = False,
+        labels: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Check that the proxy's sandboxes can be this environment; `start` connects.
+
+        Args:
+            args: What Harbor passes.
+            url: The proxy's URL; None for FORKPOINT_URL, or the proxy on this machine.
+            spec: The environment, as `docs/tasks.md` describes it; None for a container of the task's `docker_image`.
+            offline: Whether a task that may use the network is run without one.
+            labels: Labels of the rollout, such as `run`.
+            kwargs: What else Harbor passes.
+        """
+        self._url, self._spec, self._offline = url, spec, offline
+        self._labels = labels or {}
+        self._client: AsyncClient | None = None
+        self._begun: AsyncRollout | None = None
+        super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def type() -> str:
+        """Return the provider's name."""
+        return "forkpoint"
+
+    @property
+    def capabilities(self) -> EnvironmentCapabilities:
+        """What the environment can do: nothing in a sandbox reaches the network."""
+        return EnvironmentCapabilities(disable_internet=True)
+
+    def _validate_definition(self) -> None:
+        if self.network_policy.network_mode == NetworkMode.PUBLIC and not self._offline:
+            raise ValueError(
+                "This task may use the network, and Forkpoint's sandboxes have none. If the task works without, pass "
+                "--environment-kwarg offline=true."
+            )
+        if self._spec is None and not self.task_env_config.docker_image:
+            raise ValueError(
+                "This task names no image ([environment] docker_image). Build its Dockerfile, and pass "
+                '--environment-kwarg spec=\'{"driver": "container", "image": "NAME"}\'.'
+            )
+
+    async def start(self, force_build: bool) -> None:
+        """Begin the trial's rollout, and upload the task's files."""
+        del force_build  # images are built by whoever names them
+        spec = {"driver": "container", "image": self.task_env_config.docker_image} if self._spec is None else self._spec
+        digest = sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:8]
+        self._client = AsyncClient(self._url)
+        task = self._client.task(f"{_named(self.environment_name)}-{digest}")
+        await task.put(spec)
+        labels = {"harbor": _named(self.environment_name), **self._labels}
+        # A trial that is resumed has the same session, but begins anew.
+        self._begun = task.rollout(f"{_named(self.session_id)}-{uuid4().hex[:8]}", labels=labels)
+        await self._begun.begin()
+        await self.ensure_dirs(self._mount_targets(writable_only=True))
+        await self._upload_environment_dir_after_start()
+
+    async def stop(self, delete: bool) -> None:
+        """Finish the rollout, unless it is to stay; its records stay anyway."""
+        if self._begun is not None and delete:
+            with suppress(ForkpointError):
+                await self._begun.finish()
+        if self._client is not None:
+            await self._client.close()
+
+    @property
+    def rollout(self) -> AsyncRollout:
+        """The rollout of the trial."""
+        assert self._begun is not None, "start comes first"
+        return self._begun
+
+    async def exec(
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_sec: int | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult:
+        """Run a command in a shell of its own."""
+        name = self._resolve_user(user)
+        line = line_of(
+            ["bash", "-c", command],
+            cwd=cwd or self.task_env_config.workdir,
+            env=self._merge_env(env),
+            user=None if name is None else str(name),
+        )
+        result = await self.rollout.exec(line, timeout_s=timeout_sec)
+        if result.timed_out:
+            raise RuntimeError(f"Command timed out after {timeout_sec} seconds")
+        callback = self._output_callback()
+        if callback is not None and result.stdout:
+            await callback(result.stdout, "stdout")
+        if callback is not None and result.stderr:
+            await callback(result.stderr, "stderr")
+        return ExecResult(stdout=result.stdout or None, stderr=result.stderr or None, return_code=result.exit_code)
+
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        """Write a file with the content and the permissions of a local one."""
+        content, mode = await to_thread(_content, Path(source_path))
+        await self.rollout.write(target_path, content, mode=mode)
+
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        """Unpack a local directory's content in a directory of the sandbox."""
+        content = await to_thread(_packed, Path(source_dir))
+        # Named by its content, so that equal uploads of other trials are equal calls.
+        path = f"/var/tmp/.forkpoint-{sha256(content).hexdigest()[:16]}.tar"  # noqa: S108 - in the sandbox
+        await self.rollout.write(path, content)
+        await self._as_root('mkdir -p "$1" && tar -xf "$2" -C "$1" && rm "$2"', target_dir, path)
+
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        """Copy a file of the sandbox."""
+        result = await self.rollout.read(source_path)
+        await to_thread(_write, Path(target_path), result.content)
+
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        """Copy the content of a directory of the sandbox."""
+        await self._download(source_dir, Path(target_dir), [])
+
+    async def download_dir_with_exclusions(
+        self, *, source_dir: str, target_dir: Path | str, exclude: list[str]
+    ) -> None:
+        """Copy the content of a directory of the sandbox, without what patterns of tar exclude.
+
+        Harbor's own way gives its archive a random name, which no two trials share.
+        """
+        await self._download(source_dir, Path(target_dir), exclude)
+
+    async def _download(self, source: str, target: Path, exclude: list[str]) -> None:
+        path = f"/var/tmp/.forkpoint-{sha256(source.encode()).hexdigest()[:16]}.tar"  # noqa: S108 - in the sandbox
+        patterns = [f"--exclude={pattern}" for pattern in exclude]
+        await self._as_root('path=$1; shift; tar -cf "$path" "$@" .', path, "-C", source, *patterns)
+        content = (await self.rollout.read(path)).content
+        await self.rollout.remove(path)
+        await to_thread(_unpack, content, target)
+
+    async def _as_root(self, script: str, *arguments: str) -> None:
+        """Run a script of this provider, whatever user the agent's commands have."""
+        result = await self.rollout.exec(line_of(["/bin/bash", "-c", script, "bash", *arguments]))
+        if result.exit_code:
+            raise RuntimeError(f"{script!r} failed for {arguments}: {result.output}")
+
+
+def _named(text: str) -> str:
+    """Return a name for a rollout or a task that Harbor's name of it is recognized in."""
+    return _NOT_IN_A_NAME.sub("-", text).strip("-")[-48:]
+
+
+def _content(source: Path) -> tuple[bytes, str]:
+    return source.read_bytes(), f"{source.stat().st_mode & 0o777:o}"
+
+
+def _write(target: Path, content: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+
+
+def _packed(source: Path) -> bytes:
+    """Return a directory's content as a tar file that is the same whenever the content is."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for child in sorted(source.iterdir()):
+            archive.add(child, arcname=child.name, filter=_owned_by_root)
+    return packed.getvalue()
+
+
+def _unpack(content: bytes, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        # The sandbox made the archive. The filter refuses members that would leave the directory.
+        archive.extractall(target, filter=transfer_tar_filter)  # noqa: S202
+
+
+def _owned_by_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member

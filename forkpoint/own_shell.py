@@ -1,0 +1,47 @@
+"""Commands that run in a shell of their own, on a rollout whose shell keeps its state. Pure.
+
+Harnesses expect `docker exec`: directory, variables, user and standard input belong to one command. The line that this
+module returns runs such a command in a subshell of the rollout's session, which stays as it is.
+"""
+
+import base64
+import shlex
+from collections.abc import Mapping, Sequence
+
+_RUNUSER = "/usr/sbin/runuser"
+"""By its absolute path, because a command may have changed what `PATH` finds."""
+
+
+def line_of(
+    argv: Sequence[str],
+    *,
+    cwd: str | None = None,
+    env: Mapping[str, str] | None = None,
+    user: str | None = None,
+    stdin: bytes | None = None,
+    stdin_path: str | None = None,
+) -> str:
+    """Return a line for bash that runs a program in a subshell.
+
+    Args:
+        argv: The program and its arguments.
+        cwd: Its working directory, absolute or relative to that of the session; None for the session's.
+        env: Variables beyond those of the session.
+        user: Name of its user; None for the session's user.
+        stdin: Its standard input, which becomes part of the line; None for `stdin_path`.
+        stdin_path: Path of a file in the sandbox that is its standard input; None for an empty one.
+    """
+    words = list(argv)
+    if user is not None:
+        words = [_RUNUSER, "-u", user, "--", *words]
+    steps = [] if cwd is None else [f"cd -- {shlex.quote(cwd)}"]
+    steps += [f"export {name}={shlex.quote(value)}" for name, value in sorted((env or {}).items())]
+    steps.append(f"exec {shlex.join(words)} <{_input(stdin, stdin_path)}")
+    return f"({' && '.join(steps)})"
+
+
+def _input(stdin: bytes | None, path: str | None) -> str:
+    if stdin is None:
+        return shlex.quote(path or "/dev/null")
+    # In base 64, bytes and line ends of any kind reach the program as they are.
+    return f" <(exec base64 -d <<< '{base64.b64encode(stdin).decode()}')"

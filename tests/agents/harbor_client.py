@@ -1,0 +1,73 @@
+"""Harbor runs trials of one task with Forkpoint's provider, a scripted agent and its own verifier.
+
+argv: the proxy's URL, a directory, and for each trial the agent's commands, as a JSON list. Prints for each trial what
+the agent was shown, and the reward.
+"""
+
+# mypy: disable-error-code="import-not-found, unused-ignore, misc, no-any-return"
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from harbor.agents.base import BaseAgent
+from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
+from harbor.trial.trial import Trial
+
+
+class Scripted(BaseAgent):
+    def __init__(self, *args: Any, commands: list[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commands = commands
+
+    @staticmethod
+    def name() -> str:
+        return "scripted"
+
+    def version(self) -> str:
+        return "1"
+
+    async def setup(self, environment: Any) -> None:
+        await environment.exec("mkdir -p /installed-agent")
+
+    async def run(self, instruction: str, environment: Any, context: Any) -> None:
+        assert instruction.strip() == "Write mine."
+        shown = [await environment.exec(command, cwd="/root", env={"WHO": "me"}) for command in self.commands]
+        context.metadata = {"shown": [[result.stdout, result.stderr, result.return_code] for result in shown]}
+
+
+def task(folder: Path) -> None:
+    (folder / "tests").mkdir(parents=True)
+    (folder / "environment").mkdir()
+    (folder / "environment" / "Dockerfile").write_text("FROM debian:bookworm\n")
+    (folder / "instruction.md").write_text("Write mine.\n")
+    (folder / "task.toml").write_text('version = "1.0"\n[agent]\ntimeout_sec = 60\n[verifier]\ntimeout_sec = 60\n')
+    test = "if [ -e /root/mine ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\ncat /root/drawn\n"
+    (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}")
+
+
+async def trial(url: str, folder: Path, number: int, commands: list[str]) -> list[Any]:
+    environment = EnvironmentConfig(
+        import_path="forkpoint.harbor:ForkpointEnvironment", kwargs={"url": url, "spec": {}, "offline": True}
+    )
+    agent = AgentConfig(import_path=f"{Path(__file__).stem}:Scripted", kwargs={"commands": commands})
+    config = TrialConfig(
+        task=TaskConfig(path=folder / "task"), trial_name=f"trial-{number}", trials_dir=folder / "trials",
+        agent=agent, environment=environment,
+    )  # fmt: skip
+    result = await (await Trial.create(config)).run()
+    assert result.exception_info is None, result.exception_info
+    shown = result.agent_result.metadata["shown"]
+    output = (folder / "trials" / f"trial-{number}" / "verifier" / "test-stdout.txt").read_text()
+    return [shown, result.verifier_result.rewards, output]
+
+
+async def main(url: str, folder: Path, group: list[list[str]]) -> list[Any]:
+    task(folder / "task")
+    return [await trial(url, folder, number, commands) for number, commands in enumerate(group)]
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])))))
