@@ -33,7 +33,7 @@ from proxy.speculation.idle_cores import IdleCores
 from proxy.speculation.learned import Learned
 from proxy.speculation.speculator import Speculator
 from proxy.step import Step
-from proxy.storage.data_dir import make_private
+from proxy.storage.data_dir import STORE, make_private
 from proxy.storage.journal import Journal
 from proxy.storage.journal_segments import JournalEntry
 from proxy.storage.store import Store
@@ -312,8 +312,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     token = None if settings.token is None else settings.token.get_secret_value()
     access, counts, walkers = Access(read_tokens(token, settings.token_file)), Counters(), Walkers()
     make_private(settings.data)
-    database = settings.data / "forkpoint.sqlite"
-    store = Store(database, sync="FULL" if survives_power_loss else "NORMAL", namespace=access.namespace)
+    store = Store(settings.data / STORE, sync="FULL" if survives_power_loss else "NORMAL", namespace=access.namespace)
     journal = Journal(settings.data / "journal", fold, store.rollouts, store.database, sync=survives_power_loss)
     snapshots = SnapshotStore(settings.data / "snapshots", drivers)
     pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)

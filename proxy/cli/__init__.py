@@ -1,6 +1,6 @@
 """The command line: `forkpoint serve`, `doctor`, `tree`, `top`, `replay` and the other commands.
 
 Process: a process of its own for each command; `serve` becomes the proxy.
-May import: proxy, proxy.transfer, proxy.workloads, snapshots.criu, sandboxes, sandboxes.container, sandboxes.host,
-sandboxes.linux, sandboxes.local, sandboxes.sql, sandboxes.sqlite.
+May import: proxy, proxy.cli.rendering, proxy.storage, proxy.transfer, proxy.workloads, snapshots.criu, sandboxes,
+sandboxes.container, sandboxes.host, sandboxes.linux, sandboxes.local, sandboxes.sql, sandboxes.sqlite.
 """

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import typer
 
-from proxy.cli import data, inspecting, listing, operating, report, steering
+from proxy.cli import data, data_directory, inspecting, listing, operating, report, steering
 from proxy.cli.options import with_proxy
 
 RUN = "Run a proxy"
@@ -38,11 +38,19 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (OPERATE, "import", operating.import_tree, "forkpoint import demo.tar demo"),
     (OPERATE, "trajectories", data.trajectories, "forkpoint trajectories run7.parquet --label run=r7"),
     (OPERATE, "gc", operating.gc, "forkpoint gc"),
+    (OPERATE, "backup", data_directory.backup, "forkpoint backup monday.backup"),
 )
-"""Group, name, function and example of each command."""
+"""Group, name, function and example of each command that talks to a running proxy."""
+_OFFLINE: tuple[tuple[str, str, Callable[..., None], str], ...] = (
+    (OPERATE, "restore", data_directory.restore, "forkpoint restore monday.backup --data restored"),
+    (OPERATE, "upgrade", data_directory.upgrade, "forkpoint upgrade --check --data forkpoint-data"),
+)
+"""Group, name, function and example of each command about a data directory that no proxy serves."""
 
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands to the application."""
     for group, name, command, example in _COMMANDS:
         app.command(name, rich_help_panel=group, epilog=f"Example: {example}")(with_proxy(command))
+    for group, name, command, example in _OFFLINE:
+        app.command(name, rich_help_panel=group, epilog=f"Example: {example}")(command)

@@ -7,16 +7,12 @@ from typing import Annotated
 
 import orjson
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from proxy.cli.client import ControlClient, fail, given
 from proxy.cli.completion import complete_rollout, complete_task
 from proxy.cli.options import TaskArgument
+from proxy.cli.progress import CHUNK, bytes_bar
 from proxy.transfer.trajectory_files import Format, TrajectoryFileError, lines, write
-
-_CHUNK = 1 << 20
-"""Bytes that are moved at a time."""
 
 
 def trajectories(
@@ -45,7 +41,7 @@ def trajectories(
     query = {**given(rollout=rollout, answer_bytes=answer_bytes), "label": label or []}
     try:
         with proxy.stream("GET", *path, params=query) as response:
-            chunks = _shown(response.iter_bytes(_CHUNK))
+            chunks = _shown(response.iter_bytes(CHUNK))
             if str(file) != "-":
                 write(chunks, file, format)
                 return
@@ -78,7 +74,7 @@ def html(
     answer_bytes: Annotated[int, typer.Option(help="Longest answer in bytes; longer ones are cut.", min=0)] = 65536,
 ) -> None:
     """Write a rollout or a tree as one HTML file without scripts, to read it elsewhere or to send it to somebody."""
-    from proxy.cli.replay_page import rollout_page, tree_page
+    from proxy.cli.rendering.replay_page import rollout_page, tree_page
 
     query = {**given(rollout=rollout, answer_bytes=answer_bytes), "label": label or []}
     draft = file.with_name(f"{file.name}.part")
@@ -87,7 +83,7 @@ def html(
             proxy.stream("GET", "tasks", task, "trajectories", params=query) as response,
             draft.open("w", encoding="utf-8") as output,
         ):
-            rows = map(orjson.loads, lines(_shown(response.iter_bytes(_CHUNK))))
+            rows = map(orjson.loads, lines(_shown(response.iter_bytes(CHUNK))))
             if rollout is None:
                 output.writelines(tree_page(task, rows, limit=limit))
             else:
@@ -104,10 +100,8 @@ def html(
 
 
 def _shown(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield chunks, and show on stderr how many bytes have arrived."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("trajectories", total=None)
+    """Yield chunks, and show on a terminal how many bytes have arrived."""
+    with bytes_bar("trajectories", None) as advance:
         for chunk in chunks:
             yield chunk
-            progress.update(bar, advance=len(chunk))
+            advance(len(chunk))

@@ -22,7 +22,7 @@ def tree(
     json: JsonOption = False,
 ) -> None:
     """Show a task's tree: its calls with their effects, seconds and hits, and the positions of rollouts."""
-    from proxy.cli.render_tree import TREES_SHOWN, render_tree
+    from proxy.cli.rendering.tree import TREES_SHOWN, render_tree
 
     view = proxy.request("GET", "tasks", task, "tree", params=given(node=node, root=root, depth=depth))
     # Two more than are listed: the tree that is shown, and one that tells whether there are more.
@@ -37,7 +37,7 @@ def rollout(
     json: JsonOption = False,
 ) -> None:
     """Show a rollout: its calls in order, how each was answered, and the time that it took or saved."""
-    from proxy.cli.render import render_rollout
+    from proxy.cli.rendering.views import render_rollout
 
     view = proxy.request("GET", "tasks", task, "rollouts", name, params={"limit": 10_000})
     show(view, render_rollout, json=json)
@@ -45,14 +45,14 @@ def rollout(
 
 def node(proxy: ControlClient, task: TaskArgument, name: NodeArgument, json: JsonOption = False) -> None:
     """Show a node: its call and answer, what changed, past rollouts, and why it has a snapshot or not."""
-    from proxy.cli.render import render_node
+    from proxy.cli.rendering.views import render_node
 
     show(proxy.request("GET", "tasks", task, "nodes", name), render_node, json=json)
 
 
 def diff(proxy: ControlClient, task: TaskArgument, a: NodeArgument, b: NodeArgument, json: JsonOption = False) -> None:
     """Show what changed between two nodes: files, shell sessions and databases."""
-    from proxy.cli.render import render_diff
+    from proxy.cli.rendering.views import render_diff
 
     view = proxy.request("GET", "tasks", task, "nodes", a, "diff", b, within_s=LONG_S)
     show(view, render_diff, json=json)
@@ -67,7 +67,7 @@ def top(
     """Show the proxy's activity live, until Ctrl-C. With --json, each line is one update."""
     from rich.live import Live
 
-    from proxy.cli.render import render_top
+    from proxy.cli.rendering.views import render_top
 
     def read() -> dict[str, Any]:
         line = proxy.request("GET", "timeline", params=given(span_s=60, step_s=1))

@@ -9,7 +9,7 @@ from proxy.cli.client import ControlClient, given
 from proxy.cli.completion import complete_task
 from proxy.cli.options import JsonOption, TaskArgument
 from proxy.cli.output import show
-from proxy.cli.render_lists import (
+from proxy.cli.rendering.lists import (
     render_rollouts,
     render_sandboxes,
     render_snapshots,

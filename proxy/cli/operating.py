@@ -1,24 +1,21 @@
 """Commands that operate a running proxy: audits, trees as files, garbage collection."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from proxy.cli.client import LONG_S, ControlClient, fail, given
 from proxy.cli.options import JsonOption, RootOption, TaskArgument
 from proxy.cli.output import show
+from proxy.cli.progress import CHUNK, bytes_bar, download, progress_bar
 
 _POLL_S = 0.5
 """Interval at which the progress of an audit is polled."""
-_CHUNK = 1 << 20
-"""Bytes that export and import move at a time."""
 
 
 def verify(
@@ -34,7 +31,7 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Run recorded calls again in fresh sandboxes and compare the results. Exits with 1 if a call differs."""
-    from proxy.cli.render import render_audit
+    from proxy.cli.rendering.views import render_audit
 
     which = given(root=node or root)
     # --root may be any node of the tree, but the audit is to cover the whole tree: ask for its root.
@@ -45,7 +42,7 @@ def verify(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[differing]} differ"), TimeElapsedColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar(*columns) as progress:
         bar = progress.add_task("verify", total=begun["of"], differing=0)
         last = begun
         while (view := proxy.request("GET", "tasks", task, "audit", params=which))["running"] is not None:
@@ -70,25 +67,8 @@ def export_tree(
     json: JsonOption = False,
 ) -> None:
     """Export a task's tree with its answers to a file, for another machine or run."""
-    size = 0
-    draft = file.with_name(f"{file.name}.part")
-    try:
-        answering = proxy.stream("GET", "tasks", task, "export", params=given(snapshots=snapshots, root=root))
-        with answering as response, _writing(file, draft) as write, _bytes_bar("export", None) as advance:
-            for chunk in response.iter_bytes(_CHUNK):
-                write(chunk)
-                size += len(chunk)
-                advance(len(chunk))
-        if str(file) != "-":
-            draft.rename(file)
-    except BrokenPipeError:
-        # The reader of stdout has ended, as `head` does. Typer then ends the command without a word.
-        raise
-    except OSError as error:
-        fail(f"{file} cannot be written: {error}. Choose another file.")
-    finally:
-        if str(file) != "-":
-            draft.unlink(missing_ok=True)
+    with proxy.stream("GET", "tasks", task, "export", params=given(snapshots=snapshots, root=root)) as response:
+        size = download(response, file, "export")
     if json:
         typer.echo(orjson.dumps({"task": task, "file": str(file), "bytes": size}), err=str(file) == "-")
 
@@ -102,10 +82,10 @@ def import_tree(
     """Import a tree from a file into a task that has no tree yet. A damaged file changes nothing."""
     try:
         total = file.stat().st_size
-        with file.open("rb") as source, _bytes_bar("import", total) as advance:
+        with file.open("rb") as source, bytes_bar("import", total) as advance:
 
             def chunks() -> Iterator[bytes]:
-                while chunk := source.read(_CHUNK):
+                while chunk := source.read(CHUNK):
                     yield chunk
                     advance(len(chunk))
 
@@ -134,25 +114,3 @@ def gc(proxy: ControlClient, json: JsonOption = False) -> None:
         ),
         json=json,
     )
-
-
-@contextmanager
-def _writing(file: Path, draft: Path) -> Iterator[Callable[[bytes], object]]:
-    """Yield a function that writes to the file, or to stdout."""
-    if str(file) == "-":
-        yield typer.get_binary_stream("stdout").write
-        return
-    with draft.open("wb") as output:
-        yield output.write
-
-
-@contextmanager
-def _bytes_bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task(title, total=total)
-
-        def advance(count: int) -> None:
-            progress.update(bar, advance=count)
-
-        yield advance

@@ -147,7 +147,7 @@ def _progress(workload: Workload, title: str, console: Console) -> Iterator[OnCa
         TimeElapsedColumn(),
     )
     hits = errors = 0
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task(title, total=workload.calls, hits=hits, errors=errors)
 
         def on_call(outcome: ReplayedCall) -> None:

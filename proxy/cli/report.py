@@ -13,7 +13,7 @@ from proxy.cli.client import LONG_S, ControlClient
 from proxy.cli.completion import complete_task
 from proxy.cli.options import JsonOption
 from proxy.cli.output import show
-from proxy.cli.report_page import ARM_COLUMNS, COLUMNS, Json, name_of, page, title_of
+from proxy.cli.rendering.report_page import ARM_COLUMNS, COLUMNS, Json, name_of, page, title_of
 from proxy.cli.text import printable, shortened
 
 _GROUP_CHARS = 40

@@ -17,6 +17,9 @@ from sandboxes.linux.dir_lock import Ownership, is_unowned
 
 log = structlog.get_logger()
 
+STORE = "forkpoint.sqlite"
+"""Name of the store's file."""
+
 _MODE = 0o700
 """The mode of the data directory. What lies below needs no mode of its own: no other user reaches it by a path."""
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import quote
 
 from proxy.storage.errors import DamagedError, StoreError
 from proxy.storage.migrations import migrate
@@ -234,6 +235,28 @@ class StoreDatabase:
         row = self.row(sql, (f"last {table}", first, first, first + BLOCK))
         assert row is not None
         return int(row[0])
+
+
+def schema_of(path: Path) -> int | None:
+    """Return the schema version of a store without writing to it; None if there is no store.
+
+    Raises:
+        StoreError: The store is of a newer version, or none of Forkpoint's.
+    """
+    if not path.exists():
+        return None
+    try:
+        with closing(sqlite3.connect(read_only(path), uri=True)) as connection:
+            return version_of(sqlite_utils.Database(connection))
+    except (ValueError, sqlite3.Error) as error:
+        raise StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.") from error
+
+
+def read_only(path: Path) -> str:
+    """Return the URI by which SQLite opens a file without writing to it."""
+    # Without a write-ahead log the file may lie on a disk that is read-only, where SQLite could not lock it.
+    alone = not path.with_name(f"{path.name}-wal").exists()
+    return f"file:{quote(str(path.absolute()))}?mode=ro{'&immutable=1' if alone else ''}"
 
 
 def _unreadable(error: sqlite3.Error) -> StoreError:

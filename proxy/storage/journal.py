@@ -38,7 +38,8 @@ from sandboxes.linux.files import sync_path
 
 _SLICE = 1000
 """Entries folded at a time while calls are answered: about 2 ms, the longest wait that a fold adds to a hit."""
-_MARK = "journal"
+MARK = "journal"
+"""The mark in the store that says which segments there must be."""
 _MARK_MEMBERS: dict[str, Callable[[Any], Any]] = {"open": bool, "boot": str, "sync": bool, "first": int, "last": int}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -169,7 +170,7 @@ class Journal:
     def _read_mark(self, recovery: JournalRecovery) -> dict[str, Any]:
         """Return the mark of the last process; empty if there was none, or if its mark is damaged."""
         try:
-            mark = orjson.loads(self._marks.mark(_MARK) or "{}")
+            mark = orjson.loads(self._marks.mark(MARK) or "{}")
             return {name: kind(mark[name]) for name, kind in _MARK_MEMBERS.items()} if mark else {}
         except (ValueError, TypeError, KeyError):
             self._lose(None, "the mark of the journal in the store is damaged", recovery)
@@ -266,7 +267,7 @@ class Journal:
     def _put_mark(self, *, is_open: bool, durable: bool = False) -> None:
         first = int(self._full[0][0].stem) if self._full else self._segment
         mark = {"open": is_open, "boot": _boot_id(), "sync": self._sync, "first": first, "last": self._segment}
-        self._marks.put_mark(_MARK, orjson.dumps(mark).decode(), durable=durable)
+        self._marks.put_mark(MARK, orjson.dumps(mark).decode(), durable=durable)
 
 
 def _boot_id() -> str:

@@ -14,7 +14,6 @@ To change a table: change it in `schema`, raise `SCHEMA_VERSION`, append a `Migr
 version before to `tests/proxy/storage/older`, as its README says.
 """
 
-import os
 import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from proxy.storage.schema import SCHEMA_VERSION, ForeignDatabaseError, checked_table, checksum_of
+from sandboxes.linux.files import sync_path
 
 if TYPE_CHECKING:
     import sqlite_utils
@@ -201,16 +201,8 @@ def copy_database(source: sqlite3.Connection, target: Path) -> None:
         draft.touch(mode=0o600)
         with closing(sqlite3.connect(draft)) as copy:
             source.backup(copy)
-        _sync(draft)
+        sync_path(draft)
         draft.rename(target)
-        _sync(target.parent)
+        sync_path(target.parent)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, expect
 
-from proxy.cli.replay_page import rollout_page
+from proxy.cli.rendering.replay_page import rollout_page
 from tests.proxy.cli.test_replay_page import hostile
 
 

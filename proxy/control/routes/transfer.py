@@ -1,8 +1,10 @@
 """Routes that export and import trees."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
@@ -10,12 +12,17 @@ from pydantic import BaseModel
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from proxy.control.routes.params import EngineDep, RootQuery, TaskName, confined, tree_of
+from proxy.control.routes.params import EngineDep, RootQuery, TaskName, confined, granted, tree_of
 from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
+from proxy.storage.backup import back_up
 
 MEDIA_TYPE = "application/x-tar"
 """The media type of an exported tree."""
+BACKUP_TYPE = "application/vnd.sqlite3"
+"""The media type of a backup (registered with IANA)."""
+_CHUNK = 1 << 20
+"""Bytes of a backup that are read at a time."""
 _BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -92,3 +99,31 @@ async def import_task(engine: EngineDep, task: TaskName, request: Request) -> Im
         nodes=manifest.nodes, records=manifest.records,
         snapshots=imported.snapshots, snapshots_left_out=imported.left_out,
     )  # fmt: skip
+
+
+@router.get("/backup", response_class=StreamingResponse, responses={200: {"content": {BACKUP_TYPE: {}}}})
+async def download_backup(engine: EngineDep, request: Request) -> StreamingResponse:
+    """Download a consistent backup of the whole store, while calls are answered. `forkpoint restore` reads it."""
+    granted(request).require_whole()
+    engine.journal.fold()
+    # In the directory that is emptied at each start.
+    draft = engine.settings.data / "imports" / f"backup-{secrets.token_hex(8)}"
+    try:
+        await asyncio.to_thread(back_up, engine.store.database, draft)
+        # The file is freed when it is closed, also by a kill.
+        backup = draft.open("rb")
+    finally:
+        draft.unlink(missing_ok=True)
+    headers = {
+        "content-disposition": 'attachment; filename="forkpoint.backup"',
+        "content-length": str(backup.seek(0, 2)),
+        "x-accel-buffering": "no",
+    }
+    backup.seek(0)
+    return StreamingResponse(_chunks(backup), media_type=BACKUP_TYPE, headers=headers)
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(_CHUNK):
+            yield chunk

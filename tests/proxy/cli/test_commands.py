@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from proxy.cli.main import app
-from proxy.cli.render import spark
+from proxy.cli.rendering.views import spark
 from tests.proxy.cli.typing_commands import as_json, proxy, typed
 from tests.proxy.serving import Running, serving
 

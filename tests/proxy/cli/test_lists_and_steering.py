@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from proxy.address import read_address, write_address
 from proxy.cli.client import DEFAULT_URL, proxy_url
-from proxy.cli.commands import _COMMANDS
+from proxy.cli.commands import _COMMANDS, _OFFLINE
 from proxy.cli.completion import complete_node, complete_rollout, complete_task
 from proxy.cli.main import app
-from proxy.cli.render_lists import Columns, render_tasks
+from proxy.cli.rendering.lists import Columns, render_tasks
 from tests.proxy.cli.typing_commands import as_json, proxy, typed
 from tests.proxy.serving import Running, serving
 
@@ -175,7 +175,7 @@ def test_url_wins_over_data_directory(tmp_path: Path) -> None:
 
 def test_each_command_is_documented_with_an_example() -> None:
     documented = set(re.findall(r"^## .*$", CLI_PAGE.read_text(), re.MULTILINE))
-    for _, name, _, example in _COMMANDS:
+    for _, name, _, example in (*_COMMANDS, *_OFFLINE):
         assert any(f"`forkpoint {name}" in title for title in documented), f"docs/cli.md lacks {name}"
         output = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
         assert f"Example: {example}" in output

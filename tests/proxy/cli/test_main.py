@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from proxy.cli.main import app
-from proxy.cli.render_tree import render_tree
+from proxy.cli.rendering.tree import render_tree
 from proxy.cli.replay import first_difference
 from proxy.cli.text import printable, shortened
 from proxy.workloads.ephemeral_proxy import free_port

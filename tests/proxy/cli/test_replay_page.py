@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from proxy.cli.main import app
-from proxy.cli.replay_page import rollout_page, tree_page
+from proxy.cli.rendering.replay_page import rollout_page, tree_page
 from tests.proxy.serving import Running, serving
 
 ATTACK = '</pre></code><script>window.hacked=1</script><img src=x onerror="window.hacked=2"><style>*{}</style>'

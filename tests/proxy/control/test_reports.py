@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from proxy.cli.main import app
-from proxy.cli.report_page import page
+from proxy.cli.rendering.report_page import page
 from proxy.control.reports import quantile
 from tests.proxy.serving import Running, serving
 

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from proxy.cli.render_tree import describe
+from proxy.cli.rendering.tree import describe
 from proxy.cli.text import printable, shortened
 
 _SPARKS = " ▁▂▃▄▅▆▇█"

@@ -1,0 +1,112 @@
+"""Commands about the whole data directory: back it up, restore it, upgrade it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import orjson
+import typer
+
+from proxy.cli.client import DEFAULT_DATA, ControlClient, fail
+from proxy.cli.options import JsonOption
+from proxy.cli.progress import download
+
+if TYPE_CHECKING:
+    from proxy.storage.migrations import Migration
+
+DirectoryOption = Annotated[
+    Path, typer.Option("--data", envvar="FORKPOINT_DATA", help="Data directory that no proxy serves now.")
+]
+
+
+def backup(
+    proxy: ControlClient,
+    file: Annotated[Path, typer.Argument(help="File to write; - is stdout.", metavar="FILE")],
+    json: JsonOption = False,
+) -> None:
+    """Back up all tasks, trees and rollouts of a running proxy to one file."""
+    with proxy.stream("GET", "backup") as response:
+        size = download(response, file, "backup")
+    if json:
+        typer.echo(orjson.dumps({"file": str(file), "bytes": size}), err=str(file) == "-")
+
+
+def restore(
+    file: Annotated[
+        Path, typer.Argument(help="File that `backup` wrote.", metavar="FILE", exists=True, dir_okay=False)
+    ],
+    data: DirectoryOption = DEFAULT_DATA,
+    json: JsonOption = False,
+) -> None:
+    """Make a new data directory of a backup. Everything in it is checked first."""
+    from proxy.logs import setup
+    from proxy.storage.backup import restore as restore_backup
+    from proxy.storage.errors import StoreError
+
+    setup("warning", json=False)
+    try:
+        restored = restore_backup(file, data)
+    except (StoreError, OSError) as error:
+        fail(str(error))
+    if json:
+        typer.echo(orjson.dumps(restored, option=orjson.OPT_INDENT_2))
+        return
+    typer.echo(f"{restored.tasks:,} tasks and {restored.calls:,} calls are in {data}.")
+    if restored.lost_rollouts:
+        typer.echo(
+            f"{restored.lost_rollouts:,} rollouts ran when the backup was made: their agents may know later answers, "
+            "so their calls are refused. Begin them anew."
+        )
+
+
+def upgrade(
+    data: DirectoryOption = DEFAULT_DATA,
+    check: Annotated[bool, typer.Option("--check", help="Only show what an upgrade would change.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Upgrade a data directory of an older version, as `serve` does at its start.
+
+    With --check, exits with 1 if an upgrade is needed.
+    """
+    from proxy.logs import setup
+    from proxy.storage.data_dir import STORE, owning
+    from proxy.storage.database import schema_of
+    from proxy.storage.errors import StoreError
+    from proxy.storage.migrations import copy_path, pending
+    from proxy.storage.schema import SCHEMA_VERSION
+    from proxy.storage.store import Store
+
+    setup("warning", json=False)
+    path = data / STORE
+    try:
+        schema = schema_of(path)
+        steps = pending(schema) if schema is not None else ()
+        if steps and not check:
+            with owning(data):
+                Store(path).close()
+    except (StoreError, OSError) as error:
+        fail(str(error))
+    copy = str(copy_path(path, schema)) if schema is not None and steps else None
+    if json:
+        changes = [{"schema": step.version, "change": step.summary} for step in steps]
+        view = {"schema": schema, "current": SCHEMA_VERSION, "changes": changes, "copy": copy, "upgraded": not check}
+        typer.echo(orjson.dumps(view | {"upgraded": bool(steps) and not check}, option=orjson.OPT_INDENT_2))
+    else:
+        _describe(data, schema, steps, copy, check=check)
+    if steps and check:
+        raise typer.Exit(1)
+
+
+def _describe(data: Path, schema: int | None, steps: "tuple[Migration, ...]", copy: str | None, *, check: bool) -> None:
+    if schema is None:
+        typer.echo(f"{data} has no store yet. Choose the directory with --data.")
+    elif not steps:
+        typer.echo(f"{data} has schema {schema}, which is this version's.")
+    else:
+        typer.echo(f"{data} {'has' if check else 'had'} schema {schema}. Changes:")
+        for step in steps:
+            typer.echo(f"  {step.version}: {step.summary}.")
+        typer.echo(
+            f"`forkpoint serve` and `forkpoint upgrade` make them, and keep the old store as {copy}."
+            if check
+            else f"The old store is kept as {copy}. Delete it when you do not want to go back."
+        )

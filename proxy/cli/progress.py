@@ -1,0 +1,71 @@
+"""Progress of long operations: bars on stderr, and only on a terminal."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+
+from proxy.cli.client import fail
+
+CHUNK = 1 << 20
+"""Bytes that are moved at a time."""
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """Return the display of an operation's progress. Files and pipes see nothing of it."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+@contextmanager
+def bytes_bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Yield a function that counts bytes; total is None if nobody knows how many there will be."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with progress_bar(*columns) as progress:
+        bar = progress.add_task(title, total=total)
+
+        def advance(count: int) -> None:
+            progress.update(bar, advance=count)
+
+        yield advance
+
+
+def download(response: httpx.Response, file: Path, title: str) -> int:
+    """Write a response to a file, which appears whole, or to stdout for `-`; return its size in bytes.
+
+    The file is for its owner only. A file that cannot be written ends the command with an error.
+    """
+    draft, size = file.with_name(f"{file.name}.part"), 0
+    total = response.headers.get("content-length")
+    try:
+        with _writing(file, draft) as write, bytes_bar(title, None if total is None else int(total)) as advance:
+            for chunk in response.iter_bytes(CHUNK):
+                write(chunk)
+                size += len(chunk)
+                advance(len(chunk))
+        if str(file) != "-":
+            draft.rename(file)
+    except BrokenPipeError:
+        # The reader of stdout has ended, as `head` does. Typer then ends the command without a word.
+        raise
+    except OSError as error:
+        fail(f"{file} cannot be written: {error}. Choose another file.")
+    finally:
+        if str(file) != "-":
+            draft.unlink(missing_ok=True)
+    return size
+
+
+@contextmanager
+def _writing(file: Path, draft: Path) -> Iterator[Callable[[bytes], object]]:
+    """Yield a function that writes to the file, or to stdout."""
+    if str(file) == "-":
+        yield typer.get_binary_stream("stdout").write
+        return
+    draft.touch(mode=0o600)
+    with draft.open("wb") as output:
+        yield output.write

@@ -1,0 +1,130 @@
+"""Backups of the store while a proxy runs, and data directories that are made of a backup.
+
+A backup is the store as it was at one moment: one SQLite file with all tasks, trees, calls, answers and rollouts. Steps
+in the journal are folded into the store before. Snapshots are not part of it: replays rebuild their states.
+
+A backup is older than what its agents have seen. A rollout that ran would continue at an earlier position and get
+wrong answers, so a restore marks every such rollout as lost.
+"""
+
+import contextlib
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from proxy.storage.data_dir import STORE, owning
+from proxy.storage.database import StoreDatabase, read_only
+from proxy.storage.errors import DamagedError, StoreError
+from proxy.storage.journal import MARK
+from proxy.storage.migrations import copy_database
+from proxy.storage.schema import count_damaged
+from proxy.storage.store import Store
+from sandboxes.linux.files import sync_path
+
+LOST = "the data directory was restored from a backup, which may be older than what the agent has seen"
+"""Why rollouts that ran when a backup was made are refused."""
+_DRAFT = "restored.sqlite"
+_OURS = frozenset({"lock", "lost+found"})
+"""What an empty data directory may contain: our lock, and what some file systems put into their root."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a backup brought into a data directory.
+
+    Attributes:
+        tasks: Number of tasks.
+        calls: Number of recorded calls.
+        lost_rollouts: Number of rollouts that ran when the backup was made; they are refused from now on.
+    """
+
+    tasks: int
+    calls: int
+    lost_rollouts: int
+
+
+def back_up(database: StoreDatabase, target: Path) -> None:
+    """Write a copy of the store to a file, whole and durable. Blocking: for a thread. Fold the journal before.
+
+    Raises:
+        StoreError: The disk is full or fails; nothing is left behind.
+    """
+    try:
+        with closing(database.open_reader()) as source:
+            copy_database(source, target)
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"the backup could not be written: {error}. Free disk space, and try again.") from error
+
+
+def restore(file: Path, data: Path) -> Restored:
+    """Make a data directory of a backup. Everything in the backup is checked first. Blocking, minutes for gigabytes.
+
+    Args:
+        file: A backup, of this or of an older version.
+        data: The directory, which is created; it must be empty.
+
+    Raises:
+        StoreError: The directory is in use or not empty, or the file is no backup, damaged, or of a newer version.
+    """
+    with owning(data):
+        draft = data / _DRAFT
+        _remove_drafts(data)
+        if present := sorted(entry.name for entry in data.iterdir() if entry.name not in _OURS):
+            raise StoreError(
+                f"{data} is not empty (it has {present[0]}). A restore needs an empty directory: choose another one "
+                "with --data, or move this one away."
+            )
+        try:
+            _copy(file, draft)
+            restored = _check(file, draft)
+            draft.rename(data / STORE)
+            sync_path(data)
+        except OSError as error:
+            raise StoreError(f"{file} could not be restored: {error}. Free disk space, or check the file.") from error
+        finally:
+            _remove_drafts(data)
+    return restored
+
+
+def _copy(file: Path, draft: Path) -> None:
+    try:
+        with closing(sqlite3.connect(read_only(file), uri=True)) as source:
+            copy_database(source, draft)
+    except sqlite3.Error as error:
+        raise StoreError(f"{file} is no backup of Forkpoint: {error}.") from error
+
+
+def _check(file: Path, draft: Path) -> Restored:
+    """Check all rows of a copied backup, and mark its running rollouts as lost."""
+    try:
+        store = Store(draft, sync="FULL")
+    except StoreError as error:
+        raise StoreError(f"{file} cannot be restored: {error.__cause__ or error}.") from error
+    with closing(store):
+        database = store.database
+        damaged = count_damaged(database.tables)
+        if damaged:
+            table, count = next(iter(damaged.items()))
+            raise StoreError(
+                f"{file} is damaged: {count} rows of {table} are not what was written. Use another backup."
+            )
+        try:
+            for (blob,) in database.rows("SELECT id FROM blobs", ()):
+                store.blobs.read(blob)
+        except DamagedError as error:
+            raise StoreError(f"{file} is damaged: {error} Use another backup.") from error
+        lost = store.rollouts.lose(None, LOST)
+        with database.transaction(durable=True) as execute:
+            # The journal of the proxy that wrote the backup stayed where it was.
+            execute("DELETE FROM meta WHERE name = ?", (MARK,))
+        counts = database.row("SELECT (SELECT COUNT(*) FROM tasks), (SELECT COUNT(*) FROM records)", ())
+        assert counts is not None
+    sync_path(draft)
+    return Restored(counts[0], counts[1], lost)
+
+
+def _remove_drafts(data: Path) -> None:
+    with contextlib.suppress(OSError):
+        for path in data.glob(f"{_DRAFT}*"):
+            path.unlink()
