@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sandboxes.guest.bash import session as session_texts
-from sandboxes.guest.shell_kit import ShellKit
+from sandboxes.guest.shell_kit import EXPORTS, ShellKit
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.spawn import spawn_leader
 from sandboxes.shell_text import quote
@@ -46,7 +46,7 @@ _KIT = {
     number: 40 + index
     for index, number in enumerate(
         (1, 2, session_texts.DUMP_FD, session_texts.GO_FD, session_texts.RESTORE_FD, session_texts.LOOP_FD,
-         session_texts.COMMAND_FD)
+         session_texts.COMMAND_FD, EXPORTS)
     )
 }  # fmt: skip
 """The anchor's descriptors of the kit, by the shell's own descriptor numbers."""
@@ -62,20 +62,24 @@ def _bash(program: str) -> str:
 
 
 _CLOSE_KIT = " ".join(f"{place}<&-" for place in _KIT.values())
-_OPEN_KIT = " ".join(f"{number}{_sign(number)}/proc/self/fd/{place}" for number, place in _KIT.items())
+_OPEN_KIT = " ".join(
+    f"{number}{_sign(number)}/proc/self/fd/{place}" for number, place in _KIT.items() if number != EXPORTS
+)
 _START_ON_KIT = (
-    f'( eval "$1"; exec 0</dev/null {_OPEN_KIT}; echo $BASHPID >&4; '
+    f"( . /proc/self/fd/{_KIT[EXPORTS]}; exec 0</dev/null {_OPEN_KIT}; echo $BASHPID >&4; "
     f"{_bash(quote(session_texts.START))} 3<&- 4>&- {_CLOSE_KIT} ) &"
 )
 _LOOP = (
-    f"set -m; export -n PWD OLDPWD SHLVL; kit() {{ {_START_ON_KIT} }}; "
+    f"LC_ALL=C; set -m; export -n PWD OLDPWD SHLVL; kit() {{ {_START_ON_KIT} }}; "
     'while read -r -u 3 line; do eval "$line"; jobs -n; done'
 )
 """What the anchor runs.
 
 `set -m` gives each shell a process group of its own, so that `kill 0` in one reaches no other. `jobs -n` forgets jobs
 that have ended. The exported variables are removed from the environment of all processes to come. The function `kit`
-starts a shell on the kit: bash reads a pipe byte by byte, so the line that calls it is short.
+starts a shell on the kit. Bash reads a pipe byte by byte, so the line that calls it is short, and the variables that
+the shell is born with are in a text. `LC_ALL`, which is not exported, keeps bash from loading the locale of each
+variable that it exports to a new process: that process loads its locale itself.
 """
 
 
@@ -137,17 +141,13 @@ class Anchor:
                 os.close(fd)
         return cls(pid, (ours, answers), kit)
 
-    def spawn_on_kit(self, environment: Mapping[str, str]) -> int:
-        """Start a session's shell on the kit and return its pid, once it has opened its descriptors.
-
-        Args:
-            environment: Variables to export to it.
+    def spawn_on_kit(self) -> int:
+        """Start a session's shell on the kit, which was lent; return its pid, once it has opened its descriptors.
 
         Raises:
             AnchorLostError: The anchor is gone.
         """
-        exports = _exports(environment)
-        return int(self._ask(f"kit {quote(exports)}" if exports else "kit"))
+        return int(self._ask("kit"))
 
     def close_kit(self) -> None:
         """Close the kit, here and in the anchor. A shell that was started on it keeps its own descriptors.
@@ -178,7 +178,7 @@ class Anchor:
             # The pid comes when all descriptors are open: then the holder can end.
             return int(
                 self._ask(
-                    f"( {_exports(environment)}exec {redirections}; echo $BASHPID >&4; "
+                    f"( {exports(environment)}exec {redirections}; echo $BASHPID >&4; "
                     f"exec 3<&- 4>&- {_CLOSE_KIT}; {bash} ) &"
                 )
             )
@@ -234,7 +234,8 @@ class Anchor:
         return answer.decode()
 
 
-def _exports(environment: Mapping[str, str]) -> str:
+def exports(environment: Mapping[str, str]) -> str:
+    """Return a line of bash that exports variables."""
     return "".join(f"export {name}={_quoted_line(value)}; " for name, value in environment.items())
 
 

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError
+from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError, exports
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders, restore_script
 from sandboxes.guest.process_io import death_of
@@ -77,9 +77,9 @@ class LocalShell(Shell):
         cls, anchor: Anchor, kit: ShellKit, name: str, session: ShellSession | None, script: bytes,
         environment: dict[str, str],
     ) -> "LocalShell":  # fmt: skip
-        ours = kit.lend(script)
+        ours = kit.lend(script, exports(environment).encode("latin-1"))
         try:
-            shell = cls(name, session, anchor.spawn_on_kit(environment), ours)
+            shell = cls(name, session, anchor.spawn_on_kit(), ours)
         except AnchorLostError:
             for fd in ours.values():
                 os.close(fd)
