@@ -38,6 +38,9 @@ NumberedTable = Literal["trees", "nodes", "records", "rollouts", "blobs"]
 BLOCK = 1 << 32
 """How many numbers of each table one file gives out. Members of a cluster use different blocks, so that one file can
 hold rows of all of them. 2**21 blocks stay below 2**53, which JSON numbers hold exactly."""
+_PAGE_BYTES = 512
+"""Size of the pages of a new file, SQLite's least. A recorded call changes five to eight of them, and a commit writes
+each whole. With SQLite's usual 4,096 it writes five times as much, and takes 7 us less (decision 0057)."""
 _CHECKED_BYTES = 128 << 20
 """Largest file whose pages are checked at each start: 0.4 s from the page cache. Rows and blobs have checksums too."""
 _NUMBERED: tuple[NumberedTable, ...] = ("trees", "nodes", "records", "rollouts", "blobs")
@@ -69,6 +72,8 @@ class StoreDatabase:
         try:
             version = version_of(self.tables)
             self._check_pages()
+            # Of a new file only: a page's size is fixed when the first one is written.
+            self._connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
             self._connection.execute("PRAGMA journal_mode=WAL")
             if version is not None:
                 migrate(self.tables, path, version)

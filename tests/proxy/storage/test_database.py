@@ -51,6 +51,17 @@ def test_another_program_s_database_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "forkpoint.sqlite").read_bytes() == before
 
 
+def test_a_recorded_call_writes_few_bytes(tmp_path: Path) -> None:
+    """A commit writes each page that it changes whole, so a new file has small pages: 4 kB a call and not 19."""
+    with opened(tmp_path) as store:
+        tree = tree_of(store)
+        log = tmp_path / "forkpoint.sqlite-wal"
+        before = log.stat().st_size
+        for number in range(100):
+            save(store, tree, f"command {number}", b"an answer of its own" * 10)
+        assert log.stat().st_size - before < 100 * 6000
+
+
 def test_a_failed_transaction_writes_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         tree = tree_of(store)
