@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WORKLOADS = Path("/work/shared/workloads")
+WORKLOADS = Path(__file__).resolve().parents[2] / "shared" / "workloads"
+"""Where recorded traces are unless a command names another directory: a folder beside the repository."""
 SHORTEST_S, LONGEST_S = 0.5, 5.0
 NOVELTY = 0.5
 """Share of Good and Turing's estimate (calls seen once / calls seen) with which a resampled rollout makes a call that
