@@ -12,8 +12,9 @@ from contextlib import nullcontext
 
 from bench.machine import console, table
 from proxy.cli.replay import proxy_at
-from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, WorkloadRequest
+from proxy.workloads.format import RecordedRollout, RecordedTask, Workload
 from proxy.workloads.report import ReplayRun, Source, errors_of, figures
+from proxy.workloads.requests import WorkloadRequest
 from proxy.workloads.runner import Names, replay
 from sandboxes.spec import EnvironmentSpec
 

@@ -3,9 +3,12 @@
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import version as distribution_version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import httpx
@@ -128,6 +131,11 @@ def replay(
     keep_names: Annotated[
         bool, typer.Option("--keep-names", help="Keep the names of tasks, so that replays share their trees.")
     ] = False,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="After the cached run, offer this many requests a second. Repeatable; no uncached run."),
+    ] = None,
+    rate_s: Annotated[float, typer.Option("--rate-s", help="Seconds for which each rate is offered.", min=0.1)] = 10.0,
     json: Annotated[Path | None, typer.Option(help="Write all figures, errors and differences to this file.")] = None,
 ) -> None:
     """Replay recorded workloads through a proxy, and compare every answer with an uncached run.
@@ -136,30 +144,37 @@ def replay(
     """
     from proxy.cli import replay as cli_replay
     from proxy.workloads.ephemeral_proxy import EphemeralProxyError
-    from proxy.workloads.format import WorkloadError, read_workload
+    from proxy.workloads.format import read_workload
     from proxy.workloads.report import as_json
+    from proxy.workloads.requests import WorkloadError
     from proxy.workloads.runner import ReplayError
 
     if no_compare and (baseline or noise):
         raise typer.BadParameter(
             "cannot be combined with --baseline or --noise, which are uncached runs.", param_hint="--no-compare"
         )
+    if rate and (baseline or noise or min(rate) <= 0):
+        raise typer.BadParameter(
+            "must be positive, and cannot be combined with --baseline or --noise.", param_hint="--rate"
+        )
     try:
-        workload = read_workload(files).select(task=task, limit=limit)
-        if not workload.calls:
-            fail("Nothing to replay: no rollout in these files matches. Check --task and --limit.")
-        passes = cli_replay.Passes(cached=not baseline, uncached=(not no_compare) + noise)
-        with cli_replay.proxy_at(url) as proxy:
-            report = asyncio.run(
-                cli_replay.make_runs(
-                    workload, proxy, passes, at_once=rollouts, keep_names=keep_names, console=Console(stderr=True)
-                )
-            )
-            # The results are shown before the temporary proxy stops, because stopping it may fail.
-            cli_replay.show(report, workload, Console())
-            if json is not None:
-                results = as_json(report.runs, report.comparisons, skipped=workload.skipped)
-                json.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
+        with TemporaryDirectory(prefix="forkpoint-replay-") as scratch:
+            workload = read_workload(files, Path(scratch)).select(task=task, limit=limit)
+            if not workload.calls:
+                fail("Nothing to replay: no rollout in these files matches. Check --task and --limit.")
+            passes = cli_replay.Passes(cached=not baseline, uncached=0 if no_compare or rate else 1 + noise)
+            runs = partial(
+                cli_replay.make_runs, workload, passes=passes, at_once=rollouts, keep_names=keep_names,
+                console=Console(stderr=True), offered=cli_replay.Offered(rate, rate_s) if rate else None,
+            )  # fmt: skip
+            with cli_replay.proxy_at(url) as proxy:
+                report = asyncio.run(runs(proxy=proxy))
+                # The results are shown before the temporary proxy stops, because stopping it may fail.
+                cli_replay.show(report, workload, Console())
+                if json is not None:
+                    results = as_json(report.runs, report.comparisons, skipped=workload.skipped)
+                    results["rates"] = [asdict(each) for each in report.rates]
+                    json.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
     except (WorkloadError, ReplayError, EphemeralProxyError, httpx.InvalidURL, OSError) as error:
         fail(str(error))
     if report.failed:

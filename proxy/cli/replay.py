@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from rich.console import Console
@@ -14,19 +14,20 @@ from rich.text import Text
 from proxy.cli.text import printable, shortened
 from proxy.workloads.ephemeral_proxy import EphemeralProxy, ephemeral_proxy
 from proxy.workloads.format import Workload
+from proxy.workloads.open_loop import RateFigures, offer
 from proxy.workloads.report import (
     Comparison,
     Difference,
     Figures,
     ReplayedCall,
     ReplayRun,
-    ShellAnswer,
     Source,
+    ToolAnswer,
     compare,
     errors_of,
     figures,
 )
-from proxy.workloads.runner import Names, OnCall, replay
+from proxy.workloads.runner import Names, OnCall, connector, replay
 
 ERRORS_SHOWN = 50
 """Errors of a run that are printed."""
@@ -69,21 +70,31 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
+class Offered:
+    """Rates in requests a second, each offered for some seconds."""
+
+    rates: Sequence[float]
+    during_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The results of a replay.
 
     Attributes:
         runs: The runs by name.
         comparisons: The comparisons of two runs, by the names of both.
+        rates: What each offered rate showed.
     """
 
     runs: Mapping[str, ReplayRun]
     comparisons: Mapping[str, Comparison]
+    rates: Sequence[RateFigures] = ()
 
     @property
     def failed(self) -> bool:
         """Whether any run had an error."""
-        return any(errors_of(run) for run in self.runs.values())
+        return any(errors_of(run) for run in self.runs.values()) or any(rate.errors for rate in self.rates)
 
 
 def reports(runs: Sequence[ReplayRun]) -> Report:
@@ -100,7 +111,14 @@ def reports(runs: Sequence[ReplayRun]) -> Report:
 
 
 async def make_runs(
-    workload: Workload, proxy: EphemeralProxy | str, passes: Passes, *, at_once: int, keep_names: bool, console: Console
+    workload: Workload,
+    proxy: EphemeralProxy | str,
+    passes: Passes,
+    *,
+    at_once: int,
+    keep_names: bool,
+    console: Console,
+    offered: Offered | None = None,
 ) -> Report:
     """Make the runs one after another, each with a progress bar.
 
@@ -111,6 +129,7 @@ async def make_runs(
         at_once: Number of concurrent rollouts.
         keep_names: Whether the cached run keeps the names of tasks.
         console: Where the progress bars are drawn.
+        offered: Rates to offer after the cached run; None for none.
 
     Raises:
         ReplayError: The proxy cannot be reached, or it refuses a task.
@@ -127,7 +146,16 @@ async def make_runs(
                     url, workload, cached=cached, names=names, at_once=at_once, on_call=on_call, trust_env=trust_env
                 )
             )
-    return reports(runs)
+    report = reports(runs)
+    if offered is None:
+        return report
+    connect = connector(url, trust_env=trust_env)
+    names = Names("" if keep_names else f"-{run_id}", f"-{run_id}")
+    rates = []
+    for rate in offered.rates:
+        console.print(f"offering {rate:g} requests a second for {offered.during_s:g} s")
+        rates.append(await offer(connect, workload, names, rate=rate, during_s=offered.during_s))
+    return replace(report, rates=rates)
 
 
 @contextmanager
@@ -162,6 +190,8 @@ def _progress(workload: Workload, title: str, console: Console) -> Iterator[OnCa
 def show(report: Report, workload: Workload, console: Console) -> None:
     """Print the table of figures, then the errors, then the differences."""
     console.print(figures_table({name: figures(run) for name, run in report.runs.items()}))
+    if report.rates:
+        console.print(rates_table(report.rates))
     if workload.skipped:
         console.print(
             f"{workload.skipped} recorded calls were skipped: they could not be parsed and never reached a tool."
@@ -180,6 +210,15 @@ def figures_table(columns: Mapping[str, Figures]) -> Table:
         table.add_column(name, justify="right")
     for member, (label, form) in ROWS.items():
         table.add_row(label, *(form.format(getattr(column, member)) for column in columns.values()))
+    return table
+
+
+def rates_table(rates: Sequence[RateFigures]) -> Table:
+    """Return a table of latency by offered rate."""
+    table = Table("requests/s due", "answered/s", "p50 ms", "p95 ms", "p99 ms", "hit rate", "errors")
+    for each in rates:
+        numbers = (f"{value:,.2f}" for value in (each.p50_ms, each.p95_ms, each.p99_ms))
+        table.add_row(f"{each.offered:g}", f"{each.answered:,.1f}", *numbers, f"{each.hit_rate:.1%}", str(each.errors))
     return table
 
 
@@ -213,7 +252,7 @@ def first_difference(difference: Difference, width: int) -> tuple[str, str]:
     """Return both answers from shortly before their first difference, each cut to `width` characters."""
     member = next(
         name
-        for name in ("exit_code", "stderr", "stdout")
+        for name in ("status", "exit_code", "stderr", "stdout")
         if _text(difference.first, name) != _text(difference.second, name)
     )
     first, second = _text(difference.first, member), _text(difference.second, member)
@@ -225,5 +264,5 @@ def first_difference(difference: Difference, width: int) -> tuple[str, str]:
     return shortened(lead + first[start:], width), shortened(lead + second[start:], width)
 
 
-def _text(answer: ShellAnswer, member: str) -> str:
+def _text(answer: ToolAnswer, member: str) -> str:
     return str(getattr(answer, member))

@@ -1,16 +1,17 @@
-"""Recorded workloads, read as requests to the shell endpoint.
+"""Recorded workloads, read as requests to the endpoints of tasks.
 
-A file has one JSON object per line, and each line is one rollout. There are two formats:
+A file has one JSON object per line, and each line is one rollout. There are three formats:
 
 - Forkpoint's: `{"task", "rollout", "calls": [{"tool": "shell", "args": {"command": ...}}], "spec"?: {...}}`
-- InterCode's: `fixture` (path of a tarball, relative to the file) replaces `spec`, and each call has the `argv` of the
-  process that its container started.
+- InterCode's: `fixture` (path of a tarball) or `db` (path of a SQLite database), relative to the file, replaces
+  `spec`. Calls of a shell have the `argv` of the process that their container started.
+- Calls of any tools with the fingerprints `state_before` and `state_after`: `simulated_api` answers them from the
+  recording.
 """
 
 import hashlib
 import re
-import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from proxy.workloads.requests import WorkloadError, WorkloadRequest, member, request_of
+from proxy.workloads.simulated_api import Recording, simulated_request
 from sandboxes.spec import Archive, EnvironmentSpec, Limits
 
 CONTAINER_ENV = {
@@ -29,27 +32,6 @@ CONTAINER_ENV = {
 }
 SAFE_NAME_LENGTH = 100
 """Longest name without its suffix, in characters: the proxy's paths take 128."""
-
-
-class WorkloadError(ValueError):
-    """A workload cannot be read, or it uses an unknown tool. The text names the file and the line."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkloadRequest:
-    """The request of one recorded call.
-
-    Attributes:
-        index: Position of the call in the rollout, from 0; skipped calls count.
-        path: Path below the rollout's URL, for POST.
-        arguments: The JSON body.
-        shown: The call as the agent wrote it.
-    """
-
-    index: int
-    path: str
-    arguments: Mapping[str, Any]
-    shown: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,26 +104,43 @@ class Workload:
         return Workload(tuple(chosen))
 
 
-def read_workload(files: Sequence[Path]) -> Workload:
+def read_workload(files: Sequence[Path], scratch: Path | None = None) -> Workload:
     """Read files into one workload. A task may have rollouts in several files.
+
+    Args:
+        files: The files.
+        scratch: Folder for the archives of simulated APIs, which the proxy reads later; None refuses such calls.
 
     Raises:
         WorkloadError: A file or a line cannot be read, or a call uses an unknown tool.
     """
+    lines = [(file, number, line) for file in files for number, line in _numbered(file)]
+    recording = Recording()
+    if scratch is not None:
+        # The recording of a task is known when all of its rollouts have been read.
+        for _, _, line in lines:
+            recording.add(line)
     parsed: list[tuple[str, EnvironmentSpec, RecordedRollout]] = []
-    for file in files:
+    archives: dict[str, Path] = {}
+    for file, number, line in lines:
         try:
-            lines = file.read_bytes().splitlines()
-        except OSError as error:
-            raise WorkloadError(f"{file}: cannot be read: {error.strerror}. Choose a JSONL file.") from error
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                parsed.append(parse_rollout(line, folder=file.resolve().parent))
-            except WorkloadError as error:
-                raise WorkloadError(f"{file}, line {number}: {error}") from error
+            task, spec, rollout = parse_rollout(line, folder=file.resolve().parent, simulated=recording.tasks)
+        except WorkloadError as error:
+            raise WorkloadError(f"{file}, line {number}: {error}") from error
+        if scratch is not None and task in recording.tasks:
+            archive = archives.get(task) or recording.write(task, scratch / f"{len(archives)}.tar")
+            archives[task] = archive
+            spec = EnvironmentSpec(archives=(Archive(source=str(archive)),))
+        parsed.append((task, spec, rollout))
     return gather(parsed)
+
+
+def _numbered(file: Path) -> list[tuple[int, bytes]]:
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise WorkloadError(f"{file}: cannot be read: {error.strerror}. Choose a JSONL file.") from error
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def gather(parsed: Iterable[tuple[str, EnvironmentSpec, RecordedRollout]]) -> Workload:
@@ -167,12 +166,15 @@ def gather(parsed: Iterable[tuple[str, EnvironmentSpec, RecordedRollout]]) -> Wo
     return Workload(tuple(RecordedTask(name, specs[name], tuple(rollouts[name].values())) for name in specs))
 
 
-def parse_rollout(line: bytes | str, *, folder: Path) -> tuple[str, EnvironmentSpec, RecordedRollout]:
+def parse_rollout(
+    line: bytes | str, *, folder: Path, simulated: Container[str] = ()
+) -> tuple[str, EnvironmentSpec, RecordedRollout]:
     """Return the task's name, its environment and the rollout in a line.
 
     Args:
         line: The line.
         folder: Folder that paths of fixtures are relative to.
+        simulated: Names of the tasks whose tools are simulated.
 
     Raises:
         WorkloadError: The line is malformed, or a call uses an unknown tool.
@@ -181,96 +183,38 @@ def parse_rollout(line: bytes | str, *, folder: Path) -> tuple[str, EnvironmentS
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise WorkloadError(f"not JSON: {error}. A workload has one JSON object per line.") from error
-    task, rollout, calls = (_member(record, name, kind) for name, kind in _MEMBERS.items())
-    requests = [request_of(call, index) for index, call in enumerate(calls)]
+    task, rollout, calls = (member(record, name, kind) for name, kind in _MEMBERS.items())
+    read = simulated_request if task in simulated else request_of
+    requests = [read(call, index) for index, call in enumerate(calls)]
     kept = tuple(request for request in requests if request is not None)
     return task, _spec_of(record, folder), RecordedRollout(rollout, kept, skipped=len(requests) - len(kept))
 
 
-def request_of(call: Any, index: int) -> WorkloadRequest | None:
-    """Return the request of a recorded call; None if the call never reached a tool.
-
-    Raises:
-        WorkloadError: The call has no `tool` or `args`, or its tool is unknown.
-    """
-    tool, args = _member(call, "tool", str), _member(call, "args", dict)
-    to_request = ENDPOINTS.get(tool)
-    if to_request is None:
-        missing = "the sql endpoint" if tool == "sql" else f"an endpoint for the tool {tool!r}"
-        raise WorkloadError(
-            f"call {index} needs {missing}, which a replay does not support. Supported tools: "
-            f"{', '.join(sorted(ENDPOINTS))}. Remove the file, or keep only its shell rollouts."
-        )
-    return to_request(call, args, index)
-
-
-def _shell_request(call: Mapping[str, Any], args: Mapping[str, Any], index: int) -> WorkloadRequest | None:
-    command = _member(args, "command", str)
-    if "argv" not in call:
-        return WorkloadRequest(index, "shell/exec", args, command)
-    if call["argv"] is None:
-        return None
-    argv = _member(call, "argv", list)
-    if not argv or not all(isinstance(argument, str) for argument in argv):
-        raise WorkloadError(
-            f"call {index}: `argv` must be a list of strings, or null for a call that could not be parsed."
-        )
-    moves = command.startswith("cd") and argv[1:2] == ["-c"] and len(argv) > 2
-    as_run = _moving(argv) if moves else shlex.join(argv)
-    return WorkloadRequest(index, "shell/exec", {"command": as_run}, command)
-
-
-def _moving(argv: Sequence[str]) -> str:
-    """Return a command that runs a process, and on success moves the session to the process's last directory.
-
-    The recording ran each command in a new process, and its container then moved to where a `cd` had led. Output and
-    exit code are those of the process, which reports its directory on descriptor 3 when it exits. Running the command
-    in the session too would repeat its other effects. Reading the path from the text would fail for computed paths. The
-    variable is unset afterwards, so a failed `cd` changes nothing.
-    """
-    shell, option, script, *rest = argv
-    reporting = shlex.join([shell, option, f'trap "pwd >&3" EXIT; {script}', *rest])
-    return (
-        "{ forkpoint_cwd=$(" + reporting + ' 3>&1 >&4 4>&-); } 4>&1 && cd -- "$forkpoint_cwd"; '
-        'eval "unset forkpoint_cwd; (exit $?)"'
-    )
-
-
-ENDPOINTS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], int], WorkloadRequest | None]] = {
-    "bash": _shell_request,
-    "shell": _shell_request,
-}
-"""Makes the request of a recorded call, by its tool."""
-
-
 def _spec_of(record: Mapping[str, Any], folder: Path) -> EnvironmentSpec:
+    if "db" in record:
+        database = {"source": str(_beside(folder, record, "db"))}
+        return EnvironmentSpec.model_validate({"driver": "sqlite", "databases": {"main": database}})
     if "fixture" not in record:
         try:
             return EnvironmentSpec.model_validate(record.get("spec", {}))
         except ValidationError as error:
             raise WorkloadError(f"`spec` is not an environment spec: {error}") from error
-    fixture = (folder / _member(record, "fixture", str)).resolve()
-    if not fixture.exists():
-        raise WorkloadError(f"the fixture {fixture} does not exist. Put the fixtures next to the workload.")
     return EnvironmentSpec(
-        archives=(Archive(source=str(fixture)),),
+        archives=(Archive(source=str(_beside(folder, record, "fixture"))),),
         env=CONTAINER_ENV,
         workdir="/",
         limits=Limits(timeout_s=10.0),
     )
 
 
+def _beside(folder: Path, record: Mapping[str, Any], name: str) -> Path:
+    path: Path = (folder / member(record, name, str)).resolve()
+    if not path.exists():
+        raise WorkloadError(f"the {name} {path} does not exist. Put the fixtures next to the workload.")
+    return path
+
+
 _MEMBERS: Mapping[str, type[Any]] = {"task": str, "rollout": str, "calls": list}
-
-
-def _member(record: Any, name: str, kind: type[Any]) -> Any:
-    value = record.get(name) if isinstance(record, dict) else None
-    if not isinstance(value, kind):
-        raise WorkloadError(f"`{name}` is required and must be a JSON {_JSON_KINDS[kind]}.")
-    return value
-
-
-_JSON_KINDS: Mapping[type[Any], str] = {str: "string", list: "list", dict: "object"}
 
 
 def safe_name(name: str, suffix: str = "") -> str:

@@ -35,18 +35,20 @@ class Source(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ShellAnswer:
-    """The result of a shell command as the agent sees it.
+class ToolAnswer:
+    """The result of a call as the agent sees it.
 
     Attributes:
-        stdout: Its output.
-        stderr: Its error output.
-        exit_code: Its exit code; None if it timed out.
+        stdout: Output of a command; of other calls the body of the response.
+        stderr: Error output of a command; empty for other calls.
+        exit_code: Exit code of a command; None if it timed out, and for other calls.
+        status: HTTP status.
     """
 
     stdout: str
     stderr: str
     exit_code: int | None
+    status: int = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class ReplayedCall:
 
     shown: str
     seconds: float
-    answer: ShellAnswer | None = None
+    answer: ToolAnswer | None = None
     error: str | None = None
     source: Source | None = None
     timing: Mapping[str, float] = field(default_factory=dict)
@@ -137,8 +139,8 @@ class Difference:
 
     call: CallId
     shown: str
-    first: ShellAnswer
-    second: ShellAnswer
+    first: ToolAnswer
+    second: ToolAnswer
 
 
 @dataclass(frozen=True, slots=True)

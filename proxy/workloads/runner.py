@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import orjson
 
-from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, WorkloadRequest, safe_name
-from proxy.workloads.report import CallId, ReplayedCall, ReplayRun, ShellAnswer, read_source, read_timing, spent
+from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, safe_name
+from proxy.workloads.report import CallId, ReplayedCall, ReplayRun, Source, ToolAnswer, read_source, read_timing, spent
+from proxy.workloads.requests import WorkloadRequest
 
 OVERHEAD_S = 300.0
 """Timeout beyond the call's own, for the proxy to wait for a free sandbox and to restore it."""
@@ -21,8 +22,13 @@ PATIENCE_S = 120.0
 """A refused call is retried for this long; then the refusal counts as its error."""
 MAX_PAUSE_S = 10.0
 """Longest pause between two attempts, whatever `Retry-After` says."""
-OVERLOADED = "urn:forkpoint:overloaded"
+_PROBLEM = "urn:forkpoint:"
+"""Precedes the problem type of each error of the proxy, which a tool server's own error lacks."""
+OVERLOADED = f"{_PROBLEM}overloaded"
 """Problem type of a refusal that is worth a retry."""
+
+HITS = frozenset({Source.HIT, Source.WAIT})
+"""Sources of answers that no tool ran for."""
 
 OnCall = Callable[[ReplayedCall], None]
 
@@ -72,12 +78,7 @@ async def replay(
     Raises:
         ReplayError: The proxy cannot be reached at the start, or it refuses a task's environment.
     """
-    certificates = httpx.create_ssl_context(trust_env=trust_env)
-    token = os.environ.get("FORKPOINT_TOKEN")
-    connect = partial(
-        httpx.AsyncClient, base_url=url, timeout=OVERHEAD_S, trust_env=trust_env, verify=certificates,
-        headers={"x-forkpoint-token": token} if token else {},
-    )  # fmt: skip
+    connect = connector(url, trust_env=trust_env)
     async with connect() as client:
         run = _Replay(connect, names, on_call)
         async with run.tasks(client, workload, cached=cached):
@@ -104,6 +105,15 @@ async def replay(
         unsent=workload.calls - len(ordered),
         troubles=tuple(run.troubles),
     )
+
+
+def connector(url: str, *, trust_env: bool) -> Callable[[], httpx.AsyncClient]:
+    """Return a function that makes clients of the proxy at a URL, with the token in FORKPOINT_TOKEN."""
+    token = os.environ.get("FORKPOINT_TOKEN")
+    return partial(
+        httpx.AsyncClient, base_url=url, timeout=OVERHEAD_S, trust_env=trust_env,
+        verify=httpx.create_ssl_context(trust_env=trust_env), headers={"x-forkpoint-token": token} if token else {},
+    )  # fmt: skip
 
 
 def _pairs(workload: Workload) -> Iterator[tuple[RecordedTask, RecordedRollout]]:
@@ -190,35 +200,47 @@ async def call(client: httpx.AsyncClient, base: str, request: WorkloadRequest, *
     Raises:
         httpx.TransportError: The proxy did not answer.
     """
-    own_s = request.arguments.get("timeout_s")
+    own_s = request.arguments.get("timeout_s") if isinstance(request.arguments, dict) else None
     timeout_s = patience_s + own_s if isinstance(own_s, int | float) else patience_s
-    body = orjson.dumps(dict(request.arguments))
+    body, headers = b"", dict(request.headers)
+    if request.arguments is not None:
+        body, headers = orjson.dumps(request.arguments), {"Content-Type": "application/json", **headers}
     started, refusals = time.perf_counter(), 0
     while True:
-        response = await client.post(
-            base + request.path, content=body, headers={"Content-Type": "application/json"}, timeout=timeout_s
+        response = await client.request(
+            request.method, base + request.path, content=body, headers=headers, timeout=timeout_s
         )
         seconds = time.perf_counter() - started
         if not _is_worth_retry(response) or seconds > PATIENCE_S:
-            return replace(read_outcome(response, request.shown), seconds=seconds, refusals=refusals)
+            return replace(read_outcome(response, request), seconds=seconds, refusals=refusals)
         refusals += 1
         await asyncio.sleep(_pause_s(response))
 
 
-def read_outcome(response: httpx.Response, shown: str) -> ReplayedCall:
-    """Return the result in a response of the data plane. A response that is not a shell result is an error."""
+def read_outcome(response: httpx.Response, request: WorkloadRequest) -> ReplayedCall:
+    """Return the result in a response of the data plane.
+
+    The proxy's own errors are errors, and so is a response to a command that is not a command's result. Whatever else a
+    tool answers is an answer.
+    """
     outcome = ReplayedCall(
-        shown=shown,
+        shown=request.shown,
         seconds=0.0,
         source=read_source(response.headers.get("Cache-Status", "")),
         timing=read_timing(response.headers.get("Server-Timing", "")),
         node=response.headers.get("X-Forkpoint-Node"),
     )
-    if not response.is_success:
+    kind = _details(response).get("type")
+    refused = not response.is_success and isinstance(kind, str) and kind.startswith(_PROBLEM)
+    if refused or (request.is_command and not response.is_success):
         return replace(outcome, error=problem(response), source=None)
+    if not request.is_command:
+        # Bytes that are not UTF-8 stay different when they are different.
+        text = response.content.decode(errors="backslashreplace")
+        return replace(outcome, answer=ToolAnswer(text, "", None, response.status_code))
     try:
         result = orjson.loads(response.content)
-        return replace(outcome, answer=ShellAnswer(result["stdout"], result["stderr"], result["exit_code"]))
+        return replace(outcome, answer=ToolAnswer(result["stdout"], result["stderr"], result["exit_code"]))
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return replace(outcome, error=f"not a shell result: {response.text[:200]!r}", source=None)
 

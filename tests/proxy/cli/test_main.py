@@ -15,7 +15,7 @@ from proxy.cli.rendering.tree import render_tree
 from proxy.cli.replay import first_difference
 from proxy.cli.text import printable, shortened
 from proxy.workloads.ephemeral_proxy import free_port
-from proxy.workloads.report import CallId, Difference, ShellAnswer
+from proxy.workloads.report import CallId, Difference, ToolAnswer
 from tests.proxy.stub import stub_proxy
 
 
@@ -157,6 +157,30 @@ def test_replay_with_errors_fails(tmp_path: Path) -> None:
     assert "503 The sandbox failed: It died." in output
 
 
+def test_rates_are_offered_after_the_cached_run(tmp_path: Path) -> None:
+    """Each offered rate makes all of its requests, with rollouts of their own that are finished."""
+    report = tmp_path / "report.json"
+    with stub_proxy() as stub:
+        words = ("--rate", "40", "--rate", "80", "--rate-s", "0.5", "--json", str(report))
+        code, output = typed("replay", a_workload(tmp_path, "ls", "pwd"), "--url", stub.url, *words)
+    found = json.loads(report.read_bytes())
+    assert (code, list(found["runs"])) == (0, ["cached"])
+    assert [(rate["offered"], rate["errors"], rate["hit_rate"]) for rate in found["rates"]] == [(40, 0, 1), (80, 0, 1)]
+    begun = [commands for (_, rollout), commands in stub.trajectories.items() if "-40-" in rollout or "-80-" in rollout]
+    assert sum(map(len, begun)) == 20 + 40
+    assert {tuple(commands) for commands in begun} <= {("ls", "pwd"), ("ls",)}
+    assert len([path for path in stub.deleted if "-40-" in path or "-80-" in path]) == len(begun)
+    assert "answered/s" in output
+
+
+def test_rate_without_answers_fails(tmp_path: Path) -> None:
+    with stub_proxy() as stub:
+        words = ("--rate", "20", "--rate-s", "0.2")
+        code, output = typed("replay", a_workload(tmp_path, "ls", "fail"), "--url", stub.url, *words)
+    assert code == 1
+    assert "p99 ms" in output
+
+
 def test_baseline_makes_only_uncached_runs(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     with stub_proxy() as stub:
@@ -173,6 +197,8 @@ def test_baseline_makes_only_uncached_runs(tmp_path: Path) -> None:
         (["nothing.jsonl"], "cannot be read"),
         (["FILE", "--task", "other*"], "no rollout in these files matches"),
         (["FILE", "--baseline", "--no-compare"], "cannot be combined with"),
+        (["FILE", "--rate", "5", "--baseline"], "cannot be combined with"),
+        (["FILE", "--rate", "0"], "must be positive"),
         (["FILE", "--url", "ftp://x"], "no proxy answers"),
     ],
 )
@@ -192,7 +218,7 @@ def test_control_characters_are_escaped(text: str) -> None:
 @given(st.text(max_size=60), st.text(max_size=60))
 def test_answers_are_shown_around_first_difference(one: str, other: str) -> None:
     difference = Difference(
-        CallId("t", "r", 0), "ls", ShellAnswer(f"same {one}", "", 0), ShellAnswer(f"same {other}", "", 0)
+        CallId("t", "r", 0), "ls", ToolAnswer(f"same {one}", "", 0), ToolAnswer(f"same {other}", "", 0)
     )
     if one != other:
         left, right = first_difference(difference, 1000)
@@ -201,5 +227,5 @@ def test_answers_are_shown_around_first_difference(one: str, other: str) -> None
 
 
 def test_exit_codes_are_compared_before_output() -> None:
-    difference = Difference(CallId("t", "r", 0), "ls", ShellAnswer("a", "", 0), ShellAnswer("b", "", 1))
+    difference = Difference(CallId("t", "r", 0), "ls", ToolAnswer("a", "", 0), ToolAnswer("b", "", 1))
     assert first_difference(difference, 40) == ("exit_code 0", "exit_code 1")

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.workloads.format import WorkloadError, parse_rollout, read_workload, request_of, safe_name
+from proxy.workloads.format import parse_rollout, read_workload, safe_name
+from proxy.workloads.requests import WorkloadError, request_of
 from sandboxes.spec import EnvironmentSpec
 
 
@@ -124,10 +125,12 @@ def test_selection_keeps_matching_tasks_and_first_rollouts(tmp_path: Path) -> No
         ('["a"]', "`task` is required and must be a JSON string"),
         (line(), None),
         ('{"task": "t", "rollout": "r", "calls": [{"tool": "shell"}]}', "`args` is required and must be a JSON object"),
-        ('{"task": "t", "rollout": "r", "calls": [{"tool": "sql", "args": {}}]}', "call 0 needs the sql endpoint"),
-        ('{"task": "t", "rollout": "r", "calls": [{"tool": "book", "args": {}}]}', "an endpoint for the tool 'book'"),
+        ('{"task": "t", "rollout": "r", "calls": [{"tool": "sql", "args": {}}]}', "`query` is required"),
+        ('{"task": "t", "rollout": "r", "calls": [{"tool": "book", "args": {}}]}', "call 0 uses the tool 'book'"),
+        ('{"task": "t", "rollout": "r", "calls": [{"request": {"path": "s/x", "method": 1}}]}', "`method` must be"),
         (line("t", "r", "ls", spec={"bas": "host"}), "`spec` is not an environment spec"),
         (line("t", "r", "ls", fixture="nowhere.tar"), "nowhere.tar does not exist"),
+        (line("t", "r", "ls", db="nowhere.sqlite"), "nowhere.sqlite does not exist"),
         (line("start", "r", "ls", spec={"workdir": "/x"}), "different environments"),
     ],
 )

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import pytest
 
 from proxy.workloads.ephemeral_proxy import free_port
-from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, WorkloadRequest
+from proxy.workloads.format import RecordedRollout, RecordedTask, Workload
 from proxy.workloads.report import (
     CallId,
     ReplayedCall,
     ReplayRun,
-    ShellAnswer,
     Source,
+    ToolAnswer,
     as_json,
     compare,
     errors_of,
@@ -22,6 +22,7 @@ from proxy.workloads.report import (
     read_timing,
     spent,
 )
+from proxy.workloads.requests import WorkloadRequest
 from proxy.workloads.runner import Names, ReplayError, replay
 from sandboxes.spec import EnvironmentSpec
 from tests.proxy.stub import Stub, stub_proxy
@@ -167,7 +168,7 @@ def test_json_report_has_both_answers() -> None:
         name: ReplayRun(
             name == "cached",
             1.0,
-            {call: ReplayedCall("ls", 0.1, ShellAnswer(name, "", 0))},
+            {call: ReplayedCall("ls", 0.1, ToolAnswer(name, "", 0))},
             spent({}, {"executed_s": 1.0}),
         )
         for name in ("cached", "uncached")

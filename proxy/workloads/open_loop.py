@@ -1,0 +1,151 @@
+"""Offers a proxy a fixed number of requests a second, and measures how late their responses are.
+
+A closed loop sends the next call when the last one was answered, so a slow proxy is asked less often and looks better
+than it is. Here requests are due at fixed times. A request that cannot be sent when it is due counts from then on.
+
+Each request is the next call of a rollout that waits for none; if there is no such rollout, another one begins. The
+rollouts are those of the workload, over and over, under new names.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import count
+
+import httpx
+
+from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, safe_name
+from proxy.workloads.report import percentile
+from proxy.workloads.requests import WorkloadRequest
+from proxy.workloads.runner import HITS, OVERHEAD_S, Names, call
+
+
+@dataclass(frozen=True, slots=True)
+class RateFigures:
+    """What one rate showed.
+
+    Attributes:
+        offered: Requests that were due a second.
+        answered: Requests that were answered a second, until the last answer.
+        p50_ms, p95_ms, p99_ms: Percentiles of the time from when a request was due to its response.
+        hit_rate: Share of answers that no tool ran for, from 0 to 1.
+        errors: Requests without an answer.
+    """
+
+    offered: float
+    answered: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    hit_rate: float
+    errors: int
+
+
+@dataclass(slots=True)
+class _Walker:
+    """A rollout that is between two calls.
+
+    Attributes:
+        base: Path of the rollout below the proxy.
+        control: Path of the rollout in the control plane.
+        remaining: Its calls.
+    """
+
+    base: str
+    control: str
+    remaining: Iterator[WorkloadRequest]
+
+
+@dataclass(slots=True)
+class _Run:
+    """One rate in progress: clients and rollouts that wait for nothing, rollouts that began, and the answers."""
+
+    clients: deque[httpx.AsyncClient] = field(default_factory=deque)
+    ready: deque[_Walker] = field(default_factory=deque)
+    begun: list[_Walker] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    hits: int = 0
+    errors: int = 0
+
+
+async def offer(
+    connect: Callable[[], httpx.AsyncClient], workload: Workload, names: Names, *, rate: float, during_s: float
+) -> RateFigures:
+    """Offer requests at one rate, and return the figures.
+
+    Args:
+        connect: Makes a client of the proxy; each request in flight has one of its own.
+        workload: The recorded calls; its tasks were put.
+        names: Names of the tasks; rollouts get a number beyond their suffix.
+        rate: Requests a second.
+        during_s: For how long requests are due, in seconds.
+    """
+    run = _Run()
+    async with AsyncExitStack() as stack:
+        fresh, began = _walkers(workload, names, rate), time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(round(rate * during_s)):
+                due = began + number / rate
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                walker, request = _next(run, fresh)
+                client = run.clients.pop() if run.clients else await stack.enter_async_context(connect())
+                group.create_task(_send(run, client, walker, request, due))
+        whole_s = time.perf_counter() - began
+        await _finish(run, await stack.enter_async_context(connect()))
+    ascending = sorted(run.seconds)
+    p50, p95, p99 = (percentile(ascending, share) * 1e3 for share in (0.5, 0.95, 0.99))
+    answers = len(ascending)
+    return RateFigures(
+        rate, answers / whole_s if whole_s else 0.0, p50, p95, p99, run.hits / answers if answers else 0.0, run.errors
+    )
+
+
+def _walkers(workload: Workload, names: Names, rate: float) -> Iterator[_Walker]:
+    for number in count():
+        for task in workload.tasks:
+            for rollout in task.rollouts:
+                if rollout.requests:
+                    yield _walker(task, rollout, names, f"{names.rollout_suffix}-{rate:g}-{number}")
+
+
+def _walker(task: RecordedTask, rollout: RecordedRollout, names: Names, suffix: str) -> _Walker:
+    at = names.task(task), safe_name(rollout.name, suffix)
+    return _Walker("/t/{}/r/{}/".format(*at), "/api/v1/tasks/{}/rollouts/{}".format(*at), iter(rollout.requests))
+
+
+def _next(run: _Run, fresh: Iterator[_Walker]) -> tuple[_Walker, WorkloadRequest]:
+    while run.ready:
+        walker = run.ready.popleft()
+        request = next(walker.remaining, None)
+        if request is not None:
+            return walker, request
+    walker = next(fresh)
+    run.begun.append(walker)
+    return walker, next(walker.remaining)
+
+
+async def _send(run: _Run, client: httpx.AsyncClient, walker: _Walker, request: WorkloadRequest, due: float) -> None:
+    try:
+        outcome = await call(client, walker.base, request, patience_s=OVERHEAD_S)
+    except httpx.TransportError:
+        run.errors += 1
+        await client.aclose()
+        return
+    if outcome.answer is None:
+        run.errors += 1
+    else:
+        run.seconds.append(time.perf_counter() - due)
+        run.hits += outcome.source in HITS
+    run.clients.append(client)
+    run.ready.append(walker)
+
+
+async def _finish(run: _Run, client: httpx.AsyncClient) -> None:
+    """Finish the rollouts, so that their sandboxes are free for the next rate. A failure changes no figure."""
+    for walker in run.begun:
+        with contextlib.suppress(httpx.TransportError):
+            await client.delete(walker.control)
