@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from proxy.audit.confidence import clopper_pearson
 from proxy.control.parts import ControlPlane
+from proxy.telemetry.run_counters import OTHERS
 from proxy.tree.rollout import Outcome
 from sandboxes.pool.lifecycle import SandboxState
 
@@ -63,6 +64,24 @@ class _Totals(Collector):
             for outcome in Outcome:
                 by_endpoint.add_metric([endpoint, outcome.name.lower()], by_outcome[outcome])
         yield by_endpoint
+        yield from self._runs()
+
+    def _runs(self) -> Iterator[Metric]:
+        """Yield what rollouts with the label `run` did: the runs used last, and all others together."""
+        runs = self._engine.counts.runs
+        calls = CounterMetricFamily(
+            "forkpoint_run_calls", "Calls answered, by the label run.", labels=["run", "outcome"]
+        )
+        seconds = CounterMetricFamily(
+            "forkpoint_run_tool_seconds", "Tool seconds executed and saved, by the label run.", labels=["run", "kind"]
+        )
+        for run, totals in ((OTHERS, runs.others), *sorted(runs.totals.items())):
+            for outcome in Outcome:
+                calls.add_metric([run, outcome.name.lower()], totals.outcomes[outcome])
+            seconds.add_metric([run, "executed"], totals.executed_s)
+            seconds.add_metric([run, "saved"], totals.saved_s)
+        yield calls
+        yield seconds
 
     def _times(self) -> Iterator[Metric]:
         counts = self._engine.counts

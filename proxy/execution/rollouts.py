@@ -1,5 +1,6 @@
 """The running rollouts: read back from the store with their task, begun when they are new, ended once."""
 
+import json
 import time
 from collections.abc import Sequence
 from itertools import takewhile
@@ -11,7 +12,7 @@ from proxy.storage.errors import DamagedError
 from proxy.storage.journal import Journal
 from proxy.storage.store import Store
 from proxy.tree.keys import CallKey
-from proxy.tree.labels import Labels
+from proxy.tree.labels import RUN, Labels
 from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task, Walkers
 from proxy.tree.tree import Node, Tree
@@ -72,7 +73,8 @@ class Rollouts:
             )
         # The store first: a rollout that only memory knows would be lost with its steps.
         number = self._store.rollouts.create(task.name, name, tree.id, node.id, token, labels)
-        rollout = Rollout(number, name, task.name, tree, node, cached=tree.spec.cache == "always")
+        cached, run = tree.spec.cache == "always", (labels or {}).get(RUN, "")
+        rollout = Rollout(number, name, task.name, tree, node, run=run, cached=cached)
         rollout.begin(time.monotonic())
         self._add(task, rollout)
         return rollout
@@ -114,6 +116,12 @@ class Rollouts:
                 await self.finish(rollout)
             ended += 1
         return ended
+
+    def put_labels(self, rollout: int, live: Rollout | None, labels: Labels) -> None:
+        """Write a rollout's labels; `live` is the rollout while it is in memory."""
+        self._store.rollouts.put_labels(rollout, labels)
+        if live is not None and live.id == rollout:
+            live.run = labels.get(RUN, "")
 
     def finish_lost(self, task: str, name: str) -> bool:
         """End a rollout whose position is lost, so that its name is free; return whether there was one."""
@@ -163,8 +171,8 @@ class Rollouts:
                 self._lost[task.name, row["name"]] = row["id"], why
                 self._store.rollouts.lose({row["id"]}, why)
                 continue
-            cached = tree.spec.cache == "always"
-            rollout = Rollout(row["id"], row["name"], task.name, tree, node, cached=cached, calls=row["calls"])
+            rollout = Rollout(row["id"], row["name"], task.name, tree, node, calls=row["calls"])
+            rollout.cached, rollout.run = tree.spec.cache == "always", json.loads(row["labels"]).get(RUN, "")
             rollout.polled_keys, rollout.arrived_at = self._polled_keys(rollout), time.monotonic()
             rollout.begin(rollout.arrived_at)
             self._add(task, rollout)

@@ -45,6 +45,8 @@ class StepNotes:
     def add(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None) -> None:
         """Note a step that a rollout has taken. `timing` is None for a hit, which took no time beside the tool's."""
         self._counts.answered(outcome, record.seconds)
+        if rollout.run:
+            self._counts.runs.answered(rollout.run, outcome, record.seconds)
         self._warm.note_step(rollout)
         if self._note is not None:
             self._note(rollout, record, outcome)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.telemetry.histogram import FAST, Histogram
+from proxy.telemetry.run_counters import RunCounters
 from proxy.tree.rollout import Outcome
 
 
@@ -34,6 +35,7 @@ class Counters:
         speculated_cpu_s: CPU seconds of the sandboxes in which calls were executed ahead.
         speculated_saved_s: Seconds that the tools of used calls ran.
         endpoints: Answered calls by endpoint, and by `Outcome`.
+        runs: Answered calls of rollouts with the label `run`.
         hit_s: Seconds from the last byte of a hit's request to its response.
         start_s: Seconds that sandboxes took to start.
         restore_s: Seconds that restores took.
@@ -64,6 +66,7 @@ class Counters:
     speculated_cpu_s: float = 0.0
     speculated_saved_s: float = 0.0
     endpoints: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0] * len(Outcome)))
+    runs: RunCounters = field(default_factory=RunCounters)
     hit_s: Histogram = field(default_factory=lambda: Histogram(FAST))
     start_s: Histogram = field(default_factory=Histogram)
     restore_s: Histogram = field(default_factory=Histogram)

@@ -27,6 +27,8 @@ _NAME = re.compile(NAME_PATTERN)
 _WHOLE = frozenset({"step", "epoch"})
 """Labels whose values are whole numbers."""
 _MAX_WHOLE = 10**15
+RUN = "run"
+"""The label by which metrics are counted."""
 REWARD = "reward"
 """The label whose value is a number, so that it can be averaged."""
 

@@ -38,6 +38,7 @@ class Rollout:
         task: Name of the task.
         tree: Tree that the rollout walks.
         node: Node that the rollout is at.
+        run: Value of its label `run`; empty without one.
         cached: Whether records of other rollouts may answer its calls. False if the task's `cache` setting forbids it.
         calls: Number of calls answered so far, which is also the turn of the next one.
         finished: Whether the rollout has ended.
@@ -58,6 +59,7 @@ class Rollout:
     task: str
     tree: Tree
     node: Node
+    run: str = ""
     cached: bool = True
     calls: int = 0
     finished: bool = False

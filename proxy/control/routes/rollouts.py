@@ -122,7 +122,8 @@ async def change_labels(
     """Change labels of the newest rollout of this name, which may have ended; null removes a label."""
     known = await engine.tasks.find(task)
     row = _newest(engine, task, rollout)
-    engine.store.rollouts.put_labels(row["id"], changed(json.loads(row["labels"]), labels))
+    merged = changed(json.loads(row["labels"]), labels)
+    engine.tasks.rollouts.put_labels(row["id"], known.rollouts.get(rollout), merged)
     return RolloutView(**_view(engine, _newest(engine, task, rollout), known.rollouts.get(rollout), request))
 
 

@@ -57,6 +57,28 @@ def test_calls_are_counted_by_endpoint_and_outcome(samples: dict[tuple[str, ...]
     assert samples["forkpoint_refusals_total", "no-such-endpoint"] == 1
 
 
+def test_calls_are_counted_by_run(tmp_path: Path) -> None:
+    """A label that is set later counts from then on; so does one that an earlier process read."""
+    attack = 'a"} 1\\'
+    with serving(tmp_path) as proxy:
+        for rollout in ("a", "b"):
+            sent = {"x-forkpoint-labels": "run=r7"}
+            proxy.client.post(
+                f"/t/task/r/{rollout}/shell/exec", json={"command": "X=1"}, headers=sent
+            ).raise_for_status()
+        proxy.exec("c", "X=1").raise_for_status()
+        proxy.client.patch("/api/v1/tasks/task/rollouts/c/labels", json={"run": attack}).raise_for_status()
+        proxy.exec("c", "cat seed").raise_for_status()
+        found = scrape(proxy)
+    assert [found["forkpoint_run_calls_total", kind, "r7"] for kind in ("hit", "miss")] == [1, 1]
+    assert found["forkpoint_run_tool_seconds_total", "saved", "r7"] > 0
+    assert found["forkpoint_run_calls_total", "miss", attack] == 1
+    assert found["forkpoint_run_calls_total", "miss", "(other)"] == 0
+    with serving(tmp_path) as proxy:
+        proxy.exec("c", "cat seed").raise_for_status()
+        assert scrape(proxy)["forkpoint_run_calls_total", "hit", attack] == 1
+
+
 def test_hits_and_sandbox_operations_are_timed(samples: dict[tuple[str, ...], float]) -> None:
     assert samples["forkpoint_hit_seconds_count",] == 4
     assert 0 < samples["forkpoint_hit_seconds_sum",] < 1
