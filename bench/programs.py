@@ -49,7 +49,7 @@ clean:
 """,
 }
 SETUP = (
-    "echo seed > seed",
+    "echo seed > seed; mkdir -p /var/tmp",
     "cd repo; ! command -v git || { git init -q; git config user.email a@b; git config user.name a; }",
     "cd repo; ! command -v git || { git add -A; git commit -qm first; }",
     "find /root -exec touch -hd 2026-01-01 {} +",

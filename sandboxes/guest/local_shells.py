@@ -6,6 +6,7 @@ import os
 import resource
 import select
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from sandboxes.guest.bash.restore import orders, restore_script
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_kit import TEXTS, ShellKit, new_pipes, new_text, write_texts
-from sandboxes.guest.shell_pool import KILLED, READY_S, Shells
+from sandboxes.guest.shell_pool import READY_S, Shells
 from sandboxes.linux import processes
 from sandboxes.linux.processes import open_descriptors
 from sandboxes.shell_text import Jobs, ShellSession
@@ -26,6 +27,8 @@ _LIMITS = tuple(
 """All resource limits of this kernel. RLIMIT_OFILE is another name of RLIMIT_NOFILE."""
 _MAX_KILL_S = 10.0
 """Longest wait for a killed shell. One that does not end in that time is stuck in the kernel."""
+_REPARENTED_S = 0.001
+"""How often a look is taken whether an orphan has become a child of pid 1. It takes microseconds on an idle machine."""
 StartedT = TypeVar("StartedT")
 
 
@@ -65,12 +68,8 @@ class LocalShell(Shell):
         # a dump is checked (`parse_dump`).
         kit = anchor.kit
         if kit is not None and not kit.lent:
-            shell = cls._start_on_kit(anchor, kit, name, session, script, environment)
-        else:
-            shell = cls._start_on_own(anchor, name, session, script, environment)
-        if session is not None:
-            shell.restore_limits(session["limits"])
-        return shell
+            return cls._start_on_kit(anchor, kit, name, session, script, environment)
+        return cls._start_on_own(anchor, name, session, script, environment)
 
     @classmethod
     def _start_on_kit(
@@ -140,9 +139,9 @@ class LocalShell(Shell):
         # open.
         return {number: os.readlink(f"/proc/self/fd/{fd}") for number, fd in ours.items()}  # noqa: PTH115
 
-    def restore_limits(self, limits: Mapping[str, list[int]]) -> None:
+    def restore_limits(self) -> None:
         """Give the shell its session's resource limits."""
-        for name, (soft, hard) in limits.items():
+        for name, (soft, hard) in ({} if self.session is None else self.session["limits"]).items():
             # The session may be of another kernel, or of a privileged start, whose limits cannot be set here.
             with contextlib.suppress(OSError, ValueError):
                 resource.prlimit(self.pid, getattr(resource, name), (soft, hard))
@@ -221,19 +220,27 @@ class LocalShells(Shells):
         """Kill all processes but the spared ones; see `processes.kill_except`."""
         self._ended |= processes.kill_except(spared, first=first)
 
-    def status(self, shell: Shell) -> int:
-        """Return how a shell ended, which it has or is about to."""
+    def status(self, shell: Shell) -> int | None:
+        """Return how a shell ended, which it has or is about to; None as in `status_of`."""
         return self.status_of(shell.pid)
 
-    def status_of(self, pid: int) -> int:
-        """Return how a process that the anchor has started ended, which it has or is about to."""
+    def status_of(self, pid: int) -> int | None:
+        """Return how a process that the anchor has started ended, which it has or is about to; None if nobody knows."""
+        parents = {os.getpid()}
         if self.anchor is not None:
             try:
                 return self.anchor.wait(pid)
             except AnchorLostError:
+                parents.add(self.anchor.pid)
                 self._drop_anchor()
-        # Without its parent it became a child of pid 1, which has collected it.
-        return self._ended.get(pid, KILLED)
+        # Without its parent it becomes a child of pid 1, as soon as the kernel has ended the anchor. If the anchor had
+        # collected it, there is no such process any more.
+        deadline = time.monotonic() + _MAX_KILL_S
+        self.reap()
+        while pid not in self._ended and processes.parent(pid) in parents and time.monotonic() < deadline:
+            time.sleep(_REPARENTED_S)
+            self.reap()
+        return self._ended.get(pid)
 
     def forget(self, shell: Shell) -> None:
         """Forget a shell that has ended. What it left running may have its pipes, so no other shell gets them."""

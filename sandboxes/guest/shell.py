@@ -128,6 +128,13 @@ class Shell(ABC):
         """
 
     @abstractmethod
+    def restore_limits(self) -> None:
+        """Give the shell its session's resource limits. It must have become the shell's program already.
+
+        An execve(2) that is under way puts the limit of the stack back at its end (finalize_exec in the kernel).
+        """
+
+    @abstractmethod
     def stands_at(self, folder: str) -> bool:
         """Return whether a name leads to the directory that the idle shell is in."""
 

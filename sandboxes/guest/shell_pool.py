@@ -28,6 +28,17 @@ _SIGNALLED = 128
 """The smallest exit code of a shell that a signal has ended."""
 
 
+def known(status: int | None) -> int:
+    """Return the exit code of a process.
+
+    Raises:
+        ShellStartError: It is not known, so the call has no result.
+    """
+    if status is None:
+        raise ShellStartError("the process that had collected an exit code was killed before it told the code")
+    return status
+
+
 class Shells(ABC):
     """The shells of one sandbox.
 
@@ -71,12 +82,15 @@ class Shells(ABC):
         """Collect processes that ended as children of the supervisor."""
 
     @abstractmethod
-    def status(self, shell: Shell) -> int:
-        """Return how a shell ended, which it has or is about to."""
+    def status(self, shell: Shell) -> int | None:
+        """Return how a shell ended, which it has or is about to; None as in `status_of`."""
 
     @abstractmethod
-    def status_of(self, pid: int) -> int:
-        """Return how a process ended that was started as the shells are; it has or is about to."""
+    def status_of(self, pid: int) -> int | None:
+        """Return how a process ended that was started as the shells are; it has or is about to.
+
+        None if the process that had collected it was killed before it told.
+        """
 
     @abstractmethod
     def remember(self) -> dict[str, Any]:
@@ -154,8 +168,8 @@ class Shells(ABC):
         self.kill(trial)
         return came_back(session, trial.baseline)
 
-    def kill(self, shell: Shell) -> int:
-        """Kill a shell, and forget it; return how it ended."""
+    def kill(self, shell: Shell) -> int | None:
+        """Kill a shell, and forget it; return how it ended, if that is known."""
         if not shell.ended:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(shell.death, signal.SIGKILL)
@@ -184,6 +198,7 @@ class Shells(ABC):
             while time.monotonic() < deadline:
                 events = {fd for fd, _ in poll.poll(READY_S * 1000)}
                 if shell.dump_fd in events and shell.read_dump():
+                    shell.restore_limits()
                     _, shell.baseline = shell.finish_dump()
                     # Of the first one: a command may have changed what starts the shells, and so all later ones.
                     shell.born = self.born = self.born or inherited(shell.pid)
@@ -202,7 +217,12 @@ class Shells(ABC):
         reason = bytes(shell.out.kept + shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
         status = self.kill(shell)
         # A new shell's script is so short that only the sandbox can be the cause; a signal is a lack of memory.
-        broken = ended and status < _SIGNALLED and (shell.session is None or self._is_broken(shell.name))
+        broken = (
+            ended
+            and status is not None
+            and status < _SIGNALLED
+            and (shell.session is None or self._is_broken(shell.name))
+        )
         raise ShellStartError(f"{self.program} does not start in this sandbox: {reason}", broken=broken)
 
     def _is_broken(self, name: str) -> bool:

@@ -26,15 +26,16 @@ from select import POLLHUP, POLLIN, POLLRDHUP, poll
 
 from sandboxes.effects import StateDigest
 from sandboxes.guest import dir_watch, process_call
+from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcesses, PendingOutput
-from sandboxes.guest.bash.session import MalformedDumpError
+from sandboxes.guest.bash.session import MalformedDumpError, is_lost
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import child as file_child
 from sandboxes.guest.files.changes import WATCH_S, Stillness, limit_note
 from sandboxes.guest.files.operations import problem
 from sandboxes.guest.platform import OVER_DISK, TIMED_OUT, Files, Performed, Platform
 from sandboxes.guest.shell import Output, Shell
-from sandboxes.guest.shell_pool import Shells
+from sandboxes.guest.shell_pool import Shells, known
 from sandboxes.guest.survivors import Survivors
 from sandboxes.guest.tool_servers import Log, Servers, ToolServerError
 from sandboxes.ipc.codec import Envelope, IpcMessage
@@ -65,6 +66,10 @@ from sandboxes.linux.live_state import LiveState, inherited
 from sandboxes.linux.processes import Process, ran_between, run_counts
 from sandboxes.linux.socket_queues import SocketQueues
 
+_NO_DESCRIPTORS = (
+    "the command left its session's shell too few file descriptors (ulimit -n). Lower the limit in a subshell, "
+    "or to 64 at least"
+)
 CallRequest = RunCommand | RunFileOperation | RunProcess | UseBackgroundProcess | UseServer
 """Requests that are calls: their effects are measured and reported."""
 
@@ -319,7 +324,7 @@ class Supervisor:
                 ending, code = "malformed", 1
                 notes = f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
         elif ending == "died":
-            code = self.shells.status(shell)
+            code = known(self.shells.status(shell))
         else:
             # Everything goes, not only the shell: the command's children would go on otherwise.
             kill()
@@ -330,6 +335,9 @@ class Supervisor:
         for output in (shell.out, shell.err):
             output.drain(self.background.max_bytes)
         (out, out_cut), (err, err_cut) = shell.out.take(), shell.err.take()
+        if ending == "died" and is_lost(code, out, err):
+            # One bash would go on. Not its session but our access to it is gone, so there is no result.
+            raise ShellStartError(_NO_DESCRIPTORS)
         if ending != "dump":
             self._platform.forget_shell(shell, ending)
         outcome = CommandOutcome(code, ending == "timeout", truncated=out_cut or err_cut, stdout_bytes=len(out))

@@ -262,13 +262,14 @@ def all_descend(list_pids: Callable[[], Iterable[int]], root: int) -> bool:
         root: The pid of the common ancestor.
     """
     for _ in range(_MAX_LOOKS):
-        parents = {pid: _parent(pid) for pid in list_pids()}
+        parents = {pid: parent(pid) for pid in list_pids()}
         if all(_descends(pid, root, parents) for pid in parents):
             return True
     return False
 
 
-def _parent(pid: int) -> int:
+def parent(pid: int) -> int:
+    """Return the pid of a process's parent; 0 if there is no such process."""
     fields = _stat(pid)
     return 0 if fields is None else int(fields[_PARENT])
 

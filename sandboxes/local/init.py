@@ -32,6 +32,7 @@ from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.platform import Performed, not_started
 from sandboxes.guest.process_io import Running, death_of, due_of, new_pipes, open_terminal
 from sandboxes.guest.shell import Shell
+from sandboxes.guest.shell_pool import known
 from sandboxes.guest.supervisor import CallRequest, Supervisor
 from sandboxes.ipc.codec import pack_message
 from sandboxes.ipc.messages import (
@@ -159,7 +160,7 @@ class LocalProcess:
 
     def status(self) -> int:
         """Return its exit code once it has ended."""
-        return self.shells.status_of(self.pid)
+        return known(self.shells.status_of(self.pid))
 
     def kill(self) -> None:
         """Kill it and all processes that were not there before it."""
@@ -478,5 +479,5 @@ def _background_process(
     shells: LocalShells, description: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int
 ) -> BackgroundProcess:
     return BackgroundProcess(
-        description, pending_outputs(ends), ends.get(0, -1), death, pid, lambda: shells.status_of(pid)
+        description, pending_outputs(ends), ends.get(0, -1), death, pid, lambda: known(shells.status_of(pid))
     )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from sandboxes.container.boot_scripts import BOX
-from sandboxes.guest.bash.session import END, KEPT, MAX_DUMP_BYTES, MalformedDumpError
+from sandboxes.guest.bash.session import END, KEPT, LOST_MARK, LOST_STATUS, MAX_DUMP_BYTES, MalformedDumpError
 from sandboxes.shell_text import Jobs, ShellSession, quote
 
 _FIELDS = 11
@@ -31,6 +31,9 @@ _NOWHERE = "{ while :; do :; done & command cd /proc/$!; kill -KILL $!; wait; }"
 
 _CALLS = 50
 """How many calls a loop's text has: 35 kB. dash's stack holds 9,000 files within each other, and busybox's 7,000."""
+
+_LOST = rf"{{ \command printf {LOST_MARK}; exit {LOST_STATUS}; }}"
+"""Ends a shell that cannot open its FIFOs, because the command has lowered the limit of open files."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TOKEN = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|\n|[^\n"'\\]+""", re.DOTALL)
@@ -54,7 +57,7 @@ def loop(name: str) -> str:
         f"{dumped} \\command printf '%s\\0' \"$!\" \"$@\"; \\command printf '%s\\0' {END.decode()[:-1]}; }} "
         f">{here}/dump; }} 2>/dev/null\n"
         # The shell blocks here between calls, without a CPU. If the FIFO is gone, the container is, so it exits.
-        f"\\command read -r __forkpoint <{here}/go || exit; \\command unset __forkpoint\n"
+        f"\\command read -r __forkpoint <{here}/go || {_LOST}; \\command unset __forkpoint\n"
         f". {here}/command\n"
         # A function does not replace a special built-in (POSIX, 2.9.1.4), so `unset` is the shell's own. It removes a
         # function that would replace `command`.

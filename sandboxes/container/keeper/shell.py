@@ -106,14 +106,17 @@ class ContainerShell(Shell):
         self.limits = {name: (soft, hard) for name, (soft, hard) in stored["limits"].items()}
 
     def started(self, pid: int, inner: int, limits: dict[str, tuple[int, int]]) -> None:
-        """Set the shell's process and its inherited limits, and apply the limits that the session has changed."""
+        """Set the shell's process and its inherited limits."""
         self._is_process(pid, inner)
         # The anchor's limits: a dump stores only what differs from them.
         self.limits = limits
+
+    def restore_limits(self) -> None:
+        """Give the shell its session's resource limits."""
         if self.session is not None and self.session["limits"]:
             changed = {_LIMITS[name]: (soft, hard) for name, (soft, hard) in self.session["limits"].items()}
             with contextlib.suppress(OSError):
-                _set_limits(pid, changed)
+                _set_limits(self.pid, changed)
 
     def _is_process(self, pid: int, inner: int) -> None:
         self.pid, self.inner = pid, inner

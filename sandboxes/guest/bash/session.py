@@ -58,11 +58,19 @@ read and runs as in a new shell. `shopt` also brings $BASHOPTS up to date, which
 print before that goes to a descriptor that takes no output: a restricted shell (`set -r`) may not open /dev/null for
 writing.
 """
+LOST_STATUS = 144
+LOST_MARK = "forkpoint-lost-its-descriptors"
+_LOST = rf"{{ \builtin printf {LOST_MARK}; \builtin exit {LOST_STATUS}; }}"
+"""Ends a shell that has lost our descriptors.
+
+Bash closes them for a command, and opens them again only below the limit of open files, which the command may have
+lowered. The mark goes to stdout without a redirection, since none works then.
+"""
 RUN = r'\builtin eval "$(</proc/self/fd/31)" 29<&- 30<&- 31<&- 32<&- 33>&-'
 """Runs the command. Our descriptors are closed for it and its children."""
-AGAIN = r'\builtin eval "$(</proc/self/fd/30)"'
+AGAIN = r'\builtin eval "$(</proc/self/fd/30)"; ' + _LOST
 _ONCE = (
-    r"__forkpoint=$(</proc/self/fd/30) || \builtin exit; "
+    rf"__forkpoint=$(</proc/self/fd/30) || {_LOST}; "
     r'\builtin eval "\builtin unset -v __forkpoint; ${__forkpoint%%; __forkpoint=*}"'
 )
 """Runs the loop's part up to the first `_ONCE` in it: one call."""
@@ -110,10 +118,12 @@ LOOP = (
     \builtin printf '\0%s' "$?" "${#DIRSTACK[@]}" "${DIRSTACK[@]}" ''; \builtin enable -n;
     \builtin printf '%s\0' "${__forkpoint_off-}"; \builtin unset -v __forkpoint_off; \builtin jobs -l;
     \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' forkpoint-end-of-dump; } >&33 &&
-    \builtin hash -r && [[ '' =~ ^ ]] && \builtin set +o posix; } >&29 2>&29 || \builtin exit;
+    \builtin hash -r && [[ '' =~ ^ ]] && \builtin set +o posix; } >&29 2>&29 || @LOST@;
     \builtin read -t 2147483647 -r -u 32 __forkpoint || \builtin exit;
     \builtin eval "\builtin unset -v __forkpoint; \builtin shopt -s expand_aliases; \builtin : ''; $__forkpoint";
-    """.strip().splitlines()
+    """.replace("@LOST@", _LOST)
+        .strip()
+        .splitlines()
     )
     + f" {RUN}; {BEGIN_DUMP}"
     + 3 * f"; {_ONCE}"
@@ -184,6 +194,17 @@ _DYNAMIC = {
 """Variables that bash computes until they are unset, with an attribute that they have until then."""
 _JOB = re.compile(r"^(\[\d+\][-+ ]|) +(\d+) +(?:Running|Stopped|\|)", re.MULTILINE)
 DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
+
+
+def is_lost(status: int, out: bytes, err: bytes) -> bool:
+    """Return whether a shell that ended without a dump had lost our descriptors.
+
+    Args:
+        status: How it ended.
+        out: Its standard output, which a command may have redirected.
+        err: Its standard error, on which bash has said that it cannot open the loop.
+    """
+    return status == LOST_STATUS and (out.endswith(LOST_MARK.encode()) or b": /proc/self/fd/30: " in err)
 
 
 class MalformedDumpError(ValueError):

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from sandboxes.calls import ToolCall
-from sandboxes.driver import Sandbox
+from sandboxes.driver import Driver, Sandbox
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezableError
+from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.spec import EnvironmentSpec, Limits
 from tests.sandboxes.box import in_sandbox, local_driver, opened, ran, run
+from tests.sandboxes.session_contract import SessionContract
 
 KEPT = [
     ("a=(1 'two words' $'new\\nline')", "declare -p a", 'declare -a a=([0]="1" [1]="two words" [2]=$\'new\\nline\')\n'),
@@ -37,6 +38,14 @@ KEPT = [
     ("REPLY=mine", "echo $REPLY", "mine\n"),
     ("PATH=/usr/bin", "echo $PATH", "/usr/bin\n"),
 ]
+
+
+class TestLocalSessions(SessionContract):
+    examples = 10
+
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        return local_driver(data_dir)
 
 
 @pytest.mark.parametrize(("before", "after", "out"), KEPT, ids=[before.split("\n")[0] for before, _, _ in KEPT])
@@ -284,7 +293,7 @@ def test_a_sandbox_whose_anchor_was_killed_goes_on(data_dir: Path) -> None:
         await run(sandbox, "x=1; sleep 60 &")
         assert (await run(sandbox, "kill -9 $PPID; echo killed")).out == "killed\n"
         assert (await run(sandbox, "echo $x; pgrep -c sleep")).out == "1\n1\n"
-        assert (await run(sandbox, "exit 3")).code == 137
+        assert (await run(sandbox, "exit 3")).code == 3
         assert (await run(sandbox, "echo $x; pkill sleep")).out == "1\n"
         await run(sandbox, "x=2")
         assert (await run(sandbox, "echo $x; exit 4")).code == 4
@@ -370,7 +379,7 @@ def test_invalid_utf8_becomes_replacement_characters(data_dir: Path) -> None:
         "unset -f $(compgen -A function); unset $(compgen -v) 2>/dev/null",
         "POSIXLY_CORRECT=1",
         "PS4='$(touch /tmp/ps4)'; set -x",
-        "ulimit -f 0; ulimit -n 20",
+        "ulimit -f 0",
     ],
 )
 def test_a_hostile_session_breaks_at_most_itself(data_dir: Path, hostile: str) -> None:
@@ -450,5 +459,24 @@ def test_a_session_goes_on_after(data_dir: Path, call: str) -> None:
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, call, timeout_s=3.0)
         assert (await run(sandbox, "echo on $POSIXLY_CORRECT", timeout_s=3.0)).out.startswith("on")
+
+    in_sandbox(data_dir, test)
+
+
+@pytest.mark.parametrize("command", ["ulimit -n 33", "exec >/tmp/out; ulimit -n 20", "set -a; ulimit -n 1"])
+def test_a_shell_that_lost_its_descriptors_is_no_result(data_dir: Path, command: str) -> None:
+    """One bash would go on. A recorded end of the shell would be false, so the call is an error."""
+
+    async def test(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxError, match="too few file descriptors"):
+            await run(sandbox, command)
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_low_limit_of_descriptors_in_a_subshell_is_a_result(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        answer = await run(sandbox, "(ulimit -n 5; ulimit -n); exit 144")
+        assert (answer.out, answer.code) == ("5\n", 144)
 
     in_sandbox(data_dir, test)

@@ -95,3 +95,32 @@ _STATEMENTS = st.one_of(*_VARIABLES, *_OPTIONS, *_CODE, *_PLACES, *_PLACES)
 
 calls = st.lists(st.lists(_STATEMENTS, min_size=1, max_size=4).map("\n".join), min_size=2, max_size=6)
 """Calls of one session."""
+
+_HELD = [
+    st.sampled_from(["exec 7>'a file'", "echo to-seven >&7", "exec 7>&-", "exec 5<>'a file'", "exec {free}<."]),
+    st.sampled_from(["{ coproc cat; } 2>/dev/null", "{ coproc C { cat; }; } 2>/dev/null", "sleep 1000 & P=$!"]),
+    st.sampled_from(["echo hi >&${COPROC[1]}", "read -t 5 -r L <&${COPROC[0]}", "kill $! && wait $!"]),
+    st.sampled_from(["exec 8<&5", "exec 2>&1"]),
+    st.sampled_from(["ulimit -S -n 64", "ulimit -n 128", "ulimit -f 9000", "ulimit -S -s 4096", "ulimit -H -u 900"]),
+]  # fmt: skip
+_SH = [
+    _one("{}={}", _NAMES, _WORDS),
+    _one("export {}={}", _NAMES, _WORDS),
+    _one("readonly {}={}", st.sampled_from(["r1", "r2"]), _WORDS),
+    _one("unset -v {}", _NAMES),
+    _one("set {}{}", st.sampled_from("-+"), st.sampled_from("aefuxC")),
+    _one("set -- {} {}", _WORDS, _WORDS),
+    _one("alias {}={}", st.sampled_from(["al", "ll", "b.c"]), _WORDS),
+    _one("trap {} {}", st.sampled_from(["'echo t'", "''", "-", "'x=1\ny'"]), st.sampled_from(["USR1", "INT", "EXIT"])),
+    _one("umask {}", st.sampled_from(["022", "077", "0", "027"])),
+    st.sampled_from(["unalias -a", "IFS=:", "unset IFS", "PS4='> '", "OPTIND=4", "PATH=/none", "unset PWD", "shift"]),
+    st.sampled_from(["export PATH; PATH=$PATH:/x", "ulimit -S -n 64", "ulimit -n 128", "set -o noglob", "cd -"]),
+    st.sampled_from(["cd() { :; }; cd d", "command() { :; }; command cd d", "exit 3", "kill -9 $$"]),
+    st.just("sleep 1000 & P=$!"),
+]  # fmt: skip
+
+
+def held_calls(*, bash: bool) -> st.SearchStrategy[list[str]]:
+    """Return calls of one session that may also hold descriptors, limits and processes; of bash or a POSIX shell."""
+    statement = st.one_of(_STATEMENTS, *_HELD) if bash else st.one_of(*_SH, *_PLACES[:7], *_PLACES[:7])
+    return st.lists(st.lists(statement, min_size=1, max_size=4).map("\n".join), min_size=2, max_size=6)

@@ -1,6 +1,7 @@
 """A session that goes from shell to shell equals one plain bash that stays."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,16 @@ def test_a_failed_restore_is_no_answer(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(ShellStartError) as theirs:
             runs.shells.ready("main")
         assert isinstance(not_started(theirs.value).outcome, CommandOutcome)
+
+
+def test_limits_are_set_once_bash_runs(tmp_path: Path) -> None:
+    """An execve that is under way takes the limit of the stack with it, and would undo one that was set meanwhile."""
+    with RestoredRuns(tmp_path / "w") as runs:
+        runs.call("ulimit -S -s 4096")
+        (starting,) = runs.shells
+        assert starting.baseline is None
+        assert resource.prlimit(starting.pid, resource.RLIMIT_STACK)[0] != 4096 << 10
+        assert runs.call("ulimit -s") == b"4096\n"
 
 
 def test_functions_are_split_at_their_heads() -> None:
