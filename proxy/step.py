@@ -31,11 +31,17 @@ log = structlog.get_logger()
 
 
 class Step:
-    """Answers the calls of all rollouts. `order` has each rollout's turns; `calls` are the tasks of calls in flight."""
+    """Answers the calls of all rollouts.
+
+    Attributes:
+        order: Each rollout's turns.
+        calls: The tasks of calls in flight.
+        notes: What follows from a step besides its answer.
+    """
 
     def __init__(self, executor: Executor, journal: Journal, notes: StepNotes) -> None:
         """Create the step of all rollouts; `journal` takes each step before its answer is sent."""
-        self._executor, self._journal, self._notes = executor, journal, notes
+        self._executor, self._journal, self.notes = executor, journal, notes
         self.order, self.calls = CallOrder(), TaskOwner()
 
     def find(self, rollout: Rollout, key: CallKey, *, expected: int = 0) -> Record | None:
@@ -117,4 +123,4 @@ class Step:
         # The journal comes first: after a crash, the rollout continues where its agent last saw it.
         self._journal.append(JournalEntry(rollout.id, rollout.calls, record.id, outcome))
         rollout.advance(record, outcome, time.monotonic())
-        self._notes.add(rollout, record, outcome, timing)
+        self.notes.add(rollout, record, outcome, timing)

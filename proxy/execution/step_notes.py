@@ -7,7 +7,7 @@ from proxy.execution.tracing import Traces
 from proxy.execution.warm_forks import WarmForks
 from proxy.storage.rollouts import Overhead
 from proxy.telemetry.counters import Counters
-from proxy.telemetry.timing import Timing
+from proxy.telemetry.timing import AnswerTimes, Timing
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Record
 
@@ -22,7 +22,11 @@ class Answer:
 
 
 class StepNotes:
-    """Passes each step on to all who follow the rollouts."""
+    """Passes each step on to all who follow the rollouts.
+
+    Attributes:
+        times: When the calls of the latest rollouts were answered.
+    """
 
     def __init__(
         self,
@@ -41,12 +45,14 @@ class StepNotes:
         """
         self._counts, self._warm, self._traces, self._note = counts, warm, traces, note
         self._overheads: dict[int, Overhead] = {}
+        self.times = AnswerTimes()
 
     def add(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None) -> None:
         """Note a step that a rollout has taken. `timing` is None for a hit, which took no time beside the tool's."""
         self._counts.answered(outcome, record.seconds)
         if rollout.run:
             self._counts.runs.answered(rollout.run, outcome, record.seconds)
+        self.times.note(rollout.id, rollout.calls - 1, rollout.used_at)
         self._warm.note_step(rollout)
         if self._note is not None:
             self._note(rollout, record, outcome)

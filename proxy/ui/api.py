@@ -1,6 +1,7 @@
 """Routes under `/api/v1` that only the page needs: columns, labels, calls, failures and timings."""
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -110,9 +111,10 @@ class FailuresView(BaseModel):
 
 
 class TimingView(BaseModel):
-    """Where the time of a call went that was not a hit.
+    """When a call was answered, and where its time went.
 
     Attributes:
+        answered_at: When the call was answered, in seconds since 1970; null for a call from before the proxy started.
         wait_s: Seconds of waiting for other calls.
         restore_s: Seconds of restoring or starting a sandbox.
         replay_s: Seconds of replaying calls.
@@ -120,11 +122,12 @@ class TimingView(BaseModel):
         replayed_calls: Number of replayed calls.
     """
 
-    wait_s: float
-    restore_s: float
-    replay_s: float
-    tool_s: float
-    replayed_calls: int
+    answered_at: float | None
+    wait_s: float = 0.0
+    restore_s: float = 0.0
+    replay_s: float = 0.0
+    tool_s: float = 0.0
+    replayed_calls: int = 0
 
 
 page_data = APIRouter(prefix="/api/v1", responses={"4XX": PROBLEM, "5XX": PROBLEM})
@@ -251,11 +254,20 @@ async def get_call(
 
 @page_data.get("/tasks/{task}/rollouts/{rollout}/timings")
 async def get_timings(engine: EngineDep, task: TaskName, rollout: RolloutName) -> dict[int, TimingView]:
-    """Show where the time of a rollout's calls went, by turn. Hits and calls of long ago are left out."""
+    """Show when a rollout's calls were answered and where their time went, by turn. Calls of long ago are left out."""
     await engine.tasks.find(task)
     rows = engine.store.rollouts.of_task(task, name=rollout)
-    known = engine.executor.timings.of(rows[-1]["id"]) if rows else {}
-    return {turn: TimingView(**asdict(timing)) for turn, timing in known.items()}
+    if not rows:
+        return {}
+    spent, times = engine.executor.timings.of(rows[-1]["id"]), engine.step.notes.times.of(rows[-1]["id"])
+    since = time.time() - time.monotonic()
+    return {
+        turn: TimingView(
+            answered_at=since + times[turn] if turn in times else None,
+            **(asdict(spent[turn]) if turn in spent else {}),
+        )
+        for turn in sorted({*spent, *times})
+    }
 
 
 @page_data.post("/tasks/{task}/nodes/{node}/fork", status_code=201)

@@ -41,7 +41,6 @@ def shots(page: Page, base: str, scheme: str) -> None:
     save("tree")
     go("/t/fix-ledger?view=table", "[role=row] .chip")
     page.get_by_text("sed -i 's/a - b/a + b/' ledger/money.py").first.click()
-    page.get_by_role("button", name="Compare with").click()
     page.wait_for_selector(".changes")
     page.locator(".side").evaluate("side => side.scrollTo(0, 120)")
     save("node")

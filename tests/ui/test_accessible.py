@@ -33,7 +33,8 @@ def addresses(proxy: Running) -> list[str]:
     node = proxy.exec("second", "echo 4 > h", task="demo").headers["x-forkpoint-node"]
     return [
         "#/", "#/sandboxes", "#/snapshots", "#/nowhere", "#/t/demo", f"#/t/demo?view=table&node={node}",
-        "#/t/demo/rollouts", "#/t/demo/audit", "#/t/demo/r/first", "#/t/demo/r/first/vs/second", f"#/t/demo/n/{node}",
+        "#/t/demo/rollouts", "#/t/demo/audit", "#/t/demo/r/first", "#/t/demo/r/first/vs/second",
+        "#/t/demo/compare?r=first,second", "#/t/demo?lanes=1&colour=reward", f"#/t/demo/n/{node}",
         f"#/t/demo/n/{node}/terminal",
     ]  # fmt: skip
 

@@ -33,7 +33,11 @@ def detail(proxy: Running, task: str, node: str) -> Any:
 
 
 def press(panel: Locator, name: str) -> None:
-    panel.get_by_role("button", name=name, exact=True).click()
+    """Press a button of a node, which may be in its menu."""
+    button = panel.locator(f"[data-act='{name.lower()}']")
+    if panel.locator(f".menu-items [data-act='{name.lower()}']").count():
+        panel.locator(".menu summary").click()
+    button.click()
 
 
 def test_rollout_is_forked_at_a_node(proxy: Running, page: Page) -> None:
@@ -62,10 +66,10 @@ def test_fork_with_running_name_is_refused(proxy: Running, page: Page) -> None:
 def test_node_is_pinned_and_unpinned(proxy: Running, page: Page) -> None:
     node, panel = at(proxy, page, "pin", "echo 1 > f")
     press(panel, "Pin")
-    expect(panel.get_by_role("button", name="Unpin")).to_be_visible()
+    expect(panel.locator("[data-act=unpin]")).to_be_attached()
     assert detail(proxy, "pin", node)["flags"] == ["pinned"]
     press(panel, "Unpin")
-    expect(panel.get_by_role("button", name="Pin", exact=True)).to_be_visible()
+    expect(panel.locator("[data-act=pin]")).to_be_attached()
     assert detail(proxy, "pin", node)["flags"] == []
 
 
@@ -141,3 +145,19 @@ def test_unavailable_terminal_shows_reason(proxy: Running, page: Page) -> None:
     node, _ = at(proxy, page, "none", "echo 1 > f")
     page.goto(f"{proxy.client.base_url}/ui/#/t/none/n/{node}/terminal")
     expect(page.get_by_role("status").filter(has_text="offers no terminals")).to_be_visible()
+
+
+def test_menu_closes_by_key_and_click(proxy: Running, page: Page) -> None:
+    """What destroys is in the menu, apart from what is done every day. Escape closes the menu and not the panel."""
+    _, panel = at(proxy, page, "menu", "echo 1 > f")
+    forget, summary = panel.get_by_role("button", name="Forget"), panel.locator(".menu summary")
+    expect(forget).to_be_hidden()
+    summary.click()
+    expect(forget).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(forget).to_be_hidden()
+    expect(panel).to_be_visible()
+    summary.click()
+    expect(forget).to_be_visible()
+    panel.locator(".command").click()
+    expect(forget).to_be_hidden()

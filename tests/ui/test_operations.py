@@ -36,6 +36,7 @@ def test_audit_shows_confidence_interval(proxy: Running, page: Page) -> None:
 def test_differing_call_is_shown_as_quarantined(proxy: Running, page: Page) -> None:
     page.goto(f"{proxy.client.base_url}/ui/#/t/wrong?view=table")
     page.get_by_role("treegrid").get_by_text("echo 1").click()
+    page.locator(".side .menu summary").click()
     page.locator(".side").get_by_role("button", name="Verify").click()
     expect(page).to_have_url(re.compile("#/t/wrong/audit"))
     finding = page.get_by_role("row", name=re.compile("echo 1"))

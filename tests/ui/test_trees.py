@@ -92,7 +92,6 @@ def test_links_open_the_tree_of_their_node(proxy: Running, page: Page) -> None:
     go(proxy, page, f"links/n/{other}")
     expect(page.locator("h1")).to_have_text(other)
     expect(page.locator(".command")).to_have_text("echo $X > f")
-    page.get_by_role("button", name=f"Compare with {other_root}").click()
     expect(page.locator(".changes")).to_contain_text("/root/f")
     go(proxy, page, f"links/diff/{one}/{other}")
     expect(page.locator("main")).to_contain_text("are in different trees")
@@ -132,6 +131,7 @@ def test_single_tree_has_no_select_box(proxy: Running, page: Page) -> None:
 def test_other_tree_is_audited_from_its_node(proxy: Running, page: Page) -> None:
     root, _, other_root, other = two_trees(proxy, "audited")
     go(proxy, page, f"audited?node={other}")
+    page.locator(".side .menu summary").click()
     page.locator(".side").get_by_role("button", name="Verify").click()
     expect(page.get_by_role("row", name=re.compile("recorded calls 2 0"))).to_be_visible()
     choice = page.get_by_role("combobox", name="Environment")

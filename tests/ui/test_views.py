@@ -183,9 +183,11 @@ def test_node_shows_answer_state_and_rollouts(ui: Page) -> None:
 def test_changes_since_parent_are_shown(ui: Page) -> None:
     go(ui, "#/t/demo?view=table")
     ui.get_by_role("treegrid").get_by_text("echo 3 > g").click()
-    ui.get_by_role("button", name=re.compile("Compare with n")).click()
     expect(ui.locator(".changes")).to_contain_text("/root/g")
+    expect(ui.locator(".changes td.add", has_text="3")).to_be_visible()
+    ui.get_by_role("button", name="Unified").click()
     expect(ui.locator(".changes .add", has_text="+3")).to_be_visible()
+    ui.get_by_role("button", name="Side by side").click()
 
 
 def test_rollout_is_a_waterfall_of_calls(proxy: Running, ui: Page) -> None:
@@ -195,6 +197,12 @@ def test_rollout_is_a_waterfall_of_calls(proxy: Running, ui: Page) -> None:
     outcomes = [rows.nth(i).get_attribute("data-outcome") for i in range(4)]
     assert outcomes == ["hit", "hit", "miss", "miss"]
     expect(rows.nth(2).locator(".bars")).to_have_attribute("title", re.compile("ran"))
+    ui.get_by_role("button", name="Real time").click()
+    expect(rows.nth(1).locator(".bars")).to_have_attribute("title", re.compile("the agent thinks .*saved"))
+    ui.get_by_role("button", name="cat f").click()
+    expect(ui.locator(".answer-row .output")).to_have_text("1")
+    ui.get_by_role("button", name="cat f").click()
+    expect(ui.locator(".answer-row")).to_have_count(0)
     proxy.exec("second", "echo later > h", task="demo")
     expect(rows).to_have_count(5)
 
@@ -210,6 +218,58 @@ def test_two_rollouts_are_compared(ui: Page) -> None:
     expect(rows.nth(1)).to_have_class("same")
     expect(rows.nth(3)).to_contain_text("echo 2 > f")
     expect(rows.nth(3)).to_contain_text("echo 3 > g")
+
+
+def test_group_is_compared_where_it_parts(proxy: Running, ui: Page) -> None:
+    """Calls in common fold; where the rollouts part, each answer is shown."""
+    for rollout, commands in (("x", ["a", "b", "c", "d", "echo 1"]), ("y", ["a", "b", "c", "d", "echo 2"])):
+        for command in commands:
+            proxy.exec(rollout, f"echo {command} > {command[0]}", task="group")
+    proxy.exec("z", "cat nothing", task="group")
+    go(ui, "#/t/group/compare?r=x,y")
+    table = ui.locator("table.group-compare")
+    expect(table.get_by_role("button", name="4 calls in common: show")).to_be_visible()
+    expect(table).to_contain_text("They part at n")
+    expect(table.locator(".answer-row .inline-answer")).to_have_count(2)
+    go(ui, "#/t/group/rollouts")
+    for rollout in "xyz":
+        ui.get_by_label(f"Compare {rollout}").check()
+    ui.get_by_role("button", name="Compare 3").click()
+    expect(table.locator("thead th")).to_have_count(4)
+    expect(table.locator("tr.fork").first).to_contain_text("They part at n")
+    expect(table.locator(".answer-row")).to_contain_text("No output.")
+
+
+def test_diff_has_two_sides(ui: Page) -> None:
+    """Lines are paired and numbered; a hunk without removed lines has an empty side; source is coloured as text."""
+    told = ui.evaluate(
+        """async () => {
+            const { rowsOf } = await import("/ui/js/sides.js");
+            const { coloured } = await import("/ui/js/syntax.js");
+            const text = "--- a\\n+++ b\\n@@ -1,2 +1,3 @@\\n one\\n-two\\n+2\\n+three\\n";
+            const line = coloured("return '<b>' # 1", "py").map((p) => (typeof p === "string" ? p : [p.className, p.textContent]));
+            return [rowsOf(text), line];
+        }"""  # noqa: E501
+    )
+    assert told[0] == [["@@ -1,2 +1,3 @@"], [[1, "one"], [1, "one"]], [[2, "two"], [2, "2"]], [None, [3, "three"]]]
+    assert [piece for piece in told[1] if piece not in ("", " ")] == [
+        ["y-k", "return"], ["y-s", "'<b>'"], ["y-c", "# 1"],
+    ]  # fmt: skip
+
+
+def test_real_time_has_thinking_between_calls(ui: Page) -> None:
+    told = ui.evaluate(
+        """async () => {
+            const { realTime } = await import("/ui/js/waterfall.js");
+            const steps = [{ turn: 0, outcome: "miss", seconds: 2 }, { turn: 1, outcome: "hit", seconds: 9 }];
+            const none = { wait_s: 0, restore_s: 0, replay_s: 0, tool_s: 0 };
+            const timings = { 0: { ...none, answered_at: 103, restore_s: 1, tool_s: 1 }, 1: { ...none, answered_at: 107 } };
+            return [realTime(steps, timings, 100), realTime(steps, { 0: timings[0] }, 100)];
+        }"""  # noqa: E501
+    )
+    rows = [[row["from"], [part for part in row["parts"] if part[1] > 0]] for row in told[0]["rows"]]
+    assert rows == [[0, [["o-think", 1], ["o-restore", 1], ["o-miss", 1]]], [3, [["o-think", 4]]]]
+    assert (told[0]["span"], told[1]) == (7, None)
 
 
 def test_sandboxes_and_snapshots_show_reasons(ui: Page) -> None:

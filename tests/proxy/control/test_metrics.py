@@ -132,7 +132,7 @@ def test_call_is_a_span_with_parts(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path) as running:
             traces = Traces(running.store.records, "", exporter)
-            running.step._notes._traces = traces
+            running.step.notes._traces = traces
             task = await running.tasks.open("task")
             for name in ("a", "b"):
                 rollout = running.tasks.rollouts.begin(task, name, task.tree, task.tree.root)

@@ -3,7 +3,7 @@
 import pytest
 
 from proxy.telemetry import timing
-from proxy.telemetry.timing import Timing, Timings
+from proxy.telemetry.timing import AnswerTimes, Timing, Timings
 
 
 def test_rollouts_that_ran_longest_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +21,12 @@ def test_one_rollout_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         timings.note(1, turn, Timing())
     timings.note(1, 3, Timing(tool_s=1.0))
     assert [timings.of(1)[turn].tool_s for turn in range(4)] == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_times_of_answers_are_kept_by_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout that continues after a restart begins at a later turn; the oldest rollouts go first."""
+    monkeypatch.setattr(timing, "_MAX_TIMES", 3)
+    times = AnswerTimes()
+    for rollout, turn in [(1, 0), (1, 1), (2, 7), (2, 8), (3, 0)]:
+        times.note(rollout, turn, turn + 0.5)
+    assert [times.of(rollout) for rollout in (1, 2, 3)] == [{}, {7: 7.5, 8: 8.5}, {0: 0.5}]

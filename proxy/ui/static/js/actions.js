@@ -4,6 +4,7 @@ import { download, names, send } from "./api.js";
 import { h, put, toast } from "./dom.js";
 import { plural, seconds } from "./format.js";
 import { answer } from "./answer.js";
+import { menu } from "./menu.js";
 
 /** Return the buttons of a node. */
 export function actions(task, detail, call, on, signal) {
@@ -14,26 +15,28 @@ export function actions(task, detail, call, on, signal) {
   return h(
     "div",
     { class: "actions", role: "group", "aria-label": `Actions at ${detail.id}` },
-    act("Fork", "Begin a rollout at this node", () => fork(task, detail)),
+    act("Fork", "Begin a rollout at this node", () => fork(task, detail), "primary"),
     h("a", { class: "button", href: `#/t/${names(task)}/n/${detail.id}/terminal`, title: "Open a shell in a scratch fork of this state; the tree does not change" }, "Terminal"),
     act("Try", "Run a call in a scratch fork; nothing is recorded", () => attempt(path, detail, signal)),
-    act(pinned ? "Unpin" : "Pin", "Never evict this state's snapshot", async () => {
-      await send("POST", `${path}/pin`, { pinned: !pinned });
-      toast(pinned ? `${detail.id} is no longer pinned` : `${detail.id} is pinned`);
-      await on.again();
-    }),
-    act("Snapshot", "Take a snapshot of this state now", async () => {
-      const kept = await send("POST", `${path}/snapshot`);
-      toast(kept.snapshot ? `${detail.id} has a snapshot now` : `No snapshot of ${detail.id} could be taken`);
-      await on.again();
-    }),
-    root ? null : act("Verify", "Run this call and its subtree again in fresh sandboxes, and compare the results", async () => {
-      const audit = await send("POST", `tasks/${names(task)}/verify`, { node: detail.id, sample: 100 });
-      toast(`Running ${plural(audit.of, "call")} at ${detail.id} and below again`);
-      location.hash = `#/t/${names(task)}/audit?root=${detail.id}`;
-    }),
-    call ? act("Download answer", "Download the recorded bytes of the answer", () => download(`${path}/answer?record=${call.record}`, `${task}-${detail.id}${suffix(call.answer.media_type)}`)) : null,
-    root ? null : act("Forget", "Forget this call and its subtree", () => forget(path, detail, on), "danger"),
+    menu("More", [
+      act(pinned ? "Unpin" : "Pin", "Never evict this state's snapshot", async () => {
+        await send("POST", `${path}/pin`, { pinned: !pinned });
+        toast(pinned ? `${detail.id} is no longer pinned` : `${detail.id} is pinned`);
+        await on.again();
+      }),
+      act("Snapshot", "Take a snapshot of this state now", async () => {
+        const kept = await send("POST", `${path}/snapshot`);
+        toast(kept.snapshot ? `${detail.id} has a snapshot now` : `No snapshot of ${detail.id} could be taken`);
+        await on.again();
+      }),
+      root ? null : act("Verify", "Run this call and its subtree again in fresh sandboxes, and compare the results", async () => {
+        const audit = await send("POST", `tasks/${names(task)}/verify`, { node: detail.id, sample: 100 });
+        toast(`Running ${plural(audit.of, "call")} at ${detail.id} and below again`);
+        location.hash = `#/t/${names(task)}/audit?root=${detail.id}`;
+      }),
+      call ? act("Download answer", "Download the recorded bytes of the answer", () => download(`${path}/answer?record=${call.record}`, `${task}-${detail.id}${suffix(call.answer.media_type)}`)) : null,
+      root ? null : act("Forget", "Forget this call and its subtree", () => forget(path, detail, on), "danger"),
+    ]),
   );
 }
 

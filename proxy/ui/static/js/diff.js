@@ -3,6 +3,10 @@
 import { get, names } from "./api.js";
 import { h, put } from "./dom.js";
 import { bytes, count, plural, visible } from "./format.js";
+import { sideBySide } from "./sides.js";
+import { languageOf } from "./syntax.js";
+
+const KEY = "forkpoint-diff";
 
 export async function diffView({ main, signal }, task, a, b) {
   const link = (node) => h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node);
@@ -11,15 +15,27 @@ export async function diffView({ main, signal }, task, a, b) {
   put(body, changes(await get(`tasks/${names(task)}/nodes/${a}/diff/${b}`, { signal })));
 }
 
-/** Return a response of `…/diff/…` as elements. */
+/** Return a response of `…/diff/…` as elements, side by side or unified as the user chose. */
 export function changes(view) {
   if (view.same) return h("p", { class: "dim" }, "Nothing changed: both nodes have the same state.");
-  const parts = [files(view), (view.sessions ?? []).map(session), (view.databases ?? []).map(database)].flat(Infinity).filter(Boolean);
-  const notes = view.unshown.map((text) => h("p", { class: "faint" }, text));
-  return h("div", { class: "stack changes" }, parts.length ? parts : h("p", { class: "dim" }, "No difference can be shown."), notes);
+  const stage = h("div", { class: "stack" });
+  const modes = ["Side by side", "Unified"].map((text, i) => h("button", { on: { click: () => { localStorage.setItem(KEY, i ? "unified" : "sides"); draw(); } } }, text));
+  const draw = () => {
+    const sides = localStorage.getItem(KEY) !== "unified";
+    modes.forEach((mode, i) => mode.setAttribute("aria-pressed", String(sides === (i === 0))));
+    put(stage, parts(view, sides));
+  };
+  draw();
+  return h("div", { class: "stack" }, view.files?.some((file) => file.diff) ? h("div", { class: "group", role: "group", "aria-label": "Show differences" }, modes) : null, stage);
 }
 
-function files(view) {
+function parts(view, sides) {
+  const found = [files(view, sides), (view.sessions ?? []).map(session), (view.databases ?? []).map(database)].flat(Infinity).filter(Boolean);
+  const notes = view.unshown.map((text) => h("p", { class: "faint" }, text));
+  return h("div", { class: "stack changes" }, found.length ? found : h("p", { class: "dim" }, "No difference can be shown."), notes);
+}
+
+function files(view, sides) {
   if (!view.files?.length) return null;
   const sign = { added: "+", removed: "−", changed: "±" };
   return [
@@ -29,7 +45,7 @@ function files(view) {
         "details",
         { open: view.files.length <= 4 },
         h("summary", { class: "mono" }, `${sign[file.change]} ${visible(file.path)} `, h("span", { class: "faint" }, facts(file))),
-        file.diff ? unified(file.diff) : h("p", { class: "faint" }, file.unshown || attributes(file)),
+        file.diff ? (sides ? sideBySide(file.diff, languageOf(file.path)) : unified(file.diff)) : h("p", { class: "faint" }, file.unshown || attributes(file)),
       ),
     ),
   ];

@@ -6,8 +6,10 @@ import { overview } from "./overview.js";
 import { sandboxes, snapshots } from "./machine.js";
 import { treeView } from "./tree.js";
 import { nodeView } from "./node.js";
-import { rolloutList, rolloutView } from "./rollout.js";
+import { rolloutView } from "./rollout.js";
+import { rolloutList } from "./rollouts.js";
 import { compareView } from "./compare.js";
+import { compareGroup } from "./compare_group.js";
 import { auditView } from "./audit.js";
 import { diffView } from "./diff.js";
 import { terminalView } from "./terminal.js";
@@ -20,6 +22,7 @@ const ROUTES = [
   [/^\/snapshots$/, snapshots, "Snapshots"],
   [new RegExp(`^/t/${NAME}$`), treeView, "Tree"],
   [new RegExp(`^/t/${NAME}/rollouts$`), rolloutList, "Rollouts"],
+  [new RegExp(`^/t/${NAME}/compare$`), compareGroup, "Rollouts compared"],
   [new RegExp(`^/t/${NAME}/audit$`), auditView, "Audit"],
   [new RegExp(`^/t/${NAME}/r/${NAME}$`), rolloutView, "Rollout"],
   [new RegExp(`^/t/${NAME}/r/${NAME}/vs/${NAME}$`), compareView, "Two rollouts"],
@@ -117,8 +120,8 @@ function frame(path, task) {
         inTask && [
           h("span", { class: "crumb-sep", "aria-hidden": "true" }, "/"),
           h("span", { class: "crumb", title: task }, task),
-          link(under, "Tree", !/^\/(rollouts|r|audit)(\/|$)/.test(rest)),
-          link(`${under}/rollouts`, "Rollouts", /^\/(rollouts|r)(\/|$)/.test(rest)),
+          link(under, "Tree", !/^\/(rollouts|r|audit|compare)(\/|$)/.test(rest)),
+          link(`${under}/rollouts`, "Rollouts", /^\/(rollouts|r|compare)(\/|$)/.test(rest)),
           link(`${under}/audit`, "Audit", rest === "/audit"),
         ],
       ),

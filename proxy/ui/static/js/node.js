@@ -8,6 +8,8 @@ import { h, notice, put } from "./dom.js";
 import { bytes, count, moment, oneLine, plural, seconds, visible } from "./format.js";
 
 const READS = 200;
+// Walking along nodes with the keys must not fork two sandboxes at each.
+const SETTLED_MS = 400;
 
 /** Show a node as a whole page. */
 export async function nodeView({ main, signal }, task, node) {
@@ -77,7 +79,7 @@ function head(task, detail, call, on, signal) {
 const nodeLink = (task, node, on) => h("a", { class: "mono", href: on.whole ? `#/t/${names(task)}/n/${node}` : `#/t/${names(task)}?node=${node}`, on: on.go ? { click: (event) => { event.preventDefault(); on.go(node); } } : {} }, node);
 
 /** Return the call: a command or statement as it was sent, other arguments as JSON. */
-function command({ call, upload_bytes: upload }) {
+export function command({ call, upload_bytes: upload }) {
   const { command, sql, ...others } = call.arguments;
   const main = typeof command === "string" ? command : typeof sql === "string" ? sql : null;
   const rest = main === null ? call.arguments : others;
@@ -98,25 +100,28 @@ function answerPart(task, node, call, signal) {
   return h("section", { class: "part" }, h("h2", {}, "Answer"), answer(call.answer, `tasks/${names(task)}/nodes/${node}/answer?record=${call.record}`, signal));
 }
 
+/** Show what a call changed. The comparison of two scratch forks begins once the node has been shown for a moment. */
 function changesPart(task, detail, signal) {
   const stage = h("div", { class: "stack" });
-  const button = h("button", {
-    on: {
-      click: async () => {
-        button.disabled = true;
-        put(stage, h("p", { class: "dim" }, "Comparing two scratch forks …"));
-        try {
-          put(stage, changes(await get(`tasks/${names(task)}/nodes/${detail.parent}/diff/${detail.id}`, { signal })));
-          button.remove();
-        } catch (error) {
-          button.disabled = false;
-          put(stage, notice(error));
-        }
-      },
-    },
-  }, `Compare with ${detail.parent}`);
-  const effects = detail.effect.filter((effect) => effect !== "none").join(", ") || "nothing";
-  return h("section", { class: "part" }, h("h2", {}, "What changed"), h("div", { class: "split" }, h("span", { class: "dim" }, effects), h("span", { class: "gap" }), button), stage);
+  const effects = detail.effect.filter((effect) => effect !== "none");
+  const wide = `#/t/${names(task)}/diff/${detail.parent}/${detail.id}`;
+  const button = h("button", { on: { click: () => compare() } }, `Compare with ${detail.parent}`);
+  const compare = async () => {
+    button.hidden = true;
+    put(stage, h("p", { class: "dim" }, "Comparing two scratch forks …"));
+    try {
+      put(stage, changes(await get(`tasks/${names(task)}/nodes/${detail.parent}/diff/${detail.id}`, { signal })));
+    } catch (error) {
+      button.hidden = false;
+      put(stage, notice(error));
+    }
+  };
+  if (effects.length) {
+    button.hidden = true;
+    const soon = setTimeout(() => !signal.aborted && compare(), SETTLED_MS);
+    signal.addEventListener("abort", () => clearTimeout(soon));
+  }
+  return h("section", { class: "part" }, h("h2", {}, "What changed"), h("div", { class: "split" }, h("span", { class: "dim" }, effects.join(", ") || "nothing"), h("span", { class: "gap" }), button, h("a", { class: "button quiet", href: wide }, "Open wide")), stage);
 }
 
 function readsPart(task, node, reads, total, signal) {
@@ -148,7 +153,7 @@ function statePart(task, detail) {
   else rows.push(["State", kept ? `kept: ${kept.why}` : detail.unfreezable ? `not kept: ${detail.unfreezable}` : "not kept: replay rebuilds it"]);
   if (kept) {
     rows.push(["Snapshot", `${kept.kind}, ${bytes(kept.size_bytes)}, taken in ${seconds(kept.cost_s)}${kept.restore_s ? `, restored in ${seconds(kept.restore_s)}` : ""}`]);
-    rows.push(["Used", `${plural(kept.uses, "time")}; ${kept.expected_uses.toPrecision(2)} uses expected, each saves ${seconds(kept.saved_s)}`]);
+    rows.push(["Used", `${plural(kept.uses, "time")}; about ${kept.expected_uses.toPrecision(2)} more expected, each saves ${seconds(kept.saved_s)}`]);
   }
   if (detail.recorded_at) rows.push(["Recorded", moment(detail.recorded_at)]);
   return h("section", { class: "part" }, h("h2", {}, "State"), h("dl", { class: "kv" }, rows.map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])));

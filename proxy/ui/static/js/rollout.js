@@ -1,69 +1,17 @@
-// The list of a task's rollouts, and a single rollout with its calls and the time that each took or saved.
+// A rollout: its calls in order, with the time that each took or saved, and the answer that it was given.
 
 import { get, names } from "./api.js";
-import { h, put, say } from "./dom.js";
-import { ago, count, line, oneLine, percent, plural, seconds } from "./format.js";
-import { watch } from "./live.js";
-import { treesOf } from "./trees.js";
+import { answer } from "./answer.js";
+import { h, notice, put } from "./dom.js";
+import { ago, count, line, percent, seconds } from "./format.js";
+import { flash, watch } from "./live.js";
+import { command } from "./node.js";
+import { WORDS, asIfExecuted, realTime } from "./waterfall.js";
 
 const PAGE = 500;
-const WORDS = { "saved o-hit": "saved", "o-wait": "waited", "o-replay": "restored and replayed", "o-miss": "ran", "o-bypass": "ran" };
+const LEGEND = [["o-hit", "hit: saved time"], ["o-wait", "wait"], ["o-restore", "restore"], ["o-replay", "replay"], ["o-miss", "tool"], ["o-bypass", "bypass"], ["o-think", "the agent thinks"]];
 
-export async function rolloutList({ main, params, signal, setParams }, task) {
-  const body = h("tbody");
-  const note = h("span", { class: "note" });
-  const search = h("input", { type: "search", placeholder: "Name, state, label=value", "aria-label": "Filter rollouts", value: params.get("q") ?? "", on: { input: () => { setParams({ q: search.value }); draw(); } } });
-  const compare = h("button", { disabled: true, on: { click: () => (location.hash = `#/t/${names(task)}/r/${names(picked[0])}/vs/${names(picked[1])}`) } }, "Compare");
-  const environment = h("th", { scope: "col", hidden: true }, "Environment");
-  let found = [];
-  let titles = new Map();
-  let picked = [];
-  const draw = () => {
-    // Each word of the filter is part of the name, of the state, or of a label such as `run=r7`.
-    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const chosen = found.filter((r) => { const text = `${r.rollout} ${r.state} ${labelText(r)}`.toLowerCase(); return words.every((word) => text.includes(word)); });
-    put(body, [...chosen].reverse().slice(0, 1000).map((rollout) => row(rollout)));
-    say(note, plural(found.length, "rollout"));
-  };
-  const pick = (name, on) => {
-    picked = on ? [...picked, name].slice(-2) : picked.filter((other) => other !== name);
-    compare.disabled = picked.length !== 2;
-    draw();
-  };
-  const row = (r) =>
-    h(
-      "tr", { data: { rollout: r.rollout } },
-      h("td", {}, h("input", { type: "checkbox", checked: picked.includes(r.rollout), "aria-label": `Compare ${r.rollout}`, on: { change: (event) => pick(r.rollout, event.target.checked) } })),
-      h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}/r/${names(r.rollout)}` }, r.rollout)),
-      h("td", {}, h("span", { class: r.state === "running" ? "chip live" : "chip" }, r.state)),
-      h("td", { class: "cut", title: labelText(r) }, labelText(r)),
-      h("td", { class: "num" }, count(r.calls)),
-      environment.hidden ? null : h("td", { class: "cut" }, h("a", { href: `#/t/${names(task)}?root=${r.root}` }, titles.get(r.root) ?? r.root)),
-      h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}?node=${r.start}` }, r.start)),
-      h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}?node=${r.node}` }, r.node)),
-      h("td", { class: "num" }, ago(r.created_at)),
-    );
-  const look = async () => {
-    const [listed, trees] = await Promise.all([get(`tasks/${names(task)}/rollouts`, { signal }), treesOf(task, signal)]);
-    found = listed;
-    titles = new Map(trees.map((tree) => [tree.root, oneLine(tree.title)]));
-    environment.hidden = trees.length < 2;
-    // Do not replace the rows while one of them has the focus.
-    if (!body.contains(document.activeElement)) draw();
-  };
-  await look();
-  put(
-    main,
-    h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, compare), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, headOf(["", ""], ["Rollout", ""], ["State", ""], ["Labels", ""], ["Calls", "num"]), environment, headOf(["Began at", ""], ["Stands at", ""], ["Begun", "num"]))), body)))),
-  );
-  watch(look, signal, 2000);
-}
-
-const labelText = (rollout) => Object.entries(rollout.labels).map(([name, value]) => `${name}=${value}`).join(" ");
-
-const headOf = (...columns) => columns.map(([text, kind]) => h("th", { scope: "col", class: kind }, text || h("span", { class: "sr" }, "Compare")));
-
-export async function rolloutView({ main, params, signal }, task, name) {
+export async function rolloutView({ main, params, signal, setParams }, task, name) {
   const path = `tasks/${names(task)}/rollouts/${names(name)}`;
   let [shown, timings] = await Promise.all([get(`${path}?limit=${PAGE}`, { signal }), get(`${path}/timings`, { signal })]);
   const steps = [...shown.steps];
@@ -77,12 +25,28 @@ export async function rolloutView({ main, params, signal }, task, name) {
     steps.push(...next.steps);
     shown = next;
   };
+  const opened = new Map();
+  let real = params.get("time") === "real";
+  const modes = ["As if executed", "Real time"].map((text, i) => h("button", { on: { click: () => { real = i === 1; setParams({ time: real ? "real" : null }); draw(); } } }, text));
   const draw = () => {
     drawHead(head, task, shown, steps);
-    const { rows, span } = waterfall(steps, timings);
-    put(body, rows.map((row, i) => stepRow(task, steps[i], row, span, Number(params.get("turn")) === steps[i].turn && params.has("turn"))));
+    const timed = realTime(steps, timings, shown.created_at);
+    modes[1].disabled = !timed;
+    modes[1].title = timed ? "" : "The times of answers are known for calls since the proxy started";
+    modes.forEach((mode, i) => mode.setAttribute("aria-pressed", String((real && Boolean(timed)) === (i === 1))));
+    const { rows, span } = (real && timed) || asIfExecuted(steps, timings);
+    put(body, rows.map((row, i) => {
+      const step = steps[i];
+      const on = Number(params.get("turn")) === step.turn && params.has("turn");
+      return [stepRow(task, step, row, span, on, opened.has(step.turn), () => toggle(step)), opened.get(step.turn)];
+    }));
     put(axis, [0, 0.25, 0.5, 0.75, 1].map((share) => h("span", { style: { left: `${share * 100}%` } }, seconds(span * share))));
     more.hidden = steps.length >= shown.calls;
+  };
+  const toggle = (step) => {
+    if (!opened.delete(step.turn)) opened.set(step.turn, answerRow(task, step, signal));
+    draw();
+    body.querySelector(`[data-turn="${step.turn}"] button`)?.focus();
   };
   put(
     main,
@@ -93,8 +57,8 @@ export async function rolloutView({ main, params, signal }, task, name) {
       h(
         "section",
         { class: "panel", "aria-label": "Calls" },
-        h("header", {}, h("h2", {}, "Calls"), h("span", { class: "gap" }), h("div", { class: "legend" }, [["var(--hit)", "hit: saved time"], ["var(--wait)", "wait: shared execution"], ["var(--miss)", "miss: executed"], ["var(--replay)", "restore, replay"], ["var(--bypass)", "bypass"]].map(([colour, text]) => h("span", { style: { "--c": colour } }, text)))),
-        h("div", { class: "scroll" }, h("table", { class: "waterfall" }, h("thead", {}, h("tr", {}, h("th", { class: "num", scope: "col" }, "#"), h("th", { scope: "col" }, "Answered"), h("th", { scope: "col" }, "Call"), h("th", { scope: "col" }, "Node"), h("th", { class: "num", scope: "col" }, "Seconds"), h("th", { scope: "col", class: "bars" }, axis))), body)),
+        h("header", {}, h("h2", {}, "Calls"), h("div", { class: "group", role: "group", "aria-label": "Time" }, modes), h("span", { class: "gap" }), h("div", { class: "legend" }, LEGEND.map(([kind, text]) => h("span", { class: kind }, text)))),
+        h("div", { class: "scroll", tabindex: "0" }, h("table", { class: "waterfall" }, h("thead", {}, h("tr", {}, h("th", { class: "num", scope: "col" }, "#"), h("th", { scope: "col" }, "Answered"), h("th", { scope: "col" }, "Call"), h("th", { scope: "col" }, "Node"), h("th", { class: "num", scope: "col" }, "Seconds"), h("th", { scope: "col", class: "bars" }, axis))), body)),
         h("div", { class: "body" }, more),
       ),
     ),
@@ -105,7 +69,9 @@ export async function rolloutView({ main, params, signal }, task, name) {
     if (shown.finished || steps.length % PAGE === 0 && steps.length && steps.length < shown.calls) return;
     const before = steps.length;
     await load();
-    if (steps.length !== before || shown.finished) draw();
+    if (steps.length === before && !shown.finished) return;
+    draw();
+    for (const step of steps.slice(before)) flash(body.querySelector(`[data-turn="${step.turn}"]`));
   }, signal);
 }
 
@@ -132,39 +98,37 @@ function drawHead(head, task, shown, steps) {
   );
 }
 
-/** Return the start and the parts of each call's time if all calls ran one after another. */
-export function waterfall(steps, timings) {
-  let at = 0;
-  const rows = steps.map((step) => {
-    const parts = partsOf(step, timings[step.turn]);
-    const row = { from: at, parts };
-    at += parts.reduce((sum, [, length]) => sum + length, 0);
-    return row;
-  });
-  return { rows, span: at || 1 };
+/** Return the row below a call that shows its whole text and its answer. */
+function answerRow(task, step, signal) {
+  const stage = h("td", { colspan: 6, class: "inline-answer" }, h("p", { class: "dim" }, "…"));
+  const path = `tasks/${names(task)}/nodes/${step.node}`;
+  if (!step.node) put(stage, h("p", { class: "dim" }, "The record of this call was forgotten."));
+  else {
+    get(`${path}/calls/${step.record}`, { signal }).then(
+      (call) => put(stage, h("div", { class: "stack" }, command(call), answer(call.answer, `${path}/answer?record=${step.record}`, signal))),
+      (error) => put(stage, notice(error)),
+    );
+  }
+  return h("tr", { class: "answer-row" }, stage);
 }
 
-function partsOf(step, timing) {
-  if (step.outcome === "hit") return [["saved o-hit", step.seconds]];
-  if (step.outcome === "wait") return [["o-wait", timing?.wait_s ?? step.seconds]];
-  const kind = step.outcome === "bypass" ? "o-bypass" : "o-miss";
-  return timing ? [["o-wait", timing.wait_s], ["o-replay", timing.restore_s + timing.replay_s], [kind, timing.tool_s]] : [[kind, step.seconds]];
-}
-
-function stepRow(task, step, { from, parts }, span, on) {
+function stepRow(task, step, { from, parts, hit }, span, on, open, toggle) {
   let at = from;
   const bars = parts.filter(([, length]) => length > 0).map(([kind, length]) => {
     const bar = h("i", { class: kind, style: { left: `${(at / span) * 100}%`, width: `${(length / span) * 100}%` } });
     at += length;
     return bar;
   });
+  // A hit in real time takes microseconds: a mark.
+  if (hit) bars.push(h("i", { class: "o-hit", style: { left: `${(at / span) * 100}%` } }));
+  const text = step.call ? line(step.call) : h("span", { class: "null" }, "forgotten");
   return h(
     "tr", { class: on ? "on" : "", data: { turn: step.turn, outcome: step.outcome } },
     h("td", { class: "num faint" }, step.turn + 1),
     h("td", {}, h("span", { class: `chip o-${step.outcome}` }, step.outcome)),
-    h("td", { class: "cut mono", title: line(step.call) }, step.call ? line(step.call) : h("span", { class: "null" }, "forgotten")),
+    h("td", { class: "cut" }, h("button", { class: "call mono", "aria-expanded": String(open), title: step.call ? line(step.call) : "", on: { click: toggle } }, text)),
     h("td", {}, step.node ? h("a", { class: "mono", href: `#/t/${names(task)}?node=${step.node}` }, step.node) : "–"),
     h("td", { class: "num" }, seconds(step.seconds)),
-    h("td", { class: "bars", title: parts.map(([kind, length]) => `${WORDS[kind]} ${seconds(length)}`).join(", ") }, h("div", { class: "bars-track", "aria-hidden": "true" }, bars)),
+    h("td", { class: "bars", title: [...parts, ...(hit ? [["saved o-hit", step.seconds]] : [])].filter(([, length]) => length > 0).map(([kind, length]) => `${WORDS[kind]} ${seconds(length)}`).join(", ") }, h("div", { class: "bars-track", "aria-hidden": "true" }, bars)),
   );
 }

@@ -1,0 +1,113 @@
+// The list of a task's rollouts: how each did, by hit rate, saved seconds and reward, in groups, with any number to compare.
+
+import { get, names } from "./api.js";
+import { h, put, say } from "./dom.js";
+import { ago, count, oneLine, percent, plural, seconds } from "./format.js";
+import { watch } from "./live.js";
+import { compare, rewardOf } from "./tree/ways.js";
+import { treesOf } from "./trees.js";
+
+const ROWS = 1000;
+const ROOTS = 4;
+
+const COLUMNS = [
+  ["rollout", "Rollout", "", (r) => r.rollout],
+  ["state", "State", "", (r) => r.state],
+  ["group", "Labels", "", (r) => labelText(r)],
+  ["reward", "Reward", "num", (r) => r.reward ?? -Infinity],
+  ["calls", "Calls", "num", (r) => r.calls],
+  ["rate", "Hit rate", "num", (r) => r.rate ?? -1],
+  ["saved", "Saved", "num", (r) => r.saved ?? -1],
+  ["executed", "Executed", "num", (r) => r.executed ?? -1],
+  ["used", "Last call", "num", (r) => r.used_at],
+  ["begun", "Begun", "num", (r) => r.created_at],
+];
+
+export async function rolloutList({ main, params, signal, setParams }, task) {
+  const body = h("tbody");
+  const note = h("span", { class: "note" });
+  const search = h("input", { type: "search", placeholder: "Name, state, label=value", "aria-label": "Filter rollouts", value: params.get("q") ?? "", on: { input: () => { setParams({ q: search.value }); draw(); } } });
+  const button = h("button", { disabled: true, on: { click: () => (location.hash = compareAddress(task, [...picked])) } }, "Compare");
+  const environment = h("th", { scope: "col", hidden: true }, "Environment");
+  const picked = new Set();
+  let [order, up] = [params.get("sort") ?? "begun", params.get("up") === "1"];
+  let found = [];
+  let titles = new Map();
+  const heads = COLUMNS.map(([name, title, kind]) => h("th", { scope: "col", class: kind, data: { name } }, h("button", { on: { click: () => sortBy(name) } }, title)));
+  const sortBy = (name) => {
+    up = order === name ? !up : name === "rollout";
+    order = name;
+    setParams({ sort: order === "begun" ? null : order, up: up ? "1" : null });
+    draw();
+  };
+  const draw = () => {
+    // Each word of the filter is part of the name, of the state, or of a label such as `run=r7`.
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const chosen = found.filter((r) => { const text = `${r.rollout} ${r.state} ${labelText(r)}`.toLowerCase(); return words.every((word) => text.includes(word)); });
+    const key = COLUMNS.find(([name]) => name === order)?.[3] ?? COLUMNS.at(-1)[3];
+    chosen.sort((a, b) => inOrder(key(a), key(b)) * (up ? 1 : -1) || compare(a.rollout, b.rollout));
+    for (const head of heads) {
+      if (head.dataset.name === order) head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      else head.removeAttribute("aria-sort");
+    }
+    put(body, chosen.slice(0, ROWS).map(row));
+    say(note, [plural(found.length, "rollout"), chosen.length > ROWS ? `${ROWS} are shown` : ""].filter(Boolean).join(", "));
+    button.disabled = picked.size < 2;
+    button.textContent = picked.size > 1 ? `Compare ${picked.size}` : "Compare";
+  };
+  const row = (r) =>
+    h(
+      "tr", { data: { rollout: r.rollout } },
+      h("td", {}, h("input", { type: "checkbox", checked: picked.has(r.rollout), "aria-label": `Compare ${r.rollout}`, on: { change: (event) => { picked[event.target.checked ? "add" : "delete"](r.rollout); draw(); } } })),
+      h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}/r/${names(r.rollout)}` }, r.rollout)),
+      h("td", {}, h("span", { class: r.state === "running" ? "chip live" : "chip" }, r.state)),
+      h("td", { class: "cut", title: labelText(r) }, labelText(r)),
+      h("td", { class: "num" }, r.reward === null ? "–" : r.reward.toPrecision(3).replace(/\.?0+$/, "")),
+      h("td", { class: "num" }, count(r.calls)),
+      h("td", { class: "num" }, r.rate === undefined ? "–" : percent(r.rate)),
+      h("td", { class: "num" }, r.saved === undefined ? "–" : seconds(r.saved)),
+      h("td", { class: "num" }, r.executed === undefined ? "–" : seconds(r.executed)),
+      h("td", { class: "num" }, ago(r.used_at)),
+      h("td", { class: "num" }, ago(r.created_at)),
+      environment.hidden ? null : h("td", { class: "cut" }, h("a", { href: `#/t/${names(task)}?root=${r.root}` }, titles.get(r.root) ?? r.root)),
+      h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}?node=${r.node}` }, r.node)),
+    );
+  const look = async () => {
+    const [listed, trees] = await Promise.all([get(`tasks/${names(task)}/rollouts`, { signal }), treesOf(task, signal)]);
+    const rows = listed.items ?? listed;
+    const sums = await sumsOf(task, [...new Set(rows.map((r) => r.root))].slice(-ROOTS), signal);
+    found = rows.map((r) => ({ ...r, ...sums.get(r.rollout), reward: rewardOf(r) }));
+    titles = new Map(trees.map((tree) => [tree.root, oneLine(tree.title)]));
+    environment.hidden = trees.length < 2;
+    // Do not replace the rows while one of them has the focus.
+    if (!body.contains(document.activeElement)) draw();
+  };
+  await look();
+  put(
+    main,
+    h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, h("a", { class: "button", href: `#/t/${names(task)}?lanes=1` }, "As lanes"), button), h("div", { class: "scroll", tabindex: "0" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span", { class: "sr" }, "Compare")), heads, environment, h("th", { scope: "col" }, "At"))), body)))),
+  );
+  watch(look, signal, 2000);
+}
+
+/** Return the address that compares rollouts. */
+export function compareAddress(task, rollouts) {
+  if (rollouts.length === 2) return `#/t/${names(task)}/r/${names(rollouts[0])}/vs/${names(rollouts[1])}`;
+  return `#/t/${names(task)}/compare?r=${rollouts.map((name) => names(name)).join(",")}`;
+}
+
+/** Return hit rate, saved and executed seconds of the newest rollouts of trees, by name. */
+async function sumsOf(task, roots, signal) {
+  const sums = new Map();
+  const views = await Promise.all(roots.map((root) => get(`tasks/${names(task)}/ways?root=${root}`, { signal })));
+  for (const way of views.flatMap((view) => view.ways)) {
+    const given = [...way.outcomes].map((kind) => kind === "h" || kind === "w");
+    const sum = (wanted) => way.seconds.reduce((total, s, at) => total + (given[at] === wanted ? s : 0), 0);
+    if (!sums.has(way.rollout)) sums.set(way.rollout, given.length ? { rate: given.filter(Boolean).length / given.length, saved: sum(true), executed: sum(false) } : {});
+  }
+  return sums;
+}
+
+const inOrder = (a, b) => (typeof a === "string" ? compare(a, b) : a - b);
+
+export const labelText = (rollout) => Object.entries(rollout.labels).map(([name, value]) => `${name}=${value}`).join(" ");
