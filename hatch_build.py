@@ -67,7 +67,7 @@ class RoomsHook(BuildHookInterface):  # type: ignore[misc]
                 # It is loaded by ctypes, so one build serves every version of Python.
                 build_data["tag"] = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"
             build_data["force_include"][str(self._copy / room)] = f"{PACKAGE}/{room}"
-        if not build_site(Path(self.root), self._copy / SITE):
+        if not add_site(Path(self.root), self._copy / SITE):
             self.app.display_warning("The wheel has no manual: install the dependency group `docs`, and build again.")
         copy_room(Path(self.root) / PACKAGE, self._copy / PACKAGE)
         for path in sorted((self._copy / PACKAGE).rglob("*")):
@@ -90,16 +90,19 @@ def compile_helper(source: Path, library: Path) -> bool:
         return False
 
 
-def build_site(root: Path, target: Path) -> bool:
-    """Build the documentation site into a folder; return False where MkDocs or its sources are not installed.
+def add_site(root: Path, target: Path) -> bool:
+    """Build the documentation site into a folder.
+
+    Where MkDocs or its sources are missing, a site that `./run docs` has built is copied. Return whether there is one.
 
     Raises:
         subprocess.CalledProcessError: The pages have an error, such as a dead link.
     """
     needed = ("material", "fastapi")
     if not (root / "manual").is_dir() or any(importlib.util.find_spec(name) is None for name in needed):
-        return False
-    shutil.rmtree(target, ignore_errors=True)
+        if (root / SITE).is_dir():
+            shutil.copytree(root / SITE, target)
+        return target.is_dir()
     subprocess.run([sys.executable, "-m", "manual.build", str(target)], cwd=root, check=True)  # noqa: S603
     return True
 
@@ -109,6 +112,8 @@ def copy_room(source: Path, target: Path) -> None:
     for path in sorted(source.rglob("*")):
         # A library in the checkout is of an editable installation, perhaps of older source.
         if not path.is_file() or "__pycache__" in path.parts or path.name == LIBRARY.name:
+            continue
+        if path.is_relative_to(source.parent / SITE):
             continue
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,129 @@
+"""The Helm chart renders to valid Kubernetes objects, and `deploy/kubernetes/forkpoint.yaml` is its output.
+
+helm itself is on no package registry, so the templates are rendered by Go's own template engine with Sprig, from the
+package `py-go-template`. `python -m tests.deploy.test_kubernetes` writes the manifests.
+"""
+
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from proxy.settings import Settings
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+CHART = DEPLOY / "helm" / "forkpoint"
+MANIFESTS = DEPLOY / "kubernetes" / "forkpoint.yaml"
+KUBERNETES = "1.30"
+TOKEN = "0123456789abcdef"
+HEAD = """\
+# Forkpoint on Kubernetes: the output of deploy/helm/forkpoint with its default values, for clusters without Helm.
+# Make the token first: kubectl create secret generic forkpoint-token --from-literal=token=$(openssl rand -hex 24)
+"""
+
+
+def values(**changed: Any) -> dict[str, Any]:
+    """Return the chart's values, checked by its schema as Helm does."""
+    merged: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text()) | changed
+    jsonschema.validate(merged, json.loads((CHART / "values.schema.json").read_text()))
+    return merged
+
+
+def rendered(chosen: dict[str, Any]) -> list[str]:
+    """Return the output of each template that has any."""
+    engine = pytest.importorskip("go_template")
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    context = {
+        "Values": chosen,
+        "Release": {"Name": "forkpoint", "Namespace": "default", "Service": "Helm"},
+        "Chart": {"Name": chart["name"], "Version": chart["version"], "AppVersion": chart["appVersion"]},
+    }
+    helpers = (CHART / "templates" / "_helpers.tpl").read_text()
+    texts = []
+    with tempfile.TemporaryDirectory() as folder:
+        for template in sorted((CHART / "templates").glob("*.yaml")):
+            joined = Path(folder) / template.name
+            joined.write_text(helpers + template.read_text())
+            texts.append(engine.render(joined, context).decode().strip())
+    return [text for text in texts if text]
+
+
+def objects(**changed: Any) -> dict[str, dict[str, Any]]:
+    """Return the rendered objects by kind."""
+    loaded = [yaml.safe_load(text) for text in rendered(values(**changed))]
+    return {each["kind"]: each for each in loaded}
+
+
+def manifests() -> str:
+    """Return what `deploy/kubernetes/forkpoint.yaml` must contain."""
+    return HEAD + "".join(f"---\n{text}\n" for text in rendered(values()))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"token": TOKEN, "names": ["tools.example"], "nodeSelector": {"disk": "ssd"}},
+        {"tolerations": [{"key": "gpu", "operator": "Exists"}], "storage": {"size": "1Gi", "className": "fast"}},
+    ],
+)
+def test_objects_are_valid(changed: dict[str, Any]) -> None:
+    """Against the schema of Kubernetes' own API, in which unknown members are errors."""
+    checker = pytest.importorskip("kubernetes_validate")
+    for each in objects(**changed).values():
+        checker.validate(each, KUBERNETES, strict=True)
+
+
+def test_manifests_are_the_charts_output() -> None:
+    assert MANIFESTS.read_text() == manifests(), "write it again: python -m tests.deploy.test_kubernetes"
+
+
+def test_environment_has_valid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = objects(names=["tools.example"])["StatefulSet"]["spec"]["template"]["spec"]
+    for entry in pod["containers"][0]["env"]:
+        monkeypatch.setenv(entry["name"], entry.get("value", TOKEN))
+    settings = Settings.load()
+    assert settings.names == ("forkpoint", "forkpoint.default", "forkpoint.default.svc", "tools.example")
+    assert settings.snapshot_bytes == 20 * 2**30
+    mount = pod["containers"][0]["volumeMounts"][0]["mountPath"]
+    assert str(settings.data) == mount
+    # Otherwise Kubernetes sets FORKPOINT_PORT to a URL.
+    assert pod["enableServiceLinks"] is False
+
+
+def test_token_becomes_a_secret() -> None:
+    made = objects(token=TOKEN, serviceMonitor={"enabled": True})
+    assert made["Secret"]["stringData"] == {"token": TOKEN}
+    (environment,) = [
+        entry["valueFrom"]["secretKeyRef"]
+        for entry in made["StatefulSet"]["spec"]["template"]["spec"]["containers"][0]["env"]
+        if entry["name"] == "FORKPOINT_TOKEN"
+    ]
+    assert environment == {"name": made["Secret"]["metadata"]["name"], "key": "token"}
+    credentials = made["ServiceMonitor"]["spec"]["endpoints"][0]["authorization"]["credentials"]
+    assert credentials == environment
+    assert objects()["StatefulSet"]["kind"]
+    assert "Secret" not in objects()
+
+
+@pytest.mark.parametrize("wrong", [{"token": "short"}, {"replicas": 2}, {"storage": {"size": 5}}])
+def test_schema_refuses_wrong_values(wrong: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        values(**wrong)
+
+
+def test_chart_has_the_version_of_the_package() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = (DEPLOY.parent / "pyproject.toml").read_text()
+    released = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
+    assert released is not None
+    assert chart["appVersion"] == released[1]
+
+
+if __name__ == "__main__":
+    MANIFESTS.write_text(manifests())
