@@ -11,7 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvicorn
@@ -45,16 +45,27 @@ from sandboxes.errors import SandboxError
 from sandboxes.plugins import CheckpointerFactory, DriverContext, PluginError, make_driver, no_checkpointer
 from snapshots.criu.checkpoints import CriuCheckpointer
 
+if TYPE_CHECKING:
+    from proxy.cluster.start import Joined
+
 log = structlog.get_logger()
 
 
-def build(settings: Settings, drivers: Mapping[str, Driver] | None = None) -> DataPlane:
+def build(settings: Settings, drivers: Mapping[str, Driver] | None = None, joined: "Joined | None" = None) -> DataPlane:
     """Return the whole application. The engine opens and closes with its lifespan.
 
     Args:
         settings: The settings.
         drivers: The drivers by name; None creates those that the settings name.
+        joined: The cluster that this proxy is a member of; None without one.
     """
+    if joined is not None:
+        from proxy.cluster.start import member_of  # noqa: PLC0415 - psycopg is optional
+
+        made = drivers if drivers is not None else _drivers(settings)
+        engine = build_engine(settings, made, joined.gate, block=joined.membership.number)
+        control = ControlPlane.over(engine)
+        return member_of(joined, engine, BrowserGuard(_behind(control), engine.names))
     engine = build_engine(settings, drivers if drivers is not None else _drivers(settings))
     return assemble(ControlPlane.over(engine))
 
@@ -86,7 +97,7 @@ def run(settings: Settings) -> None:
         try:
             # Before the store is opened, which may upgrade it.
             owned.enter_context(owning(settings.data))
-            application = build(settings)
+            application = build(settings, joined=_join(settings))
         except (StoreError, OSError) as error:
             raise StartError(str(error)) from error
         if settings.default_spec.driver == "local" and settings.default_spec.base == "host":
@@ -101,6 +112,25 @@ def run(settings: Settings) -> None:
             if not application.engine.lifecycle.start_error:
                 raise
             raise StartError(application.engine.lifecycle.start_error) from None
+
+
+def _join(settings: Settings) -> "Joined | None":
+    """Become a member of the cluster that the settings name; None if they name none.
+
+    Raises:
+        StartError: The cluster cannot be joined, or the library for its database is not installed.
+    """
+    if settings.cluster is None:
+        return None
+    try:
+        from proxy.cluster.database import ClusterError  # noqa: PLC0415 - psycopg is optional
+        from proxy.cluster.start import join  # noqa: PLC0415 - psycopg is optional
+    except ImportError as error:
+        raise StartError("--cluster needs psycopg. Install it: pip install 'forkpoint[cluster]'") from error
+    try:
+        return join(settings)
+    except ClusterError as error:
+        raise StartError(str(error)) from error
 
 
 def server(application: DataPlane) -> uvicorn.Server:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import structlog
 
@@ -16,6 +17,7 @@ from proxy.audit.auditor import Auditor
 from proxy.audit.prover import Prover
 from proxy.execution.executor import Executor
 from proxy.execution.forgetting import Forgetting
+from proxy.execution.gate import Gate
 from proxy.execution.last_ways import LastWays
 from proxy.execution.open_trees import OpenTrees
 from proxy.execution.restore import Restorer
@@ -90,6 +92,7 @@ class Lifecycle:
         ready: Whether calls can be answered: the engine is open.
         closing: Set when the engine begins to close. What would never end by itself waits for it.
         background: Repeated while the engine is open. Rooms append their work before `Engine.open`.
+        at_open: Awaited when the engine has opened, before it answers calls.
         at_hang_up: Called when the server stops accepting requests; each ends streams that would never end.
         before_close: Awaited first when the engine closes; each ends what a protocol has in flight.
         start_error: Why the engine could not open, if the reason was foreseen; empty otherwise.
@@ -98,6 +101,7 @@ class Lifecycle:
     ready: bool = False
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     background: list[BackgroundWork] = field(default_factory=list)
+    at_open: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     at_hang_up: list[Callable[[], None]] = field(default_factory=list)
     before_close: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     start_error: str = ""
@@ -157,6 +161,7 @@ class Engine:
         roots: Knows which trees are what their specs mean now.
         speculator: Executes calls ahead that rollouts are likely to make next.
         last_ways: Closes idle sandboxes without losing a state.
+        gate: Decides what a member of a cluster may answer; None without a cluster.
         lifecycle: What happens when the engine opens and closes.
     """
 
@@ -186,6 +191,7 @@ class Engine:
     roots: RootChanges
     speculator: Speculator
     last_ways: LastWays
+    gate: Gate | None
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
     @property
@@ -220,6 +226,8 @@ class Engine:
         if self.speculator.enabled:
             self.lifecycle.background.append(BackgroundWork("speculate", 0.0, self.speculator.work))
         self.lifecycle.start(self._note_failure)
+        for opened in self.lifecycle.at_open:
+            await opened()
         self.lifecycle.ready = True
         log.info(
             "open",
@@ -291,8 +299,16 @@ class Engine:
         log.warning("background work failed", work=name, error=repr(error))
 
 
-def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
+def build_engine(
+    settings: Settings, drivers: Mapping[str, Driver], gate: Gate | None = None, *, block: int = 0
+) -> Engine:
     """Create the parts of an engine and connect them.
+
+    Args:
+        settings: The settings.
+        drivers: The drivers by name.
+        gate: Decides what a member of a cluster may answer; None without a cluster.
+        block: Which block of numbers the store gives out; see `StoreDatabase`.
 
     Raises:
         StoreError: The store of the data directory cannot be used.
@@ -312,7 +328,13 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     token = None if settings.token is None else settings.token.get_secret_value()
     access, counts, walkers = Access(read_tokens(token, settings.token_file)), Counters(), Walkers()
     make_private(settings.data)
-    store = Store(settings.data / STORE, sync="FULL" if survives_power_loss else "NORMAL", namespace=access.namespace)
+
+    def namespace(task: str) -> str:
+        # In a cluster a tree has one owner, so no task may share a tree with others.
+        return access.namespace(task) if gate is None else f"{access.namespace(task)}/{task}"
+
+    sync: Literal["FULL", "NORMAL"] = "FULL" if survives_power_loss else "NORMAL"
+    store = Store(settings.data / STORE, sync=sync, namespace=namespace, block=block)
     journal = Journal(settings.data / "journal", fold, store.rollouts, store.database, sync=survives_power_loss)
     snapshots = SnapshotStore(settings.data / "snapshots", drivers)
     pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
@@ -331,7 +353,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     )  # fmt: skip
     answers = Answers(store.records, budget_bytes=settings.answer_memory_bytes)
     traces = None if settings.otel_endpoint is None else Traces(store.records, settings.otel_endpoint)
-    executor = Executor(restorer, store.records, counts, roots, answers.keep, answers.of)
+    executor = Executor(restorer, store.records, counts, roots, answers.keep, answers.of, gate)
     trees = OpenTrees(store.trees, cache)
 
     def has_headroom() -> bool:
@@ -348,9 +370,12 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
         cores=settings.speculate * (os.cpu_count() or 1), most=settings.max_sandboxes // 4,
     )  # fmt: skip
     notes = StepNotes(counts, warm, traces, speculator.note if speculator.enabled else None)
-    step = Step(executor, journal, notes)
-    rollouts = Rollouts(store, journal, trees, pool, walkers, step.order)
-    tasks = Tasks(store, rollouts, trees, drivers, settings.default_spec, roots, any_image=settings.any_image)
+    step = Step(executor, journal, notes, gate)
+    step.order.admit = None if gate is None else gate.admit
+    rollouts = Rollouts(store, journal, trees, pool, walkers, step.order, gate)
+    tasks = Tasks(
+        store, rollouts, trees, drivers, settings.default_spec, roots, any_image=settings.any_image, gate=gate
+    )
     executor.renew = tasks.renew
     forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool, speculator.forget)
     audit = Auditor(
@@ -367,7 +392,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
         settings, drivers, counts, access, store, journal, snapshots, cache, snapshot_value, capture, pool, restorer,
         warm, answers, traces, executor, step, walkers, trees, tasks, forgetting, audit, transfer, roots,
         speculator,
-        last_ways,
+        last_ways, gate,
     )  # fmt: skip
 
 

@@ -144,6 +144,43 @@ class Settings(BaseSettings):
         description="What an answered call survives: process, a kill of the proxy; power, a loss of power too.",
     )
 
+    cluster: SecretStr | None = Field(
+        default=None,
+        description="The PostgreSQL database of the cluster that this proxy is a member of, as a URL; none for a proxy "
+        "of its own.",
+    )
+    cluster_secret: SecretStr | None = Field(
+        default=None,
+        min_length=16,
+        description="The secret that all members of the cluster share: 16 characters or more.",
+    )
+    store: str | None = Field(
+        default=None, description="The directory that all members of the cluster share. Required with cluster."
+    )
+    node: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9._-]{1,63}$",
+        description="The name of this member of the cluster; none for the host's name.",
+    )
+    link: str = Field(
+        default="",
+        pattern=r"^(?:[^:/ ]+|\[[0-9A-Fa-f:]+\])?(?::[0-9]{1,5})?$",
+        description="The HOST:PORT at which other members reach this one. Empty for the address from which this "
+        "machine reaches the database, and a free port.",
+    )
+
+    @model_validator(mode="after")
+    def _clustered(self) -> "Settings":
+        if self.cluster is None:
+            if self.store is not None or self.node is not None or self.link:
+                raise ValueError("store, node and link belong to a cluster. Set cluster too, or leave them out")
+            return self
+        if self.cluster_secret is None:
+            raise ValueError("cluster needs the secret that its members share. Set FORKPOINT_CLUSTER_SECRET")
+        if self.store is None:
+            raise ValueError("cluster needs a directory that all members share. Set store")
+        return self
+
     @model_validator(mode="after")
     def _guarded(self) -> "Settings":
         if not (is_loopback(self.host) or self.token or self.token_file):
@@ -165,7 +202,7 @@ class Settings(BaseSettings):
     def source_rules(self) -> SourceRules:
         """What specs may name, and which files of this proxy none may reach."""
         # A TOML file may hold the token.
-        files = (self.data, self.token_file, self.checkpoint_dir, self.model_config.get("toml_file"))
+        files = (self.data, self.token_file, self.checkpoint_dir, self.store, self.model_config.get("toml_file"))
         private = (Path(file).resolve() for file in files if isinstance(file, str | Path))
         return SourceRules(tuple(private), self.sources)
 

@@ -16,6 +16,7 @@ from structlog.contextvars import bind_contextvars
 from proxy.execution.call_order import CallOrder
 from proxy.execution.errors import RolloutGoneError
 from proxy.execution.executor import AnyCall, Executor
+from proxy.execution.gate import Gate
 from proxy.execution.step_notes import Answer, StepNotes
 from proxy.storage.journal import Journal
 from proxy.storage.journal_segments import JournalEntry
@@ -31,17 +32,11 @@ log = structlog.get_logger()
 
 
 class Step:
-    """Answers the calls of all rollouts.
+    """Answers all calls. `order` has their turns, `calls` the tasks in flight, `notes` what follows from a step."""
 
-    Attributes:
-        order: Each rollout's turns.
-        calls: The tasks of calls in flight.
-        notes: What follows from a step besides its answer.
-    """
-
-    def __init__(self, executor: Executor, journal: Journal, notes: StepNotes) -> None:
+    def __init__(self, executor: Executor, journal: Journal, notes: StepNotes, gate: Gate | None = None) -> None:
         """Create the step of all rollouts; `journal` takes each step before its answer is sent."""
-        self._executor, self._journal, self.notes = executor, journal, notes
+        self._executor, self._journal, self.notes, self._gate = executor, journal, notes, gate
         self.order, self.calls = CallOrder(), TaskOwner()
 
     def find(self, rollout: Rollout, key: CallKey, *, expected: int = 0) -> Record | None:
@@ -50,17 +45,15 @@ class Step:
             return None
         if rollout.node.state is None:
             key = key_for(rollout, key, time.monotonic())
-        return rollout.node.records.get(key)
+        record = rollout.node.records.get(key)
+        return record if self._gate is None or record is None or self._gate.may_hit(rollout, record) else None
 
     def take(self, rollout: Rollout, record: Record) -> None:
         """Take the step of a record that `find` returned and whose answer was read. 2 us with the journal."""
         self._advance(rollout, record, Outcome.HIT, None)
 
     def known(self, rollout: Rollout, key: CallKey, *, expected: int = 0) -> Record | None:
-        """Answer a call from the tree and take the step, or return None. The answer is in memory then.
-
-        `expected` is 1 for a call that `CallOrder.expect` has noted itself: it does not wait for itself.
-        """
+        """Answer a call from the tree and take the step, or return None. `expected`: 1 for a call noted by `expect`."""
         record = self.find(rollout, key, expected=expected)
         if record is not None and self._executor.is_readable(rollout.tree, record):
             self.take(rollout, record)
@@ -70,10 +63,7 @@ class Step:
     async def run(
         self, rollout: Rollout, call: AnyCall, key: CallKey, listener: Listener | None = None, *, commutes: bool = False
     ) -> Answer:
-        """Answer a call; the listener receives its output meanwhile. For `commutes` see `CallOrder.turn`.
-
-        If the caller is cancelled, the execution continues, and its result is recorded.
-        """
+        """Answer a call; the listener receives its output meanwhile. For `commutes` see `CallOrder.turn`."""
         self.detach(rollout)
         answer = await self.poll(rollout, call, key, listener, commutes=commutes)
         assert answer is not None, "only polls of background processes can have nothing to return"
@@ -85,6 +75,7 @@ class Step:
         """Answer a call as `run` does, but do not `detach`. None: no new output, no new state, so no record."""
         self.order.arrive(rollout)
         answering = self.calls.spawn("call", self._answer(rollout, call, key, listener, commutes), awaited=True)
+        # If the caller is cancelled, the execution continues, and its result is recorded.
         return await asyncio.shield(answering)
 
     def detach(self, rollout: Rollout) -> None:
@@ -103,7 +94,7 @@ class Step:
             while record is None:
                 now = time.monotonic()
                 own = key_for(rollout, key, now)
-                record, outcome = node.records.get(own), Outcome.HIT
+                record, outcome = await self._executor.recorded(rollout, own)
                 if record is not None and self._executor.is_readable(rollout.tree, record):
                     break
                 timing.wait_s = time.perf_counter() - began
@@ -122,5 +113,7 @@ class Step:
     def _advance(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None) -> None:
         # The journal comes first: after a crash, the rollout continues where its agent last saw it.
         self._journal.append(JournalEntry(rollout.id, rollout.calls, record.id, outcome))
+        if self._gate is not None:
+            self._gate.step(rollout, record)
         rollout.advance(record, outcome, time.monotonic())
         self.notes.add(rollout, record, outcome, timing)

@@ -71,12 +71,24 @@ def serve(
     ] = None,
     data: DataOption = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.", exists=True, dir_okay=False)] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="PostgreSQL URL of the cluster to be a member of (docs/cluster.md).")
+    ] = None,
+    store: Annotated[str | None, typer.Option(help="Directory that all members of the cluster share.")] = None,
+    node: Annotated[
+        str | None, typer.Option(help="Name of this member of the cluster.", show_default="the host's name")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="HOST:PORT at which the other members reach this one.", show_default="automatic")
+    ] = None,
     log: Annotated[
         str | None, typer.Option(help="Format of the log: 'pretty' or 'json'.", show_default="pretty")
     ] = None,
 ) -> None:
     """Run the proxy. Settings can also come from FORKPOINT_… variables or from the config file."""
-    settings = _settings(config, host=host, port=port, data=data, log=log)
+    settings = _settings(
+        config, host=host, port=port, data=data, log=log, cluster=cluster, store=store, node=node, link=link
+    )
     from proxy.app import StartError, run
     from proxy.cli.doctor import check
 

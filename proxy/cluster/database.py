@@ -34,7 +34,7 @@ MAX_ROWS = 500
 
 _SCHEMA = """
 CREATE SCHEMA forkpoint;
-CREATE TABLE forkpoint.cluster (format int NOT NULL, id text NOT NULL, proof text NOT NULL);
+CREATE TABLE forkpoint.cluster (format int NOT NULL, id text NOT NULL, proof text NOT NULL, store text);
 CREATE TABLE forkpoint.members (
     number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, name text NOT NULL UNIQUE, boot bigint NOT NULL,
     url text NOT NULL, until timestamptz NOT NULL);
@@ -176,18 +176,19 @@ class ClusterDatabase:
     Appends have a connection of their own, so that a long read of a log delays no answer.
     """
 
-    def __init__(self, dsn: str, secret: bytes) -> None:
+    def __init__(self, dsn: str, secret: bytes, membership: Membership | None = None) -> None:
         """Create the door; nothing is connected yet.
 
         Args:
             dsn: Connection string or URL of the database.
             secret: The secret that all members of the cluster share.
+            membership: What `join` has returned before; None if it is still to be called.
         """
         self._secret = secret
         self._reads, self._beats, self._appends = _Channel(dsn), _Channel(dsn), _Channel(dsn)
         self._queue: list[tuple[str, int, bytes | None, asyncio.Future[bool]]] = []
         self._tasks, self._writing = TaskOwner(), False
-        self._membership: Membership | None = None
+        self._membership = membership
 
     @property
     def membership(self) -> Membership:
@@ -205,8 +206,7 @@ class ClusterDatabase:
             # Without the database, the lease ends by itself.
             with contextlib.suppress(DatabaseError):
                 await self._beats.run(lambda connection: connection.execute(statement, values))
-        for channel in (self._reads, self._beats, self._appends):
-            await channel.aclose()
+        await self.disconnect()
 
     # -- members -----------------------------------------------------------------------------------------------------
 
@@ -227,6 +227,42 @@ class ClusterDatabase:
         except DatabaseError as error:
             raise ClusterError(f"{error}. Check --cluster, and that the server accepts this user.") from error
         return self._membership
+
+    async def use_store(self, store: str) -> bool:
+        """Note the store that the cluster uses, by its name; return False if it uses another one.
+
+        Raises:
+            DatabaseError: The database did not answer.
+        """
+        statement = "UPDATE forkpoint.cluster SET store = %s WHERE store IS NULL OR store = %s RETURNING store"
+        return await self._reads.run(lambda connection: _row(connection, statement, (store, store))) is not None
+
+    async def clock(self) -> float:
+        """Return the time of the database, in seconds since the epoch.
+
+        Raises:
+            DatabaseError: The database did not answer.
+        """
+        row = await self._reads.run(lambda c: _row(c, "SELECT extract(epoch FROM clock_timestamp())::float8", ()))
+        assert row is not None
+        return float(row[0])
+
+    async def host(self) -> str:
+        """Return the address of the database server; empty if it is reached by a socket of this machine.
+
+        Raises:
+            DatabaseError: The database did not answer.
+        """
+
+        async def host(connection: Connection) -> str:
+            return connection.info.hostaddr
+
+        return await self._reads.run(host)
+
+    async def disconnect(self) -> None:
+        """Close the connections, which are opened again when they are needed. The lease stays."""
+        for channel in (self._reads, self._beats, self._appends):
+            await channel.aclose()
 
     async def beat(self) -> bool:
         """Extend the lease; return False if a later start of this member has taken its place.
@@ -291,7 +327,7 @@ class ClusterDatabase:
             created = await _row(connection, "SELECT gen_random_uuid()::text", ())
             assert created is not None
             values = (FORMAT, created[0], self._proof(created[0]))
-            await connection.execute("INSERT INTO forkpoint.cluster VALUES (%s, %s, %s)", values)
+            await connection.execute("INSERT INTO forkpoint.cluster VALUES (%s, %s, %s, NULL)", values)
         if await _row(connection, "SELECT to_regclass('forkpoint.cluster') IS NOT NULL", ()) == (False,):
             raise ClusterError(
                 "the database has a schema named forkpoint that belongs to another program. Use another database."

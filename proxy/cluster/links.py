@@ -9,6 +9,7 @@ A peer's newer link ends its older one. What the older one still brings was sent
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import cast
 
@@ -300,6 +301,15 @@ class LinkServer:
         """
         self._server = await asyncio.get_running_loop().create_server(lambda: _Accepted(self), host, port)
         return int(self._server.sockets[0].getsockname()[1])
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept links on a socket that listens already."""
+        self._server = await asyncio.get_running_loop().create_server(lambda: _Accepted(self), sock=listener)
+
+    def is_latest(self, hello: Hello) -> bool:
+        """Return whether the link that began with this greeting is open, and its member has opened no newer one."""
+        latest = self._latest.get(hello.member)
+        return latest is not None and latest.hello == hello and latest.is_open
 
     async def aclose(self) -> None:
         """Close the links. Answers that are not sent yet are lost."""

@@ -219,6 +219,10 @@ class TakenCalls:
         self._taken.add(number)
         return CopyKind.NEW
 
+    def release(self, number: int) -> None:
+        """Forget a call that was taken and came to nothing, so that a copy of it is taken as new."""
+        self._taken.discard(number)
+
 
 @dataclass(slots=True)
 class Outbox(Generic[Line]):

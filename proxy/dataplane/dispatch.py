@@ -241,8 +241,9 @@ class Dispatch:
         if first_attempt is not None:
             # Shielded: a client that hangs up must not cancel the answer that the first attempt waits for.
             answer = await asyncio.shield(first_attempt)
-            await exchange.answer(self._answers.of(answer.record), _headers_of(answer))
-            return
+            if await self._may_repeat(rollout, answer):
+                await exchange.answer(self._answers.of(answer.record), _headers_of(answer))
+                return
         # Requests with an ID, or whose body came slowly, were not looked up on the hit path.
         record = step.known(rollout, call.key, expected=int(exchange.expected is rollout))
         if record is not None:
@@ -259,6 +260,13 @@ class Dispatch:
             answer = await exchange.until(running, call)
         endpoints[call.call.endpoint][answer.outcome] += 1
         await self._send(answer, exchange)
+
+    async def _may_repeat(self, rollout: Rollout, answer: Answer) -> bool:
+        """Return whether the answer of an earlier call may be given once more."""
+        if self._engine.gate is None:
+            return True
+        async with self._engine.step.order.hold(rollout):
+            return await self._engine.gate.repeat(rollout, answer.record)
 
     async def _send(self, answer: Answer, exchange: Exchange) -> None:
         # A response that was passed on while it arrived only needs its end. Its record, which may be too large to

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from proxy.execution.errors import NotRecordedError, RolloutGoneError
+from proxy.execution.gate import Gate
 from proxy.execution.restore import Restorer
 from proxy.execution.root_state import RootChangedError, RootChanges
 from proxy.execution.single_flight import SingleFlight
@@ -47,6 +48,7 @@ class Executor:
         roots: RootChanges,
         keep_answer: Callable[[Record, ToolResult], object],
         read_answer: Callable[[Record], object],
+        gate: Gate | None = None,
     ) -> None:
         """Create the executor.
 
@@ -57,9 +59,10 @@ class Executor:
             roots: Knows whether the root state of a tree is still what its spec means.
             keep_answer: Is given each new record's answer, which is about to be sent.
             read_answer: See the attribute.
+            gate: Is told of each new record; None without a cluster.
         """
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
-        self._keep_answer, self.read_answer = keep_answer, read_answer
+        self._keep_answer, self.read_answer, self._gate = keep_answer, read_answer, gate
         self.flights, self.timings = SingleFlight(), Timings()
         self.renew: Callable[[Rollout], Awaitable[bool]] | None = None
         self._nobodys = itertools.count(-1, -1)
@@ -76,6 +79,16 @@ class Executor:
             self._discard(tree, record, str(error))
             return False
         return True
+
+    async def recorded(self, rollout: Rollout, key: CallKey) -> tuple[Record | None, Outcome]:
+        """Return the record of a call of a rollout that has its turn, and how it was obtained; None if it has none."""
+        record, outcome = rollout.node.records.get(key), Outcome.HIT
+        if record is None and rollout.cached:
+            # It holds for this rollout at this call alone: an attempt that ended before its step was taken.
+            record, outcome = rollout.node.records.get(private_key(key, rollout.id, rollout.calls)), Outcome.BYPASS
+        if self._gate is not None and record is not None:
+            await self._gate.logged(rollout, record)
+        return record, outcome
 
     def _discard(self, tree: Tree, record: Record, why: str) -> None:
         """Answer no more calls from a record whose answer is damaged: the next such call runs again and replaces it.
@@ -107,13 +120,16 @@ class Executor:
             listener: Receives the output of the execution while it runs, if this rollout's call is the one executed.
         """
         try:
-            return await self._execute_once(rollout, node, call, key, timing, listener)
+            record, outcome = await self._execute_once(rollout, node, call, key, timing, listener)
         except RootChangedError:
             # The base changed after the rollout began. If it has seen nothing yet, it begins with the new one. There,
             # at a root, a key is never that of a repeated poll.
             if self.renew is None or not await self.renew(rollout):
                 raise
-            return await self._execute_once(rollout, rollout.node, call, key, timing, listener)
+            record, outcome = await self._execute_once(rollout, rollout.node, call, key, timing, listener)
+        if self._gate is not None and record is not None:
+            await self._gate.logged(rollout, record)
+        return record, outcome
 
     async def _execute_once(
         self, rollout: Rollout, node: Node, call: AnyCall, key: CallKey, timing: Timing, listener: Listener | None
@@ -257,4 +273,6 @@ class Executor:
             tree.add_node(new_node, private=private)
         # From here to the end nothing awaits: the node and the record that leads to it appear in the tree together.
         tree.add_record(record)
+        if self._gate is not None:
+            self._gate.recorded(tree, record, is_first=new_node is not None)
         return record

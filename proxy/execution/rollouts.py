@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from proxy.execution.call_order import CallOrder
+from proxy.execution.gate import Gate
 from proxy.execution.open_trees import OpenTrees
 from proxy.refusals import RefusalError
 from proxy.storage.errors import DamagedError
@@ -27,7 +28,14 @@ class Rollouts:
     """
 
     def __init__(
-        self, store: Store, journal: Journal, trees: OpenTrees, pool: Pool, walkers: Walkers, order: CallOrder
+        self,
+        store: Store,
+        journal: Journal,
+        trees: OpenTrees,
+        pool: Pool,
+        walkers: Walkers,
+        order: CallOrder,
+        gate: Gate | None = None,
     ) -> None:
         """Create an empty registry.
 
@@ -38,9 +46,10 @@ class Rollouts:
             pool: The sandboxes that rollouts own.
             walkers: Is kept up to date with which rollouts walk which tree.
             order: The order of each rollout's calls.
+            gate: Is told of rollouts that begin and end; None without a cluster.
         """
         self._store, self._journal, self._trees, self._pool = store, journal, trees, pool
-        self._walkers, self._order = walkers, order
+        self._walkers, self._order, self._gate = walkers, order, gate
         self.running: dict[tuple[str, str], Rollout] = {}
         # Numbers of running rollouts whose position is lost, and why, by task and name. They are no `Rollout`: nothing
         # could be executed or answered for them.
@@ -77,13 +86,37 @@ class Rollouts:
         rollout = Rollout(number, name, task.name, tree, node, run=run, cached=cached)
         rollout.begin(time.monotonic())
         self._add(task, rollout)
+        if self._gate is not None:
+            self._gate.began(rollout)
         return rollout
+
+    def place(self, rollout: Rollout, turn: int, node: int) -> None:
+        """Put a rollout where it is known to be, after another proxy has answered its calls.
+
+        Args:
+            rollout: The rollout; no call of it may run.
+            turn: How many of its calls were answered.
+            node: Number of the node that it is at.
+
+        Raises:
+            DamagedError: Its tree has no such node.
+        """
+        place = rollout.tree.nodes.get(node)
+        if place is None:
+            raise DamagedError(f"tree {rollout.tree.id} has no node n{node}, at which a rollout is.")
+        self._store.rollouts.place(rollout.id, turn, node)
+        rollout.node, rollout.calls, rollout.arrived_at = place, turn, time.monotonic()
+        rollout.polled_keys.clear()
+        rollout.note_all_polled()
+        rollout.begin(rollout.arrived_at)
 
     async def finish(self, rollout: Rollout) -> None:
         """End a rollout. Its name is free again, and other rollouts may use its sandbox if their records may."""
         # Set before anything awaits: a call that waits for its turn sees it and gives up (`Step._answer`).
         rollout.finished = True
         self._store.rollouts.finish(rollout.id)
+        if self._gate is not None:
+            self._gate.ended(rollout.task, rollout.id)
         self._remove([rollout])
         # The task may have been removed from memory while the rollout's last call ran.
         self._of_tasks.get(rollout.task, {}).pop(rollout.name, None)
@@ -109,6 +142,8 @@ class Rollouts:
             if rollout is None:
                 # Its task is not in memory.
                 self._store.rollouts.finish(number)
+                if self._gate is not None:
+                    self._gate.ended(task, number)
             elif rollout.id != number or rollout.calls != calls or rollout.waiting:
                 # It made a call while others were ended, or a call is running.
                 continue
@@ -128,6 +163,8 @@ class Rollouts:
         number, _ = self._lost.pop((task, name), (0, ""))
         if number:
             self._store.rollouts.finish(number)
+            if self._gate is not None:
+                self._gate.ended(task, number)
         return bool(number)
 
     def require_position(self, task: str, name: str) -> None:
@@ -150,6 +187,8 @@ class Rollouts:
         self._walkers.discard(rollout)
         rollout.tree, rollout.node = tree, tree.root
         self._walkers.add(rollout)
+        if self._gate is not None:
+            self._gate.began(rollout)
 
     def read_back(self, task: Task) -> None:
         """Read a task's running rollouts from the store, each at the node that its last step led to."""
@@ -174,6 +213,9 @@ class Rollouts:
             rollout = Rollout(row["id"], row["name"], task.name, tree, node, calls=row["calls"])
             rollout.cached, rollout.run = tree.spec.cache == "always", json.loads(row["labels"]).get(RUN, "")
             rollout.polled_keys, rollout.arrived_at = self._polled_keys(rollout), time.monotonic()
+            if self._gate is not None:
+                # What it was answered while another member owned the task is not known here.
+                rollout.note_all_polled()
             rollout.begin(rollout.arrived_at)
             self._add(task, rollout)
 

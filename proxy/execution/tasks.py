@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
+from proxy.execution.gate import Gate
 from proxy.execution.open_trees import OpenTrees
 from proxy.execution.rollouts import Rollouts
 from proxy.execution.root_state import RootChanges
@@ -37,6 +38,7 @@ class Tasks:
         roots: RootChanges,
         *,
         any_image: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         """Create an empty registry.
 
@@ -48,9 +50,10 @@ class Tasks:
             default_spec: Environment of tasks that were given none.
             roots: Knows which trees are what their specs mean now.
             any_image: Whether an image that no driver has means the default environment, instead of an error.
+            gate: Knows which tasks this member of a cluster owns; None without a cluster.
         """
         self._store, self.rollouts, self._trees, self._drivers = store, rollouts, trees, drivers
-        self._default_spec, self._roots, self._any_image = default_spec, roots, any_image
+        self._default_spec, self._roots, self._any_image, self._gate = default_spec, roots, any_image, gate
         self._tasks: dict[str, Task] = {}
         self._opening: dict[str, asyncio.Lock] = {}
 
@@ -73,6 +76,8 @@ class Tasks:
         if task is not None:
             task.used_at = time.monotonic()
             return task
+        if self._gate is not None:
+            self._gate.require(name)
         # One opening for each name: two would read the rollouts twice, and each rollout would exist as two objects.
         async with self._opening.setdefault(name, asyncio.Lock()):
             # Look again: another request may have opened the task while this one waited for the lock.
@@ -88,7 +93,7 @@ class Tasks:
                     await self._read_back(name, spec or self._default_spec, key)
                 # It may have been deleted meanwhile.
                 if row is None or not self._store.tasks.exists(name):
-                    self._store.tasks.put(name, None)
+                    self._put(name, None)
                 task = self.admit(name, spec, key)
             return task
 
@@ -123,13 +128,23 @@ class Tasks:
         Raises:
             SpecError: The spec names something that cannot be used; the task is unchanged.
         """
+        if self._gate is not None:
+            self._gate.require(name)
         async with self._opening.setdefault(name, asyncio.Lock()):
             # Before anything is written: a spec that cannot be used leaves the task as it was.
             key = await self.key(spec)
             await self._read_back(name, spec, key)
             is_new = not self._store.tasks.exists(name)
-            self._store.tasks.put(name, spec.model_dump_json())
+            self._put(name, spec.model_dump_json())
             return self.admit(name, spec, key), is_new
+
+    def _put(self, name: str, spec: str | None) -> None:
+        if self._gate is not None:
+            # Another member may have taken it over meanwhile.
+            self._gate.require(name)
+        self._store.tasks.put(name, spec)
+        if self._gate is not None:
+            self._gate.task_put(name)
 
     async def _read_back(self, name: str, spec: EnvironmentSpec, key: str) -> None:
         """Read the trees that `admit` will need, in slices: large ones would hold up the hits of all tasks."""

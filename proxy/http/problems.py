@@ -36,6 +36,8 @@ _TITLES = {
     413: "Request too large",
     422: "Unprocessable request",
     429: "Too many requests",
+    501: "Not implemented",
+    503: "Service unavailable",
 }
 """Titles of refused requests; conventional, because people search the web for them."""
 
@@ -45,7 +47,7 @@ def problem_of(error: BaseException) -> Problem:
     text = str(error) or type(error).__name__
     match error:
         case RefusalError():
-            retry = 1 if error.status == 429 else None
+            retry = 1 if error.status in (429, 503) else None
             title = _TITLES.get(error.status, "Request refused")
             return Problem(error.status, error.slug, title, text, retry_after_s=retry, code=error.code)
         case UncanonicalArgumentsError():

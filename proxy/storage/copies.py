@@ -207,6 +207,10 @@ class CopyStore:
                     case RolloutCopy():
                         self._write_rollout(execute, copy)
             own = "SELECT id FROM rollouts WHERE task = ?"
+            running = f"{own} AND finished = 0"
+            # Steps that were taken by an owner which had been replaced.
+            late = f"rollout IN ({running}) AND turn >= (SELECT calls FROM rollouts WHERE id = steps.rollout)"
+            execute(f"DELETE FROM steps WHERE {late}", (task,))
             lost = f"rollout IN ({own}) AND record NOT IN (SELECT id FROM records)"
             execute(f"DELETE FROM steps WHERE {lost}", (task,))
 
@@ -239,8 +243,9 @@ class CopyStore:
 
     def _write_rollout(self, execute: Execute, copy: RolloutCopy) -> None:
         execute(
-            "INSERT INTO rollouts (id, task, name, tree, start, node, calls, token_digest, created_at, labels, "
-            "used_at, finished, lost, restore_s, replay_s, wait_s) "
+            # A row that has ended here alone: the log does not know of its end.
+            "INSERT OR REPLACE INTO rollouts (id, task, name, tree, start, node, calls, token_digest, created_at, "
+            "labels, used_at, finished, lost, restore_s, replay_s, wait_s) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, '', 0, 0, 0)",
             (*copy, copy.created_at),
         )

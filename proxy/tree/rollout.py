@@ -90,6 +90,11 @@ class Rollout:
         known = origin is not None and origin.age_s != math.inf
         self.live_from = now - (origin.age_s + origin.seconds if origin is not None and known else 0.0)
 
+    def note_all_polled(self) -> None:
+        """Take each observation at a node with live processes for one that this rollout was answered before."""
+        if self.node.state is None:
+            self.polled_keys |= {record.key for record in self.node.records.values() if record.observation}
+
     def advance(self, record: Record, outcome: Outcome, now: float) -> None:
         """Take the step that a record describes. O(1)."""
         self.calls += 1

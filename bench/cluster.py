@@ -1,0 +1,172 @@
+"""What a cluster costs on one machine: `python -m bench.cluster --cluster postgresql://…`, with an empty database.
+
+1. A hit at a proxy of its own, at the owner of its task, and through another member. Measured in turn; ratios are
+   medians over pairs.
+2. A miss at a proxy of its own and at an owner, whose answer waits for the log.
+3. The time from `kill -9` of an owner to the first answer of another member, for a rollout of that member.
+"""
+
+import os
+import signal
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from bench.client import Server, measure, post
+from bench.machine import console, cpu_seconds, median, table
+from proxy.workloads.ephemeral_proxy import EphemeralProxyError, ephemeral_proxy
+
+CONNECTIONS = (1, 64)
+TASK = "bench"
+SECRET = "the secret of a benchmark"  # noqa: S105 - of processes that end with the benchmark
+WRITE = "CREATE TABLE entry (value TEXT)"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to an answer: the server that is asked, and the processes that work for it."""
+
+    name: str
+    server: Server
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A measurement. cpu_us: CPU time of all processes of the way for each request."""
+
+    per_s: float
+    p50_us: float
+    cpu_us: float
+
+
+@contextmanager
+def members(dsn: str, folder: Path, count: int) -> Iterator[list[Server]]:
+    """Run members of a cluster; those that were killed meanwhile are no error."""
+    with ExitStack() as stack:
+        started = []
+        for number in range(count):
+            settings = {
+                "cluster": dsn, "cluster_secret": SECRET, "store": str(folder / "store"), "node": f"bench{number}",
+                "drivers": ["sqlite"],
+            }  # fmt: skip
+            proxy = stack.enter_context(ephemeral_proxy(folder / f"data{number}", settings))
+            started.append(Server(proxy.url, proxy.pid))
+        yield started
+
+
+def put(server: Server, source: Path) -> None:
+    source.write_text(WRITE)
+    spec = {"driver": "sqlite", "databases": {"main": {"source": str(source)}}}
+    httpx.put(f"{server.url}/api/v1/tasks/{TASK}", json=spec, timeout=60).raise_for_status()
+
+
+def call(server: Server, rollout: str, sql: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/t/{TASK}/r/{rollout}/sql/query", json={"sql": sql}, timeout=60).raise_for_status()
+
+
+def hit(way: Way, connections: int, seconds: float) -> Result:
+    """Measure a read-only call that the tree knows, each connection with a rollout of its own."""
+    body = b'{"sql": "SELECT hex(zeroblob(900))"}'
+    names = [f"{way.name.replace(' ', '-')}-{number}" for number in range(connections)]
+    for name in names:
+        call(way.server, name, "SELECT hex(zeroblob(900))")
+    requests = [post(way.server, f"/t/{TASK}/r/{name}/sql/query", body) for name in names]
+    before = sum(map(cpu_seconds, way.pids))
+    measured = measure(way.server, requests, connections=connections, seconds=seconds)
+    sent = measured.per_s * max(1, round(seconds))
+    return Result(measured.per_s, measured.p50_us, (sum(map(cpu_seconds, way.pids)) - before) / sent * 1e6)
+
+
+def miss(server: Server, rollout: str, number: int) -> float:
+    """Return the milliseconds of one miss that changes the state."""
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        client.get("/healthz")
+        began = time.perf_counter()
+        sql = {"sql": f"INSERT INTO entry VALUES ('{rollout}-{number}')"}
+        client.post(f"/t/{TASK}/r/{rollout}/sql/query", json=sql).raise_for_status()
+        return (time.perf_counter() - began) * 1000
+
+
+def show_hits(ways: Sequence[Way], rounds: int, seconds: float) -> None:
+    for connections in CONNECTIONS:
+        results: dict[str, list[Result]] = {way.name: [] for way in ways}
+        for _ in range(rounds):
+            for way in ways:
+                results[way.name].append(hit(way, connections, seconds))
+        shown = table(
+            f"A hit, connections: {connections}", "", "req/s", "p50 µs", "CPU µs", "p50, own = 1", "CPU, own = 1"
+        )
+        own = results[ways[0].name]
+        for name, measured in results.items():
+            pairs = list(zip(measured, own, strict=True))
+            shown.add_row(
+                name,
+                f"{median([each.per_s for each in measured]):,.0f}",
+                f"{median([each.p50_us for each in measured]):,.0f}",
+                f"{median([each.cpu_us for each in measured]):,.0f}",
+                f"{median([each.p50_us / other.p50_us for each, other in pairs]):.2f}",
+                f"{median([each.cpu_us / other.cpu_us for each, other in pairs]):.2f}",
+            )
+        console.print(shown)
+
+
+def show_misses(ways: Sequence[Way], count: int) -> None:
+    times: dict[str, list[float]] = {way.name: [] for way in ways}
+    spent = {way.name: -sum(map(cpu_seconds, way.pids)) for way in ways}
+    for number in range(count):
+        for way in ways:
+            times[way.name].append(miss(way.server, f"{way.name.replace(' ', '-')}-miss", number))
+    shown = table("A miss that changes the state, one after the other", "", "p50 ms", "p90 ms", "CPU ms")
+    for way in ways:
+        cpu_ms = (spent[way.name] + sum(map(cpu_seconds, way.pids))) / count * 1000
+        ordered = sorted(times[way.name])
+        shown.add_row(way.name, f"{median(ordered):.2f}", f"{ordered[int(count * 0.9)]:.2f}", f"{cpu_ms:.2f}")
+    console.print(shown)
+
+
+def takeover(owner: Server, other: Server) -> float:
+    """Return the seconds from the kill of an owner to an answer of another member."""
+    call(other, "of-the-other", "SELECT 1")
+    os.kill(owner.pid, signal.SIGKILL)
+    began = time.perf_counter()
+    while httpx.post(
+        f"{other.url}/t/{TASK}/r/of-the-other/sql/query", json={"sql": "SELECT 1"}, timeout=60
+    ).status_code == 503:  # fmt: skip
+        pass
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cluster", required=True, help="URL of an empty PostgreSQL database")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement")
+    parser.add_argument("--misses", type=int, default=200)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="forkpoint-bench-") as directory:
+        folder = Path(directory)
+        with ephemeral_proxy(settings={"drivers": ["sqlite"]}) as alone:
+            single = Server(alone.url, alone.pid)
+            put(single, folder / "source.sql")
+            try:
+                with members(options.cluster, folder, 2) as (owner, other):
+                    put(owner, folder / "source.sql")
+                    own = Way("proxy of its own", single, (single.pid,))
+                    direct = Way("owner", owner, (owner.pid,))
+                    through = Way("through another", other, (owner.pid, other.pid))
+                    show_hits([own, direct, through], options.rounds, options.seconds)
+                    show_misses([own, direct, through], options.misses)
+                    console.print(f"\nTakeover after kill -9 of the owner: {takeover(owner, other):.2f} s")
+            except EphemeralProxyError as error:
+                console.print(str(error))
+
+
+if __name__ == "__main__":
+    main()

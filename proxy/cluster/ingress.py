@@ -1,0 +1,106 @@
+"""What this member knows as an ingress: views of tasks, where their owners are, and the calls whose agents wait."""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from proxy.cluster.database import Ownership
+from proxy.cluster.protocol import IngressTask
+from proxy.http.asgi import Receive
+from sandboxes.task_owner import start
+
+LOOK_S = 0.01
+"""How long to look whether an agent has hung up. Its end of the connection has arrived before, if it asked elsewhere;
+two rounds of the event loop read it."""
+
+
+@dataclass(slots=True, eq=False)
+class WaitingCall:
+    """A call of an agent.
+
+    Attributes:
+        number: Its number among the calls of this start.
+        receive: Returns the next event of the agent's connection, whose request was read to the end.
+        is_over: Whether the agent has its answer, or has hung up.
+    """
+
+    number: int
+    receive: Receive
+    is_over: bool = False
+
+    async def waits(self) -> bool:
+        """Return whether the agent still waits for the answer. 10 ms, or less if it has hung up."""
+        if not self.is_over:
+            hangup = start(self._hung_up())
+            await asyncio.wait({hangup}, timeout=LOOK_S)
+            if not hangup.done():
+                hangup.cancel()
+                with suppress(asyncio.CancelledError):
+                    await hangup
+            elif hangup.result():
+                self.is_over = True
+        return not self.is_over
+
+    async def _hung_up(self) -> bool:
+        message = await self.receive()
+        is_disconnect: bool = message["type"] == "http.disconnect"
+        return is_disconnect
+
+
+@dataclass(slots=True, eq=False)
+class TaskIngress:
+    """One task, as this ingress sees it.
+
+    Attributes:
+        name: Its name.
+        rules: The latest view. Positions are in the position file.
+        owner: The owner as the database had it last; None if it has to be asked.
+        waiting: The calls that are not over, oldest first.
+        looking: Held while the owner is looked up, or while this member takes the task over.
+    """
+
+    name: str
+    rules: IngressTask = field(default_factory=IngressTask)
+    owner: Ownership | None = None
+    waiting: dict[int, WaitingCall] = field(default_factory=dict)
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest call that is not over. There must be one."""
+        return next(iter(self.waiting))
+
+
+class Ingress:
+    """All tasks that agents have asked this member for."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, TaskIngress] = {}
+        self._calls: dict[int, WaitingCall] = {}
+        self._numbers = itertools.count(1)
+
+    def task(self, name: str) -> TaskIngress:
+        """Return a task, which is new if no agent has asked for it before."""
+        return self._tasks.get(name) or self._tasks.setdefault(name, TaskIngress(name))
+
+    def call(self, number: int) -> WaitingCall | None:
+        """Return a call that is not over; None if it is, or never was."""
+        return self._calls.get(number)
+
+    def forget_owners(self) -> None:
+        """Ask the database for each owner again."""
+        for task in self._tasks.values():
+            task.owner = None
+
+    @contextmanager
+    def calling(self, task: TaskIngress, receive: Receive) -> Iterator[WaitingCall]:
+        """Number a call; it is over at the end of the block."""
+        call = WaitingCall(next(self._numbers), receive)
+        task.waiting[call.number] = self._calls[call.number] = call
+        try:
+            yield call
+        finally:
+            call.is_over = True
+            del task.waiting[call.number], self._calls[call.number]

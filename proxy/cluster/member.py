@@ -1,0 +1,413 @@
+"""One member of a cluster: it finds the owners of tasks, becomes their owner, and answers its peers.
+
+Theory of operation of a takeover (`_claim`), in this order:
+
+1. The log is read, and a row is written behind it which says that this member owns the task. If another row came in
+   between, nothing was written, and the owner is looked up again.
+2. This member's own ingress accepts no older view from here on. An older view that this member owned itself is dropped:
+   its sandboxes are closed, and its calls fail.
+3. The store gets the task as the log has it, with the positions that the own ingress knows.
+4. The other ingresses that the log names are asked for positions, for as long as it takes. Their rollouts wait.
+"""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+
+from proxy.cluster.database import LEASE_S, ClusterDatabase, DatabaseError, Ownership, Peer
+from proxy.cluster.frames import Hello
+from proxy.cluster.gate import ClusterGate
+from proxy.cluster.ingress import Ingress
+from proxy.cluster.links import LinkLostError, Links, LinkServer, PeerFailedError
+from proxy.cluster.messages import (
+    CallAnswer,
+    CallQuestion,
+    ConfirmAnswer,
+    ConfirmQuestion,
+    ElsewhereAnswer,
+    Message,
+    MessageError,
+    ReportAnswer,
+    ReportQuestion,
+    pack,
+    unpack,
+)
+from proxy.cluster.origin import ORIGIN, Origin
+from proxy.cluster.owned import DroppedError, Owned, TakenCall
+from proxy.cluster.protocol import CopyKind, OwnedTask, Position, TakenCalls
+from proxy.cluster.takeover import TaskLogReading, read_log
+from proxy.engine import Engine
+from proxy.tree.tree import Node
+from sandboxes.task_owner import TaskOwner
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+log = structlog.get_logger()
+
+BEAT_S = LEASE_S / 5
+"""Interval at which the lease is extended, in seconds: four beats may fail."""
+ASK_S = 0.3
+"""Interval at which an ingress that did not report is asked again, in seconds."""
+
+LEAVE_S = 10.0
+"""How long a member that stops waits for the calls of its peers, in seconds."""
+
+
+class Member:
+    """This process in the cluster.
+
+    Attributes:
+        database: The cluster's database.
+        gate: The tasks that this member owns.
+        ingress: The tasks that its agents ask for.
+        answer: Returns the HTTP response to a peer's call; `proxy.cluster.plane` sets it.
+        replaced: Called when a later start of this member has taken its place.
+        is_leaving: Whether this member takes no task over any more.
+    """
+
+    def __init__(self, database: ClusterDatabase, gate: ClusterGate, secret: bytes, engine: Engine) -> None:
+        self.database, self.gate, self.ingress = database, gate, Ingress()
+        self.answer: Callable[[CallQuestion], Awaitable[bytes]]
+        self.replaced: Callable[[], None] = lambda: None
+        self.is_leaving = False
+        self._engine = engine
+        self._links = Links(secret, database.membership)
+        self.server = LinkServer(secret, database.membership, self._handle)
+        self._peers: dict[int, Peer] = {}
+        self._tasks = TaskOwner()
+        self._lease_until = 0.0
+
+    @property
+    def number(self) -> int:
+        """Number of this member."""
+        return self.gate.number
+
+    def start(self) -> None:
+        """Begin to extend the lease."""
+        self._lease_until = _now() + LEASE_S
+        self._tasks.spawn("lease", self._beat())
+
+    async def aclose(self) -> None:
+        """Answer what peers have asked, own nothing more, end the lease and close the links."""
+        self.is_leaving = True
+        calls = [call.answer for owned in self.gate.owned.values() for call in owned.answers.values()]
+        if calls:
+            await asyncio.wait(calls, timeout=LEAVE_S)
+        for owned in self.gate.owned.values():
+            owned.drop()
+        self.gate.owned.clear()
+        self._tasks.cancel()
+        await self._tasks.wait()
+        self._links.close()
+        await self.server.aclose()
+        await self.database.aclose()
+
+    # -- owners ------------------------------------------------------------------------------------------------------
+
+    async def locate(self, name: str, *, creates: bool = True) -> Owned | Ownership | None:
+        """Return the owner of a task. If it has none that lives, this member becomes its owner.
+
+        Args:
+            name: Name of the task.
+            creates: Whether to become the owner of a task that never had one.
+
+        Returns:
+            The task if this member owns it, the owner if another member does; None for a task that never had an owner.
+
+        Raises:
+            DatabaseError: The database does not answer, so nobody can say who the owner is.
+        """
+        owned = self.gate.owned.get(name)
+        if owned is not None:
+            return owned
+        task = self.ingress.task(name)
+        if task.owner is not None:
+            return task.owner
+        async with task.looking:
+            while True:
+                if name in self.gate.owned:
+                    return self.gate.owned[name]
+                owner = await self.database.owner(name)
+                if owner is None and not creates:
+                    return None
+                # A row of this start that is not owned here was dropped, and must be taken over anew.
+                if owner is not None and owner.peer.alive and owner.peer.number != self.number:
+                    self._note_peer(owner.peer)
+                    self.adopt(name, owner.view)
+                    task.owner = owner
+                    return owner
+                if self.is_leaving:
+                    raise DatabaseError("this member is stopping, and takes no task over")
+                claimed = await self._claim(name)
+                if claimed is not None:
+                    return claimed
+
+    def adopt(self, name: str, view: int) -> bool:
+        """Accept no answer of an older view of a task any more; return False if a newer one is known."""
+        task = self.ingress.task(name)
+        if not task.rules.adopt(view):
+            return False
+        if task.owner is not None and task.owner.view < view:
+            task.owner = None
+        owned = self.gate.owned.get(name)
+        if owned is not None and owned.rules.view < view:
+            self._drop(owned, "another member has taken it over")
+        return True
+
+    async def forward(self, owner: Ownership, question: CallQuestion) -> CallAnswer | ElsewhereAnswer:
+        """Ask the owner of a task.
+
+        Raises:
+            LinkLostError: The link broke. Whether the owner has taken the call is not known.
+            PeerFailedError: The owner met a defect.
+        """
+        answer = unpack(await self._links.ask(owner.peer, pack(question)))
+        if not isinstance(answer, CallAnswer | ElsewhereAnswer):
+            raise MessageError("a peer answered a call with another message")
+        return answer
+
+    def accept(self, name: str, answer: CallAnswer) -> bool:
+        """Keep the positions of an answer; return False if it comes from a view that was replaced.
+
+        Raises:
+            OSError: A position cannot be kept, so the answer must not be passed on.
+        """
+        if not self.adopt(name, answer.view):
+            return False
+        for rollout, position in answer.positions.items():
+            if position is None:
+                self.gate.positions.forget(rollout)
+            else:
+                self.gate.positions.put(rollout, position)
+        return True
+
+    async def confirm(self, ingress: int, number: int) -> bool:
+        """Return whether an agent waits for a call at another ingress; False if that cannot be found out."""
+        answer = await self._ask(ingress, ConfirmQuestion(number))
+        return isinstance(answer, ConfirmAnswer) and answer.waits
+
+    def failed(self, owned: Owned, reason: str) -> None:
+        """Drop a task whose row could not be written."""
+        self._drop(owned, reason)
+
+    async def _claim(self, name: str) -> Owned | None:
+        """Become the owner of a task; None if another member was faster. See the module."""
+        # 1. A row that somebody writes after this read makes the append fail.
+        reading = await asyncio.to_thread(read_log, await self.database.read(name))
+        view = reading.last + 1
+        if not await self.database.append(name, view, None):
+            return None
+        # 2. No await from here until the store is written: no call may see the task half replaced.
+        if not self.adopt(name, view):
+            return None
+        task, positions = OwnedTask(view, reading.entered.values()), self.gate.positions
+        own = {number: known for number in reading.entered if (known := positions.get(number)) is not None}
+        settled = {line.rollout: line.position for line in task.hear(self.number, own)}
+        # 3. The steps in the journal are those of earlier views.
+        self._engine.journal.fold()
+        self._engine.store.copies.replace(name, reading.copies(settled))
+        owned = Owned(name, task, self.database.append, self.failed)
+        owned.trees = {number: copy.exact for number, copy in reading.trees.items()}
+        self.gate.owned[name] = owned
+        if reading.last:
+            # Rollouts come into memory at the positions of the store.
+            await self._open(owned)
+            log.info("took over a task", task=name, view=view, records=len(reading.records))
+        # 4. Whoever is named by the log, and by nothing else.
+        for ingress in sorted(task.unheard):
+            self._tasks.spawn("report", self._await_report(owned, ingress, reading))
+        owned.is_ready = True
+        owned.note_change()
+        return None if owned.is_dropped else owned
+
+    async def _open(self, owned: Owned) -> None:
+        try:
+            await self._engine.tasks.open(owned.task)
+        except BaseException:
+            self._drop(owned, "its environment cannot be opened here")
+            raise
+
+    async def _await_report(self, owned: Owned, ingress: int, reading: TaskLogReading) -> None:
+        """Ask an ingress for the positions of its rollouts until it reports."""
+        rollouts = [number for number, line in reading.entered.items() if line.ingress == ingress]
+        question = ReportQuestion(owned.task, owned.rules.view, rollouts)
+        while not owned.is_dropped:
+            answer = await self._ask(ingress, question)
+            if isinstance(answer, ReportAnswer) and not owned.is_dropped:
+                if not answer.accepted:
+                    self._drop(owned, "an ingress knows a newer owner")
+                    return
+                self._place(owned, ingress, answer.positions)
+                return
+            await asyncio.sleep(ASK_S)
+
+    def _place(self, owned: Owned, ingress: int, reported: dict[int, Position]) -> None:
+        """Move rollouts to the positions that their ingress has reported."""
+        running = {rollout.id: rollout for rollout in self._engine.tasks.rollouts.running.values()}
+        for line in owned.rules.hear(ingress, reported):
+            rollout = running.get(line.rollout)
+            if rollout is None:
+                self._engine.store.rollouts.place(line.rollout, *line.position)
+            elif rollout.calls != line.position.turn:
+                self._engine.tasks.rollouts.place(rollout, *line.position)
+        owned.note_change()
+
+    def _drop(self, owned: Owned, reason: str) -> None:
+        """Own a task no more: nothing of it may be answered or recorded here from now on."""
+        if self.gate.owned.get(owned.task) is owned:
+            del self.gate.owned[owned.task]
+        if owned.is_dropped:
+            return
+        log.warning("a task is not owned any more", task=owned.task, reason=reason)
+        engine, trees = self._engine, self._engine.store.trees.ids_of(owned.task)
+        task = engine.tasks.get(owned.task)
+        for rollout in () if task is None else tuple(task.rollouts.values()):
+            # A call that waits for its turn sees it and gives up.
+            rollout.finished = True
+        if task is not None:
+            engine.tasks.close(task)
+        for number in trees:
+            tree = engine.trees.close(number)
+            for node in () if tree is None else tree.nodes.values():
+                # A call that still runs finds its node detached and records nothing.
+                node.detached = True
+        # Last: calls that wait for the log go on from here, and find the task gone.
+        owned.drop()
+        self._tasks.spawn("close sandboxes", self._close_detached())
+
+    async def _close_detached(self) -> None:
+        await self._engine.pool.close_where(lambda slot: isinstance(slot.position, Node) and slot.position.detached)
+
+    # -- lease -------------------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        """Extend the lease. Without it nothing is owned, because another member may own it by now."""
+        while True:
+            began = _now()
+            try:
+                if not await self.database.beat():
+                    log.error("a later start of this member has taken its place, so this one ends")
+                    self.replaced()
+                    return
+                self._lease_until = began + LEASE_S
+            except DatabaseError as error:
+                log.warning("the lease was not extended", error=str(error))
+            if _now() > self._lease_until:
+                for owned in tuple(self.gate.owned.values()):
+                    self._drop(owned, "the lease of this member has run out")
+                self.ingress.forget_owners()
+            await asyncio.sleep(BEAT_S)
+
+    # -- peers -------------------------------------------------------------------------------------------------------
+
+    def _note_peer(self, peer: Peer) -> None:
+        self._peers[peer.number] = peer
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a member, or its number if the name is not known."""
+        peer = self._peers.get(number)
+        return str(number) if peer is None else peer.name
+
+    async def _ask(self, number: int, question: Message) -> Message | None:
+        """Ask a member by its number; None if it cannot be reached."""
+        known = self._peers.pop(number, None)
+        for peer in (known, None) if known is not None else (None,):
+            try:
+                # The second time it is looked up: it may have another address and another start by now.
+                found = peer or await self.database.member(number)
+                if found is None:
+                    return None
+                answer = unpack(await self._links.ask(found, pack(question)))
+            except (LinkLostError, PeerFailedError, MessageError, DatabaseError) as error:
+                log.debug("a peer did not answer", member=number, error=str(error))
+            else:
+                self._note_peer(found)
+                return answer
+        return None
+
+    async def _handle(self, hello: Hello, content: bytes) -> bytes:
+        """Answer a question of a peer."""
+        match unpack(content):
+            case CallQuestion() as question:
+                return await self._take(hello, question)
+            case ReportQuestion() as question:
+                return pack(self._report(question))
+            case ConfirmQuestion() as question:
+                call = self.ingress.call(question.number)
+                return pack(ConfirmAnswer(call is not None and await call.waits()))
+            case other:
+                raise MessageError(f"a peer asked with the message {type(other).__name__}")
+
+    def _report(self, question: ReportQuestion) -> ReportAnswer:
+        accepted, get = self.adopt(question.task, question.view), self.gate.positions.get
+        known = {number: position for number in question.rollouts if (position := get(number)) is not None}
+        return ReportAnswer(accepted, known)
+
+    async def _take(self, hello: Hello, question: CallQuestion) -> bytes:
+        """Take a call of a peer, once for all its copies."""
+        owned = self.gate.owned.get(question.task)
+        if owned is None or owned.rules.view != question.view:
+            return pack(await self._elsewhere(question))
+        ingress, boot = hello.member, hello.boot
+        taken = owned.taken.get(ingress)
+        if taken is None or taken.boot < boot:
+            taken = owned.taken[ingress] = TakenCalls(boot)
+        if taken.boot > boot:
+            return pack(ElsewhereAnswer(0))
+        for key in [key for key in owned.answers if key[0] == ingress and (key[1] < boot or key[2] < question.oldest)]:
+            del owned.answers[key]
+        name = (ingress, boot, question.number)
+        match taken.take(question.number, oldest=question.oldest):
+            case CopyKind.NEW:
+                call = owned.answers[name] = TakenCall(hello)
+                owned.tasks.spawn("call of a peer", self._run(owned, name, call, question))
+            case CopyKind.COPY:
+                call = owned.answers[name]
+                call.link = hello
+            case CopyKind.LATE:
+                return pack(ElsewhereAnswer(0))
+        return await asyncio.shield(call.answer)
+
+    async def _elsewhere(self, question: CallQuestion) -> ElsewhereAnswer:
+        """Say which view holds, for a peer that asks for another one."""
+        # A newer view than the one that is owned here ends it.
+        self.adopt(question.task, question.view)
+        try:
+            owner = await self.locate(question.task, creates=False)
+        except DatabaseError:
+            return ElsewhereAnswer(0)
+        if isinstance(owner, Owned):
+            return ElsewhereAnswer(owner.rules.view)
+        return ElsewhereAnswer(0 if owner is None else owner.view)
+
+    async def _run(self, owned: Owned, name: tuple[int, int, int], call: TakenCall, question: CallQuestion) -> None:
+        """Answer a call that was taken."""
+        ingress, _, number = name
+        origin = Origin(ingress, lambda: self.server.is_latest(call.link), lambda: self.confirm(ingress, number))
+        ORIGIN.set(origin)
+        try:
+            response = await self.answer(question)
+            # What the call has written besides its record: the beginning or the end of a rollout, for example.
+            for written in origin.pending:
+                await asyncio.shield(written)
+        except DroppedError:
+            response = b""
+        except BaseException as error:
+            owned.answers.pop(name, None)
+            call.answer.set_exception(error if isinstance(error, Exception) else RuntimeError("the call was cancelled"))
+            raise
+        if owned.is_dropped or origin.is_stale:
+            # The call has come to nothing here.
+            owned.answers.pop(name, None)
+            owned.taken[ingress].release(number)
+            call.answer.set_result(pack(ElsewhereAnswer(0)))
+        else:
+            call.answer.set_result(pack(CallAnswer(owned.rules.view, origin.positions, response)))
+
+
+def _now() -> float:
+    """Return seconds of a clock that also counts while the machine is suspended, which ends its lease."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

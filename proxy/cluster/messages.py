@@ -1,0 +1,157 @@
+"""What members ask each other and answer, as bytes (pure).
+
+A message is a JSON array, four bytes with its length before it, and then bytes that belong to it: the body of a request
+or a whole HTTP response.
+"""
+
+import struct
+from typing import Any, NamedTuple
+
+import orjson
+
+from proxy.cluster.protocol import Position
+
+_SIZE = struct.Struct("!I")
+
+
+class MessageError(ValueError):
+    """The bytes are no message of this version."""
+
+
+class CallQuestion(NamedTuple):
+    """An ingress passes a request on to the owner of its task.
+
+    Attributes:
+        task: Name of the task.
+        view: The owner's view, as the ingress knows it.
+        number: Number of the call among those of this start of the ingress.
+        oldest: Number of the oldest call of the task that the ingress still waits for.
+        method, path, query, headers, scheme: The request; path is the raw path.
+        body: Its body.
+    """
+
+    task: str
+    view: int
+    number: int
+    oldest: int
+    method: str
+    path: str
+    query: str
+    headers: list[tuple[str, str]]
+    scheme: str
+    body: bytes
+
+
+class ReportQuestion(NamedTuple):
+    """A new owner asks an ingress for positions; from then on the ingress accepts no answer of an older view.
+
+    Attributes:
+        task: Name of the task.
+        view: The new owner's view.
+        rollouts: The rollouts whose positions it wants.
+    """
+
+    task: str
+    view: int
+    rollouts: list[int]
+
+
+class ConfirmQuestion(NamedTuple):
+    """An owner asks an ingress whether an agent still waits for a call.
+
+    Attributes:
+        number: Number of the call.
+    """
+
+    number: int
+
+
+class CallAnswer(NamedTuple):
+    """The answer to a call.
+
+    Attributes:
+        view: View of the owner.
+        positions: Where the rollouts that the call moved are now, by number. None: the rollout has ended.
+        response: The whole HTTP response.
+    """
+
+    view: int
+    positions: dict[int, Position | None]
+    response: bytes
+
+
+class ElsewhereAnswer(NamedTuple):
+    """The call was not answered: another view holds, or another member owns the task.
+
+    Attributes:
+        view: The view that the peer knows; 0 if it only knows that it does not own the task.
+    """
+
+    view: int
+
+
+class ReportAnswer(NamedTuple):
+    """What an ingress reports.
+
+    Attributes:
+        accepted: Whether the ingress knows no newer view.
+        positions: Its positions of the rollouts that it was asked for.
+    """
+
+    accepted: bool
+    positions: dict[int, Position]
+
+
+class ConfirmAnswer(NamedTuple):
+    """Whether an agent still waits for the call.
+
+    Attributes:
+        waits: Whether it does.
+    """
+
+    waits: bool
+
+
+Message = (
+    CallQuestion | ReportQuestion | ConfirmQuestion | CallAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer
+)  # fmt: skip
+_KINDS: dict[str, type[Any]] = {
+    "call": CallQuestion, "report": ReportQuestion, "confirm": ConfirmQuestion, "answer": CallAnswer,
+    "elsewhere": ElsewhereAnswer, "reported": ReportAnswer, "confirmed": ConfirmAnswer,
+}  # fmt: skip
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_WITH_BYTES = (CallQuestion, CallAnswer)
+"""Messages whose last value is bytes."""
+_WITH_POSITIONS = (CallAnswer, ReportAnswer)
+"""Messages whose second value is positions."""
+
+
+def pack(message: Message) -> bytes:
+    """Return a message as bytes. 2 us for a request with ten headers."""
+    values: list[Any] = list(message)
+    rest = values.pop() if isinstance(message, _WITH_BYTES) else b""
+    if isinstance(message, _WITH_POSITIONS):
+        values[1] = [(rollout, *(position or ())) for rollout, position in values[1].items()]
+    array = orjson.dumps([_NAMES[type(message)], *values])
+    return _SIZE.pack(len(array)) + array + rest
+
+
+def unpack(data: bytes) -> Message:
+    """Return the message that bytes hold.
+
+    Raises:
+        MessageError: They hold none.
+    """
+    try:
+        (size,) = _SIZE.unpack_from(data)
+        end = _SIZE.size + size
+        name, *values = orjson.loads(data[_SIZE.size : end])
+        kind = _KINDS[name]
+        if kind in _WITH_BYTES:
+            values.append(data[end:])
+        if kind in _WITH_POSITIONS:
+            values[1] = {rollout: Position(*rest) if rest else None for rollout, *rest in values[1]}
+        message: Message = kind(*values)
+    except (struct.error, ValueError, TypeError, KeyError) as error:
+        raise MessageError(f"a message of a peer is malformed: {error}") from error
+    return message

@@ -1,0 +1,156 @@
+"""A task that this member owns: its log, and what is known of its rollouts and of the calls that were taken."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from proxy.cluster.database import DatabaseError
+from proxy.cluster.frames import Hello
+from proxy.cluster.lines import Line, encode
+from proxy.cluster.protocol import Outbox, OwnedTask, TakenCalls
+from proxy.refusals import RefusalError
+from sandboxes.task_owner import TaskOwner
+
+Append = Callable[[str, int, bytes], Awaitable[bool]]
+"""Writes a row of a task's log; returns False if the task has another owner."""
+
+
+class DroppedError(RefusalError):
+    """This member does not own the task any more. The ingress asks the next owner."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__(503, "not-owner", f"this member does not own task {task!r} any more. Try again.")
+
+
+@dataclass(slots=True, eq=False)
+class TakenCall:
+    """A call of a peer that was taken.
+
+    Attributes:
+        link: Greeting of the link that brought the latest copy of it.
+        answer: The message that answers it.
+    """
+
+    link: Hello
+    answer: asyncio.Future[bytes] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Owned:
+    """One task from the moment this member owns it until it drops it.
+
+    Attributes:
+        task: Name of the task.
+        rules: Positions and ingresses of its rollouts.
+        is_ready: Whether the positions of the log are in memory; no call is answered before.
+        is_dropped: Whether this member owns it no more.
+        unlogged: For each record whose line is not in the log yet, by number: completed when it is there.
+        trees: For each tree in the log: the digest of its root state there.
+        taken: Which calls were taken, by ingress.
+        tasks: What runs for it.
+        answers: The calls that were taken, by ingress, start of the ingress, and number.
+    """
+
+    def __init__(self, task: str, rules: OwnedTask, append: Append, failed: Callable[["Owned", str], None]) -> None:
+        """Begin to own a task.
+
+        Args:
+            task: Its name.
+            rules: What the log and the own ingress know.
+            append: Writes rows.
+            failed: Called when a row could not be written, with the reason. It must call `drop`.
+        """
+        self.task, self.rules = task, rules
+        self.is_ready = self.is_dropped = False
+        self.unlogged: dict[int, asyncio.Future[None]] = {}
+        self.trees: dict[int, bytes | None] = {}
+        self.taken: dict[int, TakenCalls] = {}
+        self.answers: dict[tuple[int, int, int], TakenCall] = {}
+        self._append, self._failed = append, failed
+        self._outbox: Outbox[tuple[Sequence[Line], int, asyncio.Future[None]]] = Outbox(rules.view)
+        self._changed = asyncio.Event()
+        self.tasks = TaskOwner()
+
+    def require(self) -> None:
+        """Check that the task is still owned.
+
+        Raises:
+            DroppedError: It is not.
+        """
+        if self.is_dropped:
+            raise DroppedError(self.task)
+
+    def write(self, lines: Sequence[Line], record: int = 0) -> asyncio.Future[None]:
+        """Write lines to the log, behind all lines that were written before; the future says when they are there.
+
+        Args:
+            lines: The lines.
+            record: Number of the record among them, which counts as logged from then on; 0 for none.
+        """
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Not each caller waits, and an error that nobody looks at is no defect.
+        written.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if self.is_dropped:
+            written.set_exception(DroppedError(self.task))
+            return written
+        if record:
+            self.unlogged[record] = written
+        idle = not self._outbox.waiting and not self._outbox.sent
+        self._outbox.waiting.append((lines, record, written))
+        if idle:
+            self.tasks.spawn("task log", self._send())
+        return written
+
+    def fail(self, reason: str) -> None:
+        """Own the task no more, because memory and log differ."""
+        self._failed(self, reason)
+
+    async def await_change(self, until: float) -> bool:
+        """Wait until an ingress has reported or the task was dropped; return False if neither came by then.
+
+        Args:
+            until: A time of the event loop's clock.
+        """
+        changed = self._changed
+        try:
+            async with asyncio.timeout_at(until):
+                await changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def note_change(self) -> None:
+        """Wake those who wait for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def drop(self) -> None:
+        """Own the task no more. Lines that are not in the log yet count as never written. Idempotent."""
+        self.is_dropped = True
+        lost = [*self._outbox.sent, *self._outbox.waiting]
+        self._outbox.sent, self._outbox.waiting = [], []
+        for _, _, written in lost:
+            if not written.done():
+                written.set_exception(DroppedError(self.task))
+        self.note_change()
+
+    async def _send(self) -> None:
+        """Write rows until no line waits."""
+        while (row := self._outbox.next_row()) is not None:
+            body = encode(line for lines, _, _ in self._outbox.sent for line in lines)
+            try:
+                is_written = await self._append(self.task, row, body)
+                reason = "another member has taken it over"
+            except DatabaseError as error:
+                # Nobody knows whether the row was written, so what it says is read again.
+                is_written, reason = False, str(error)
+            if self.is_dropped:
+                return
+            if not is_written:
+                self.fail(reason)
+                return
+            sent = self._outbox.sent
+            self._outbox.written()
+            for _, record, written in sent:
+                self.unlogged.pop(record, None)
+                if not written.done():
+                    written.set_result(None)

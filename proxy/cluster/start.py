@@ -1,0 +1,267 @@
+"""The start of a member: what is wrong with its configuration is said in one sentence before it answers anything."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+import structlog
+
+from proxy.cluster.database import ClusterDatabase, ClusterError, DatabaseError, Membership
+from proxy.cluster.gate import ClusterGate
+from proxy.cluster.member import Member
+from proxy.cluster.plane import ClusterPlane
+from proxy.cluster.positions import PositionFile, PositionsLostError
+from proxy.engine import Engine
+from proxy.http.asgi import AsgiApp
+from proxy.settings import Settings
+from proxy.storage.data_dir import make_private
+
+log = structlog.get_logger()
+
+CLOCKS_APART_S = 60.0
+"""How far the clocks of a member and of the database may differ at the start, in seconds.
+
+Nothing that is answered depends on clocks. Times in views would be wrong, and clocks that differ by a minute are a
+mistake in the set-up of a machine.
+"""
+_MARK = "forkpoint-cluster.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A membership, before the engine is built.
+
+    Attributes:
+        membership: Cluster, number and start of this member.
+        dsn: The database.
+        secret: What all members share.
+        gate: The gate of the engine.
+        listener: Where links are accepted; it listens already.
+    """
+
+    membership: Membership
+    dsn: str = field(repr=False)
+    secret: bytes = field(repr=False)
+    gate: ClusterGate
+    listener: socket.socket
+
+
+def join(settings: Settings) -> Joined:
+    """Become a member of the cluster that the settings name.
+
+    Raises:
+        ClusterError: The cluster cannot be joined. The text says why, and what helps.
+        StoreError: The data directory cannot be used.
+    """
+    assert settings.cluster is not None
+    assert settings.cluster_secret is not None
+    assert settings.store is not None
+    store = _shared_directory(settings.store)
+    make_private(settings.data)
+    own = settings.data / "cluster"
+    own.mkdir(exist_ok=True)
+    secret = settings.cluster_secret.get_secret_value().encode()
+    dsn, name = settings.cluster.get_secret_value(), settings.node or socket.gethostname()
+    known = _known(own)
+    try:
+        positions = PositionFile(own / "positions", sync=settings.durability == "power")
+    except PositionsLostError as error:
+        # The rollouts of its agents wait for ever: nobody knows what they were answered. It goes on as a new member.
+        log.warning("this member joins anew: it does not know what its agents were answered", reason=str(error))
+        known = None
+        (own / "positions").rename(own / f"positions.lost-{time.time_ns()}")
+        positions = PositionFile(own / "positions", sync=settings.durability == "power")
+    try:
+        membership, listener = asyncio.run(_join(ClusterDatabase(dsn, secret), settings, name, store, known))
+    except BaseException:
+        positions.close()
+        raise
+    draft = own / "member.json.draft"
+    draft.write_bytes(orjson.dumps({"cluster": membership.cluster, "number": membership.number}))
+    draft.rename(own / "member.json")
+    return Joined(membership, dsn, secret, ClusterGate(membership.number, positions), listener)
+
+
+def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
+    """Return the data plane of a member, which opens and closes with its engine.
+
+    Args:
+        joined: The membership.
+        engine: The engine, which was built with the gate of the membership.
+        behind: The application that answers requests which are no agents'.
+    """
+    database = ClusterDatabase(joined.dsn, joined.secret, joined.membership)
+    joined.gate.attach(engine.store.copies, engine.store.trees)
+    member = Member(database, joined.gate, joined.secret, engine)
+
+    async def opened() -> None:
+        await member.server.serve(joined.listener)
+        member.start()
+
+    def replaced() -> None:
+        # The server ends as it does for a service manager.
+        signal.raise_signal(signal.SIGTERM)
+
+    async def closed() -> None:
+        await member.aclose()
+        joined.gate.positions.close()
+
+    member.replaced = replaced
+    joined.gate.name_of = member.name_of
+    engine.lifecycle.at_open.append(opened)
+    engine.lifecycle.before_close.append(closed)
+    return ClusterPlane(engine, behind, member)
+
+
+async def _join(
+    database: ClusterDatabase, settings: Settings, name: str, store: Path, known: tuple[str, int] | None
+) -> tuple[Membership, socket.socket]:
+    listener = None
+    try:
+        host = await _check_database(database)
+        listener = _listen(settings.link, host)
+        membership = await database.join(name, _url(settings.link, listener), known)
+        await _use_store(database, store, membership.cluster)
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        # A member that does not start holds no lease.
+        await database.aclose()
+        raise
+    await database.disconnect()
+    return membership, listener
+
+
+async def _check_database(database: ClusterDatabase) -> str:
+    """Return the address of the database, which answers and agrees about the time."""
+    try:
+        host, clock = await database.host(), await database.clock()
+    except DatabaseError as error:
+        raise ClusterError(f"{error}. Check --cluster, and that the server accepts this user.") from error
+    apart_s = abs(clock - time.time())
+    if apart_s > CLOCKS_APART_S:
+        raise ClusterError(
+            f"the clocks of this machine and of the database are {apart_s:.0f} s apart. Set both by NTP, and try again."
+        )
+    return host
+
+
+async def _use_store(database: ClusterDatabase, store: Path, cluster: str) -> None:
+    try:
+        is_same = await database.use_store(_name_of_store(store, cluster))
+    except DatabaseError as error:
+        raise ClusterError(str(error)) from error
+    if not is_same:
+        raise ClusterError(
+            f"the cluster of this database uses another --store than {store}. Use the same one on all members, or "
+            "another database for another cluster."
+        )
+
+
+def _known(own: Path) -> tuple[str, int] | None:
+    """Return the cluster and the number that a data directory has; None for a new one."""
+    try:
+        value = orjson.loads((own / "member.json").read_bytes())
+        return str(value["cluster"]), int(value["number"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ClusterError(f"{own / 'member.json'} cannot be read: {error}. Use another --data.") from error
+
+
+def _shared_directory(store: str) -> Path:
+    """Return the directory that all members share.
+
+    Raises:
+        ClusterError: It is none, or two members could both create a file in it.
+    """
+    if "://" in store and not store.startswith("file://"):
+        raise ClusterError(f"--store {store!r} is no directory, and no other store is supported yet. Use a directory.")
+    directory = Path(store.removeprefix("file://"))
+    probe = directory / f".forkpoint-probe-{uuid.uuid4().hex}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return directory
+        finally:
+            probe.unlink()
+    except OSError as error:
+        raise ClusterError(f"--store {store!r} cannot be used: {error}. Use one that can be written.") from error
+    raise ClusterError(
+        f"--store {store!r} lets two members create the same file, so it cannot be shared. Use another file system."
+    )
+
+
+def _name_of_store(store: Path, cluster: str) -> str:
+    """Return the random name of a store, which belongs to one cluster.
+
+    Raises:
+        ClusterError: It belongs to another cluster.
+    """
+    mark = store / _MARK
+    draft = store / f".{_MARK}-{uuid.uuid4().hex}"
+    draft.write_bytes(orjson.dumps({"cluster": cluster, "store": uuid.uuid4().hex}))
+    try:
+        # A link appears whole or not at all, and only one of several members makes it.
+        with suppress(FileExistsError):
+            os.link(draft, mark)
+    finally:
+        draft.unlink()
+    try:
+        value = orjson.loads(mark.read_bytes())
+        owner, name = str(value["cluster"]), str(value["store"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ClusterError(f"{mark} cannot be read: {error}. Use another --store.") from error
+    if owner != cluster:
+        raise ClusterError(
+            f"--store {store} belongs to another cluster. Use another --store, or that cluster's database."
+        )
+    return name
+
+
+def _listen(link: str, database: str) -> socket.socket:
+    """Listen for links of peers.
+
+    Raises:
+        ClusterError: The address cannot be listened on.
+    """
+    host, _, port = link.rpartition(":") if ":" in link and not link.endswith("]") else (link, "", "0")
+    host = host.strip("[]") or _local_address(database)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, int(port)), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise ClusterError(
+            f"links of other members cannot be accepted on {host}:{port}: {error}. Set --link to an address of this "
+            "machine."
+        ) from error
+
+
+def _url(link: str, listener: socket.socket) -> str:
+    """Return where peers reach a listening socket."""
+    host, port = listener.getsockname()[:2]
+    named = link.rpartition(":")[0] if ":" in link and not link.endswith("]") else link
+    named = named.strip("[]")
+    host = named if named and host in ("0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _local_address(database: str) -> str:
+    """Return the address from which this machine reaches the database; loopback for a socket of this machine."""
+    if not database:
+        return "127.0.0.1"
+    family = socket.AF_INET6 if ":" in database else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # No packet is sent: the kernel only chooses the route.
+        probe.connect((database, 9))
+        return str(probe.getsockname()[0])

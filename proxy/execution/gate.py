@@ -1,0 +1,77 @@
+"""What a member of a cluster must know before it answers, as a protocol that `proxy.cluster` implements.
+
+Without a cluster there is no gate, and every test for one is a comparison with None.
+"""
+
+from typing import Protocol
+
+from proxy.tree.rollout import Rollout
+from proxy.tree.tree import Record, Tree
+
+
+class Gate(Protocol):
+    """Decides what this member may answer, and writes to the log what its answers depend on."""
+
+    def require(self, task: str) -> None:
+        """Check that this member owns a task.
+
+        Raises:
+            RefusalError: 503, it does not.
+        """
+        ...
+
+    def may_hit(self, rollout: Rollout, record: Record) -> bool:
+        """Return whether a record may be answered to a rollout now, without an await."""
+        ...
+
+    async def admit(self, rollout: Rollout) -> None:
+        """Wait until a rollout's position is sure and the log names the ingress of this call.
+
+        Raises:
+            RefusalError: The call cannot be answered here and now.
+        """
+        ...
+
+    async def logged(self, rollout: Rollout, record: Record) -> None:
+        """Wait until a record is in the log.
+
+        Raises:
+            RefusalError: 503, this member does not own the task any more.
+        """
+        ...
+
+    def step(self, rollout: Rollout, record: Record) -> None:
+        """Note the step that a rollout is about to take, for the ingress of the call."""
+        ...
+
+    async def repeat(self, rollout: Rollout, record: Record) -> bool:
+        """Return whether the answer of an earlier call may be given once more, and note where the rollout is.
+
+        The rollout's turn must be held. Another member may have owned the task since, so that the step does not count.
+
+        Raises:
+            RefusalError: The call cannot be answered here and now.
+        """
+        ...
+
+    def task_put(self, task: str) -> None:
+        """Note that a task was written to the store."""
+        ...
+
+    def began(self, rollout: Rollout) -> None:
+        """Note that a rollout was written to the store, or moved to another tree before its first call."""
+        ...
+
+    def ended(self, task: str, rollout: int) -> None:
+        """Note that a rollout has ended, by its number."""
+        ...
+
+    def recorded(self, tree: Tree, record: Record, *, is_first: bool) -> None:
+        """Note that a record was written to the store.
+
+        Args:
+            tree: Its tree.
+            record: The record.
+            is_first: Whether it was the first to reach its target.
+        """
+        ...

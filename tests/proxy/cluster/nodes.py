@@ -1,0 +1,226 @@
+"""Members of a cluster as processes on this machine, and agents whose every answer is compared with a model."""
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psycopg
+
+from proxy.cluster.lines import decode
+from proxy.storage.copies import RecordCopy
+from proxy.workloads.ephemeral_proxy import free_port
+from tests.machine import wait_until
+
+SECRET = "the secret of the tests"
+READ = "SELECT group_concat(value, '') AS history FROM entry"
+"""Reads what a rollout has written."""
+WITNESS = f"SELECT hex(randomblob(8)) AS witness, ({READ})"
+"""Reads it with a random number: only a record of this very execution, of one rollout, can have the same."""
+
+
+@dataclass
+class Node:
+    """`forkpoint serve --cluster`, which can be killed and started again at its address."""
+
+    name: str
+    folder: Path
+    dsn: str
+    options: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    port: int = field(default_factory=free_port)
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def data(self) -> Path:
+        return self.folder / self.name
+
+    def launch(self) -> None:
+        """Start the process; `await_ready` says when it answers."""
+        settings = {"FORKPOINT_CLUSTER_SECRET": SECRET, "FORKPOINT_DRIVERS": '["sqlite"]', "FORKPOINT_LOG": "json"}
+        command = [sys.executable, "-m", "forkpoint", "serve", "--cluster", self.dsn, "--node", self.name]
+        command += ["--store", str(self.folder / "store"), "--port", str(self.port), "--data", str(self.data)]
+        with (self.folder / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *self.arguments], env=os.environ | settings | self.options, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def start(self) -> None:
+        self.launch()
+        wait_until(self.is_ready, f"node {self.name} is not ready", within_s=60)
+
+    def is_ready(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log()
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=10).is_success
+        except httpx.TransportError:
+            return False
+
+    def kill(self) -> None:
+        """Kill the process with SIGKILL."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Stop the process with SIGTERM."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+    def log(self) -> str:
+        return (self.folder / f"{self.name}.log").read_text(errors="replace")[-8000:]
+
+
+@contextmanager
+def nodes(folder: Path, dsn: str, names: str, **options: str) -> Iterator[dict[str, Node]]:
+    """Run a member for each character of names."""
+    members = {name: Node(name, folder, dsn, options) for name in names}
+    try:
+        for node in members.values():
+            node.launch()
+        for node in members.values():
+            wait_until(node.is_ready, f"node {node.name} is not ready", within_s=60)
+        yield members
+    finally:
+        for node in members.values():
+            if node.process is not None and node.process.poll() is None:
+                node.kill()
+
+
+def put_task(node: Node, task: str) -> None:
+    """Create a task whose rollouts write into an empty table."""
+    source = node.folder / "empty.sqlite"
+    if not source.exists():
+        with sqlite3.connect(source) as connection:
+            connection.execute("CREATE TABLE entry (value TEXT)")
+        connection.close()
+    spec = {"driver": "sqlite", "databases": {"main": {"source": str(source)}}}
+    response = httpx.put(f"{node.url}/api/v1/tasks/{task}", json=spec, timeout=60)
+    assert response.is_success, response.text
+
+
+@dataclass
+class Truth:
+    """What all agents together were told.
+
+    Attributes:
+        witnesses: The random numbers that were answered, each with its task.
+        answers: How many answers were compared.
+        wrong: What was wrong with an answer.
+        slowest_s: The longest time from a call to its answer, retries included.
+    """
+
+    witnesses: list[tuple[str, str]] = field(default_factory=list)
+    answers: int = 0
+    wrong: list[str] = field(default_factory=list)
+    slowest_s: float = 0.0
+
+
+class Agent:
+    """An agent: it writes one of two values, then reads, and so on. A call that fails is sent again.
+
+    A call that failed may have been taken or not, so several histories are possible until the next answer.
+    """
+
+    def __init__(self, name: str, task: str, homes: list[Node], truth: Truth, seed: int) -> None:
+        """Create an agent; with several homes it changes its node after each answer."""
+        self.name, self.task, self.truth = name, task, truth
+        # The same walk for the same seed, and no secret.
+        self.random, self.nodes, self.homes = random.Random(seed), homes, itertools.cycle(homes)  # noqa: S311
+        self.home, self.answers = next(self.homes), 0
+        self.possible = {""}
+
+    async def run(self, client: httpx.AsyncClient, stop: asyncio.Event, turns: int = 1 << 30) -> None:
+        """Make calls until it is stopped."""
+        for _ in range(turns):
+            if stop.is_set():
+                return
+            value = self.random.choice("ab")
+            write = f"INSERT INTO entry VALUES ('{value}'); {READ}"
+            for tool, sql, written in (("script", write, value), ("query", READ, ""), ("query", WITNESS, "")):
+                row = await self._call(client, tool, {"sql": sql}, written, stop)
+                if row is None:
+                    return
+                self._compare(row[-1])
+                witness = row[0]
+            self.truth.witnesses.append((self.task, witness))
+            self.home = next(self.homes)
+
+    async def _call(
+        self, client: httpx.AsyncClient, tool: str, call: dict[str, Any], written: str, stop: asyncio.Event
+    ) -> list[str] | None:
+        """Return the row that answers a call; None if the agent is stopped before it has one."""
+        began = asyncio.get_running_loop().time()
+        before = set(self.possible)
+        self.possible = {history + written for history in before}
+        while True:
+            url = f"{self.home.url}/t/{self.task}/r/{self.name}/sql/{tool}"
+            try:
+                response = await client.post(url, json=call, timeout=60)
+            except httpx.TransportError:
+                pass
+            else:
+                if response.status_code == 200:
+                    self.truth.slowest_s = max(self.truth.slowest_s, asyncio.get_running_loop().time() - began)
+                    (row,) = response.json()["rows"]
+                    return list(row)
+                if response.status_code not in (503, 429):
+                    self.truth.wrong.append(f"{self.name}: {response.status_code} {response.text}")
+                    return None
+            if stop.is_set():
+                return None
+            # It was taken, or it was not.
+            self.possible |= {history + written for history in self.possible}
+            await asyncio.sleep(0.05)
+
+    def _compare(self, history: str) -> None:
+        self.truth.answers += 1
+        self.answers += 1
+        if history not in self.possible:
+            self.truth.wrong.append(f"{self.name} is at {history!r}, and could only be at {sorted(self.possible)}")
+        self.possible = {history}
+
+
+async def until(true: Callable[[], bool], within_s: float = 60.0) -> None:
+    """Wait for a condition that agents and processes bring about."""
+    async with asyncio.timeout(within_s):
+        while not true():  # noqa: ASYNC110 - it depends on processes too
+            await asyncio.sleep(0.05)
+
+
+def check_log(dsn: str, truth: Truth) -> None:
+    """Compare the log of every task with what agents were told: each answer is in it, and no call is in it twice."""
+    logged: dict[str, set[bytes]] = {}
+    with psycopg.connect(dsn) as connection:
+        rows = connection.execute("SELECT task, row, body FROM forkpoint.lines ORDER BY task, row").fetchall()
+    expected: dict[str, int] = {}
+    calls = set()
+    for task, row, body in rows:
+        expected[task] = expected.get(task, 0) + 1
+        assert row == expected[task], f"the log of {task} has a gap before row {row}"
+        for line in decode(body or b""):
+            if isinstance(line, RecordCopy):
+                call = (task, line.tree, line.source, line.key)
+                assert call not in calls, f"recorded twice: {line}"
+                calls.add(call)
+                logged.setdefault(task, set()).add(line.answer)
+    for task, witness in truth.witnesses:
+        told = [answer for answer in logged[task] if witness.encode() in answer]
+        assert len(told) == 1, f"{witness} was answered in {task}, and is in the log {len(told)} times"

@@ -1,0 +1,42 @@
+"""Messages between members come back as they were, and foreign bytes are refused."""
+
+import pytest
+
+from proxy.cluster.messages import (
+    CallAnswer,
+    CallQuestion,
+    ConfirmAnswer,
+    ConfirmQuestion,
+    ElsewhereAnswer,
+    Message,
+    MessageError,
+    ReportAnswer,
+    ReportQuestion,
+    pack,
+    unpack,
+)
+from proxy.cluster.protocol import Position
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CallQuestion("t", 3, 9, 7, "POST", "/t/t/r/1/x", "a=%20", [], "http", b"\0body"),
+        ReportQuestion("t", 3, [1, 2]),
+        ConfirmQuestion(4),
+        CallAnswer(3, {7: Position(2, 1 << 40), 8: None}, b"HTTP/1.1 200 \r\n\r\n"),
+        ElsewhereAnswer(0),
+        ReportAnswer(accepted=True, positions={7: Position(2, 9)}),
+        ConfirmAnswer(waits=False),
+    ],
+)
+def test_message_comes_back(message: Message) -> None:
+    """What is packed is unpacked."""
+    assert unpack(pack(message)) == message
+
+
+@pytest.mark.parametrize("data", [b"", b"\0\0\0\2[]", b"\0\0\0\xff[]", pack(ConfirmQuestion(1))[:-1], b"\0\0\0\4null"])
+def test_foreign_bytes_are_refused(data: bytes) -> None:
+    """What is no message raises."""
+    with pytest.raises(MessageError):
+        unpack(data)

@@ -1,0 +1,98 @@
+"""Whole members as processes: agents' answers are compared with a model, and the log with the answers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+
+from tests.machine import wait_until
+from tests.proxy.cluster.nodes import Agent, Node, Truth, check_log, nodes, put_task, until
+from tests.sandboxes.postgres_cluster import Cluster
+
+
+def call(node: Node, rollout: str, value: str, task: str = "t") -> httpx.Response:
+    sql = f"INSERT INTO entry VALUES ('{value}'); SELECT group_concat(value, '') FROM entry"
+    return httpx.post(f"{node.url}/t/{task}/r/{rollout}/sql/script", json={"sql": sql}, timeout=60)
+
+
+def history(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return str(response.json()["rows"][0][0])
+
+
+async def meanwhile(agents: list[Agent], fault: Callable[[], Awaitable[None]]) -> None:
+    """Let agents make calls until a fault is over and each of them has been answered after it."""
+    stop = asyncio.Event()
+    async with httpx.AsyncClient() as client:
+        running = [asyncio.create_task(agent.run(client, stop)) for agent in agents]
+        await fault()
+        before = {agent.name: agent.answers for agent in agents}
+        await until(lambda: all(agent.answers > before[agent.name] for agent in agents) or bool(agents[0].truth.wrong))
+        stop.set()
+        await asyncio.gather(*running)
+
+
+def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
+    """A task belongs to the node that was asked first; rollouts of both nodes share its tree and may change nodes."""
+    with nodes(tmp_path, dsn, "ab") as members:
+        a, b = members.values()
+        put_task(a, "t")
+        assert history(call(a, "1", "x")) == "x"
+        hit = call(b, "2", "x")
+        assert history(hit) == "x"
+        assert hit.headers["cache-status"] == "forkpoint; hit"
+        assert history(call(b, "2", "y")) == "xy"
+        assert history(call(b, "1", "y")) == "xy"
+        assert history(call(a, "1", "z")) == "xyz"
+        assert httpx.get(f"{b.url}/api/v1/tasks/t/rollouts/1").json()["calls"] == 3
+        begun = httpx.post(f"{b.url}/api/v1/tasks/t/rollouts", json={"rollout": "3"})
+        assert begun.status_code == 201, begun.text
+        refused = httpx.request("DELETE", f"{b.url}/api/v1/tasks/t")
+        assert refused.status_code == 501
+        # Both stop in order: another start of one finds what the log has.
+        a.stop()
+        b.stop()
+        b.start()
+        assert history(call(b, "2", "z")) == "xyz"
+        assert {each["rollout"] for each in httpx.get(f"{b.url}/api/v1/tasks/t/rollouts").json()} == {"1", "2", "3"}
+
+
+def test_kill_of_owner_and_ingress(dsn: str, tmp_path: Path) -> None:
+    """A node is killed while agents of all nodes make calls. No answer is wrong, and each is in the log once."""
+    truth = Truth()
+    with nodes(tmp_path, dsn, "abc") as members:
+        a, b, c = members.values()
+        put_task(a, "t")
+        put_task(b, "u")
+        homes = [[a], [b], [c], [a], [b], [b, c]]
+        agents = [Agent(str(n), "tu"[n % 2], home, truth, seed=n // 4) for n, home in enumerate(homes)]
+
+        async def kill() -> None:
+            await until(lambda: all(agent.answers for agent in agents))
+            # The owner of one task, and an ingress of the other.
+            await asyncio.to_thread(a.kill)
+            others = [agent for agent in agents if a not in agent.nodes]
+            before = {agent.name: agent.answers for agent in others}
+            await until(lambda: all(agent.answers > before[agent.name] for agent in others))
+            await asyncio.to_thread(a.start)
+
+        asyncio.run(meanwhile(agents, kill))
+    assert truth.wrong == []
+    check_log(dsn, truth)
+
+
+def test_without_database_503(server: Cluster, dsn: str, tmp_path: Path) -> None:
+    """A member without the database answers 503 with Retry-After, and goes on when the database is back."""
+    with nodes(tmp_path, dsn, "a") as members:
+        (node,) = members.values()
+        put_task(node, "t")
+        assert history(call(node, "1", "x")) == "x"
+        server.kill()
+        try:
+            refused = call(node, "1", "y")
+            assert refused.status_code == 503, refused.text
+            assert refused.headers["retry-after"] == "1"
+        finally:
+            server.start()
+        wait_until(lambda: call(node, "1", "y").status_code == 200, "the call is not answered")

@@ -1,0 +1,53 @@
+"""The next owner of a task reads its log."""
+
+from proxy.cluster.database import LogRow
+from proxy.cluster.lines import encode
+from proxy.cluster.protocol import Ended, Entered, Position
+from proxy.cluster.takeover import read_log
+from proxy.storage.copies import RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+
+TASK = TaskCopy("t", None, 1.0)
+TREE = TreeCopy(1, "t", "key", "{}", 10, None, None, 1.0)
+
+
+def record(number: int, source: int, key: bytes, target: int) -> RecordCopy:
+    return RecordCopy(
+        number, 1, source, key, target, 1, 0.1, 1.0, False, True, None, True, b"e", b"c", b"{}", b"", b"200 \n"
+    )  # fmt: skip
+
+
+def rollout(number: int) -> RolloutCopy:
+    return RolloutCopy(number, "t", f"r{number}", 1, 10, 10, 0, None, 1.0, "{}")
+
+
+def test_positions_of_log_and_report() -> None:
+    """A rollout is at the later of the log's position and the reported one; one that has ended is not there."""
+    rows = [
+        LogRow(1, 1, None),
+        LogRow(2, 1, encode([TASK, TREE, rollout(5), rollout(6), rollout(7)])),
+        LogRow(3, 1, encode([Entered(5, 1, Position(0, 10)), Entered(6, 2, Position(3, 12)), record(1, 10, b"k", 11)])),
+        LogRow(4, 1, encode([TREE._replace(exact=b"e", content=b"c"), Ended(7)])),
+    ]
+    reading = read_log(rows)
+    assert reading.last == 4
+    copies = reading.copies({5: Position(1, 11), 6: Position(2, 11)})
+    assert TREE._replace(exact=b"e", content=b"c") in copies
+    placed = {copy.rollout: (copy.calls, copy.node) for copy in copies if isinstance(copy, RolloutCopy)}
+    assert placed == {5: (1, 11), 6: (3, 12)}
+
+
+def test_later_record_of_a_call_answers() -> None:
+    """A call that ran again has two records, and only one of them under its key."""
+    rows = [LogRow(1, 1, encode([record(1, 10, b"k" * 32, 11), record(2, 10, b"k" * 32, 12)]))]
+    first, second = read_log(rows).copies({})
+    assert isinstance(first, RecordCopy)
+    assert isinstance(second, RecordCopy)
+    assert (second.record, second.key, second.private) == (2, b"k" * 32, False)
+    assert first.key != second.key
+    assert first.private
+
+
+def test_empty_log() -> None:
+    """A task that nobody owned has nothing."""
+    reading = read_log([])
+    assert (reading.last, reading.copies({})) == (0, [])
