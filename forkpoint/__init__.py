@@ -5,6 +5,7 @@ This package is what other programs may import. Everything else in the distribut
 - `forkpoint.Client` and `forkpoint.AsyncClient`: clients of a proxy.
 - `forkpoint.local`: a proxy on this machine for the duration of a block.
 - `forkpoint.pytest`: fixtures that start a proxy.
+- `forkpoint.trackers`: figures of each training step for W&B, MLflow, TensorBoard and TRL.
 - `forkpoint.drivers`: the contract of sandbox drivers, for drivers of your own.
 - `forkpoint.dialects`: the contract of request dialects, for endpoints of your own.
 - `forkpoint.inspect` and `forkpoint.harbor`: sandboxes for Inspect AI and Harbor.
