@@ -197,22 +197,24 @@ class Rollouts:
         self._journal.fold()
         for row in self._store.rollouts.of_task(task.name, running=True):
             # Not the task's current tree: an older rollout stays in the tree that it began in.
-            tree, node, why = None, None, row["lost"] if row["whole"] else "its row in the store is damaged"
+            rollout, why = None, row["lost"] if row["whole"] else "its row in the store is damaged"
             if not why:
                 try:
                     tree = self._trees.load(row["tree"])
-                    node = tree.nodes.get(row["node"])
+                    if (node := tree.nodes.get(row["node"])) is not None:
+                        rollout = Rollout(row["id"], row["name"], task.name, tree, node, calls=row["calls"])
+                        rollout.polled_keys = self._polled_keys(rollout)
                 except DamagedError as error:
-                    why = str(error)
-            if tree is None or node is None:
+                    rollout, why = None, str(error)
+            if rollout is None:
                 # It never begins again in silence: its agent believes in a state that this proxy cannot name.
                 why = why or f"its state n{row['node']} was forgotten, or is damaged in the store"
                 self._lost[task.name, row["name"]] = row["id"], why
                 self._store.rollouts.lose({row["id"]}, why)
                 continue
-            rollout = Rollout(row["id"], row["name"], task.name, tree, node, calls=row["calls"])
-            rollout.cached, rollout.run = tree.spec.cache == "always", json.loads(row["labels"]).get(RUN, "")
-            rollout.polled_keys, rollout.arrived_at = self._polled_keys(rollout), time.monotonic()
+            rollout.cached = rollout.tree.spec.cache == "always"
+            rollout.run = json.loads(row["labels"]).get(RUN, "")
+            rollout.arrived_at = time.monotonic()
             if self._gate is not None:
                 # What it was answered while another member owned the task is not known here.
                 rollout.note_all_polled()

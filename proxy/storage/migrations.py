@@ -136,6 +136,15 @@ def _to_3(tables: "sqlite_utils.Database") -> None:
     rebuild(tables, "rollouts", checked_table(tables, "rollouts", rollouts), values)
 
 
+def _to_4(tables: "sqlite_utils.Database") -> None:
+    create = (
+        "CREATE TABLE steps (rollout INTEGER, turn INTEGER, record INTEGER, outcome INTEGER, steps_checksum INTEGER "
+        "GENERATED ALWAYS AS ((rollout * 1000003 + turn * 65537 + record * 257 + outcome) % 4294967291) STORED, "
+        "PRIMARY KEY (rollout, turn)) WITHOUT ROWID"
+    )
+    rebuild(tables, "steps", create, {})
+
+
 MIGRATIONS = (
     Migration(
         2,
@@ -144,6 +153,7 @@ MIGRATIONS = (
         _to_2,
     ),
     Migration(3, "rollouts get labels, and remember when they were last used", _to_3),
+    Migration(4, "steps get checksums", _to_4),
 )
 """All migrations, one for each version from 2 on, in order."""
 

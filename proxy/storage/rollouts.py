@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from proxy.storage.database import StoreDatabase
+from proxy.storage.errors import DamagedError
 from proxy.storage.journal_segments import JournalEntry
 from proxy.storage.schema import is_whole
 
@@ -156,14 +157,29 @@ class RolloutStore:
         return None if row is None else (row[0], row[1])
 
     def steps(self, rollout: int, *, offset: int = 0, limit: int = -1) -> list[tuple[int, int, int]]:
-        """Return turn, record and outcome of a rollout's steps, in order. Fold the journal before."""
-        sql = "SELECT turn, record, outcome FROM steps WHERE rollout = ? ORDER BY turn LIMIT ? OFFSET ?"
-        return self._database.rows(sql, (rollout, limit, offset))
+        """Return turn, record and outcome of a rollout's steps, in order. Fold the journal before.
+
+        Raises:
+            DamagedError: A step is not as it was written.
+        """
+        return self._whole_steps(rollout, "ORDER BY turn LIMIT ? OFFSET ?", (limit, offset))
 
     def latest_records(self, rollout: int, count: int) -> list[int]:
-        """Return the records of a rollout's last steps, the last one first. Fold the journal before."""
-        sql = "SELECT record FROM steps WHERE rollout = ? ORDER BY turn DESC LIMIT ?"
-        return [row[0] for row in self._database.rows(sql, (rollout, count))]
+        """Return the records of a rollout's last steps, the last one first. Fold the journal before.
+
+        Raises:
+            DamagedError: A step is not as it was written.
+        """
+        return [record for _, record, _ in self._whole_steps(rollout, "ORDER BY turn DESC LIMIT ?", (count,))]
+
+    def _whole_steps(self, rollout: int, rest: str, values: tuple[int, ...]) -> list[tuple[int, int, int]]:
+        sql = f"SELECT turn, record, outcome, {is_whole('steps')} FROM steps WHERE rollout = ? {rest}"
+        steps = []
+        for turn, record, outcome, whole in self._database.rows(sql, (rollout, *values)):
+            if not whole:
+                raise DamagedError(f"a step of rollout {rollout} is damaged in the store.")
+            steps.append((turn, record, outcome))
+        return steps
 
     def fold(self, steps: Sequence[JournalEntry]) -> None:
         """Write steps, and the node that each rollout reached, in one transaction. Known steps are skipped.

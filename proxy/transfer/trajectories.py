@@ -127,7 +127,9 @@ class _Writer:
         }  # fmt: skip
         yield orjson.dumps(head)[:-1] + b',"messages":['
         calls, totals, complete, separator = [], _Totals(), not row["lost"], b""
-        steps = "SELECT turn, record, outcome FROM steps WHERE rollout = ? ORDER BY turn"
+        # Without a damaged step, the line is not complete.
+        whole = is_whole("steps")
+        steps = f"SELECT turn, record, outcome FROM steps WHERE rollout = ? AND {whole} ORDER BY turn"
         for turn, record, number in self._connection.execute(steps, (row["id"],)):
             outcome = Outcome(number)
             call, messages = self._call(turn, record, outcome)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import re
 import shutil
 import sqlite3
 import tempfile
@@ -17,9 +18,9 @@ from proxy.engine import Engine
 from proxy.execution.errors import StateLostError
 from proxy.refusals import RefusalError
 from proxy.storage import journal as journal_module
-from proxy.storage.errors import StoreError
+from proxy.storage.errors import DamagedError, StoreError
 from proxy.storage.journal_segments import STEP_BYTES
-from proxy.storage.schema import CHECKSUM_FUNCTION, row_checksum
+from proxy.storage.schema import CHECKSUM_FUNCTION, STEPS, count_damaged, row_checksum
 from proxy.tree.rollout import Outcome
 from tests.proxy.rig import ask, engine
 from tests.proxy.test_restart import abandon, open_engine
@@ -103,6 +104,43 @@ def test_a_damaged_call_is_not_replayed(tmp_path: Path) -> None:
             await ask(again, other, "echo alpha > a")
             assert (await ask(again, other, "cat a"))[0]["stdout"] == "alpha\n"
             assert driver.executed == ["echo alpha > a", "cat a"]
+
+    asyncio.run(body())
+
+
+def damage_last_step(data: Path) -> None:
+    """Change the record of the last step, and not its checksum, which SQLite computes at each write."""
+    whole = STEPS.replace(" IF NOT EXISTS", "")
+    steps = [
+        ("UPDATE sqlite_schema SET sql = ? WHERE name = 'steps'", (re.sub(r"GENERATED.*STORED", "", whole),)),
+        ("UPDATE steps SET record = record + 1 WHERE turn = 2", ()),
+        ("UPDATE sqlite_schema SET sql = ? WHERE name = 'steps'", (whole,)),
+    ]
+    for statement, values in steps:
+        # A new connection reads the changed schema.
+        with contextlib.closing(sqlite3.connect(data / "forkpoint.sqlite", isolation_level=None)) as connection:
+            connection.execute("PRAGMA writable_schema = ON")
+            assert connection.execute(statement, values).rowcount == 1
+
+
+def test_a_damaged_step_row_is_an_error(tmp_path: Path) -> None:
+    """Which polls a rollout has made beside its processes follows from its steps. It is refused, and others go on."""
+
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            for command in ("sleep 100 &", "ls", "ls"):
+                await ask(running, rollout, command)
+        damage_last_step(tmp_path)
+        async with engine(tmp_path) as again:
+            with pytest.raises(RefusalError, match="a step of rollout 1 is damaged") as refused:
+                await again.tasks.rollout("task", "first")
+            assert refused.value.slug == "rollout-lost"
+            with pytest.raises(DamagedError):
+                again.store.rollouts.steps(rollout.id)
+            assert count_damaged(again.store.database.tables) == {"steps": 1}
+            other = await again.tasks.rollout("task", "other")
+            assert (await ask(again, other, "sleep 100 &"))[1] is Outcome.HIT
 
     asyncio.run(body())
 
