@@ -77,6 +77,8 @@ def record(page: Page, url: str) -> list[Image.Image]:
     agents.start()
     due = time.monotonic()
     while agents.is_alive():
+        # The key that fits the map into the page.
+        page.keyboard.press("0")
         page.evaluate(CAPTION, ([""] * LINES + agents.lines)[-LINES:])
         frames.append(Image.open(io.BytesIO(page.screenshot())).convert("RGB"))
         due += FRAME_S
@@ -87,13 +89,14 @@ def record(page: Page, url: str) -> list[Image.Image]:
 def main() -> None:
     with ephemeral_proxy() as proxy, chromium(*SIZE) as browser:
         spec = {"driver": "local", "files": FILES, "workdir": "/work"}
-        httpx.put(f"{proxy.url}/api/v1/tasks/fix-ledger", json=spec, trust_env=False).raise_for_status()
+        httpx.put(f"{proxy.url}/api/v1/tasks/fix-ledger", json=spec, timeout=60, trust_env=False).raise_for_status()
         page = browser.pages[0]
         page.goto(f"{proxy.url}/ui/#/t/fix-ledger")
         page.wait_for_selector("main[data-ready]")
         frames = record(page, proxy.url)
-    durations = [int(FRAME_S * 1000)] * (len(frames) - 1) + [int(END_S * 1000)]
-    frames[0].save(FILE, save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=60, method=6)
+    # The end comes first too, for readers whose browser shows only one frame.
+    durations = [int(END_S * 500), *[int(FRAME_S * 1000)] * (len(frames) - 1), int(END_S * 1000)]
+    frames[-1].save(FILE, save_all=True, append_images=frames, duration=durations, loop=0, quality=60, method=6)
     print(f"{FILE}: {len(frames)} frames, {FILE.stat().st_size / 1e6:.2f} MB")
 
 
