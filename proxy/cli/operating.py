@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +53,36 @@ def verify(
         progress.update(bar, completed=begun["of"])
     show(view, render_audit, json=json)
     if view["findings"]:
+        raise typer.Exit(1)
+
+
+class ClusterAction(StrEnum):
+    """What `forkpoint cluster` does."""
+
+    STATUS = "status"
+    DRAIN = "drain"
+
+
+def cluster(
+    proxy: ControlClient,
+    action: Annotated[ClusterAction, typer.Argument(help="Show the members, or drain one.")] = ClusterAction.STATUS,
+    node: Annotated[str | None, typer.Argument(help="Name of the member to drain.", metavar="NODE")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show the members of a cluster, or let one hand over its tasks before it is stopped."""
+    from proxy.cli.rendering.lists import render_members
+
+    if action is ClusterAction.STATUS:
+        show(proxy.request("GET", "cluster"), render_members, json=json)
+        return
+    if node is None:
+        fail("Name the member to drain, as `forkpoint cluster` lists it.")
+    answer = proxy.request("POST", "cluster", node, "drain", within_s=LONG_S)
+    if json:
+        typer.echo(orjson.dumps(answer, option=orjson.OPT_INDENT_2))
+    else:
+        typer.echo(f"{answer['handed']} tasks were handed over, {answer['kept']} were not. {node} takes none over now.")
+    if answer["kept"]:
         raise typer.Exit(1)
 
 

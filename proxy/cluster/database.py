@@ -57,6 +57,13 @@ SELECT l.row, l.member, l.boot, m.name, m.url, m.boot = l.boot AND m.until > clo
 FROM forkpoint.lines l JOIN forkpoint.members m ON m.number = l.member
 WHERE l.task = %s AND l.body IS NULL ORDER BY l.row DESC LIMIT 1
 """
+_MEMBERS = """
+WITH owners AS (
+    SELECT DISTINCT ON (task) member, boot FROM forkpoint.lines WHERE body IS NULL ORDER BY task, row DESC)
+SELECT number, boot, name, url, until > clock_timestamp(),
+    (SELECT count(*) FROM owners o WHERE o.member = m.number AND o.boot = m.boot)
+FROM forkpoint.members m ORDER BY name
+"""
 _BEAT = """
 UPDATE forkpoint.members SET until = clock_timestamp() + %s * interval '1 second'
 WHERE number = %s AND boot = %s RETURNING number
@@ -283,6 +290,15 @@ class ClusterDatabase:
         statement = "SELECT number, boot, name, url, until > clock_timestamp() FROM forkpoint.members WHERE number = %s"
         row = await self._reads.run(lambda connection: _row(connection, statement, (number,)))
         return None if row is None else Peer(*row)
+
+    async def members(self) -> list[tuple[Peer, int]]:
+        """Return all members, each with the number of tasks that it owns, by name. It reads who owns each task.
+
+        Raises:
+            DatabaseError: The database did not answer.
+        """
+        rows = await self._reads.run(lambda connection: _rows(connection, _MEMBERS, ()))
+        return [(Peer(*row[:5]), row[5]) for row in rows]
 
     async def _join(self, connection: Connection, name: str, url: str, known: tuple[str, int] | None) -> Membership:
         async with connection.transaction():

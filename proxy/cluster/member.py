@@ -1,6 +1,6 @@
 """One member of a cluster: it finds the owners of tasks, becomes their owner, and answers its peers.
 
-Theory of operation of a takeover (`_claim`), in this order:
+Theory of operation of a takeover (`claim`), in this order:
 
 1. The log is read, and a row is written behind it which says that this member owns the task. If another row came in
    between, nothing was written, and the owner is looked up again.
@@ -12,38 +12,39 @@ Theory of operation of a takeover (`_claim`), in this order:
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import structlog
 
 from proxy.cluster.database import LEASE_S, ClusterDatabase, DatabaseError, Ownership, Peer
-from proxy.cluster.frames import Hello
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress
-from proxy.cluster.links import LinkLostError, Links, LinkServer, PeerFailedError
+from proxy.cluster.links import LinkLostError, Links, PeerFailedError
 from proxy.cluster.messages import (
     CallAnswer,
     CallQuestion,
     ConfirmAnswer,
     ConfirmQuestion,
+    DrainAnswer,
     ElsewhereAnswer,
     Message,
     MessageError,
     ReportAnswer,
     ReportQuestion,
+    TakeQuestion,
     pack,
     unpack,
 )
-from proxy.cluster.origin import ORIGIN, Origin
-from proxy.cluster.owned import DroppedError, Owned, TakenCall
-from proxy.cluster.protocol import CopyKind, OwnedTask, Position, TakenCalls
+from proxy.cluster.owned import Owned
+from proxy.cluster.protocol import OwnedTask, Position
 from proxy.cluster.takeover import TaskLogReading, read_log
 from proxy.engine import Engine
 from proxy.tree.tree import Node
 from sandboxes.task_owner import TaskOwner
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
 log = structlog.get_logger()
 
@@ -63,19 +64,16 @@ class Member:
         database: The cluster's database.
         gate: The tasks that this member owns.
         ingress: The tasks that its agents ask for.
-        answer: Returns the HTTP response to a peer's call; `proxy.cluster.plane` sets it.
         replaced: Called when a later start of this member has taken its place.
-        is_leaving: Whether this member takes no task over any more.
+        is_leaving: Whether this member takes no task over any more, because it is drained or stops.
     """
 
     def __init__(self, database: ClusterDatabase, gate: ClusterGate, secret: bytes, engine: Engine) -> None:
         self.database, self.gate, self.ingress = database, gate, Ingress()
-        self.answer: Callable[[CallQuestion], Awaitable[bytes]]
         self.replaced: Callable[[], None] = lambda: None
         self.is_leaving = False
         self._engine = engine
         self._links = Links(secret, database.membership)
-        self.server = LinkServer(secret, database.membership, self._handle)
         self._peers: dict[int, Peer] = {}
         self._tasks = TaskOwner()
         self._lease_until = 0.0
@@ -91,18 +89,14 @@ class Member:
         self._tasks.spawn("lease", self._beat())
 
     async def aclose(self) -> None:
-        """Answer what peers have asked, own nothing more, end the lease and close the links."""
+        """Own nothing more, end the lease and close the links to others."""
         self.is_leaving = True
-        calls = [call.answer for owned in self.gate.owned.values() for call in owned.answers.values()]
-        if calls:
-            await asyncio.wait(calls, timeout=LEAVE_S)
         for owned in self.gate.owned.values():
             owned.drop()
         self.gate.owned.clear()
         self._tasks.cancel()
         await self._tasks.wait()
         self._links.close()
-        await self.server.aclose()
         await self.database.aclose()
 
     # -- owners ------------------------------------------------------------------------------------------------------
@@ -140,8 +134,10 @@ class Member:
                     task.owner = owner
                     return owner
                 if self.is_leaving:
-                    raise DatabaseError("this member is stopping, and takes no task over")
-                claimed = await self._claim(name)
+                    if not await self.give(name, 0 if owner is None else owner.view):
+                        raise DatabaseError("this member takes no task over, and no other one does")
+                    continue
+                claimed = await self.claim(name)
                 if claimed is not None:
                     return claimed
 
@@ -156,6 +152,20 @@ class Member:
         if owned is not None and owned.rules.view < view:
             self._drop(owned, "another member has taken it over")
         return True
+
+    async def give(self, name: str, view: int) -> bool:
+        """Let another member take a task over, one with few tasks first; return whether one did.
+
+        Raises:
+            DatabaseError: The database does not answer.
+        """
+        others = [(count, peer) for peer, count in await self.database.members() if peer.number != self.number]
+        for _, peer in sorted(each for each in others if each[1].alive):
+            answer = await self.ask(peer.number, TakeQuestion(name, view))
+            if isinstance(answer, ElsewhereAnswer) and answer.view > view:
+                # From here on nothing of it is answered here.
+                return self.adopt(name, answer.view)
+        return False
 
     async def forward(self, owner: Ownership, question: CallQuestion) -> CallAnswer | ElsewhereAnswer:
         """Ask the owner of a task.
@@ -186,14 +196,33 @@ class Member:
 
     async def confirm(self, ingress: int, number: int) -> bool:
         """Return whether an agent waits for a call at another ingress; False if that cannot be found out."""
-        answer = await self._ask(ingress, ConfirmQuestion(number))
+        answer = await self.ask(ingress, ConfirmQuestion(number))
         return isinstance(answer, ConfirmAnswer) and answer.waits
 
     def failed(self, owned: Owned, reason: str) -> None:
         """Drop a task whose row could not be written."""
         self._drop(owned, reason)
 
-    async def _claim(self, name: str) -> Owned | None:
+    async def drain(self) -> DrainAnswer:
+        """Hand over all tasks, and take none over until the next start.
+
+        A call that still runs after `LEAVE_S` is made again by the next owner, and recorded once.
+        """
+        self.is_leaving = True
+        handed, until = 0, asyncio.get_running_loop().time() + LEAVE_S
+        for owned in tuple(self.gate.owned.values()):
+            await self._await_calls(owned.task, until)
+            with suppress(DatabaseError):
+                handed += await self.give(owned.task, owned.rules.view)
+        return DrainAnswer(handed, len(self.gate.owned))
+
+    async def _await_calls(self, name: str, until: float) -> None:
+        """Wait until no call of a task waits or runs here."""
+        task, now = self._engine.tasks.get(name), asyncio.get_running_loop().time
+        while task is not None and any(rollout.waiting for rollout in task.rollouts.values()) and now() < until:  # noqa: ASYNC110 - for a while
+            await asyncio.sleep(ASK_S)
+
+    async def claim(self, name: str) -> Owned | None:
         """Become the owner of a task; None if another member was faster. See the module."""
         # 1. A row that somebody writes after this read makes the append fail.
         reading = await asyncio.to_thread(read_log, await self.database.read(name))
@@ -235,7 +264,7 @@ class Member:
         rollouts = [number for number, line in reading.entered.items() if line.ingress == ingress]
         question = ReportQuestion(owned.task, owned.rules.view, rollouts)
         while not owned.is_dropped:
-            answer = await self._ask(ingress, question)
+            answer = await self.ask(ingress, question)
             if isinstance(answer, ReportAnswer) and not owned.is_dropped:
                 if not answer.accepted:
                     self._drop(owned, "an ingress knows a newer owner")
@@ -311,7 +340,7 @@ class Member:
         peer = self._peers.get(number)
         return str(number) if peer is None else peer.name
 
-    async def _ask(self, number: int, question: Message) -> Message | None:
+    async def ask(self, number: int, question: Message) -> Message | None:
         """Ask a member by its number; None if it cannot be reached."""
         known = self._peers.pop(number, None)
         for peer in (known, None) if known is not None else (None,):
@@ -327,85 +356,6 @@ class Member:
                 self._note_peer(found)
                 return answer
         return None
-
-    async def _handle(self, hello: Hello, content: bytes) -> bytes:
-        """Answer a question of a peer."""
-        match unpack(content):
-            case CallQuestion() as question:
-                return await self._take(hello, question)
-            case ReportQuestion() as question:
-                return pack(self._report(question))
-            case ConfirmQuestion() as question:
-                call = self.ingress.call(question.number)
-                return pack(ConfirmAnswer(call is not None and await call.waits()))
-            case other:
-                raise MessageError(f"a peer asked with the message {type(other).__name__}")
-
-    def _report(self, question: ReportQuestion) -> ReportAnswer:
-        accepted, get = self.adopt(question.task, question.view), self.gate.positions.get
-        known = {number: position for number in question.rollouts if (position := get(number)) is not None}
-        return ReportAnswer(accepted, known)
-
-    async def _take(self, hello: Hello, question: CallQuestion) -> bytes:
-        """Take a call of a peer, once for all its copies."""
-        owned = self.gate.owned.get(question.task)
-        if owned is None or owned.rules.view != question.view:
-            return pack(await self._elsewhere(question))
-        ingress, boot = hello.member, hello.boot
-        taken = owned.taken.get(ingress)
-        if taken is None or taken.boot < boot:
-            taken = owned.taken[ingress] = TakenCalls(boot)
-        if taken.boot > boot:
-            return pack(ElsewhereAnswer(0))
-        for key in [key for key in owned.answers if key[0] == ingress and (key[1] < boot or key[2] < question.oldest)]:
-            del owned.answers[key]
-        name = (ingress, boot, question.number)
-        match taken.take(question.number, oldest=question.oldest):
-            case CopyKind.NEW:
-                call = owned.answers[name] = TakenCall(hello)
-                owned.tasks.spawn("call of a peer", self._run(owned, name, call, question))
-            case CopyKind.COPY:
-                call = owned.answers[name]
-                call.link = hello
-            case CopyKind.LATE:
-                return pack(ElsewhereAnswer(0))
-        return await asyncio.shield(call.answer)
-
-    async def _elsewhere(self, question: CallQuestion) -> ElsewhereAnswer:
-        """Say which view holds, for a peer that asks for another one."""
-        # A newer view than the one that is owned here ends it.
-        self.adopt(question.task, question.view)
-        try:
-            owner = await self.locate(question.task, creates=False)
-        except DatabaseError:
-            return ElsewhereAnswer(0)
-        if isinstance(owner, Owned):
-            return ElsewhereAnswer(owner.rules.view)
-        return ElsewhereAnswer(0 if owner is None else owner.view)
-
-    async def _run(self, owned: Owned, name: tuple[int, int, int], call: TakenCall, question: CallQuestion) -> None:
-        """Answer a call that was taken."""
-        ingress, _, number = name
-        origin = Origin(ingress, lambda: self.server.is_latest(call.link), lambda: self.confirm(ingress, number))
-        ORIGIN.set(origin)
-        try:
-            response = await self.answer(question)
-            # What the call has written besides its record: the beginning or the end of a rollout, for example.
-            for written in origin.pending:
-                await asyncio.shield(written)
-        except DroppedError:
-            response = b""
-        except BaseException as error:
-            owned.answers.pop(name, None)
-            call.answer.set_exception(error if isinstance(error, Exception) else RuntimeError("the call was cancelled"))
-            raise
-        if owned.is_dropped or origin.is_stale:
-            # The call has come to nothing here.
-            owned.answers.pop(name, None)
-            owned.taken[ingress].release(number)
-            call.answer.set_result(pack(ElsewhereAnswer(0)))
-        else:
-            call.answer.set_result(pack(CallAnswer(owned.rules.view, origin.positions, response)))
 
 
 def _now() -> float:

@@ -66,6 +66,34 @@ class ConfirmQuestion(NamedTuple):
     number: int
 
 
+class TakeQuestion(NamedTuple):
+    """A member asks another one to take a task over.
+
+    Attributes:
+        task: Name of the task.
+        view: The view that it is to be taken over from; 0 for a task that nobody owned.
+    """
+
+    task: str
+    view: int
+
+
+class DrainQuestion(NamedTuple):
+    """A member asks another one to hand over all of its tasks."""
+
+
+class DrainAnswer(NamedTuple):
+    """What became of a drain.
+
+    Attributes:
+        handed: How many tasks other members have taken over.
+        kept: How many tasks no member has taken over.
+    """
+
+    handed: int
+    kept: int
+
+
 class CallAnswer(NamedTuple):
     """The answer to a call.
 
@@ -81,7 +109,7 @@ class CallAnswer(NamedTuple):
 
 
 class ElsewhereAnswer(NamedTuple):
-    """The call was not answered: another view holds, or another member owns the task.
+    """The task has another view, or another owner, than the asker knows.
 
     Attributes:
         view: The view that the peer knows; 0 if it only knows that it does not own the task.
@@ -113,11 +141,13 @@ class ConfirmAnswer(NamedTuple):
 
 
 Message = (
-    CallQuestion | ReportQuestion | ConfirmQuestion | CallAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer
+    CallQuestion | ReportQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion
+    | CallAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {
-    "call": CallQuestion, "report": ReportQuestion, "confirm": ConfirmQuestion, "answer": CallAnswer,
-    "elsewhere": ElsewhereAnswer, "reported": ReportAnswer, "confirmed": ConfirmAnswer,
+    "call": CallQuestion, "report": ReportQuestion, "confirm": ConfirmQuestion, "take": TakeQuestion,
+    "drain": DrainQuestion, "answer": CallAnswer, "elsewhere": ElsewhereAnswer, "reported": ReportAnswer,
+    "confirmed": ConfirmAnswer, "drained": DrainAnswer,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _WITH_BYTES = (CallQuestion, CallAnswer)

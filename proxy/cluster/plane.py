@@ -10,19 +10,23 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
+import orjson
 import structlog
 from typing_extensions import override
 
+from proxy.cluster.answering import PeerQuestions
 from proxy.cluster.database import DatabaseError, Ownership
 from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.links import LinkLostError, PeerFailedError
 from proxy.cluster.member import Member
-from proxy.cluster.messages import CallAnswer, CallQuestion, MessageError
+from proxy.cluster.messages import CallAnswer, CallQuestion, DrainAnswer, DrainQuestion, MessageError
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import Owned
 from proxy.dataplane.app import DataPlane
 from proxy.engine import Engine
+from proxy.http.access import ALL, GRANT
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
+from proxy.http.browser_guard import refuse_foreign
 from proxy.http.problems import problem_of
 from proxy.refusals import RefusalError
 
@@ -34,6 +38,8 @@ A call that an owner works on has no such limit."""
 PAUSE_S = 0.1
 """Between two attempts to find an owner, in seconds."""
 _WAY = re.compile(r"/api/v1/tasks/([^/]+)(/.*)?")
+_CLUSTER = re.compile(r"/api/v1/cluster(?:/([^/]+)/drain)?")
+"""The cluster itself: its members, and the drain of one."""
 _CHANGES = re.compile(r"(?:/rollouts(?:/[^/]+(?:/fork)?)?)?")
 """Paths below a task that may be changed in a cluster: the task, its rollouts, and forks of them."""
 _APIS = frozenset({"docker", "e2b"})
@@ -41,12 +47,16 @@ _APIS = frozenset({"docker", "e2b"})
 
 
 class ClusterPlane(DataPlane):
-    """Answers agents' requests, or lets the owners of their tasks answer them."""
+    """Answers agents' requests, or lets the owners of their tasks answer them.
 
-    def __init__(self, engine: Engine, behind: AsgiApp, member: Member) -> None:
+    Attributes:
+        questions: Answers the questions of peers.
+    """
+
+    def __init__(self, engine: Engine, behind: AsgiApp, member: Member, secret: bytes) -> None:
         super().__init__(engine, behind)
         self._member = member
-        member.answer = self._answer_peer
+        self.questions = PeerQuestions(member, secret, self._known_to_peer, self._answer_peer)
         # Connections that become streams cannot be passed on.
         self.streaming = None
 
@@ -55,6 +65,9 @@ class ClusterPlane(DataPlane):
         """Serve one ASGI connection."""
         if scope["type"] not in ("http", "websocket"):
             await super().__call__(scope, receive, send)
+            return
+        if scope["type"] == "http" and _CLUSTER.fullmatch(scope["path"]):
+            await self._operate(scope, receive, send)
             return
         try:
             task, creates = self._task_of(scope)
@@ -233,18 +246,12 @@ class ClusterPlane(DataPlane):
         task.owner = None
         return None
 
+    def _known_to_peer(self, question: CallQuestion) -> bytes | None:
+        """Return the HTTP response to a peer's request that the tree knows, and take its step; None for any other."""
+        return self.known(_scope_of(question), question.body)
+
     async def _answer_peer(self, question: CallQuestion) -> bytes:
         """Return the HTTP response to a request that a peer has passed on."""
-        path = question.path.encode("latin-1")
-        scope: dict[str, Any] = {
-            "type": "http", "http_version": "1.1", "method": question.method, "raw_path": path,
-            "path": _decoded(path), "query_string": question.query.encode("latin-1"), "root_path": "",
-            "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in question.headers],
-            "scheme": question.scheme, "server": None, "client": None, "state": {},
-        }  # fmt: skip
-        response = self.known(scope, question.body)
-        if response is not None:
-            return response
         parts: list[bytes] = []
 
         async def send(message: AsgiMessage) -> None:
@@ -253,8 +260,63 @@ class ClusterPlane(DataPlane):
             elif message["type"] == "http.response.body":
                 parts.append(message.get("body", b""))
 
-        await super().__call__(scope, _replaying(question.body, _never), send)
+        await super().__call__(_scope_of(question), _replaying(question.body, _never), send)
         return b"".join(parts)
+
+    async def _operate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Show the members of the cluster, or drain one."""
+        try:
+            refuse_foreign(scope["method"], scope["headers"], tool=False, names=self.engine.names)
+            refusal = self._authorise(scope)
+            if refusal is not None:
+                raise refusal
+            scope.get(GRANT, ALL).require_whole()
+            value = await self._operation(scope)
+        except (RefusalError, DatabaseError) as error:
+            refusal = error if isinstance(error, RefusalError) else RefusalError(503, "database", str(error))
+            await self._refuse(scope, receive, send, refusal)
+            return
+        body = orjson.dumps(value)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _operation(self, scope: Scope) -> dict[str, Any]:
+        found = _CLUSTER.fullmatch(scope["path"])
+        node = None if found is None else found[1]
+        if scope["method"] != ("GET" if node is None else "POST"):
+            raise RefusalError(405, "method", "GET shows the cluster, and POST drains a member.")
+        return await (self._members() if node is None else self._drain(unquote(node)))
+
+    async def _members(self) -> dict[str, Any]:
+        """Return the members of the cluster, as the database knows them."""
+        own, known = self._member.database.membership, await self._member.database.members()
+        return {
+            "cluster": own.cluster,
+            "members": [
+                {"name": peer.name, "number": peer.number, "link": peer.url, "alive": peer.alive, "tasks": tasks}
+                for peer, tasks in known
+            ],
+        }
+
+    async def _drain(self, node: str) -> dict[str, Any]:
+        """Let a member hand over its tasks.
+
+        Raises:
+            RefusalError: 404 or 409 for a member that is not there or has no other member beside it, 503 for one that
+                does not answer.
+        """
+        alive = [peer for peer, _ in await self._member.database.members() if peer.alive]
+        chosen = next((peer for peer in alive if peer.name == node), None)
+        if chosen is None:
+            raise RefusalError(404, "no-such-member", f"no member named {node!r} is running.")
+        if len(alive) < 2:
+            raise RefusalError(409, "last-member", f"no other member could take over the tasks of {node!r}.")
+        own = chosen.number == self._member.number
+        answer = await self._member.drain() if own else await self._member.ask(chosen.number, DrainQuestion())
+        if not isinstance(answer, DrainAnswer):
+            raise RefusalError(503, "member", f"member {node!r} does not answer. Try again.")
+        return {"name": node, "handed": answer.handed, "kept": answer.kept}
 
     async def _converse_here(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a WebSocket of a task that this member owns, and refuse any other."""
@@ -350,3 +412,14 @@ def _require_change(scope: Scope, below: str) -> bool:
     if method == "DELETE" and not below:
         raise RefusalError(501, "not-in-a-cluster", "a task cannot be deleted in a cluster yet.")
     return method in ("PUT", "POST")
+
+
+def _scope_of(question: CallQuestion) -> Scope:
+    """Return the ASGI scope of a request that a peer has passed on."""
+    path = question.path.encode("latin-1")
+    return {
+        "type": "http", "http_version": "1.1", "method": question.method, "raw_path": path,
+        "path": _decoded(path), "query_string": question.query.encode("latin-1"), "root_path": "",
+        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in question.headers],
+        "scheme": question.scheme, "server": None, "client": None, "state": {},
+    }  # fmt: skip

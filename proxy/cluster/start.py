@@ -100,9 +100,10 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     database = ClusterDatabase(joined.dsn, joined.secret, joined.membership)
     joined.gate.attach(engine.store.copies, engine.store.trees)
     member = Member(database, joined.gate, joined.secret, engine)
+    plane = ClusterPlane(engine, behind, member, joined.secret)
 
     async def opened() -> None:
-        await member.server.serve(joined.listener)
+        await plane.questions.server.serve(joined.listener)
         member.start()
 
     def replaced() -> None:
@@ -110,6 +111,7 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
         signal.raise_signal(signal.SIGTERM)
 
     async def closed() -> None:
+        await plane.questions.aclose()
         await member.aclose()
         joined.gate.positions.close()
 
@@ -117,7 +119,7 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     joined.gate.name_of = member.name_of
     engine.lifecycle.at_open.append(opened)
     engine.lifecycle.before_close.append(closed)
-    return ClusterPlane(engine, behind, member)
+    return plane
 
 
 async def _join(

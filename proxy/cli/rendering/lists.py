@@ -111,6 +111,15 @@ def render_sandboxes(rows: Sequence[Json]) -> RenderableType:
     return _table(Columns(titles, cells, names=4), "no sandbox runs")
 
 
+def render_members(view: Json) -> RenderableType:
+    """Render the members of a cluster."""
+    cells = [
+        (printable(row["name"]), "alive" if row["alive"] else "gone", f"{row['tasks']:,}", printable(row["link"]))
+        for row in view["members"]
+    ]
+    return _table(Columns(("member", "state", "tasks", "link"), cells, names=2), "no member")
+
+
 def render_stats(view: Json) -> RenderableType:
     """Render the totals and the budgets."""
     sandboxes = sum(view["sandboxes"].values())

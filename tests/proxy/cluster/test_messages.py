@@ -7,11 +7,14 @@ from proxy.cluster.messages import (
     CallQuestion,
     ConfirmAnswer,
     ConfirmQuestion,
+    DrainAnswer,
+    DrainQuestion,
     ElsewhereAnswer,
     Message,
     MessageError,
     ReportAnswer,
     ReportQuestion,
+    TakeQuestion,
     pack,
     unpack,
 )
@@ -28,6 +31,9 @@ from proxy.cluster.protocol import Position
         ElsewhereAnswer(0),
         ReportAnswer(accepted=True, positions={7: Position(2, 9)}),
         ConfirmAnswer(waits=False),
+        TakeQuestion("t", 3),
+        DrainQuestion(),
+        DrainAnswer(3, 0),
     ],
 )
 def test_message_comes_back(message: Message) -> None:

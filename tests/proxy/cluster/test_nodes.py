@@ -1,6 +1,8 @@
 """Whole members as processes: agents' answers are compared with a model, and the log with the answers."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -50,12 +52,28 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         assert begun.status_code == 201, begun.text
         refused = httpx.request("DELETE", f"{b.url}/api/v1/tasks/t")
         assert refused.status_code == 501
+        # The owner hands its task over, and takes no new one over.
+        command = [sys.executable, "-m", "forkpoint", "cluster", "drain", "a", "--url", b.url]
+        drained = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert drained.stdout == "1 tasks were handed over, 0 were not. a takes none over now.\n", drained
+        assert history(call(a, "2", "z")) == "xyz"
+        put_task(a, "u")
+        assert history(call(a, "1", "x", task="u")) == "x"
+        shown = httpx.get(f"{a.url}/api/v1/cluster", timeout=30).json()["members"]
+        assert [(each["name"], each["alive"], each["tasks"]) for each in shown] == [("a", True, 0), ("b", True, 2)]
+        refused = httpx.post(f"{b.url}/api/v1/cluster/nobody/drain", timeout=30)
+        assert refused.status_code == 404
         # Both stop in order: another start of one finds what the log has.
         a.stop()
         b.stop()
         b.start()
-        assert history(call(b, "2", "z")) == "xyz"
-        assert {each["rollout"] for each in httpx.get(f"{b.url}/api/v1/tasks/t/rollouts").json()} == {"1", "2", "3"}
+        wait_until(lambda: call(b, "4", "x").status_code == 200, "the task is not taken over")
+        assert {each["rollout"] for each in httpx.get(f"{b.url}/api/v1/tasks/t/rollouts").json()} == {
+            "1",
+            "2",
+            "3",
+            "4",
+        }
 
 
 def test_kill_of_owner_and_ingress(dsn: str, tmp_path: Path) -> None:
