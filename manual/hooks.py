@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from manual.llms import table_of_contents
 from manual.markdown import ADOPTED, DOCS, ROOT, adapted, sources_of
 from manual.rest import rest_page
+from manual.settings import settings_page
 
 FAVICON = ROOT / "proxy" / "ui" / "static" / "favicon.svg"
 STYLE = Path(__file__).parent / "manual.css"
@@ -56,10 +57,11 @@ def expanded(entries: Any) -> Any:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages from outside `docs/`, the REST reference, and the source files that pages link to."""
+    """Add pages from outside `docs/`, the references of REST and settings, and source files that pages link to."""
     for origin, place in ADOPTED.items():
         files.append(File.generated(config, place, content=(ROOT / origin).read_text()))
     files.append(File.generated(config, "rest.md", content=rest_page()))
+    files.append(File.generated(config, "settings.md", content=settings_page()))
     files.append(File.generated(config, "favicon.svg", abs_src_path=str(FAVICON)))
     files.append(File.generated(config, "assets/manual.css", abs_src_path=str(STYLE)))
     sources = {

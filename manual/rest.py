@@ -60,7 +60,7 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], schema: Map
 def _parameters(operation: Mapping[str, Any]) -> Iterator[str]:
     for each in operation.get("parameters", ()):
         name = f"`{each['name']}`" + ("" if each.get("required") else " (optional)")
-        yield f"| {name} | {each['in']} | {_kind(each.get('schema', {}))} | {_cell(each.get('description', ''))} |"
+        yield f"| {name} | {each['in']} | {kind_of(each.get('schema', {}))} | {cell(each.get('description', ''))} |"
 
 
 def _body(operation: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[str]:
@@ -69,9 +69,9 @@ def _body(operation: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[s
         required = kind.get("required", ())
         for name, inner in kind.get("properties", {}).items():
             title = f"`{name}`" + ("" if name in required else " (optional)")
-            yield f"| {title} | body | {_kind(inner)} | {_cell(inner.get('description', ''))} |"
+            yield f"| {title} | body | {kind_of(inner)} | {cell(inner.get('description', ''))} |"
         if not kind.get("properties"):
-            yield f"| | body | `{media}` | {_cell(kind.get('description', ''))} |"
+            yield f"| | body | `{media}` | {cell(kind.get('description', ''))} |"
 
 
 def _resolved(kind: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,14 +80,14 @@ def _resolved(kind: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str
     return kind
 
 
-def _kind(kind: Mapping[str, Any]) -> str:
+def kind_of(kind: Mapping[str, Any]) -> str:
     """Return a JSON schema in a word or two."""
     if "$ref" in kind:
         return f"`{kind['$ref'].rpartition('/')[2]}`"
     if "anyOf" in kind:
-        return " or ".join(_kind(each) for each in kind["anyOf"])
+        return " or ".join(kind_of(each) for each in kind["anyOf"])
     if kind.get("type") == "array":
-        return f"array of {_kind(kind.get('items', {}))}"
+        return f"array of {kind_of(kind.get('items', {}))}"
     if "enum" in kind:
         return ", ".join(f"`{value}`" for value in kind["enum"])
     return str(kind.get("type", "any"))
@@ -95,9 +95,10 @@ def _kind(kind: Mapping[str, Any]) -> str:
 
 def _type(answer: Mapping[str, Any]) -> str:
     for media, content in answer.get("content", {}).items():
-        return _kind(content["schema"]) if content.get("schema", {}).keys() & {"$ref", "type"} else f"`{media}`"
+        return kind_of(content["schema"]) if content.get("schema", {}).keys() & {"$ref", "type"} else f"`{media}`"
     return ""
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """Return a text for a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")
