@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from proxy.control.dataplane_openapi import data_plane_paths
+from proxy.control.api_description import completed, operation_id
 from proxy.control.routes.api import control_plane
 from proxy.ui.api import page_data
 
@@ -20,11 +20,10 @@ and order.
 
 def rest_page() -> str:
     """Return the page's Markdown."""
-    app = FastAPI()
+    app = FastAPI(generate_unique_id_function=operation_id)
     app.include_router(control_plane)
     app.include_router(page_data)
-    schema = app.openapi()
-    schema["paths"] |= data_plane_paths()
+    schema = completed(app.openapi())
     groups: dict[str, list[str]] = {}
     for path, operations in sorted(schema["paths"].items()):
         for method in _METHODS:

@@ -20,7 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from proxy.address import remove_address, write_address
-from proxy.control.dataplane_openapi import data_plane_paths
+from proxy.control.api_description import TAGS, completed, operation_id
 from proxy.control.metrics import MEDIA_TYPE as METRICS_TYPE
 from proxy.control.metrics import Metrics
 from proxy.control.parts import ControlPlane
@@ -239,6 +239,8 @@ def _behind(control: ControlPlane) -> FastAPI:
         # The framework's pages run scripts of other hosts. `proxy.ui` shows the description with its own files.
         docs_url=None,
         redoc_url=None,
+        openapi_tags=TAGS,
+        generate_unique_id_function=operation_id,
     )
     app.state.control = control
     app.include_router(control_plane)
@@ -256,12 +258,12 @@ def _behind(control: ControlPlane) -> FastAPI:
 def _health(app: FastAPI, control: ControlPlane) -> None:
     engine, metrics = control.engine, Metrics(control)
 
-    @app.get("/healthz")
+    @app.get("/healthz", tags=["health"], name="get_health")
     async def healthz() -> dict[str, str]:
         """Report that the process answers requests."""
         return {"status": "ok"}
 
-    @app.get("/readyz", responses={503: PROBLEM})
+    @app.get("/readyz", tags=["health"], name="get_readiness", responses={503: PROBLEM})
     async def readyz() -> dict[str, str]:
         """Report that calls can be answered: the store is open and can be written."""
         if not engine.lifecycle.ready:
@@ -269,7 +271,13 @@ def _health(app: FastAPI, control: ControlPlane) -> None:
         engine.store.database.check_writable()
         return {"status": "ready"}
 
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}})
+    @app.get(
+        "/metrics",
+        tags=["health"],
+        name="get_metrics",
+        response_class=Response,
+        responses={200: {"content": {METRICS_TYPE: {}}}},
+    )
     async def show_metrics(request: Request) -> Response:
         """Return the totals in Prometheus' text format."""
         granted(request).require_whole()
@@ -305,8 +313,6 @@ def _describe(app: FastAPI) -> None:
     framework = app.openapi
 
     def openapi() -> dict[str, Any]:
-        schema = framework()
-        schema["paths"] |= data_plane_paths()
-        return schema
+        return completed(framework())
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -32,6 +32,7 @@ _HEADERS = {
     "Server-Timing": {"description": "Milliseconds of tool, restore, replay and wait.", "schema": {"type": "string"}},
     "X-Forkpoint-Node": {"description": "The node that the rollout is at now.", "schema": {"type": "string"}},
 }
+_FILE_VERBS = {"put": "write_file", "get": "read_file", "delete": "delete_file"}
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
@@ -40,9 +41,15 @@ def data_plane_paths() -> dict[str, Any]:
     by_path = [_in_path("task", NAME_PATTERN), _in_path("rollout", NAME_PATTERN)]
     by_header = [_in_header("X-Forkpoint-Task"), _in_header("X-Forkpoint-Rollout")]
     paths: dict[str, Any] = {}
-    for prefix, identity in (("/t/{task}/r/{rollout}/shell", by_path), ("/e/shell", by_header)):
-        paths[f"{prefix}/exec"] = {"parameters": identity, "post": _exec()}
-        paths[f"{prefix}/files/{{path}}"] = {"parameters": [*identity, _in_path("path", None)], **_files()}
+    for prefix, suffix, identity in (
+        ("/t/{task}/r/{rollout}/shell", "", by_path),
+        ("/e/shell", "_by_headers", by_header),
+    ):
+        paths[f"{prefix}/exec"] = {"parameters": identity, "post": _exec() | {"operationId": f"execute{suffix}"}}
+        files = {
+            method: about | {"operationId": f"{_FILE_VERBS[method]}{suffix}"} for method, about in _files().items()
+        }
+        paths[f"{prefix}/files/{{path}}"] = {"parameters": [*identity, _in_path("path", None)], **files}
     return paths
 
 

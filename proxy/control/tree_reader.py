@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from proxy.control.paging import Page
 from proxy.control.views.answers import answer_view
 from proxy.control.views.nodes import CallView, NodeDetail, NodeView, ObservationView, PassedRollout, TreeView, flags
 from proxy.control.views.resources import SnapshotView, node_name
@@ -77,6 +78,15 @@ class Reader:
             kept=kept,
             passed=passed or [],
         )
+
+    def path(self, task: Task, node: Node, *, offset: int, limit: int) -> Page[NodeView]:
+        """Return a page of the nodes from the root to a node, by the calls that first led to each. O(depth)."""
+        nodes = [node]
+        while nodes[-1].origin is not None:
+            nodes.append(nodes[-1].origin.source)
+        rollouts, shown = rollouts_by_node(task), nodes[::-1][offset : offset + limit]
+        views = [NodeView(**self._node(each, rollouts.get(each, []))) for each in shown]
+        return Page[NodeView].at(offset, views, len(nodes))
 
     def call(self, record: Record) -> CallView:
         """Return the view of a record's call."""

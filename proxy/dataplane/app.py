@@ -166,10 +166,12 @@ def _address_of(scope: Scope) -> Address:
 def _as_json(scope: Scope) -> Scope:
     """Return a request of the control plane whose body counts as JSON although the client named no type.
 
-    `curl -d` says that every body is a form. No route takes forms, and a page of another site that sends one is refused
-    by its Origin before this.
+    `curl -d` says that every body is a form. No route takes forms, and a page of another site that sends one, or a body
+    without a type, is refused by its Origin before this.
     """
-    if scope["type"] != "http" or (_CONTENT_TYPE, _FORM) not in scope["headers"]:
+    if scope["type"] != "http" or scope["method"] in {"GET", "HEAD"}:
+        return scope
+    if [value for name, value in scope["headers"] if name == _CONTENT_TYPE] not in ([], [_FORM]):
         return scope
     others = [header for header in scope["headers"] if header[0] != _CONTENT_TYPE]
     return {**scope, "headers": [*others, (_CONTENT_TYPE, b"application/json")]}

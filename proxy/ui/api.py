@@ -1,4 +1,4 @@
-"""Routes under `/api/v1` that only the page needs: columns, labels, calls, failures and timings."""
+"""Routes under `/api/v1` that only the page needs: columns, titles, calls, failures and timings."""
 
 import asyncio
 import time
@@ -33,16 +33,16 @@ from proxy.tree.tree import Node, Record
 from proxy.ui.columns import TreeColumns, columns_of, tree_columns
 from proxy.ui.lookups import Lookups, PassageView
 
-_LABELS = 500
-"""Labels in one response."""
-_LABELS_PER_SLICE = 16
-"""Labels that are read between two turns of the event loop: about 0.5 ms."""
+_TITLES = 500
+"""Titles in one response."""
+_TITLES_PER_SLICE = 16
+"""Titles that are read between two turns of the event loop: about 0.5 ms."""
 _PASSAGES = 200
 """Rollouts that the view of a record lists."""
 _COLUMNS = {200: {"model": TreeColumns}}
 
 
-class LabelView(BaseModel):
+class TitleView(BaseModel):
     """A call in one line.
 
     Attributes:
@@ -130,7 +130,7 @@ class TimingView(BaseModel):
     replayed_calls: int = 0
 
 
-page_data = APIRouter(prefix="/api/v1", responses={"4XX": PROBLEM, "5XX": PROBLEM})
+page_data = APIRouter(prefix="/api/v1", tags=["page"], responses={"4XX": PROBLEM, "5XX": PROBLEM})
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,28 +178,30 @@ async def get_columns(
     return Response(orjson.dumps(tree_columns(task, tree, read, standing, sandboxes)), media_type="application/json")
 
 
-@page_data.get("/tasks/{task}/labels")
-async def get_labels(
+# The former name of the route, for programs that still use it.
+@page_data.get("/tasks/{task}/labels", include_in_schema=False)
+@page_data.get("/tasks/{task}/titles")
+async def get_titles(
     engine: EngineDep,
     page: PageDep,
     task: TaskName,
     nodes: Annotated[str, Query(pattern=r"^[0-9]{1,18}(,[0-9]{1,18})*$", max_length=10_000)],
     root: RootQuery = None,
-) -> list[LabelView]:
+) -> list[TitleView]:
     """Show the calls that led to nodes, each in one line. Unknown node numbers are left out."""
     tree = tree_of(engine, await engine.tasks.find(task), root)
-    known = [tree.nodes.get(int(number)) for number in nodes.split(",")[:_LABELS]]
-    return await _labels(page.titles, [node.origin for node in known if node is not None and node.origin is not None])
+    known = [tree.nodes.get(int(number)) for number in nodes.split(",")[:_TITLES]]
+    return await _titles(page.titles, [node.origin for node in known if node is not None and node.origin is not None])
 
 
 @page_data.get("/tasks/{task}/nodes/{node}/observations")
 async def get_observations(
     engine: EngineDep, page: PageDep, task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 200
-) -> list[LabelView]:
+) -> list[TitleView]:
     """List the observations at a node, by hits."""
     _, at_node = position_of(engine, await engine.tasks.find(task), node)
     observations = sorted((r for r in at_node.records.values() if r.observation), key=lambda r: (-r.hits, r.id))
-    return await _labels(page.titles, observations[:limit])
+    return await _titles(page.titles, observations[:limit])
 
 
 @page_data.get("/tasks/{task}/failures")
@@ -279,15 +281,15 @@ async def fork_at_node(
     return begin(engine, known, name, *position_of(engine, known, node), request)
 
 
-async def _labels(titles: Titles, records: Iterable[Record]) -> list[LabelView]:
-    """Return labels. They are read in slices, between which hits are answered."""
-    labels = []
+async def _titles(titles: Titles, records: Iterable[Record]) -> list[TitleView]:
+    """Return titles. They are read in slices, between which hits are answered."""
+    views = []
     for number, record in enumerate(records):
-        if number % _LABELS_PER_SLICE == _LABELS_PER_SLICE - 1:
+        if number % _TITLES_PER_SLICE == _TITLES_PER_SLICE - 1:
             await asyncio.sleep(0)
         text, code = titles.of(record)
-        labels.append(
-            LabelView(
+        views.append(
+            TitleView(
                 node=f"n{record.target.id}",
                 record=record.id,
                 text=text,
@@ -296,7 +298,7 @@ async def _labels(titles: Titles, records: Iterable[Record]) -> list[LabelView]:
                 hits=record.hits,
             )
         )
-    return labels
+    return views
 
 
 def _record(node: Node, number: int) -> Record:

@@ -19,7 +19,7 @@ MAX_STEPS = 100_000
 _OUTCOMES = "hmwb"
 """Letters of the outcomes 0 to 3: hit, miss, wait, bypass."""
 
-ways = APIRouter(prefix="/api/v1", responses={"4XX": PROBLEM, "5XX": PROBLEM})
+ways = APIRouter(prefix="/api/v1", tags=["page"], responses={"4XX": PROBLEM, "5XX": PROBLEM})
 
 
 class WayView(BaseModel):

@@ -23,18 +23,18 @@ from proxy.control.routes.params import PROBLEM
 _PROBLEMS: dict[int | str, dict[str, Any]] = {"4XX": PROBLEM, "5XX": PROBLEM}
 
 control_plane = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
-for module in (
-    tasks,
-    nodes,
-    rollouts,
-    states,
-    trees,
-    scratch,
-    activity,
-    videos,
-    transfer,
-    trajectories,
-    audits,
-    reports,
+for module, tag in (
+    (tasks, "tasks"),
+    (nodes, "trees"),
+    (rollouts, "rollouts"),
+    (states, "resources"),
+    (trees, "trees"),
+    (scratch, "scratch forks"),
+    (activity, "activity"),
+    (videos, "resources"),
+    (transfer, "data"),
+    (trajectories, "data"),
+    (audits, "audits"),
+    (reports, "activity"),
 ):
-    control_plane.include_router(module.router)
+    control_plane.include_router(module.router, tags=[tag])

@@ -157,7 +157,7 @@ async def put_masks(engine: EngineDep, task: TaskName, masks: Masks) -> AuditVie
     return _view(engine, known, known.tree)
 
 
-@router.post("/tasks/{task}/verify", status_code=202)
+@router.post("/tasks/{task}/verify", status_code=202, name="start_audit")
 async def verify(
     engine: EngineDep, task: TaskName, audit: Annotated[AuditRequest | None, Body()] = None
 ) -> AuditProgress:
@@ -167,7 +167,7 @@ async def verify(
     return _progress(engine.audit.begin(task, tree, top, audit.sample, audit.seed))
 
 
-@router.delete("/tasks/{task}/verify", status_code=204, response_class=Response)
+@router.delete("/tasks/{task}/verify", status_code=204, response_class=Response, name="stop_audit")
 async def stop(engine: EngineDep, task: TaskName, root: RootQuery = None) -> None:
     """Stop the running audit. Its results so far are kept."""
     await engine.audit.stop(tree_of(engine, await engine.tasks.find(task), root))

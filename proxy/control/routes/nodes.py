@@ -5,6 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from proxy.control.browsing import rollouts_through
+from proxy.control.paging import CursorQuery, Page, offset_of
 from proxy.control.routes.params import (
     ControlDep,
     EngineDep,
@@ -15,7 +16,7 @@ from proxy.control.routes.params import (
     tree_of,
 )
 from proxy.control.routes.states import snapshot_of
-from proxy.control.views.nodes import Forgotten, NodeDetail, Pin, TreeView
+from proxy.control.views.nodes import Forgotten, NodeDetail, NodeView, Pin, TreeView
 from proxy.control.views.resources import (
     NodeName,
 )
@@ -55,6 +56,20 @@ async def get_node(control: ControlDep, task: TaskName, node: NodePath) -> NodeD
     passed = await rollouts_through(engine, tree, shown, _ROLLOUTS_SHOWN)
     kept = engine.snapshot_value.explain(shown, tree)
     return control.reader.detail(known, shown, snapshot_of(engine, shown), kept, passed)
+
+
+@router.get("/tasks/{task}/nodes/{node}/path")
+async def get_path(
+    control: ControlDep,
+    task: TaskName,
+    node: NodePath,
+    cursor: CursorQuery = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+) -> Page[NodeView]:
+    """List the nodes from the root to a node: the calls that rebuild its state, in order."""
+    known = await control.engine.tasks.find(task)
+    _, end = position_of(control.engine, known, node)
+    return control.reader.path(known, end, offset=offset_of(cursor), limit=limit)
 
 
 @router.delete("/tasks/{task}/nodes/{node}")

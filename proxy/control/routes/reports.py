@@ -22,7 +22,7 @@ Price = Annotated[
 router = APIRouter()
 
 
-@router.get("/report")
+@router.get("/report", name="get_report")
 async def report(
     engine: EngineDep, request: Request, by: By = "run", label: LabelQuery = None, price: Price = 0.0
 ) -> ReportView:
@@ -31,7 +31,7 @@ async def report(
     return await _report(engine, ReportRequest(by, wanted_labels(label), None, price))
 
 
-@router.get("/tasks/{task}/report")
+@router.get("/tasks/{task}/report", name="get_task_report")
 async def report_task(
     engine: EngineDep, task: TaskName, by: By = "run", label: LabelQuery = None, price: Price = 0.0
 ) -> ReportView:

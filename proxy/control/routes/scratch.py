@@ -114,7 +114,7 @@ async def get_diff(control: ControlDep, task: TaskName, a: NodePath, b: NodePath
     return await diff(control.scratch_forks, task, tree, before, after)
 
 
-@router.post("/tasks/{task}/nodes/{node}/exec")
+@router.post("/tasks/{task}/nodes/{node}/exec", name="execute_at_node")
 async def try_call(control: ControlDep, task: TaskName, node: NodePath, trial: Trial) -> TrialView:
     """Run a call in a scratch fork of a node. The tree stays as it is, and nothing is recorded."""
     engine = control.engine

@@ -49,14 +49,14 @@ async def list_sandboxes(engine: EngineDep, request: Request) -> list[SandboxVie
     return [view for view in views if grant.whole or (view.task is not None and grant.sees(view.task))]
 
 
-@router.post("/gc")
+@router.post("/gc", name="collect_garbage")
 async def collect(engine: EngineDep, request: Request) -> Collected:
     """Collect garbage: snapshots over budget, forgotten nodes, unused sandboxes, and blobs without a record."""
     granted(request).require_whole()
     return await collect_garbage(engine)
 
 
-@router.get("/stats")
+@router.get("/stats", name="get_stats")
 async def stats(control: ControlDep, request: Request) -> StatsView:
     """Show the totals since this proxy started, and its budgets."""
     engine = control.engine

@@ -70,7 +70,7 @@ async def list_children(
     )
 
 
-@router.get("/tasks/{task}/search")
+@router.get("/tasks/{task}/search", name="search_calls")
 async def search(
     control: ControlDep,
     task: TaskName,
@@ -86,7 +86,7 @@ async def search(
     return control.browser.search(task, tree, q, rows, limit)
 
 
-@router.get("/tasks/{task}/nodes/{node}/rollouts")
+@router.get("/tasks/{task}/nodes/{node}/rollouts", name="list_node_rollouts")
 async def list_passed(
     engine: EngineDep, task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> list[PassedRollout]:

@@ -43,7 +43,7 @@ export class Texts {
   async load(chosen) {
     const { model } = this;
     const root = this.tree();
-    const labels = await get(`${this.path}/labels?nodes=${chosen.map((v) => model.id[v]).join(",")}&root=${root}`, { signal: this.signal });
+    const labels = await get(`${this.path}/titles?nodes=${chosen.map((v) => model.id[v]).join(",")}&root=${root}`, { signal: this.signal });
     if (root !== this.tree()) return;
     for (const label of labels) {
       const v = model.index.get(Number(label.node.slice(1)));

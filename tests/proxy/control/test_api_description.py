@@ -1,0 +1,77 @@
+"""The OpenAPI description: every operation has a stable name, a group, a sentence and a valid example."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from proxy.control.api_description import TAGS, operations
+from tests.proxy.serving import Running, serving
+
+PINNED = Path(__file__).with_name("operations.txt")
+ENDLESS = "stream_events"
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data")) as running:
+        for command in ("mkdir a", "mkdir b", "ls"):
+            running.exec("r", command, task="demo").raise_for_status()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def schema(proxy: Running) -> Any:
+    return proxy.client.get("/openapi.json").json()
+
+
+def test_operations_keep_their_names(schema: Any) -> None:
+    """Programs call generated functions by these names. A new operation adds a line to the file."""
+    names = {f"{method.upper()} {path} {about['operationId']}" for method, path, about in operations(schema)}
+    assert names == set(PINNED.read_text().splitlines())
+    assert len({name.rpartition(" ")[2] for name in names}) == len(names)
+
+
+def test_operations_are_grouped_and_described(schema: Any) -> None:
+    groups = [tag["name"] for tag in TAGS]
+    for _, path, about in operations(schema):
+        assert len(about["tags"]) == 1, path
+        assert about["tags"][0] in groups, path
+        assert (about.get("description") or about.get("summary", "")).endswith("."), path
+    assert {about["tags"][0] for _, _, about in operations(schema)} == set(groups)
+
+
+def test_examples_are_valid(schema: Any) -> None:
+    """They were recorded; a changed view needs `python -m tests.proxy.control.record_examples`."""
+    for _, path, about in operations(schema):
+        bodies = [body for status, body in about["responses"].items() if status[0] == "2"]
+        for body in [*bodies, about.get("requestBody", {})]:
+            for media in (m for kind, m in body.get("content", {}).items() if kind == "application/json"):
+                assert about["operationId"] == ENDLESS or "example" in media or len(bodies) > 1, path
+                if "example" in media:
+                    jsonschema_rs.validate(media["schema"] | {"components": schema["components"]}, media["example"])
+
+
+def test_path_leads_from_the_root_to_a_node(proxy: Running) -> None:
+    """It comes in pages, and each page names the next one."""
+    last = proxy.exec("r", "pwd", task="demo").headers["x-forkpoint-node"]
+    url = f"/api/v1/tasks/demo/nodes/{last}/path"
+    whole = proxy.client.get(url).json()
+    assert [node["call"] and node["call"]["title"] for node in whole["items"]] == [None, "mkdir a", "mkdir b"]
+    assert (whole["total"], whole["next"]) == (3, None)
+    first = proxy.client.get(url, params={"limit": 2}).json()
+    second = proxy.client.get(url, params={"limit": 2, "cursor": first["next"]}).json()
+    assert first["items"] + second["items"] == whole["items"]
+    assert second["next"] is None
+    assert proxy.client.get(url, params={"cursor": "3"}).status_code == 422
+
+
+def test_titles_have_their_former_name_too(proxy: Running, schema: Any) -> None:
+    """`labels` now means the labels of rollouts; programs that use the older route still work."""
+    url = "/api/v1/tasks/demo"
+    titles = proxy.client.get(f"{url}/titles", params={"nodes": "2"}).json()
+    assert titles[0]["text"] == "mkdir a"
+    assert proxy.client.get(f"{url}/labels", params={"nodes": "2"}).json() == titles
+    assert "/api/v1/tasks/{task}/labels" not in schema["paths"]
