@@ -1,5 +1,7 @@
 # A sandbox for agents, made of Debian packages only. Any other image with /bin/sh works too.
-FROM debian:bookworm-slim
+# A build from one state of Debian: --build-arg BASE=debian@sha256:… (docs/security.md).
+ARG BASE=debian:bookworm-slim
+FROM $BASE
 
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
