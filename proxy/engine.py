@@ -270,8 +270,8 @@ class Engine:
         await self.step.calls.wait()
         # Only now: a call that has ended may have started a capture.
         await self.capture.drain()
-        await self.last_ways.drain()
-        await self.last_ways.close(self.pool.roster.slots, within_s=LAST_FREEZES_S)
+        await self.last_ways.close(self.pool.roster.slots, within_s=LAST_FREEZES_S, even_unkept=True)
+        await self.last_ways.drain(within_s=LAST_FREEZES_S)
         self.roots.background.cancel()
         await self.roots.background.wait()
         for driver in self.drivers.values():

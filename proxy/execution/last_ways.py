@@ -7,7 +7,7 @@ reached.
 """
 
 import asyncio
-import time
+import contextlib
 from collections.abc import Iterable
 
 import structlog
@@ -32,32 +32,30 @@ class LastWays:
         self._pool, self._capture, self._value, self._trees = pool, capture, value, trees
         self._freezes = TaskOwner()
 
-    async def close(self, slots: Iterable[Slot], *, within_s: float) -> int:
+    async def close(self, slots: Iterable[Slot], *, within_s: float, even_unkept: bool = False) -> int:
         """Close idle sandboxes, after freezing those that are the last known way to a state that is needed.
 
         Args:
             slots: The sandboxes. Those that are not idle stay.
-            within_s: How long the freezes may take together. Sandboxes beyond that are closed without one.
+            within_s: How long the freezes may take together.
+            even_unkept: Whether to close also sandboxes whose states could not be frozen, in that time or at all.
 
         Returns:
             How many were closed.
         """
-        positions = {slot: slot.position for slot in slots}
-        deadline = time.monotonic() + within_s
-        for slot in positions:
-            if (needed := self._needed(slot)) is None:
-                continue
-            tree, node = needed
-            if (left_s := deadline - time.monotonic()) <= 0:
-                log.warning("a sandbox is closed without a snapshot, because others took too long", node=node.id)
-                continue
-            try:
-                async with asyncio.timeout(left_s):
-                    await self._freeze(slot, tree, node)
-            except TimeoutError:
-                log.warning("a sandbox is closed without a snapshot, because its freeze took too long", node=node.id)
-        # A call may have taken a sandbox meanwhile: then it is in use, or in another state that is not kept yet.
-        return await self._pool.close_where(lambda slot: positions.get(slot) is slot.position and slot in positions)
+        positions, kept = {slot: slot.position for slot in slots}, set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                for slot in positions:
+                    # Asked anew each time: the rollout may have ended, or a replay may have reached the state.
+                    if await self.keep(slot):
+                        kept.add(slot)
+
+        def may_go(slot: Slot) -> bool:
+            # A call may have taken a sandbox meanwhile: then it is in use, or in another state that is not kept yet.
+            return slot in positions and positions[slot] is slot.position and (even_unkept or slot in kept)
+
+        return await self._pool.close_where(may_go)
 
     async def keep(self, slot: Slot) -> bool:
         """Freeze an idle sandbox that is to be closed for room, if it is the last known way to a state that is needed.
@@ -71,8 +69,12 @@ class LastWays:
         # freeze that is interrupted closes its sandbox.
         return await asyncio.shield(self._freezes.spawn("keep", self._freeze(slot, *needed), awaited=True))
 
-    async def drain(self) -> None:
-        """Wait for the freezes whose callers gave up."""
+    async def drain(self, *, within_s: float) -> None:
+        """Wait for the freezes whose callers gave up, and end those that take longer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._freezes.wait()
+        self._freezes.cancel()
         await self._freezes.wait()
 
     def _needed(self, slot: Slot) -> tuple[Tree, Node] | None:

@@ -11,7 +11,7 @@ from proxy.control.garbage import collect_garbage
 from proxy.engine import Engine
 from proxy.tree.tree import path
 from sandboxes.driver import FrozenState
-from sandboxes.errors import SandboxError
+from sandboxes.errors import NotFreezableError, SandboxError
 from tests.proxy.execution.test_divergence import RandomDriver, drawn, output
 from tests.proxy.execution.test_replay import NEVER_AGAIN
 from tests.proxy.rig import ask, engine
@@ -89,7 +89,7 @@ def test_a_caller_that_gives_up_ends_no_freeze(tmp_path: Path, monkeypatch: pyte
             closing.cancel()
             await asyncio.wait([closing])
             may_end.set()
-            await running.last_ways.drain()
+            await running.last_ways.drain(within_s=30.0)
             assert rollout.node.snapshot is not None
             assert len(running.pool.roster) == 1
             assert await output(running, rollout, "cat f ; true") == number
@@ -115,9 +115,10 @@ def test_what_a_replay_has_reached_or_nobody_needs_is_not_kept(tmp_path: Path) -
     asyncio.run(body())
 
 
-def test_freezes_before_a_close_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sandbox fails and the next hangs: both are closed, and nothing waits for longer than the limit."""
+def test_freezes_before_the_end_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sandbox fails and the next hangs: nothing waits for longer than the limit, and no sandbox is left."""
     tried: list[str] = []
+    driver = RandomDriver()
 
     async def freeze(sandbox: MemorySandbox) -> FrozenState:
         tried.append(sandbox.id)
@@ -127,15 +128,34 @@ def test_freezes_before_a_close_are_bounded(tmp_path: Path, monkeypatch: pytest.
         raise AssertionError
 
     async def body() -> None:
-        async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN, sandbox_idle_s=1e-6) as running:
+        async with engine(tmp_path, driver, reuse=NEVER_AGAIN) as running:
             for name in ("a", "b", "c"):
                 rollout = await running.tasks.rollout("task", name)
                 await ask(running, rollout, f"echo {name} > f")
             await running.capture.drain()
             monkeypatch.setattr(MemorySandbox, "freeze", freeze)
             monkeypatch.setattr(engines, "LAST_FREEZES_S", 0.05)
-            await running.close_unused()
-            assert len(running.pool.roster) == 0
-            assert len(tried) == 2
+        assert not driver.live
+        assert len(tried) == 2
+
+    asyncio.run(body())
+
+
+def test_an_idle_sandbox_whose_state_cannot_be_kept_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the last way to a state that a rollout needs. It goes once the rollout has ended."""
+
+    async def refuse(_: MemorySandbox) -> FrozenState:
+        raise NotFreezableError("no")
+
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN, sandbox_idle_s=1e-6) as running:
+            rollout, number = await drawn(running)
+            await running.capture.drain()
+            monkeypatch.setattr(MemorySandbox, "freeze", refuse)
+            assert [await running.close_unused() for _ in range(2)] == [0, 0]
+            assert await output(running, rollout, "cat f ; true") == number
+            assert await running.close_unused() == 0
+            await running.tasks.rollouts.finish(rollout)
+            assert await running.close_unused() == 1
 
     asyncio.run(body())
