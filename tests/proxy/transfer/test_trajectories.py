@@ -91,6 +91,11 @@ def test_any_output_stays_on_its_line(proxy: Running) -> None:
     assert (uploads[0]["body"], b64decode(uploads[2]["body_base64"])) == (SEPARATORS, PICTURE)
 
 
+def test_lines_may_end_in_any_chunk() -> None:
+    chunks = [b'{"a":', b'"x\xe2\x80', b"\xa8\ry", b'"}\n{"b":1}', b"\n", b'{"c":2}\n']
+    assert list(lines(chunks)) == [b'{"a":"x\xe2\x80\xa8\ry"}', b'{"b":1}', b'{"c":2}']
+
+
 def test_long_answers_are_cut_between_characters(proxy: Running) -> None:
     (line,) = read(proxy, "tasks/hostile/trajectories?answer_bytes=101")
     assert line["messages"][-1]["content"] == "é" * 50
@@ -113,7 +118,7 @@ def test_damaged_answer_is_left_out(tmp_path: Path) -> None:
         running.exec("1", "X=1").raise_for_status()
         with running.engine.store.database.open_reader() as connection:
             connection.execute("PRAGMA query_only=0")
-            connection.execute("UPDATE blobs SET data = 'x' WHERE id = (SELECT MIN(answer) FROM records)")
+            connection.execute("UPDATE blobs SET data = x'78' WHERE id = (SELECT MIN(answer) FROM records)")
             connection.commit()
         (line,) = read(running)
     assert (line["complete"], len(line["messages"]), len(line["calls"])) == (False, 2, 2)
