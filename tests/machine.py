@@ -71,9 +71,9 @@ def _missing() -> str:
 
 
 @contextmanager
-def data_directory() -> Iterator[Path]:
+def data_directory(below: Path = Path("/var/tmp")) -> Iterator[Path]:
     """Yield a directory for sandboxes; nothing may be mounted below it at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="forkpoint-test-", dir="/var/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="forkpoint-test-", dir=below))
     try:
         yield folder
         assert mounts_below(folder) == []

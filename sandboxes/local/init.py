@@ -46,6 +46,7 @@ from sandboxes.ipc.messages import (
     RunProcess,
     ServerOrder,
     StartServers,
+    StateSummary,
 )
 from sandboxes.ipc.state_messages import (
     InspectHeld,
@@ -278,7 +279,7 @@ class Init:
         if spared or others:
             # The anchor goes together with its shells, unless others have to stay.
             others |= self._shells.anchor_pids
-        spared |= {process for process in processes.list_processes() if process[0] in others}
+            spared |= {process for process in processes.list_processes() if process[0] in others}
         shell.run(command)
         return self._supervisor.finish_command(
             shell, request.timeout_s, lambda: self._shells.kill_except(spared, first=shell.pid)
@@ -346,8 +347,9 @@ class Init:
         self._link.send(replace(answer, discard=discard, seal=seal), body)
         # The answer comes first: the proxy waits for it, and takes the next message as the state that follows it.
         if discard or seal:
-            # The proxy would ask for this next. Sending it unasked saves a round trip on each call that writes.
-            self._pause(discard=discard)
+            # The proxy would ask for this next. Sending it unasked saves a round trip on each call that writes. Nothing
+            # survives that could have written since the call's own look.
+            self._move(answer.state)
         elif not self._survivors:
             self._shells.renew([] if session is None else [session])
 
@@ -357,7 +359,7 @@ class Init:
 
     # -- states ------------------------------------------------------------------------------------------------------
 
-    def _pause(self, *, discard: bool = False, root: bool = False, checkpoint: bool = False) -> None:
+    def _pause(self, *, root: bool, checkpoint: bool) -> None:
         """Get ready to be frozen, and answer `Pause`.
 
         1. With survivors, and a checkpoint possible: everything stays as it is; the answer names the tree to dump.
@@ -366,21 +368,20 @@ class Init:
         3. Otherwise the shells end, because no process may hold files of the layers that are about to change.
 
         Args:
-            discard: Whether the upper layer is to be thrown away.
             root: Whether the state becomes a root state. Hard links then break for all sandboxes alike.
             checkpoint: Whether CRIU is available.
         """
-        surviving = bool(self._survivors) and not discard
+        surviving = bool(self._survivors)
         if surviving and (not checkpoint or root or (reason := self._outside_the_tree())):
             self._link.send(NotFreezable(reason if checkpoint and not root else self._survivors.description))
             return
         # Whatever was written since the last call was written by survivors.
         self._stillness.saw(wrote=self._changes.look())
-        if self._changes.too_deep and not discard:
+        if self._changes.too_deep:
             self._link.send(NotFreezable(TOO_DEEP))
             return
         linked = self._changes.linked
-        if linked and not discard and not root:
+        if linked and not root:
             # Over a frozen layer, a write to one name of a file copies it up under that name alone: the other names
             # keep the old content, and a later call would see the difference.
             self._link.send(NotFreezable(f"hard links would not stay one file: {', '.join(linked[:4])}"))
@@ -394,20 +395,26 @@ class Init:
             return
         # Without writes the layers stay, and the shells can stay as well.
         if not self._changes.written:
-            self._send_layer_state()
+            self._send_layer_state(self._supervisor.state())
             return
+        self._move(self._supervisor.state())
+
+    def _move(self, state: StateSummary) -> None:
+        """Report the state of the files, which were just looked at, and go on over other layers."""
         # The sessions are dumps already, so a fresh shell on the new layers continues each of them.
         self._shells.end()
-        self._send_layer_state()
+        self._send_layer_state(state)
         self._await_switch()
 
-    def _send_layer_state(self, paths: Sequence[str] = (), checkpoint: dict[str, Any] | None = None) -> None:
+    def _send_layer_state(
+        self, summary: StateSummary, paths: Sequence[str] = (), checkpoint: dict[str, Any] | None = None
+    ) -> None:
         changes, shells = self._changes, self._shells
         stats, contents = changes.tracker.scan.manifest()
         state = LayerState(
             shells.sessions, shells.pristine, LayerManifest(stats, contents),
             [path for path in paths if changes.tracker.now.get(path.lstrip("/")) is not None],
-            changes.upper_bytes, not changes.written, self._supervisor.state(), checkpoint,
+            changes.upper_bytes, not changes.written, summary, checkpoint,
         )  # fmt: skip
         self._link.send(state, changes.tracker.table() if changes.written else b"")
 
@@ -419,6 +426,7 @@ class Init:
             self._link.send(NotFreezable(TOO_DEEP))
             return
         self._send_layer_state(
+            self._supervisor.state(),
             paths,
             {
                 **self._shells.remember(),

@@ -160,8 +160,8 @@ class Changes(WrittenFiles):
 
     @property
     def upper_bytes(self) -> int:
-        """The bytes on disk of what was written over the layers below."""
-        return delta.size_bytes(self.roots.upper) if self.written and not self.too_deep else 0
+        """The bytes on disk of what was written over the layers below, as of the last look."""
+        return self.tracker.scan.size_bytes if self.written and not self.too_deep else 0
 
     def switched(self, upper: int, lower: int, table: int, added_bytes: int) -> None:
         """Go on over other layers.

@@ -1,6 +1,7 @@
 """The directories that a sandbox's files are compared in, and how much is in them."""
 
 import contextlib
+import os
 from typing import NamedTuple
 
 from sandboxes.linux import trees
@@ -24,6 +25,11 @@ class DeltaRoots(NamedTuple):
     root: int
 
 
+def bytes_on_disk(status: os.stat_result) -> int:
+    """Return the bytes that an entry counts for: those of its blocks, and `ENTRY_BYTES` at least."""
+    return max(status.st_blocks * 512, ENTRY_BYTES)
+
+
 def size_bytes(upper: int, most: int | None = None) -> int:
     """Return the bytes on disk of an upper layer, of which each entry takes `ENTRY_BYTES` at least.
 
@@ -38,7 +44,7 @@ def size_bytes(upper: int, most: int | None = None) -> int:
     for folder in trees.folders(upper):
         for entry in folder.entries:
             with contextlib.suppress(FileNotFoundError):
-                total += max(entry.stat(follow_symlinks=False).st_blocks * 512, ENTRY_BYTES)
+                total += bytes_on_disk(entry.stat(follow_symlinks=False))
         if most is not None and total > most:
             break
     return total

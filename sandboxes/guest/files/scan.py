@@ -24,7 +24,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from sandboxes.guest.files import facts
-from sandboxes.guest.files.delta import DeltaRoots
+from sandboxes.guest.files.delta import DeltaRoots, bytes_on_disk
 from sandboxes.guest.files.manifest import OPAQUE, Item, Manifest, is_opaque, of_items
 from sandboxes.guest.files.row_table import CLOCKED, FIXED, GONE, Row
 from sandboxes.guest.files.state_rows import StateRows
@@ -55,6 +55,7 @@ class UpperScan:
     Attributes:
         signatures: The `stat` of each entry, by path; the empty path is the directory itself.
         touched: The paths whose rows the last update may have changed.
+        size_bytes: The bytes on disk of the entries, each counted with `ENTRY_BYTES` at least, at the last update.
     """
 
     def __init__(self, marks: str, born_ns: int) -> None:
@@ -66,6 +67,7 @@ class UpperScan:
         """
         self.signatures: dict[str, bytes] = {}
         self.touched: set[str] = set()
+        self.size_bytes = 0
         self._marks, self._born_ns = marks, born_ns
         self._entries: dict[str, _Entry] = {}
         self._implied: dict[str, dict[str, Row | None]] = {}
@@ -111,7 +113,7 @@ class UpperScan:
             TreeTooDeepError: Directories are nested too deeply.
         """
         before, self.touched = self.signatures, set()
-        now = _signatures(roots.upper)
+        now, self.size_bytes = _signatures(roots.upper)
         if now == before:
             return False
         changed = {path for path, signature in now.items() if before.get(path) != signature}
@@ -272,15 +274,20 @@ def is_whiteout(status: os.stat_result) -> bool:
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
-def _signatures(upper: int) -> dict[str, bytes]:
-    """Return the packed `stat` of each entry of an upper directory, by path. If two are equal, nothing changed."""
-    found = {"": _signature(os.fstat(upper), 0)}
+def _signatures(upper: int) -> tuple[dict[str, bytes], int]:
+    """Return the packed `stat` of each entry of an upper directory, by path, and the bytes of all on disk.
+
+    If two signatures are equal, nothing changed.
+    """
+    found, size_bytes = {"": _signature(os.fstat(upper), 0)}, 0
     recent = time.time_ns() - _TICK_NS
     for folder in trees.folders(upper):
         for entry in folder.entries:
             with contextlib.suppress(FileNotFoundError):
-                found[folder.path + entry.name] = _signature(entry.stat(follow_symlinks=False), recent)
-    return found
+                status = entry.stat(follow_symlinks=False)
+                found[folder.path + entry.name] = _signature(status, recent)
+                size_bytes += bytes_on_disk(status)
+    return found, size_bytes
 
 
 def _signature(status: os.stat_result, recent: int) -> bytes:
