@@ -23,8 +23,9 @@ from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 from tests.proxy.serving import serving
 from tests.ui.browser import chromium
 from tests.ui.forest import plant
-from tests.ui.measure import frames_per_s, open_tree, zoom
+from tests.ui.measure import frames_per_s, open_tree, seconds_per_draw, vitals, zoom
 
+PAINTED = ("", "runs", "t/big", "t/big/rollouts", "system")
 VIEWS = ("", "t/hotpath", "t/hotpath?view=table", "t/hotpath/rollouts", "sandboxes")
 PAGES = 10
 
@@ -45,7 +46,24 @@ def large(nodes: int, rounds: int) -> None:
             for name, steps in (("all of it in sight", 0), ("nearer", 4), ("texts can be read", 20)):
                 zoom(page, steps)
                 shown.add_row(f"pans, frames/s, {name}", f"{frames_per_s(page):.0f}")
+                shown.add_row("… a frame is drawn in, ms", f"{seconds_per_draw(page) * 1000:.1f}")
+            shown.add_row("heap, MB", f"{vitals(page)['heap_bytes'] / 1e6:.0f}")
             console.print(shown)
+            _print_vitals(page, base, rounds)
+
+
+def _print_vitals(page: Page, base: str, rounds: int) -> None:
+    shown = table("Views, median of the rounds", "", "first paint, ms", "layout shift", "heap, MB")
+    for view in PAINTED:
+        found = []
+        for _ in range(rounds):
+            page.goto("about:blank")
+            page.goto(f"{base}/ui/#/{view}")
+            page.wait_for_selector("main[data-ready]", timeout=60_000)
+            found.append(vitals(page))
+        first, shift, heap = (median([one[name] for one in found]) for name in found[0])
+        shown.add_row(f"#/{view}", f"{first * 1000:.0f}", f"{shift:.3f}", f"{heap / 1e6:.0f}")
+    console.print(shown)
 
 
 def hits(rounds: int, seconds: float, connections: int) -> None:

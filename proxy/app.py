@@ -39,6 +39,7 @@ from proxy.storage.errors import StoreError
 from proxy.ui.api import PageData, page_data
 from proxy.ui.manual_files import manual
 from proxy.ui.static_files import page
+from proxy.ui.system import system
 from proxy.ui.ways import ways
 from sandboxes.driver import Driver
 from sandboxes.errors import SandboxError
@@ -247,6 +248,7 @@ def _behind(control: ControlPlane) -> FastAPI:
     app.state.page = PageData.over(engine)
     app.include_router(page_data)
     app.include_router(ways)
+    app.include_router(system)
     app.include_router(page())
     app.include_router(manual())
     _health(app, control)

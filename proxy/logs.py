@@ -4,12 +4,34 @@ import contextlib
 import io
 import logging
 import sys
-from typing import TextIO, cast
+from collections import deque
+from collections.abc import Mapping, MutableMapping
+from typing import Any, TextIO, cast
 
 from sandboxes.lean_imports import without
 
 with without("rich"):
     import structlog
+
+
+_RECENT = 500
+"""Warnings and errors that are kept for the page."""
+_TEXT = 2000
+"""Longest text of a kept event's member, in characters: 10 MB for all of them at the very most."""
+_SEVERE = frozenset({"warning", "error", "critical"})
+_recent: deque[Mapping[str, str]] = deque(maxlen=_RECENT)
+
+
+def recent() -> list[Mapping[str, str]]:
+    """Return the latest warnings and errors of this process, the newest first, with their members as texts."""
+    return list(reversed(_recent))
+
+
+def remember(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Keep a warning or an error. A processor of structlog."""
+    if event.get("level") in _SEVERE:
+        _recent.append({name: str(value)[:_TEXT] for name, value in event.items() if not name.startswith("_")})
+    return event
 
 
 class _BestEffort(io.TextIOBase):
@@ -38,6 +60,7 @@ def setup(level_name: str, *, json: bool) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
+        remember,
     ]
     last = structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     structlog.configure(

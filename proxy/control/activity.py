@@ -126,6 +126,7 @@ class Activity:
         sandboxes: Callable[[], int],
         rollouts: Callable[[str], list[Rollout]],
         *,
+        keep: Callable[[Second], None] = lambda _: None,
         max_listeners: int = 64,
     ) -> None:
         """Start the timeline.
@@ -134,9 +135,10 @@ class Activity:
             counts: The proxy's totals.
             sandboxes: Returns the number of live sandboxes.
             rollouts: Returns a task's running rollouts.
+            keep: Takes each second for longer than an hour.
             max_listeners: Maximum number of event streams.
         """
-        self._counts, self._sandboxes, self._rollouts = counts, sandboxes, rollouts
+        self._counts, self._sandboxes, self._rollouts, self._keep = counts, sandboxes, rollouts, keep
         self.max_listeners = max_listeners
         self._last = totals(counts)
         self._closed = False
@@ -159,6 +161,7 @@ class Activity:
         second = between(self._last, now, at=time.time(), sandboxes=self._sandboxes())
         self._last = now
         self.seconds.append(second)
+        self._keep(second)
         event = {"event": "second", **asdict(second)}
         for listener in self.listeners:
             if listener.whole:

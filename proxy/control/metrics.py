@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -9,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from proxy.audit.confidence import clopper_pearson
 from proxy.control.parts import ControlPlane
+from proxy.engine import Engine
 from proxy.telemetry.run_counters import OTHERS
 from proxy.tree.rollout import Outcome
 from sandboxes.pool.lifecycle import SandboxState
@@ -144,12 +146,39 @@ class _Totals(Collector):
             "Rate of wrong answers over all audits: seen, and 95 % confidence bounds (Clopper-Pearson).",
             labels=["sample", "bound"],
         )
-        for kind, checked, differing, _, _ in self._engine.store.audits.totals():
-            interval = clopper_pearson(differing, checked)
-            seen = differing / checked if checked else 0.0
-            for bound, value in (("low", interval.low), ("seen", seen), ("high", interval.high)):
-                rate.add_metric([kind, bound], value)
+        for found in wrong_answers(self._engine):
+            for bound, value in (("low", found.low), ("seen", found.seen), ("high", found.high)):
+                rate.add_metric([found.sample, bound], value)
         yield rate
+
+
+@dataclass(frozen=True, slots=True)
+class WrongAnswers:
+    """The rate of wrong answers over all audits of all tasks.
+
+    Attributes:
+        sample: What was checked: `hits` that were given, or recorded calls.
+        checked: Number of checked calls.
+        differing: Number of these that differ.
+        low: Lower 95 % confidence bound (Clopper-Pearson) of the rate, from 0 to 1.
+        seen: The rate.
+        high: Upper bound.
+    """
+
+    sample: str
+    checked: int
+    differing: int
+    low: float
+    seen: float
+    high: float
+
+
+def wrong_answers(engine: Engine) -> Iterator[WrongAnswers]:
+    """Return the rate of wrong answers for each kind of sample."""
+    for kind, checked, differing, _, _ in engine.store.audits.totals():
+        interval = clopper_pearson(differing, checked)
+        seen = differing / checked if checked else 0.0
+        yield WrongAnswers(kind, checked, differing, interval.low, seen, interval.high)
 
 
 def _labelled(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> CounterMetricFamily:

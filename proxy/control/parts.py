@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from proxy.control.activity import Activity
 from proxy.control.browsing import Browser
+from proxy.control.history import History
 from proxy.control.refreshed import Refreshed
 from proxy.control.scratch_forks import ScratchForks
 from proxy.control.subtree_totals import SubtreeTotals
@@ -27,6 +28,7 @@ class ControlPlane:
     Attributes:
         engine: The running proxy that the routes operate on.
         activity: The last hour, second by second, and its event streams.
+        history: The last day, minute by minute.
         scratch_forks: The sandboxes that people open to inspect a state.
         subtree_totals: Totals below each node of a tree.
         task_totals: Totals of each task, by its name.
@@ -37,6 +39,7 @@ class ControlPlane:
 
     engine: Engine
     activity: Activity
+    history: History
     scratch_forks: ScratchForks
     subtree_totals: SubtreeTotals
     task_totals: Refreshed[Mapping[str, OutcomeTotals]]
@@ -52,12 +55,14 @@ class ControlPlane:
             task = engine.tasks.get(name)
             return [] if task is None else list(task.rollouts.values())
 
-        activity = Activity(engine.counts, lambda: len(engine.pool.roster), running_in)
+        history = History(engine.store)
+        activity = Activity(engine.counts, lambda: len(engine.pool.roster), running_in, keep=history.add)
         engine.lifecycle.background.append(BackgroundWork("activity", _ACTIVITY_EVERY_S, activity.tick))
-        engine.lifecycle.at_hang_up.append(activity.close)
+        engine.lifecycle.at_hang_up += [activity.close, history.save]
         return cls(
             engine,
             activity,
+            history,
             ScratchForks(engine.restorer, max_open=max(2, engine.settings.max_sandboxes // _SCRATCH_SHARE)),
             SubtreeTotals(engine.walkers),
             task_totals(engine.store),

@@ -26,6 +26,7 @@ class OutcomeTotals:
         executed_s: Seconds that tools ran for misses and bypasses.
         saved_s: Seconds that tools would have run for hits and waits.
         running: Number of running rollouts.
+        used_at: When a rollout made its latest call, or began, in seconds since 1970.
     """
 
     calls: int = 0
@@ -36,6 +37,7 @@ class OutcomeTotals:
     executed_s: float = 0.0
     saved_s: float = 0.0
     running: int = 0
+    used_at: float = 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -75,6 +77,8 @@ def read_totals(connection: sqlite3.Connection) -> dict[str, OutcomeTotals]:
             totals.saved_s += seconds
         else:
             totals.executed_s += seconds
-    for task, count in connection.execute("SELECT task, COUNT(*) FROM rollouts WHERE finished = 0 GROUP BY task"):
-        by_task.setdefault(task, OutcomeTotals()).running = count
+    rollouts = "SELECT task, SUM(finished = 0), MAX(used_at) FROM rollouts GROUP BY task"
+    for task, running, used_at in connection.execute(rollouts):
+        totals = by_task.setdefault(task, OutcomeTotals())
+        totals.running, totals.used_at = running, used_at
     return by_task

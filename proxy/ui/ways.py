@@ -18,6 +18,7 @@ MAX_STEPS = 100_000
 """Steps in one response, about 2 MB of JSON: the ways of 2,500 rollouts of 40 calls. Older rollouts are left out."""
 _OUTCOMES = "hmwb"
 """Letters of the outcomes 0 to 3: hit, miss, wait, bypass."""
+_KNOWN = range(len(_OUTCOMES))
 
 ways = APIRouter(prefix="/api/v1", tags=["page"], responses={"4XX": PROBLEM, "5XX": PROBLEM})
 
@@ -91,7 +92,9 @@ def _read(connection: sqlite3.Connection, tree: int, limit: int) -> WaysView:
             "LEFT JOIN records c ON c.id = s.record WHERE s.rollout = ? ORDER BY s.turn LIMIT ?",
             (number, MAX_STEPS),
         ).fetchall()
-        found.append(_way(name, finished, labels, start, steps))
+        # A damaged step is left out: the route that lists a rollout's calls says what is wrong with it.
+        whole = [step for step in steps if step[1] in _KNOWN]
+        found.append(_way(name, finished, labels, start, whole))
     return WaysView(ways=found, truncated=len(rows) > limit)
 
 

@@ -21,6 +21,34 @@ _PAN = """async ([seconds, step]) => {
     point("pointerup", x, y);
     return frames / ((performance.now() - start) / 1000);
 }"""
+_VITALS = """async () => {
+    const shifts = await new Promise((resolve) => {
+        let sum = 0;
+        new PerformanceObserver((list) => { for (const entry of list.getEntries()) sum += entry.value; })
+            .observe({ type: "layout-shift", buffered: true });
+        setTimeout(() => resolve(sum), 300);
+    });
+    const paint = performance.getEntriesByName("first-contentful-paint")[0];
+    return { first_paint_s: paint.startTime / 1000, layout_shift: shifts };
+}"""
+_DRAWS = """async (rounds) => {
+    const { TreeMap } = await import("./js/tree/canvas.js");
+    const draw = TreeMap.prototype._draw;
+    const times = [];
+    TreeMap.prototype._draw = function () {
+        const began = performance.now();
+        draw.call(this);
+        times.push(performance.now() - began);
+    };
+    const canvas = document.querySelector("canvas");
+    for (let n = 0; n < rounds; n++) {
+        canvas.dispatchEvent(new WheelEvent("wheel", { deltaX: n % 2 ? 40 : -40, shiftKey: true, cancelable: true }));
+        await new Promise(requestAnimationFrame);
+    }
+    TreeMap.prototype._draw = draw;
+    times.sort((a, b) => a - b);
+    return times[times.length >> 1];
+}"""
 _MARK = "name => performance.getEntriesByName(name).at(-1).startTime"
 
 
@@ -45,3 +73,21 @@ def zoom(page: Page, times: int) -> None:
     button = page.get_by_role("button", name="Zoom in" if times > 0 else "Zoom out")
     for _ in range(abs(times)):
         button.click()
+
+
+def vitals(page: Page) -> dict[str, float]:
+    """Return the first paint in seconds, the layout shift, and the heap in bytes of the page that is shown.
+
+    The first paint is counted from the navigation, so the page must have been loaded with `goto` and shown since.
+    """
+    measured: dict[str, float] = page.evaluate(_VITALS)
+    session = page.context.new_cdp_session(page)
+    session.send("HeapProfiler.collectGarbage")
+    measured["heap_bytes"] = float(session.send("Runtime.getHeapUsage")["usedSize"])
+    session.detach()
+    return measured
+
+
+def seconds_per_draw(page: Page, rounds: int = 60) -> float:
+    """Return the median seconds that drawing the map takes: what a frame costs, whatever else the machine does."""
+    return float(page.evaluate(_DRAWS, rounds)) / 1000

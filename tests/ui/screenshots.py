@@ -19,7 +19,9 @@ from tests.ui.forest import plant
 from tests.ui.measure import open_tree
 
 FOLDER = Path(__file__).parents[2] / "docs" / "screenshots"
-SIZE = (1280, 760)
+SIZE = (1440, 900)
+PHONE = (390, 844)
+DRIVERS = ["local", "sqlite", "video", "http"]
 
 
 def shots(page: Page, base: str, scheme: str) -> None:
@@ -39,13 +41,21 @@ def shots(page: Page, base: str, scheme: str) -> None:
     save("overview")
     go("/t/fix-ledger", "main[data-ready]")
     save("tree")
+    go("/t/fix-ledger?lanes=1&colour=reward", ".lane")
+    page.locator("[data-rollout=policy-b-3]").hover()
+    save("lanes")
+    go("/runs", "tbody tr")
+    save("runs")
+    go("/system", "#settings tbody tr")
+    save("system")
     go("/t/fix-ledger?view=table", "[role=row] .chip")
     page.get_by_text("sed -i 's/a - b/a + b/' ledger/money.py").first.click()
     page.wait_for_selector(".changes")
-    page.locator(".side").evaluate("side => side.scrollTo(0, 120)")
     save("node")
-    go("/t/fix-ledger/r/policy-b-2", ".waterfall tbody tr")
+    go("/t/fix-ledger/r/policy-b-2?time=real", ".waterfall tbody tr")
     save("rollout")
+    go("/t/fix-ledger/compare?r=policy-a-0,policy-a-1,policy-a-2,policy-a-3", ".answer-row .output")
+    save("group")
     go("/t/fix-ledger/r/policy-a-1/vs/policy-b-2", ".compare tbody tr")
     save("compare")
     go("/t/fix-ledger/audit", "text=recorded calls")
@@ -71,6 +81,24 @@ def shots(page: Page, base: str, scheme: str) -> None:
     save("terminal")
 
 
+def phone_shots(page: Page, base: str, scheme: str) -> None:
+    """Take the views that are looked at on a phone."""
+    for name, address, ready in (
+        ("overview", "/", "tr[data-task]"),
+        ("tree", "/t/fix-ledger", "[role=row] .mono"),
+        ("node", "/t/fix-ledger?node=n2", ".changes"),
+        ("lanes", "/t/fix-ledger?lanes=1", ".lane"),
+        ("rollouts", "/t/fix-ledger/rollouts", "tbody tr"),
+        ("rollout", "/t/fix-ledger/r/policy-b-2", ".waterfall tbody tr"),
+        ("runs", "/runs", "tbody tr"),
+    ):
+        page.goto("about:blank")
+        page.goto(f"{base}/ui/#{address}")
+        page.wait_for_selector(ready)
+        page.wait_for_timeout(700)
+        page.screenshot(path=FOLDER / f"{name}-phone-{scheme}.png")
+
+
 def audit(base: str) -> None:
     """Check some of the calls, so that there is something to show."""
     with httpx.Client(base_url=f"{base}/api/v1/tasks/fix-ledger", trust_env=False) as client:
@@ -81,12 +109,14 @@ def audit(base: str) -> None:
 
 def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with ephemeral_proxy() as proxy:
-        populate(proxy.url)
+    with tempfile.TemporaryDirectory() as made, ephemeral_proxy(settings={"drivers": DRIVERS}) as proxy:
+        populate(proxy.url, folder=Path(made))
         audit(proxy.url)
         for scheme in ("light", "dark"):
             with chromium(*SIZE, scheme=scheme) as browser:
                 shots(browser.pages[0], proxy.url, scheme)
+            with chromium(*PHONE, scheme=scheme) as browser:
+                phone_shots(browser.pages[0], proxy.url, scheme)
     with tempfile.TemporaryDirectory() as folder:
         plant(Path(folder), "large", 50_000)
         with serving(Path(folder)) as running:

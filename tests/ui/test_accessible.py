@@ -32,7 +32,8 @@ def addresses(proxy: Running) -> list[str]:
     """Return the address of each view, and of a node that shows all of its parts."""
     node = proxy.exec("second", "echo 4 > h", task="demo").headers["x-forkpoint-node"]
     return [
-        "#/", "#/sandboxes", "#/snapshots", "#/nowhere", "#/t/demo", f"#/t/demo?view=table&node={node}",
+        "#/", "#/runs", "#/system", "#/sandboxes", "#/snapshots", "#/nowhere", "#/t/demo",
+        f"#/t/demo?view=table&node={node}",
         "#/t/demo/rollouts", "#/t/demo/audit", "#/t/demo/r/first", "#/t/demo/r/first/vs/second",
         "#/t/demo/compare?r=first,second", "#/t/demo?lanes=1&colour=reward", f"#/t/demo/n/{node}",
         f"#/t/demo/n/{node}/terminal",

@@ -53,6 +53,7 @@ class TaskSummary(BaseModel):
         hit_rate: Hits and waits as a share of all calls, from 0 to 1.
         executed_s: Seconds that tools ran.
         saved_s: Seconds of tool time that hits and waits saved.
+        used_at: When a rollout made its latest call, or began, in seconds since 1970; 0 without a rollout.
     """
 
     task: str
@@ -68,6 +69,7 @@ class TaskSummary(BaseModel):
     hit_rate: float = 0.0
     executed_s: float = 0.0
     saved_s: float = 0.0
+    used_at: float = 0.0
 
 
 RolloutState = Literal["running", "idle", "finished"]

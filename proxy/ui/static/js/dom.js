@@ -58,6 +58,7 @@ export const ICONS = {
   auto: "M8 2a6 6 0 1 0 0 12V2Z",
   close: "M4 4l8 8M12 4l-8 8",
   fork: "M8 14V9M8 9 4 5M8 9l4-4M4 8V4.5h3.5M12 8V4.5H8.5",
+  find: "M7 2.5a4.5 4.5 0 1 0 0 9 4.5 4.5 0 0 0 0-9ZM10.3 10.3 14 14",
   fit: "M2 6V2h4M10 2h4v4M14 10v4h-4M6 14H2v-4",
 };
 

@@ -4,6 +4,9 @@ import { h } from "./dom.js";
 
 const KEYS = [
   [["/"], "search, or filter the list"],
+  [["Ctrl-K"], "find a view, a task, a rollout or an action"],
+  [["j", "k"], "next or previous row of a table"],
+  [["g", "o"], "overview; g r runs, g s sandboxes, g n snapshots, g y system, g t tree, g l rollouts"],
   [["o"], "overview"],
   [["t"], "tree of this task"],
   [["↑", "↓"], "next or previous visible call"],

@@ -14,12 +14,17 @@ import { auditView } from "./audit.js";
 import { diffView } from "./diff.js";
 import { terminalView } from "./terminal.js";
 import { help } from "./help.js";
+import { palette } from "./palette.js";
+import { runsView } from "./runs.js";
+import { systemView } from "./system.js";
 
 const NAME = "([^/?]+)";
 const ROUTES = [
   [/^\/?$/, overview, "Overview"],
   [/^\/sandboxes$/, sandboxes, "Sandboxes"],
   [/^\/snapshots$/, snapshots, "Snapshots"],
+  [/^\/runs$/, runsView, "Runs"],
+  [/^\/system$/, systemView, "System"],
   [new RegExp(`^/t/${NAME}$`), treeView, "Tree"],
   [new RegExp(`^/t/${NAME}/rollouts$`), rolloutList, "Rollouts"],
   [new RegExp(`^/t/${NAME}/compare$`), compareGroup, "Rollouts compared"],
@@ -115,8 +120,10 @@ function frame(path, task) {
         "nav",
         { "aria-label": "Views" },
         link("#/", "Overview", path === "" || path === "/"),
+        link("#/runs", "Runs", path === "/runs"),
         link("#/sandboxes", "Sandboxes", path === "/sandboxes"),
         link("#/snapshots", "Snapshots", path === "/snapshots"),
+        link("#/system", "System", path === "/system"),
         inTask && [
           h("span", { class: "crumb-sep", "aria-hidden": "true" }, "/"),
           h("span", { class: "crumb", title: task }, task),
@@ -128,6 +135,7 @@ function frame(path, task) {
       h("span", { class: "gap" }),
       pulse,
       themeSwitch(),
+      h("button", { class: "quiet icon", title: "Find anything (Ctrl-K)", "aria-label": "Find anything", on: { click: openPalette } }, icon("find")),
       h("button", { class: "quiet icon", title: "Keys (?)", "aria-label": "Keys", on: { click: () => help() } }, "?"),
     ),
   );
@@ -159,23 +167,56 @@ function applyTheme() {
   document.dispatchEvent(new Event("theme"));
 }
 
+const taskInAddress = () => /^#\/t\/([^/?]+)/.exec(location.hash)?.[1];
+
+/** What the palette offers in each address. */
+function commands() {
+  const to = (text, address) => [text, () => (location.hash = address)];
+  const task = taskInAddress();
+  const own = task ? [to("Tree of this task", `#/t/${task}`), to("Rollouts of this task", `#/t/${task}/rollouts`), to("Rollouts as lanes", `#/t/${task}?lanes=1`), to("Audit of this task", `#/t/${task}/audit`)] : [];
+  const actions = [[paused() ? "Resume live updates" : "Pause live updates", () => pause(!paused())], ["Switch the theme", () => document.querySelector("#top button[aria-label^=Theme]").click()], ["All keys", () => help()]];
+  return [...own, to("Overview", "#/"), to("Runs", "#/runs"), to("Sandboxes", "#/sandboxes"), to("Snapshots", "#/snapshots"), to("System: budgets, warnings, doctor, settings", "#/system"), ...actions];
+}
+
+const openPalette = () => palette(taskInAddress() ? decodeURIComponent(taskInAddress()) : null, commands());
+
+const GO = { o: "#/", r: "#/runs", s: "#/sandboxes", n: "#/snapshots", y: "#/system" };
+let going = -Infinity;
+
 function keys(event) {
+  if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "k") {
+    event.preventDefault();
+    openPalette();
+    return;
+  }
   const typing = event.target.closest?.("input, textarea, select, .term-box, dialog");
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-  const chosen = { "?": () => help(), "/": focusSearch, o: () => (location.hash = "#/"), t: toTree, p: () => pause(!paused()) }[event.key];
+  // `g` and a letter within a second go to a view.
+  const went = performance.now() - going < 1000;
+  going = event.key === "g" ? performance.now() : -Infinity;
+  const chosen = went
+    ? { t: toTree, l: () => toTree("/rollouts"), ...Object.fromEntries(Object.entries(GO).map(([key, address]) => [key, () => (location.hash = address)])) }[event.key]
+    : { "?": () => help(), "/": focusSearch, o: () => (location.hash = "#/"), t: () => toTree(), p: () => pause(!paused()), j: () => row(1), k: () => row(-1) }[event.key];
   if (chosen) {
     event.preventDefault();
     chosen();
   }
 }
 
+/** Move the focus to the link of the next or previous row of a table. */
+function row(step) {
+  const links = [...document.querySelectorAll("main tbody tr")].map((tr) => tr.querySelector("a, button")).filter(Boolean);
+  const at = links.findIndex((link) => link.closest("tr") === document.activeElement?.closest("tr"));
+  links[at < 0 ? 0 : Math.max(0, Math.min(links.length - 1, at + step))]?.focus();
+}
+
 function focusSearch() {
   document.querySelector('main input[type="search"]')?.focus();
 }
 
-function toTree() {
-  const match = /^#(\/t\/[^/?]+)/.exec(location.hash);
-  if (match) location.hash = `#${match[1]}`;
+function toTree(under = "") {
+  const task = taskInAddress();
+  if (task) location.hash = `#/t/${task}${typeof under === "string" ? under : ""}`;
 }
 
 applyTheme();

@@ -1,0 +1,51 @@
+// What the cache did by run, step, group, task or endpoint: hit rate, seconds and money saved, percentiles and rewards.
+
+import { get, names } from "./api.js";
+import { h, put, say } from "./dom.js";
+import { count, percent, seconds } from "./format.js";
+import { watch } from "./live.js";
+
+const BY = ["run", "step", "group", "task", "endpoint"];
+const PRICE = "forkpoint-price";
+const COLUMNS = [["Rollouts"], ["Calls"], ["Hit rate"], ["Executed"], ["Saved"], ["Saved, money"], ["p95 of tools"], ["p95 with the cache"], ["Reward"]];
+
+export async function runsView({ main, params, signal, setParams }) {
+  const body = h("tbody");
+  const total = h("tfoot");
+  const arms = h("tbody");
+  const note = h("span", { class: "note" });
+  const first = h("th", { scope: "col" });
+  const by = h("select", { on: { change: () => { setParams({ by: by.value === "run" ? null : by.value }); look(); } } }, BY.map((name) => h("option", { value: name }, name)));
+  by.value = BY.includes(params.get("by")) ? params.get("by") : "run";
+  const price = h("input", { type: "text", inputmode: "decimal", size: "6", value: localStorage.getItem(PRICE) ?? "1", "aria-label": "Price of an hour of tool time", on: { change: () => { localStorage.setItem(PRICE, price.value); look(); } } });
+  const look = async () => {
+    const view = await get(`report?by=${by.value}&price=${Math.max(0, Number(price.value) || 0)}`, { signal });
+    first.textContent = by.value[0].toUpperCase() + by.value.slice(1);
+    put(body, view.rows.map((row) => rowOf(row, by.value)));
+    put(total, rowOf({ ...view.total, group: "all" }, ""));
+    put(arms, view.arms.map((arm) => h("tr", {}, h("td", {}, { none: "no cache", stateless: "stateless cache", stateful: "this proxy" }[arm.cache] ?? arm.cache), [count(arm.executed), seconds(arm.tool_s), percent(arm.hit_rate), arm.cache === "stateful" ? "see audits" : count(arm.wrong)].map((text) => h("td", { class: "num" }, text)))));
+    say(note, view.truncated ? "the first groups" : "");
+  };
+  await look();
+  put(
+    main,
+    h("div", { class: "wrap" },
+      h("section", { class: "panel" },
+        h("header", {}, h("h1", {}, "Runs"), note, h("span", { class: "gap" }), h("label", { class: "inline" }, "by", by), h("label", { class: "inline" }, "price of an hour of tool time", price)),
+        h("div", { class: "scroll", tabindex: "0" }, h("table", {}, h("thead", {}, h("tr", {}, first, COLUMNS.map(([text]) => h("th", { scope: "col", class: "num" }, text)))), body, total))),
+      h("section", { class: "panel" },
+        h("header", {}, h("h2", {}, "The same calls with other caches")),
+        h("div", { class: "scroll", tabindex: "0" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Cache"), ["Executed calls", "Tool time", "Hit rate", "Wrong answers"].map((text) => h("th", { scope: "col", class: "num" }, text)))), arms)))),
+  );
+  watch(look, signal, 5000);
+}
+
+function rowOf(row, by) {
+  const name = row.group ?? "without label";
+  const cells = [
+    count(row.rollouts), count(row.calls), percent(row.hit_rate), seconds(row.executed_s), seconds(row.saved_s), row.saved_cost.toFixed(2),
+    seconds(row.p95_s), seconds(row.paid_p95_s), row.reward === null ? "–" : row.reward.toPrecision(3),
+  ];
+  const link = by === "task" && row.group ? h("a", { class: "mono", href: `#/t/${names(row.group)}` }, name) : h("span", { class: by ? "mono" : "strong" }, name);
+  return h("tr", {}, h("td", {}, link), cells.map((text) => h("td", { class: "num" }, text)));
+}

@@ -1,0 +1,138 @@
+"""Routes that show the proxy itself: its last day, settings, latest warnings, wrong answers, and `doctor`."""
+
+import asyncio
+import sys
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, SecretStr
+
+from proxy.control.activity import HOUR, Second, timeline
+from proxy.control.metrics import WrongAnswers, wrong_answers
+from proxy.control.routes.params import PROBLEM, ControlDep, EngineDep, granted
+from proxy.logs import recent
+from proxy.refusals import RefusalError
+from sandboxes.spec import EnvironmentSpec
+
+_DOCTOR_S = 60.0
+"""Longest run of `doctor`. Its trial sandbox takes a second; a loaded machine takes ten."""
+_MINUTE = 60
+
+system = APIRouter(prefix="/api/v1/system", responses={"4XX": PROBLEM, "5XX": PROBLEM})
+_examining = asyncio.Lock()
+
+
+class SettingView(BaseModel):
+    """A setting.
+
+    Attributes:
+        name: Its name in a TOML file; `FORKPOINT_` and the name in capitals is its variable.
+        value: Its value; secrets are never shown.
+        usual: Whether it has its default value.
+        about: What it does.
+    """
+
+    name: str
+    value: Any
+    usual: bool
+    about: str
+
+
+class HistoryView(BaseModel):
+    """The activity of a span of time.
+
+    Attributes:
+        step_s: Length of a step in seconds.
+        steps: The steps, oldest first. Steps in which the proxy did not run are missing.
+    """
+
+    step_s: int
+    steps: list[Second]
+
+
+@system.get("/history")
+async def get_history(
+    control: ControlDep, request: Request, span_s: Annotated[int, Query(ge=60, le=24 * HOUR)] = HOUR
+) -> HistoryView:
+    """Show calls and tool seconds of up to a day, in at most 144 steps."""
+    granted(request).require_whole()
+    if span_s <= 10 * _MINUTE:
+        step_s = max(1, span_s // 120)
+        return HistoryView(step_s=step_s, steps=timeline(list(control.activity.seconds), span_s=span_s, step_s=step_s))
+    step = max(1, span_s // 144 // _MINUTE)
+    minutes = list(control.history.minutes)
+    return HistoryView(step_s=step * _MINUTE, steps=timeline(minutes, span_s=span_s // _MINUTE, step_s=step))
+
+
+@system.get("/wrong-answers")
+async def get_wrong_answers(engine: EngineDep, request: Request) -> list[WrongAnswers]:
+    """Show the rate of wrong answers over all audits of all tasks, with its confidence bounds."""
+    granted(request).require_whole()
+    return list(wrong_answers(engine))
+
+
+@system.get("/warnings")
+async def get_warnings(request: Request) -> list[dict[str, str]]:
+    """List the latest warnings and errors of this proxy, the newest first."""
+    granted(request).require_whole()
+    return [dict(event) for event in recent()]
+
+
+@system.get("/settings")
+async def get_settings(engine: EngineDep, request: Request) -> list[SettingView]:
+    """List the settings that this proxy runs with. Secrets are never shown."""
+    granted(request).require_whole()
+    fields = type(engine.settings).model_fields
+    return [
+        SettingView(
+            name=name,
+            value=_shown(getattr(engine.settings, name)),
+            usual=getattr(engine.settings, name) == field.get_default(call_default_factory=True),
+            about=field.description or "",
+        )
+        for name, field in sorted(fields.items())
+    ]
+
+
+@system.post("/doctor")
+async def examine(request: Request) -> list[dict[str, Any]]:
+    """Check the machine, as `forkpoint doctor` does, in a process of its own."""
+    granted(request).require_whole()
+    if _examining.locked():
+        raise RefusalError(409, "busy", "doctor is running already. Try again when it has ended.")
+    async with _examining:
+        return await _doctor()
+
+
+async def _doctor() -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "forkpoint", "doctor", "--json"]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(_DOCTOR_S):
+            output, _ = await process.communicate()
+        found: list[dict[str, Any]] = orjson.loads(output)
+    except TimeoutError as error:
+        raise RefusalError(503, "busy", f"doctor took more than {_DOCTOR_S:.0f} s. Run `forkpoint doctor`.") from error
+    except orjson.JSONDecodeError as error:
+        raise RefusalError(503, "doctor", "doctor could not run. Run `forkpoint doctor` to see why.") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return found
+
+
+def _shown(value: Any) -> Any:
+    """Return a setting's value as JSON, without secrets."""
+    if isinstance(value, SecretStr):
+        return "set, not shown"
+    if isinstance(value, EnvironmentSpec):
+        return value.redacted().model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, dict):
+        return {str(key): _shown(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_shown(member) for member in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
