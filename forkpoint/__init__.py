@@ -8,7 +8,7 @@ This package is what other programs may import. Everything else in the distribut
 - `forkpoint.trackers`: figures of each training step for W&B, MLflow, TensorBoard and TRL.
 - `forkpoint.drivers`: the contract of sandbox drivers, for drivers of your own.
 - `forkpoint.dialects`: the contract of request dialects, for endpoints of your own.
-- `forkpoint.inspect` and `forkpoint.harbor`: sandboxes for Inspect AI and Harbor.
+- `forkpoint.inspect`, `forkpoint.harbor` and `forkpoint.trl`: sandboxes for Inspect AI, Harbor and TRL.
 - `forkpoint.testing`: the test suite that every driver must pass.
 
 Importing `forkpoint` itself loads nothing else: sandbox processes import it and must start in milliseconds.

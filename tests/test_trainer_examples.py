@@ -1,4 +1,4 @@
-"""The shims for veRL and TRL in examples/ run as their trainers run them. The trainers are too heavy to install here.
+"""The shims for veRL and TRL run as their trainers run them. The trainers are too heavy to install here.
 
 The stand-in for veRL has the interfaces of the wheel of 0.9.1 (`verl/tools/base_tool.py`, `schemas.py`) and calls like
 its `tool_agent_loop.py`. TRL's calls are the calls of `grpo_trainer.py` of 1.16.
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from forkpoint import ForkpointError
+from forkpoint.trl import ForkpointShell
 from proxy.tree.rollout import Outcome
 from tests.proxy.serving import Running, serving
 
@@ -98,10 +99,9 @@ def test_failed_verl_call_raises(proxy: Running, verl: ModuleType) -> None:
 def test_trl_group_shares_its_prefix_until_reset(proxy: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three environments begin with the same commands and diverge. A reset begins a new rollout at the root."""
     monkeypatch.setenv("FORKPOINT_URL", str(proxy.client.base_url))
-    factory = loaded("trl_environment").ForkpointShell
-    group = [factory() for _ in range(3)]
+    group = [ForkpointShell() for _ in range(3)]
     for environment in group:
-        assert environment.reset(task="t", prompt=[]) is None
+        environment.reset(task="t", prompt=[])
         assert [environment.bash("echo one > f"), environment.bash("cat f")] == ["", "one\n"]
     assert proxy.engine.counts.outcomes[Outcome.HIT] == 4
     for n, environment in enumerate(group):
@@ -114,8 +114,9 @@ def test_trl_group_shares_its_prefix_until_reset(proxy: Running, monkeypatch: py
 
 
 def test_trl_sees_one_described_tool() -> None:
-    factory = loaded("trl_environment").ForkpointShell
-    tools = [n for n, _ in inspect.getmembers(factory, inspect.isfunction) if n != "reset" and not n.startswith("_")]
+    tools = [
+        n for n, _ in inspect.getmembers(ForkpointShell, inspect.isfunction) if n != "reset" and not n.startswith("_")
+    ]
     assert tools == ["bash"]
-    assert "Args:" in (inspect.getdoc(factory.bash) or "")
-    assert inspect.signature(factory.bash).parameters["command"].annotation is str
+    assert "Args:" in (inspect.getdoc(ForkpointShell.bash) or "")
+    assert inspect.signature(ForkpointShell.bash).parameters["command"].annotation is str

@@ -1,21 +1,20 @@
-"""An environment for TRL's `GRPOTrainer(environment_factory=ForkpointShell)` whose tool runs in Forkpoint.
+"""An environment for TRL: `GRPOTrainer(..., environment_factory=ForkpointShell)`. Its tool runs in Forkpoint.
 
-Read docs/agents/openenv.md. Each row of the dataset has a `task`. FORKPOINT_URL is Forkpoint's base URL.
+Each row of the dataset has a `task`, the name of a Forkpoint task. FORKPOINT_URL is the proxy's URL. This module does
+not import TRL.
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from forkpoint import Client
-
-if TYPE_CHECKING:
-    from forkpoint.client import Rollout
+from forkpoint.client import Client, Rollout
 
 
 class ForkpointShell:
     """The environment of one rollout. TRL makes one for each rollout of a batch, and resets it for the next batch."""
 
     def __init__(self) -> None:
+        """Make the environment; `reset` begins its first rollout."""
         self._client = Client(os.environ.get("FORKPOINT_URL"))
         self._rollout: Rollout | None = None
 
