@@ -190,6 +190,8 @@ class ClusterGate:
         origin = ORIGIN.get()
         if origin is None or origin.ingress == self.number:
             self.positions.put(rollout.id, position)
+            if origin is not None:
+                origin.is_accepted = True
         else:
             origin.positions[rollout.id] = position
 

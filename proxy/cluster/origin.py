@@ -17,6 +17,7 @@ class Origin:
         is_current: Returns whether the way that the call came by is still the latest one of its ingress.
         confirm: Returns whether an agent still waits for the call at its ingress.
         positions: Where rollouts are after this call, by number; None for a rollout that has ended.
+        is_accepted: Whether this member, as the ingress, has kept where the call leads. Its answer must be passed on.
         pending: Completed when the lines that this call has written are in the log.
         is_stale: Whether the call was not admitted because a newer way of its ingress has replaced the one it came by.
     """
@@ -25,6 +26,7 @@ class Origin:
     is_current: Callable[[], bool]
     confirm: Callable[[], Awaitable[bool]]
     positions: dict[int, Position | None] = field(default_factory=dict)
+    is_accepted: bool = False
     pending: list[asyncio.Future[None]] = field(default_factory=list)
     is_stale: bool = False
 

@@ -189,7 +189,7 @@ class ClusterPlane(DataPlane):
         )
 
     async def _answer_here(self, owned: Owned, call: WaitingCall, scope: Scope, body: bytes, send: Send) -> bool:
-        """Answer a request of a task that this member owns; return False if it was dropped before."""
+        """Answer a request of an owned task; return False if the task was dropped before the call was taken."""
         origin = Origin(self._member.number, lambda: True, call.waits)
         ORIGIN.set(origin)
         is_over = False
@@ -201,7 +201,8 @@ class ClusterPlane(DataPlane):
                     # A failure shows in `is_dropped`.
                     with suppress(RefusalError):
                         await asyncio.shield(written)
-                is_over = owned.is_dropped
+                # The own ingress has kept the position: made again, the call would be a step more.
+                is_over = owned.is_dropped and not origin.is_accepted
             if not is_over:
                 await send(message)
 
