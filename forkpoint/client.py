@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import httpx
 
+from forkpoint.address import DEFAULT_URL, base_url, token_headers
 from forkpoint.errors import ForkpointError, UnreachableError
 from forkpoint.exchange import Awaiting, Blocking, Reply, Request, error_of, path_of, retry_pause_s
 from forkpoint.operations import Labels, ProxyOperations, RolloutOperations, TaskOperations
@@ -22,8 +23,6 @@ from forkpoint.trajectories import Format, Trajectory, split, target, trajectory
 
 T = TypeVar("T")
 
-DEFAULT_URL = "http://127.0.0.1:8700"
-"""The URL of `forkpoint serve` on this machine."""
 OVERHEAD_S = 300.0
 """Seconds that a response may take beyond the call's own time limit: the proxy may wait for a free sandbox, restore it
 and replay calls in it."""
@@ -40,12 +39,9 @@ _STREAM = httpx.Timeout(OVERHEAD_S, connect=_CONNECT_S)
 
 def _options(url: str | None, token: str | None, *, trust_env: bool) -> dict[str, Any]:
     """Return the arguments of both kinds of HTTP clients."""
-    url = url or os.environ.get("FORKPOINT_URL", DEFAULT_URL)
-    # As typed: `127.0.0.1:8700` means plain HTTP.
-    url = url if "://" in url else f"http://{url}"
-    token = token or os.environ.get("FORKPOINT_TOKEN")
+    url = base_url(url or os.environ.get("FORKPOINT_URL", DEFAULT_URL))
     return {
-        "base_url": url.rstrip("/"), "headers": {"x-forkpoint-token": token} if token else {}, "trust_env": trust_env,
+        "base_url": url, "headers": token_headers(token), "trust_env": trust_env,
         # Reading the certificates takes 20 ms, which plain HTTP does not need.
         "verify": url.startswith("https:"),
         # A group of rollouts waits for its tools, and not for a connection.

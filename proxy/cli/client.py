@@ -1,6 +1,5 @@
 """Client of the control plane of a running proxy, for the commands."""
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -11,11 +10,10 @@ from urllib.parse import quote
 import httpx
 import typer
 
+from forkpoint.address import DEFAULT_URL, base_url, token_headers
 from proxy.address import read_address
 from proxy.cli.text import printable
 
-DEFAULT_URL = "http://127.0.0.1:8700"
-"""Where `forkpoint serve` listens by default."""
 DEFAULT_DATA = Path("forkpoint-data")
 """The data directory of `forkpoint serve` by default."""
 REQUEST_S = 30.0
@@ -51,10 +49,7 @@ class ControlClient:
     """
 
     def __init__(self, url: str) -> None:
-        # As typed: `--url 127.0.0.1:8700` means plain HTTP.
-        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
-        token = os.environ.get("FORKPOINT_TOKEN")
-        self.headers = {"x-forkpoint-token": token} if token else {}
+        self.url, self.headers = base_url(url), token_headers()
         # Each request opens its own client, so nothing has to be closed.
         self._client = partial(httpx.Client, base_url=f"{self.url}/api/v1/", headers=self.headers)
 

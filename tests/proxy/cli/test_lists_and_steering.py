@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from forkpoint.address import DEFAULT_URL
 from proxy.address import read_address, write_address
-from proxy.cli.client import DEFAULT_URL, proxy_url
+from proxy.cli.client import proxy_url
 from proxy.cli.commands import _COMMANDS, _OFFLINE
 from proxy.cli.completion import complete_node, complete_rollout, complete_task
 from proxy.cli.main import app
