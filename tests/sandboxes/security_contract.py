@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import pytest
 
 from sandboxes.driver import Sandbox
-from tests.sandboxes.box import SMALL, run
+from tests.sandboxes import archive_attacks
+from tests.sandboxes.box import SMALL, file, run
+from tests.sandboxes.processes import archive
 
 
 class Inside(Protocol):
@@ -48,6 +51,35 @@ class SecurityContract:
             assert succeeded == []
 
         inside(test)
+
+    def test_files_and_archives_stay_inside(self, inside: Inside, tmp_path: Path) -> None:
+        """The front of a file API has no attack of its own: each path is resolved in the sandbox, as the agent."""
+        canary = tmp_path / "canary"
+        canary.write_text("secret of the host")
+        before = canary.stat()
+
+        async def test(sandbox: Sandbox) -> None:
+            await run(sandbox, f"ln -s / /tmp/out; mkdir -p {tmp_path}")
+            for number, (name, packed) in enumerate(archive_attacks.archives(canary)):
+                # Each gets a directory of its own, so that no attack meets what another one left.
+                await run(sandbox, f"mkdir /tmp/{number}")
+                await archive(sandbox, "extract", f"/tmp/{number}", packed)
+                assert canary.read_text() == "secret of the host", name
+            # Those behind links were carried out, on the file that has this name in the sandbox.
+            assert (await run(sandbox, f"cat {canary}")).out == "hostile"
+            for path in archive_attacks.paths(canary):
+                for answer in (
+                    await archive(sandbox, "pack", path), await file(sandbox, "get", path),
+                    await file(sandbox, "put", path, b"hostile"), await file(sandbox, "delete", path),
+                ):  # fmt: skip
+                    assert b"secret of the host" not in answer[1], path
+            for device in ("/tmp/*/device", "/root/device"):
+                assert (await run(sandbox, f"head -c 1 {device}")).code != 0
+
+        inside(test)
+        after = canary.stat()
+        assert (after.st_ino, after.st_mtime_ns, after.st_nlink) == (before.st_ino, before.st_mtime_ns, 1)
+        assert [path.name for path in tmp_path.iterdir()] == ["canary"]
 
     def test_network_has_only_the_loopback(self, inside: Inside) -> None:
         async def test(sandbox: Sandbox) -> None:
