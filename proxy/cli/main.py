@@ -202,11 +202,13 @@ def _settings(config: Path | None, **options: object) -> "Settings":
     except ValidationError as error:
         fail("\n".join(_fault(fault, config, options) for fault in error.errors()))
     except (ValueError, OSError) as error:
-        fail(f"The settings are invalid: {error}")
+        fail(f"The settings{'' if config is None else f' in {config}'} are invalid: {error}")
 
 
 def _fault(fault: "ErrorDetails", config: Path | None, options: Mapping[str, object]) -> str:
     """Return one invalid setting in one line, with where its value comes from."""
+    from proxy.settings import Settings
+
     name = str(fault["loc"][0]) if fault["loc"] else ""
     if not name:
         return f"The settings are invalid: {fault['msg'].removeprefix('Value error, ')}."
@@ -217,6 +219,9 @@ def _fault(fault: "ErrorDetails", config: Path | None, options: Mapping[str, obj
         source = variable
     else:
         source = str(config)
+    if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
+        meant = "".join(f" Did you mean {known}?" for known in get_close_matches(name, Settings.model_fields, n=1))
+        return f"{source} has the key {name}, which is no setting.{meant}"
     inner = "".join(f".{part}" for part in fault["loc"][1:])
     value = "" if name == "token" else f", not {fault['input']!r}"
     return f"The setting {name}{inner} in {source} is invalid: {fault['msg'].removeprefix('Value error, ')}{value}."

@@ -86,6 +86,19 @@ def test_invalid_setting_names_its_source(
     assert_one_sentence(started(*options, **environment), *parts)
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("prot = 1", ("a.toml has the key prot, which is no setting. Did you mean port?",)),
+        ("port = 'x'", ("port", "a.toml", "'x'")),
+        ("port = ?\n", ("a.toml", "at line 1")),
+    ],
+)
+def test_bad_file_is_named_with_its_key(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    assert_one_sentence(started("--config", str(tmp_path / "a.toml")), *parts)
+
+
 def test_unknown_variables_are_named_with_the_meant_one() -> None:
     environment = {"FORKPOINT_PROT": "1", "FORKPOINT_PORT": "1", "FORKPOINT_URL": "x", "PATH": ""}
     assert unknown_variables(environment) == [("FORKPOINT_PROT", "FORKPOINT_PORT")]
