@@ -62,7 +62,8 @@ def shots(page: Page, base: str, scheme: str) -> None:
     save("audit")
     go("/snapshots", "tbody tr")
     save("snapshots")
-    go("/sandboxes", "tbody tr")
+    # Sandboxes may have been closed for being idle.
+    go("/sandboxes", "main[data-ready]")
     save("sandboxes")
     go("/t/fix-ledger/rollouts", "tbody tr")
     save("rollouts")
