@@ -99,11 +99,11 @@ def add_site(root: Path, target: Path) -> bool:
         subprocess.CalledProcessError: The pages have an error, such as a dead link.
     """
     needed = ("material", "fastapi")
-    if not (root / "manual").is_dir() or any(importlib.util.find_spec(name) is None for name in needed):
+    if not (root / "docs" / "site").is_dir() or any(importlib.util.find_spec(name) is None for name in needed):
         if (root / SITE).is_dir():
             shutil.copytree(root / SITE, target)
         return target.is_dir()
-    subprocess.run([sys.executable, "-m", "manual.build", str(target)], cwd=root, check=True)  # noqa: S603
+    subprocess.run([sys.executable, "-m", "docs.site.build", str(target)], cwd=root, check=True)  # noqa: S603
     return True
 
 

@@ -109,7 +109,7 @@ def run(
     One in JavaScript is run by node, beside the packages that npm installed at place.
     """
     file = Path(__file__).with_name(script)
-    own = {"PYTHONPATH": str(place), "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
+    own = {"PYTHONPATH": str(place), "HOME": str(place / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         program = [python, str(file)]
         if file.suffix == ".mjs":

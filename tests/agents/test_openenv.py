@@ -29,7 +29,7 @@ def directly(place: Path) -> Iterator[str]:
     url = f"http://127.0.0.1:{free_port()}"
     process = subprocess.Popen(
         [PYTHON, str(PROGRAM), url.rpartition(":")[2]],
-        env={"PYTHONPATH": str(place), "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/nonexistent"},
+        env={"PYTHONPATH": str(place), "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(place / "home")},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:

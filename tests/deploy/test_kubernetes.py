@@ -1,4 +1,4 @@
-"""The Helm chart renders to valid Kubernetes objects, and `deploy/kubernetes/forkpoint.yaml` is its output.
+"""The Helm chart renders to valid Kubernetes objects, and `docker/deploy/kubernetes/forkpoint.yaml` is its output.
 
 helm itself is on no package registry, so the templates are rendered by Go's own template engine with Sprig, from the
 package `py-go-template`. `python -m tests.deploy.test_kubernetes` writes the manifests.
@@ -16,13 +16,13 @@ import yaml
 
 from proxy.settings import Settings
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[2] / "docker" / "deploy"
 CHART = DEPLOY / "helm" / "forkpoint"
 MANIFESTS = DEPLOY / "kubernetes" / "forkpoint.yaml"
 KUBERNETES = "1.30"
 TOKEN = "0123456789abcdef"
 HEAD = """\
-# Forkpoint on Kubernetes: the output of deploy/helm/forkpoint with its default values, for clusters without Helm.
+# Forkpoint on Kubernetes, without Helm: the output of docker/deploy/helm/forkpoint with its default values.
 # Make the token first: kubectl create secret generic forkpoint-token --from-literal=token=$(openssl rand -hex 24)
 """
 
@@ -60,7 +60,7 @@ def objects(**changed: Any) -> dict[str, dict[str, Any]]:
 
 
 def manifests() -> str:
-    """Return what `deploy/kubernetes/forkpoint.yaml` must contain."""
+    """Return what `docker/deploy/kubernetes/forkpoint.yaml` must contain."""
     return HEAD + "".join(f"---\n{text}\n" for text in rendered(values()))
 
 
@@ -119,7 +119,7 @@ def test_schema_refuses_wrong_values(wrong: dict[str, Any]) -> None:
 
 def test_chart_has_the_version_of_the_package() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    project = (DEPLOY.parent / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     released = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
     assert released is not None
     assert chart["appVersion"] == released[1]

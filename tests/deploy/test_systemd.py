@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "forkpoint.service"
+UNIT = Path(__file__).parents[2] / "docker" / "deploy" / "systemd" / "forkpoint.service"
 
 
 def test_unit_is_valid(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from manual.markdown import ROOT
+from docs.site.markdown import ROOT
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,7 @@ def site() -> Iterator[Path]:
     with TemporaryDirectory(prefix="forkpoint-site-") as folder:
         target = Path(folder) / "site"
         built = subprocess.run(
-            [sys.executable, "-m", "manual.build", target], cwd=ROOT, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "docs.site.build", target], cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert built.returncode == 0, f"{built.stdout}\n{built.stderr}"
         yield target

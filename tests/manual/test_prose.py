@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
-from manual.markdown import ROOT
-from manual.prose import MAX_WORDS, pages, reading_ease, sentences_of, too_long
+from docs.site.markdown import ROOT
+from docs.site.prose import MAX_WORDS, pages, reading_ease, sentences_of, too_long
 
 
 def test_sentences_are_short() -> None:
@@ -13,8 +13,8 @@ def test_sentences_are_short() -> None:
 
 
 def test_words_are_spelt_right() -> None:
-    """codespell knows common misspellings; `manual/codespell.txt` lists words that it takes for one."""
-    words = [sys.executable, "-m", "codespell_lib", "--ignore-words", str(ROOT / "manual" / "codespell.txt")]
+    """codespell knows common misspellings; `docs/site/codespell.txt` lists words that it takes for one."""
+    words = [sys.executable, "-m", "codespell_lib", "--ignore-words", str(ROOT / "docs" / "site" / "codespell.txt")]
     checked = subprocess.run([*words, *map(str, pages())], capture_output=True, text=True, check=False)
     assert checked.stdout == ""
 

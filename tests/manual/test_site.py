@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manual.hooks import expanded
-from manual.markdown import ADOPTED, DOCS, ROOT, adapted, links_of
+from docs.site.hooks import expanded
+from docs.site.markdown import ADOPTED, DOCS, ROOT, adapted, links_of
 
 
 class Page(HTMLParser):
@@ -74,9 +74,9 @@ def test_every_page_is_in_the_list_for_language_models(site: Path) -> None:
 
 
 def test_navigation_names_every_page() -> None:
-    """A new page in `docs/` needs a line in `manual/mkdocs.yml`, unless its folder has one."""
+    """A new page in `docs/` needs a line in `docs/site/mkdocs.yml`, unless its folder has one."""
     # The file has a tag of Python for the slugs, which is of no interest here.
-    settings = yaml.safe_load((ROOT / "manual" / "mkdocs.yml").read_text().replace("!!python", "#"))
+    settings = yaml.safe_load((ROOT / "docs" / "site" / "mkdocs.yml").read_text().replace("!!python", "#"))
     named = set(re.findall(r"'([^']+\.md)'", repr(expanded(settings["nav"]))))
     written = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     assert written | set(ADOPTED.values()) | {"rest.md", "settings.md"} == named

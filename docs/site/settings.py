@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from manual.rest import cell, kind_of
+from docs.site.rest import cell, kind_of
 from proxy.settings import Settings
 
 _INTRODUCTION = """# Settings reference

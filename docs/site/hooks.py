@@ -16,11 +16,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from manual.llms import table_of_contents
-from manual.markdown import ADOPTED, DOCS, ROOT, adapted, sources_of
-from manual.rest import rest_page
-from manual.settings import settings_page
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from docs.site.llms import table_of_contents
+from docs.site.markdown import ADOPTED, DOCS, ROOT, adapted, sources_of
+from docs.site.rest import rest_page
+from docs.site.settings import settings_page
 
 FAVICON = ROOT / "proxy" / "ui" / "static" / "favicon.svg"
 STYLE = Path(__file__).parent / "manual.css"

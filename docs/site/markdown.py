@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 ADOPTED = {
     "README.md": "index.md",

@@ -1,11 +1,11 @@
-"""Builds the site: `python -m manual.build [FOLDER]`. A warning of MkDocs is an error. 6 s of CPU time."""
+"""Builds the site: `python -m docs.site.build [FOLDER]`. A warning of MkDocs is an error. 6 s of CPU time."""
 
 import logging
 import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SITE = ROOT / "proxy" / "ui" / "manual"
 """Where the proxy serves the site from; git ignores it."""
 

@@ -1,4 +1,4 @@
-"""Checks of prose: `python -m manual.prose` lists long sentences, and how hard each page is to read.
+"""Checks of prose: `python -m docs.site.prose` lists long sentences, and how hard each page is to read.
 
 A list item, a table cell, a heading and a paragraph are blocks; a sentence ends with its block. A code span counts as
 one word. The Flesch reading ease (1948) is 206.835 - 1.015 x words per sentence - 84.6 x syllables per word: 60 is
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from manual.markdown import ADOPTED, DOCS, ROOT, outside_code
+from docs.site.markdown import ADOPTED, DOCS, ROOT, outside_code
 
 MAX_WORDS = 35
 """The longest sentence. Readers lose longer ones; half of it would forbid many clear sentences."""

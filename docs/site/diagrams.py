@@ -1,4 +1,4 @@
-"""The diagrams in `docs/diagrams`: `python -m manual.diagrams` writes them.
+"""The diagrams in `docs/diagrams`: `python -m docs.site.diagrams` writes them.
 
 Each picture brings its own background and follows the reader's light or dark theme, so it can be read on any page.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from manual.markdown import DOCS
+from docs.site.markdown import DOCS
 
 FOLDER = DOCS / "diagrams"
 _STYLE = """
