@@ -19,7 +19,7 @@ _DOCTOR_S = 60.0
 """Longest run of `doctor`. Its trial sandbox takes a second; a loaded machine takes ten."""
 _MINUTE = 60
 
-system = APIRouter(prefix="/api/v1/system", responses={"4XX": PROBLEM, "5XX": PROBLEM})
+system = APIRouter(prefix="/api/v1/system", tags=["page"], responses={"4XX": PROBLEM, "5XX": PROBLEM})
 _examining = asyncio.Lock()
 
 
