@@ -36,7 +36,8 @@ def plain(calls: Sequence[str], folder: Path) -> list[bytes]:
         f"\\builtin eval \"$(<{texts}/{number})\"\n\\builtin printf '\\n@@ end of call @@\\n'\n"
         for number in range(len(calls))
     )
-    argv = ["bash", "--noprofile", "--norc", "-c", script, "bash"]
+    # As our shells do: a test that was started in the background of a script ignores SIGINT and SIGQUIT.
+    argv = ["env", "--default-signal", "bash", "--noprofile", "--norc", "-c", script, "bash"]
     done = subprocess.run(
         argv, cwd=folder, env={**ENVIRONMENT, "PWD": str(folder)}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, check=False, timeout=CALL_S, start_new_session=True,
