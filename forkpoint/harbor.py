@@ -79,14 +79,14 @@ class ForkpointEnvironment(BaseEnvironment):
 
     async def start(self, force_build: bool) -> None:
         """Begin the trial's rollout, and upload the task's files."""
-        del force_build  # images are built by whoever names them
+        del force_build  # who names an image has built it
         spec = {"driver": "container", "image": self.task_env_config.docker_image} if self._spec is None else self._spec
         digest = sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:8]
         self._client = AsyncClient(self._url)
         task = self._client.task(f"{_named(self.environment_name)}-{digest}")
         await task.put(spec)
         labels = {"harbor": _named(self.environment_name), **self._labels}
-        # A trial that is resumed has the same session, but begins anew.
+        # A trial that is resumed has the same session, but begins again.
         self._begun = task.rollout(f"{_named(self.session_id)}-{uuid4().hex[:8]}", labels=labels)
         await self._begun.begin()
         await self.ensure_dirs(self._mount_targets(writable_only=True))

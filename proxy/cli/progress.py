@@ -23,7 +23,7 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def bytes_bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts bytes; total is None if nobody knows how many there will be."""
+    """Yield a function that counts bytes; total is None if it is not known how many there will be."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with progress_bar(*columns) as progress:
         bar = progress.add_task(title, total=total)

@@ -10,6 +10,7 @@ A peer's newer link ends its older one. What the older one still brings was sent
 import asyncio
 import secrets
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from typing import cast
 
@@ -57,7 +58,7 @@ class PeerFailedError(RuntimeError):
     """The peer could not answer the question because of a defect. Its log has the reason."""
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.Protocol, ABC):
     """What both ends of a link have in common: greeting first, then frames."""
 
     def __init__(self) -> None:
@@ -144,12 +145,13 @@ class _Connection(asyncio.Protocol):
             return
         self._timer = self._loop.call_later(PING_S, self._watch)
 
+    @abstractmethod
     def _greet(self) -> bytes:
         """Read what has come of the peer's greeting; return what follows it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _got(self, frame: Frame) -> None:
-        raise NotImplementedError
+        """Take a frame of the peer."""
 
 
 class Link(_Connection):

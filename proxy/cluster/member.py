@@ -112,7 +112,7 @@ class Member:
             The task if this member owns it, the owner if another member does; None for a task that never had an owner.
 
         Raises:
-            DatabaseError: The database does not answer, so nobody can say who the owner is.
+            DatabaseError: The database does not answer, so the owner is not known.
         """
         owned = self.gate.owned.get(name)
         if owned is not None:
@@ -127,7 +127,7 @@ class Member:
                 owner = await self.database.owner(name)
                 if owner is None and not creates:
                     return None
-                # A row of this start that is not owned here was dropped, and must be taken over anew.
+                # A row of this start that is not owned here was dropped, and must be taken over again.
                 if owner is not None and owner.peer.alive and owner.peer.number != self.number:
                     self._note_peer(owner.peer)
                     self.adopt(name, owner.view)
@@ -224,7 +224,7 @@ class Member:
 
     async def claim(self, name: str) -> Owned | None:
         """Become the owner of a task; None if another member was faster. See the module."""
-        # 1. A row that somebody writes after this read makes the append fail.
+        # 1. A row that another member writes after this read makes the append fail.
         reading = await asyncio.to_thread(read_log, await self.database.read(name))
         view = reading.last + 1
         if not await self.database.append(name, view, None):

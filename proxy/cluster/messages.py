@@ -71,7 +71,7 @@ class TakeQuestion(NamedTuple):
 
     Attributes:
         task: Name of the task.
-        view: The view that it is to be taken over from; 0 for a task that nobody owned.
+        view: The view that it is to be taken over from; 0 for a task that had no owner.
     """
 
     task: str

@@ -87,7 +87,7 @@ class Owned:
             record: Number of the record among them, which counts as logged from then on; 0 for none.
         """
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Not each caller waits, and an error that nobody looks at is no defect.
+        # Not each caller waits, and an error that is not looked at is no defect.
         written.add_done_callback(lambda done: done.cancelled() or done.exception())
         if self.is_dropped:
             written.set_exception(DroppedError(self.task))

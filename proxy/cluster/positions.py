@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from proxy.cluster.protocol import Position
+from sandboxes.linux.files import sync_path
 
 _HEAD = struct.Struct("<8s40sI")
 _MAGIC = b"FKPTPOS1"
@@ -142,11 +143,7 @@ class PositionFile:
             os.close(descriptor)
         draft.rename(self._path)
         if self._sync:
-            directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            sync_path(self._path.parent)
         self.close()
         self._map, self._used, self._size = mapped, at, size
 

@@ -73,7 +73,7 @@ def join(settings: Settings) -> Joined:
     try:
         positions = PositionFile(own / "positions", sync=settings.durability == "power")
     except PositionsLostError as error:
-        # The rollouts of its agents wait for ever: nobody knows what they were answered. It goes on as a new member.
+        # The rollouts of its agents wait for ever: their last answers are not known. It goes on as a new member.
         log.warning("this member joins anew: it does not know what its agents were answered", reason=str(error))
         known = None
         (own / "positions").rename(own / f"positions.lost-{time.time_ns()}")

@@ -59,7 +59,7 @@ class Executor:
             roots: Knows whether the root state of a tree is still what its spec means.
             keep_answer: Is given each new record's answer, which is about to be sent.
             read_answer: See the attribute.
-            gate: Is told of each new record; None without a cluster.
+            gate: Learns of each new record; None without a cluster.
         """
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
         self._keep_answer, self.read_answer, self._gate = keep_answer, read_answer, gate

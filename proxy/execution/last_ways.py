@@ -47,7 +47,7 @@ class LastWays:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 for slot in positions:
-                    # Asked anew each time: the rollout may have ended, or a replay may have reached the state.
+                    # Looked up again each time: the rollout may have ended, or a replay may have reached the state.
                     if await self.keep(slot):
                         kept.add(slot)
 

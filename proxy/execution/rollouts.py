@@ -46,7 +46,7 @@ class Rollouts:
             pool: The sandboxes that rollouts own.
             walkers: Is kept up to date with which rollouts walk which tree.
             order: The order of each rollout's calls.
-            gate: Is told of rollouts that begin and end; None without a cluster.
+            gate: Learns of rollouts that begin and end; None without a cluster.
         """
         self._store, self._journal, self._trees, self._pool = store, journal, trees, pool
         self._walkers, self._order, self._gate = walkers, order, gate

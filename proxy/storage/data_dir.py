@@ -1,4 +1,4 @@
-"""The data directory: one process uses it, and nobody but the proxy's own user may look into it.
+"""The data directory: one process uses it, and only the proxy's own user may look into it.
 
 It holds all calls and answers of all tasks, files of other users inside layers, and images of processes' memory.
 """

@@ -6,9 +6,9 @@ Theory of operation:
    before anything changes. Put back in place of the file, it serves the older Forkpoint again.
 2. All changes up to `SCHEMA_VERSION`, and the new version number, are one transaction. A kill or a loss of power in
    the middle leaves the old tables, and the next start begins again.
-3. A table that changes is written anew, with the columns of the version that the migration leads to. They are written
+3. A table that changes is written again, with the columns of the version that the migration leads to. They are written
    out here and not taken from `schema`, because `schema` has the columns of the last version only.
-4. Writing a damaged row anew would give it a right checksum. So a file with damaged rows is refused unchanged.
+4. Writing a damaged row again would give it a right checksum. So a file with damaged rows is refused unchanged.
 
 To change a table: change it in `schema`, raise `SCHEMA_VERSION`, append a `Migration`, and add a data directory of the
 version before to `tests/proxy/storage/older`, as its README says.
@@ -55,7 +55,7 @@ class Migration:
 
 
 def rebuild(tables: "sqlite_utils.Database", name: str, create: str, values: Mapping[str, str]) -> None:
-    """Write a table anew inside a running transaction. Its indexes are dropped; `create_tables` makes those of today.
+    """Write a table again inside a running transaction. Its indexes are dropped; `create_tables` makes those of today.
 
     Args:
         tables: The file.

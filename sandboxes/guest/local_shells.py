@@ -225,7 +225,7 @@ class LocalShells(Shells):
         return self.status_of(shell.pid)
 
     def status_of(self, pid: int) -> int | None:
-        """Return how a process that the anchor has started ended, which it has or is about to; None if nobody knows."""
+        """Return how a process that the anchor has started ended, which it has or is about to; None: unknown."""
         parents = {os.getpid()}
         if self.anchor is not None:
             try:

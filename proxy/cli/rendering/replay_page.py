@@ -1,4 +1,4 @@
-"""A rollout or a task's tree as one HTML file: every call with its answer, to be sent to somebody else. Pure.
+"""A rollout or a task's tree as one HTML file: every call with its answer, to be sent to others. Pure.
 
 Theory of operation:
 
