@@ -34,21 +34,28 @@ def kill_orphans(boxes: Path, known: Collection[str]) -> set[str]:
     return _kill_containers(boxes, lambda name: name not in known)
 
 
-def kill_newcomers(boxes: Path, names: Collection[str]) -> None:
-    """Kill the containers that a daemon is still starting for a proxy that died. Takes at most `NEWCOMERS_S`.
+def kill_newcomers(boxes: Path, kept: Collection[str]) -> None:
+    """Kill the containers of a proxy that died, and wait for those that a daemon is still starting for it.
+
+    Takes at most `NEWCOMERS_S`; a moment if there are no boxes.
 
     Args:
         boxes: The directory of the dead proxy's boxes.
-        names: The names of the boxes whose containers have no keeper yet.
+        kept: The names of the boxes whose containers have a keeper. It kills its container; one that failed is helped.
+
+    Raises:
+        OSError: There is no such directory.
     """
     deadline = time.monotonic() + NEWCOMERS_S
-    missing = set(names)
+    # By name: a new proxy of the same data directory may start containers meanwhile, with names of its own.
+    names = set(os.listdir(boxes))  # noqa: PTH208 - names only
+    missing = names.difference(kept)
     while missing and time.monotonic() < deadline:
-        # By name: a new proxy of the same data directory may start containers meanwhile, with names of its own.
-        missing -= _kill_containers(boxes, missing.__contains__)
+        missing -= _kill_containers(boxes, names.__contains__)
         # A next proxy empties the directory, and has removed what it found.
         missing = {name for name in missing if (boxes / name).exists()}
         time.sleep(_POLL_S)
+    _kill_containers(boxes, names.__contains__)
 
 
 def _kill_containers(boxes: Path, is_chosen: Callable[[str], bool]) -> set[str]:

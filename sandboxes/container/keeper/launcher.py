@@ -62,7 +62,7 @@ def _become_keeper(request: ForkKeeper, channel: int) -> None:
 
 def main() -> None:
     """Run the keeper launcher. Arguments: the socket's descriptor, and the directory of the boxes."""
-    driver, boxes, parent = connect(), Path(sys.argv[2]), os.getppid()
+    driver, boxes = connect(), Path(sys.argv[2])
     # The kernel reaps keepers; the driver sees their channels close.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -83,10 +83,11 @@ def main() -> None:
     gc.disable()
     driver.sendall(pack_message(LauncherReady()))
     kept = _serve(driver)
-    if os.getppid() != parent:
-        # The proxy died. Docker may still be starting containers that it asked for, and no keeper waits for those.
-        with contextlib.suppress(OSError):
-            kill_newcomers(boxes, set(os.listdir(boxes)) - kept)  # noqa: PTH208 - names only
+    # A proxy that stops has removed its boxes by now. If there are some it died, and Docker may still be starting
+    # containers that it asked for, which no keeper waits for. The parent's pid would not tell: a process that dies
+    # closes its sockets before its children get another parent.
+    with contextlib.suppress(OSError):
+        kill_newcomers(boxes, kept)
 
 
 if __name__ == "__main__":
