@@ -230,6 +230,10 @@ class SnapshotCache:
             # ever.
             snapshot.leases -= 1
 
+    def added_bytes(self, tree: int) -> int:
+        """Return how many bytes the snapshots of a tree have added to the disk."""
+        return sum(snapshot.size_bytes for snapshot in self._store if snapshot.tree == tree)
+
     @contextmanager
     def leased_all(self, tree: int) -> Iterator[list[Snapshot]]:
         """Lend all snapshots of a tree. They are not evicted inside the block, but go with a node that is forgotten."""

@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import orjson
 import typer
 
 from proxy.cli.client import ControlClient, fail, given
 from proxy.cli.completion import complete_rollout, complete_task
-from proxy.cli.options import TaskArgument
-from proxy.cli.progress import CHUNK, bytes_bar
+from proxy.cli.options import JsonOption, TaskArgument
+from proxy.cli.output import print_json
+from proxy.cli.progress import CHUNK, items_bar, total_of
 from proxy.transfer.trajectory_files import Format, TrajectoryFileError, lines, write
 
 
@@ -33,22 +35,23 @@ def trajectories(
     answer_bytes: Annotated[
         int | None, typer.Option(help="Longest answer in bytes; longer ones are cut.", min=0, show_default="1048576")
     ] = None,
+    json: JsonOption = False,
 ) -> None:
     """Write rollouts as training data: messages with tool calls, answers, timings, labels and rewards."""
     if rollout is not None and task is None:
         raise typer.BadParameter("needs TASK.", param_hint="--rollout")
+    if str(file) == "-" and format not in (None, "jsonl"):
+        raise typer.BadParameter("stdout takes jsonl only.", param_hint="--format")
     path = ["trajectories"] if task is None else ["tasks", task, "trajectories"]
     query = {**given(rollout=rollout, answer_bytes=answer_bytes), "label": label or []}
     try:
         with proxy.stream("GET", *path, params=query) as response:
-            chunks = _shown(response.iter_bytes(CHUNK))
+            rollouts = _Rollouts(response)
             if str(file) != "-":
-                write(chunks, file, format)
-                return
-            if format not in (None, "jsonl"):
-                raise typer.BadParameter("stdout takes jsonl only.", param_hint="--format")
-            for chunk in chunks:
-                typer.get_binary_stream("stdout").write(chunk)
+                write(rollouts.chunks(), file, format)
+            else:
+                for chunk in rollouts.chunks():
+                    typer.get_binary_stream("stdout").write(chunk)
     except BrokenPipeError:
         # The reader of stdout has ended, as `head` does. Typer then ends the command without a word.
         raise
@@ -56,6 +59,8 @@ def trajectories(
         fail(str(error))
     except OSError as error:
         fail(f"{file} cannot be written: {error}. Choose another file.")
+    if json:
+        print_json({"file": str(file), "rollouts": rollouts.count}, beside=file)
 
 
 def html(
@@ -72,6 +77,7 @@ def html(
     ] = None,
     limit: Annotated[int, typer.Option(help="Most recorded calls on the page of a tree.", min=1)] = 5000,
     answer_bytes: Annotated[int, typer.Option(help="Longest answer in bytes; longer ones are cut.", min=0)] = 65536,
+    json: JsonOption = False,
 ) -> None:
     """Write a rollout or a tree as one HTML file without scripts, to read it elsewhere or to send it to somebody."""
     from proxy.cli.rendering.replay_page import rollout_page, tree_page
@@ -83,7 +89,8 @@ def html(
             proxy.stream("GET", "tasks", task, "trajectories", params=query) as response,
             draft.open("w", encoding="utf-8") as output,
         ):
-            rows = map(orjson.loads, lines(_shown(response.iter_bytes(CHUNK))))
+            rollouts = _Rollouts(response)
+            rows = map(orjson.loads, lines(rollouts.chunks()))
             if rollout is None:
                 output.writelines(tree_page(task, rows, limit=limit))
             else:
@@ -97,11 +104,26 @@ def html(
         fail(f"{file} cannot be written: {error}. Choose another file.")
     finally:
         draft.unlink(missing_ok=True)
+    if json:
+        print_json({"file": str(file), "rollouts": rollouts.count})
 
 
-def _shown(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield chunks, and show on a terminal how many bytes have arrived."""
-    with bytes_bar("trajectories", None) as advance:
-        for chunk in chunks:
-            yield chunk
-            advance(len(chunk))
+class _Rollouts:
+    """The rollouts of a response, shown on a terminal as they arrive.
+
+    Attributes:
+        count: Number of rollouts that have arrived: each is a line.
+    """
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+        self.count = 0
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the bytes of the response."""
+        with items_bar("rollouts", total_of(self._response)) as advance:
+            for chunk in self._response.iter_bytes(CHUNK):
+                yield chunk
+                arrived = chunk.count(b"\n")
+                self.count += arrived
+                advance(arrived)

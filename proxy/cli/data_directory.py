@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import orjson
 import typer
 
 from proxy.cli.client import DEFAULT_DATA, ControlClient, fail
 from proxy.cli.options import JsonOption
+from proxy.cli.output import print_json
 from proxy.cli.progress import download
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def backup(
     with proxy.stream("GET", "backup") as response:
         size = download(response, file, "backup")
     if json:
-        typer.echo(orjson.dumps({"file": str(file), "bytes": size}), err=str(file) == "-")
+        print_json({"file": str(file), "bytes": size}, beside=file)
 
 
 def restore(
@@ -48,7 +48,7 @@ def restore(
     except (StoreError, OSError) as error:
         fail(str(error))
     if json:
-        typer.echo(orjson.dumps(restored, option=orjson.OPT_INDENT_2))
+        print_json(restored)
         return
     typer.echo(f"{restored.tasks:,} tasks and {restored.calls:,} calls are in {data}.")
     if restored.lost_rollouts:
@@ -88,8 +88,10 @@ def upgrade(
     copy = str(copy_path(path, schema)) if schema is not None and steps else None
     if json:
         changes = [{"schema": step.version, "change": step.summary} for step in steps]
-        view = {"schema": schema, "current": SCHEMA_VERSION, "changes": changes, "copy": copy, "upgraded": not check}
-        typer.echo(orjson.dumps(view | {"upgraded": bool(steps) and not check}, option=orjson.OPT_INDENT_2))
+        upgraded = bool(steps) and not check
+        print_json({
+            "schema": schema, "current": SCHEMA_VERSION, "changes": changes, "copy": copy, "upgraded": upgraded,
+        })  # fmt: skip
     else:
         _describe(data, schema, steps, copy, check=check)
     if steps and check:

@@ -4,13 +4,12 @@ import time
 from functools import partial
 from typing import Annotated, Any
 
-import orjson
 import typer
 from rich.console import Console, RenderableType
 
 from proxy.cli.client import LONG_S, ControlClient, given
 from proxy.cli.options import JsonOption, NodeArgument, RolloutArgument, RootOption, TaskArgument
-from proxy.cli.output import show
+from proxy.cli.output import print_json, show
 
 
 def tree(
@@ -83,7 +82,7 @@ def top(
     try:
         if json:
             while True:
-                typer.echo(orjson.dumps(read()))
+                print_json(read(), one_line=True)
                 if once:
                     return
                 time.sleep(every_s)

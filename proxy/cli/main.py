@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import httpx
-import orjson
 import typer
 from pydantic import ValidationError
 from rich.console import Console
@@ -20,6 +19,8 @@ from rich.text import Text
 
 from proxy.cli.client import fail
 from proxy.cli.commands import RUN, add_commands
+from proxy.cli.options import JsonOption
+from proxy.cli.output import print_json
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -110,7 +111,7 @@ def serve(
 @app.command(rich_help_panel=RUN, epilog="Example: forkpoint doctor --json")
 def doctor(
     data: DataOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the requirements as JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Check this machine against the requirements of sandboxes, and say how to meet those that it does not."""
     from proxy.cli.doctor import check
@@ -118,7 +119,7 @@ def doctor(
     settings = _settings(None, data=data)
     requirements = check(settings.data, checkpoints=settings.checkpoints)
     if json:
-        typer.echo(orjson.dumps(requirements, option=orjson.OPT_INDENT_2))
+        print_json(requirements)
     else:
         _show(requirements, Console())
     if not _met(requirements):
@@ -148,7 +149,7 @@ def replay(
         typer.Option(help="After the cached run, offer this many requests a second. Repeatable; no uncached run."),
     ] = None,
     rate_s: Annotated[float, typer.Option("--rate-s", help="Seconds for which each rate is offered.", min=0.1)] = 10.0,
-    json: Annotated[Path | None, typer.Option(help="Write all figures, errors and differences to this file.")] = None,
+    json: JsonOption = False,
 ) -> None:
     """Replay recorded workloads through a proxy, and compare every answer with an uncached run.
 
@@ -182,11 +183,11 @@ def replay(
             with cli_replay.proxy_at(url) as proxy:
                 report = asyncio.run(runs(proxy=proxy))
                 # The results are shown before the temporary proxy stops, because stopping it may fail.
-                cli_replay.show(report, workload, Console())
-                if json is not None:
-                    results = as_json(report.runs, report.comparisons, skipped=workload.skipped)
-                    results["rates"] = [asdict(each) for each in report.rates]
-                    json.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
+                if json:
+                    rates = [asdict(each) for each in report.rates]
+                    print_json(as_json(report.runs, report.comparisons, skipped=workload.skipped) | {"rates": rates})
+                else:
+                    cli_replay.show(report, workload, Console())
     except (WorkloadError, ReplayError, EphemeralProxyError, httpx.InvalidURL, OSError) as error:
         fail(str(error))
     if report.failed:

@@ -6,13 +6,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from proxy.cli.client import LONG_S, ControlClient, fail, given
 from proxy.cli.options import JsonOption, RootOption, TaskArgument
-from proxy.cli.output import show
+from proxy.cli.output import print_json, show
 from proxy.cli.progress import CHUNK, bytes_bar, download, progress_bar
 
 _POLL_S = 0.5
@@ -79,7 +78,7 @@ def cluster(
         fail("Name the member to drain, as `forkpoint cluster` lists it.")
     answer = proxy.request("POST", "cluster", node, "drain", within_s=LONG_S)
     if json:
-        typer.echo(orjson.dumps(answer, option=orjson.OPT_INDENT_2))
+        print_json(answer)
     else:
         typer.echo(f"{answer['handed']} tasks were handed over, {answer['kept']} were not. {node} takes none over now.")
     if answer["kept"]:
@@ -101,7 +100,7 @@ def export_tree(
     with proxy.stream("GET", "tasks", task, "export", params=given(snapshots=snapshots, root=root)) as response:
         size = download(response, file, "export")
     if json:
-        typer.echo(orjson.dumps({"task": task, "file": str(file), "bytes": size}), err=str(file) == "-")
+        print_json({"task": task, "file": str(file), "bytes": size}, beside=file)
 
 
 def import_tree(

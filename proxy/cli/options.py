@@ -22,7 +22,7 @@ DataOption = Annotated[
     Path | None,
     typer.Option("--data", envvar="FORKPOINT_DATA", help="Data directory of a running proxy.", show_default=False),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the proxy's JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 TaskArgument = Annotated[str, typer.Argument(help="Name of the task.", metavar="TASK", autocompletion=complete_task)]
 RolloutArgument = Annotated[
     str, typer.Argument(help="Name of the rollout.", metavar="ROLLOUT", autocompletion=complete_rollout)

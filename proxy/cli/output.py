@@ -1,6 +1,7 @@
 """How commands print: as text for people, or as the proxy's JSON."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 import orjson
@@ -13,9 +14,21 @@ from proxy.cli.text import printable
 def show(view: Any, render: Callable[[Any], RenderableType], *, json: bool) -> None:
     """Print a response of the proxy, rendered or as JSON."""
     if json:
-        typer.echo(orjson.dumps(view, option=orjson.OPT_INDENT_2))
+        print_json(view)
     else:
         Console().print(render(view))
+
+
+def print_json(view: Any, *, beside: Path | None = None, one_line: bool = False) -> None:
+    """Print a view as JSON: what every command does with `--json`.
+
+    Args:
+        view: The view.
+        beside: The file that the command has written. If it is `-`, stdout has the file and stderr gets the JSON.
+        one_line: Whether the JSON is one line, for commands that print more than one view.
+    """
+    option = None if one_line else orjson.OPT_INDENT_2
+    typer.echo(orjson.dumps(view, option=option), err=beside is not None and str(beside) == "-")
 
 
 def write_text(text: str, stream: TextIO) -> None:

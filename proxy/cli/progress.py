@@ -7,9 +7,18 @@ from pathlib import Path
 import httpx
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from proxy.cli.client import fail
+from proxy.transfer.format import TOTAL
 
 CHUNK = 1 << 20
 """Bytes that are moved at a time."""
@@ -23,15 +32,40 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def bytes_bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts bytes; total is None if it is not known how many there will be."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with progress_bar(*columns) as progress:
+    """Yield a function that counts bytes.
+
+    Args:
+        title: Name of the operation.
+        total: How many bytes there will be, about; None if that is not known.
+    """
+    with _bar(title, total, DownloadColumn()) as advance:
+        yield advance
+
+
+@contextmanager
+def items_bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Yield a function that counts items; see `bytes_bar`."""
+    with _bar(title, total, MofNCompleteColumn()) as advance:
+        yield advance
+
+
+@contextmanager
+def _bar(title: str, total: int | None, amount: ProgressColumn) -> Iterator[Callable[[int], None]]:
+    with progress_bar(TextColumn("{task.description}"), BarColumn(), amount, TimeElapsedColumn()) as progress:
         bar = progress.add_task(title, total=total)
 
         def advance(count: int) -> None:
             progress.update(bar, advance=count)
 
         yield advance
+        # The total may have been an estimate.
+        progress.update(bar, total=progress.tasks[0].completed)
+
+
+def total_of(response: httpx.Response) -> int | None:
+    """Return how many bytes or items a response will have, as the proxy says; None if it does not."""
+    total = response.headers.get("content-length", response.headers.get(TOTAL, ""))
+    return int(total) if total.isdecimal() else None
 
 
 def download(response: httpx.Response, file: Path, title: str) -> int:
@@ -40,9 +74,8 @@ def download(response: httpx.Response, file: Path, title: str) -> int:
     The file is for its owner only. A file that cannot be written ends the command with an error.
     """
     draft, size = file.with_name(f"{file.name}.part"), 0
-    total = response.headers.get("content-length")
     try:
-        with _writing(file, draft) as write, bytes_bar(title, None if total is None else int(total)) as advance:
+        with _writing(file, draft) as write, bytes_bar(title, total_of(response)) as advance:
             for chunk in response.iter_bytes(CHUNK):
                 write(chunk)
                 size += len(chunk)

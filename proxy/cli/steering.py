@@ -2,7 +2,7 @@
 
 import sys
 import webbrowser
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import quote
 
 import typer
@@ -10,7 +10,7 @@ import typer
 from proxy.cli.client import LONG_S, ControlClient, fail
 from proxy.cli.completion import complete_node, complete_rollout
 from proxy.cli.options import JsonOption, NodeArgument, RolloutArgument, TaskArgument
-from proxy.cli.output import show, write_text
+from proxy.cli.output import print_json, show, write_text
 
 NodeOption = Annotated[str | None, typer.Option("--node", help="Name of a node.", autocompletion=complete_node)]
 RolloutOption = Annotated[
@@ -48,7 +48,7 @@ def execute(
     view = proxy.request("POST", "tasks", task, "nodes", node, "exec", json=body, within_s=LONG_S)
     answer = view["answer"].get("json")
     if json or not isinstance(answer, dict) or "stdout" not in answer:
-        show(view, str, json=True)
+        print_json(view)
         return
     write_text(answer["stdout"], sys.stdout)
     write_text(answer["stderr"], sys.stderr)
@@ -95,8 +95,8 @@ def remove(
             fail(f"Not deleted: {what}. Repeat the command with --yes.")
         typer.confirm(f"Delete {what}?", abort=True)
     path = ("rollouts", rollout) if rollout else ("nodes", node) if node else ()
-    view: Any = proxy.request("DELETE", "tasks", task, *path, within_s=LONG_S)
-    show(view, lambda _: f"deleted: {what}", json=json and view is not None)
+    counts = proxy.request("DELETE", "tasks", task, *path, within_s=LONG_S) or {}
+    show({"deleted": what, **counts}, lambda view: f"deleted: {view['deleted']}", json=json)
 
 
 def open_page(
@@ -105,6 +105,7 @@ def open_page(
     node: NodeOption = None,
     rollout: RolloutOption = None,
     print_only: Annotated[bool, typer.Option("--print", help="Print the address only.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Open the web page in a browser: the overview, or a task, a node or a rollout."""
     if task is None and (node or rollout):
@@ -112,6 +113,9 @@ def open_page(
     names = [("t", task), ("n", node), ("r", rollout)]
     place = "/".join(f"{letter}/{quote(name, safe='')}" for letter, name in names if name)
     address = f"{proxy.url}/ui/" + (f"#/{place}" if place else "")
-    typer.echo(address)
+    if json:
+        print_json({"url": address})
+    else:
+        typer.echo(address)
     if not print_only and not webbrowser.open(address):
         typer.echo("No browser could be started here. Open the address yourself.", err=True)

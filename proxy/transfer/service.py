@@ -12,7 +12,7 @@ from proxy.execution.tasks import Tasks
 from proxy.refusals import RefusalError
 from proxy.storage.store import Store
 from proxy.transfer.adopt import Adopter, write_draft
-from proxy.transfer.export import export
+from proxy.transfer.export import estimated_bytes, export
 from proxy.transfer.format import BundleError, Part
 from proxy.transfer.import_states import unpack_states
 from proxy.transfer.schema import BundleLine, Manifest, content
@@ -95,6 +95,11 @@ class TransferService:
     ) -> Iterator[bytes]:
         """Yield the bytes of a tree's bundle; see `export`. Blocking: the caller iterates in threads."""
         return export(self._store.database.open_reader(), task, tree, states or ExportedStates(), current=current)
+
+    def estimated_bytes(self, tree: Tree, *, snapshots: bool) -> int:
+        """Return about how large a tree's bundle will be. Blocking: 2 us for each record."""
+        states = self._cache.added_bytes(tree.id) if snapshots else 0
+        return estimated_bytes(self._store.database.open_reader(), tree.id) + states
 
     @contextmanager
     def lend_states(self, tree: Tree) -> Iterator[ExportedStates]:

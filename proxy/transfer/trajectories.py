@@ -99,20 +99,33 @@ class _Totals:
             self.executed_s += tool_s
 
 
+def count_rollouts(database: StoreDatabase, request: TrajectoryRequest) -> int:
+    """Return how many rollouts `trajectories` would write now."""
+    condition, values = _selected(request)
+    (row,) = database.views(f"SELECT COUNT(*) AS count FROM rollouts WHERE {condition}", values)
+    return int(row["count"])
+
+
+def _selected(request: TrajectoryRequest) -> tuple[str, dict[str, str]]:
+    """Return the condition of the rollouts to write, and its values."""
+    parts, values = labels_condition(request.labels, "labels")
+    parts += [is_whole("rollouts"), "name NOT LIKE '~%'", "calls > 0"]
+    for name in ("task", "rollout"):
+        wanted = getattr(request, name)
+        if wanted is not None:
+            parts.append(f"{'name' if name == 'rollout' else name} = :{name}")
+            values[name] = wanted
+    return " AND ".join(parts), values
+
+
 class _Writer:
     def __init__(self, connection: sqlite3.Connection, request: TrajectoryRequest) -> None:
         self._connection, self._request = connection, request
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the bytes of all lines."""
-        parts, values = labels_condition(self._request.labels, "labels")
-        parts += [is_whole("rollouts"), "name NOT LIKE '~%'", "calls > 0"]
-        for name in ("task", "rollout"):
-            wanted = getattr(self._request, name)
-            if wanted is not None:
-                parts.append(f"{'name' if name == 'rollout' else name} = :{name}")
-                values[name] = wanted
-        cursor = self._connection.execute(f"SELECT * FROM rollouts WHERE {' AND '.join(parts)} ORDER BY id", values)
+        condition, values = _selected(self._request)
+        cursor = self._connection.execute(f"SELECT * FROM rollouts WHERE {condition} ORDER BY id", values)
         names = [column[0] for column in cursor.description]
         for row in cursor:
             yield from self._line(dict(zip(names, row, strict=True)))

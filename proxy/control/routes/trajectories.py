@@ -8,7 +8,8 @@ from fastapi.responses import StreamingResponse
 from proxy.control.routes.params import EngineDep, LabelQuery, TaskName, granted, wanted_labels
 from proxy.engine import Engine
 from proxy.names import NAME_PATTERN
-from proxy.transfer.trajectories import ANSWER_BYTES, TrajectoryRequest, trajectories
+from proxy.transfer.format import TOTAL
+from proxy.transfer.trajectories import ANSWER_BYTES, TrajectoryRequest, count_rollouts, trajectories
 
 MEDIA_TYPE = "application/jsonl"
 """The media type of JSON Lines."""
@@ -45,5 +46,6 @@ async def read_task_trajectories(
 
 def _stream(engine: Engine, request: TrajectoryRequest) -> StreamingResponse:
     engine.journal.fold()
-    body = trajectories(engine.store.database, request)
-    return StreamingResponse(body, media_type=MEDIA_TYPE, headers={"x-accel-buffering": "no"})
+    database = engine.store.database
+    headers = {"x-accel-buffering": "no", TOTAL: str(count_rollouts(database, request))}
+    return StreamingResponse(trajectories(database, request), media_type=MEDIA_TYPE, headers=headers)

@@ -16,6 +16,7 @@ from proxy.control.routes.params import EngineDep, RootQuery, TaskName, confined
 from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
 from proxy.storage.backup import back_up
+from proxy.transfer.format import TOTAL
 
 MEDIA_TYPE = "application/x-tar"
 """The media type of an exported tree."""
@@ -69,7 +70,12 @@ async def export_task(
     known = await engine.tasks.find(task)
     tree = tree_of(engine, known, root)
     export = partial(engine.transfer.export, task, tree, current=tree is known.tree)
-    headers = {"content-disposition": f'attachment; filename="{task}.forkpoint.tar"', "x-accel-buffering": "no"}
+    total = await asyncio.to_thread(engine.transfer.estimated_bytes, tree, snapshots=snapshots)
+    headers = {
+        "content-disposition": f'attachment; filename="{task}.forkpoint.tar"',
+        "x-accel-buffering": "no",
+        TOTAL: str(total),
+    }
 
     async def with_snapshots() -> AsyncIterator[bytes]:
         with engine.transfer.lend_states(tree) as states:

@@ -16,7 +16,7 @@ from proxy.tree.tree import Node, Record
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.listener import Listener
 from tests.proxy.rig import engine, shell
-from tests.proxy.transfer.rig import chunks, exported
+from tests.proxy.transfer.rig import chunks, exported, walked, workload
 from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox
 
 COMMANDS = (
@@ -133,3 +133,17 @@ def test_any_tree_is_imported_whole(plan: list[list[str]], seed: int) -> None:
 
     with tempfile.TemporaryDirectory(prefix="world-export-") as folder:
         asyncio.run(go(Path(folder)))
+
+
+def test_size_of_a_bundle_is_estimated(tmp_path: Path) -> None:
+    """A progress bar needs a total before the first byte; half and double are close enough for it."""
+
+    async def go() -> tuple[int, int]:
+        async with engine(tmp_path) as here:
+            await walked(here, "task", workload(8, 30))
+            opened = await here.tasks.find("task")
+            bundle = await exported(here, "task")
+            return here.transfer.estimated_bytes(opened.tree, snapshots=False), len(bundle)
+
+    estimated, actual = asyncio.run(go())
+    assert actual / 2 < estimated < actual * 2

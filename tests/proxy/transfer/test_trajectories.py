@@ -51,6 +51,12 @@ def read(proxy: Running, path: str = "trajectories") -> list[Any]:
     return [json.loads(line) for line in lines([body])]
 
 
+def test_total_is_the_number_of_lines(proxy: Running) -> None:
+    for path in ("trajectories", "trajectories?label=step=1", "tasks/demo/trajectories?rollout=r0"):
+        total = proxy.client.get(f"/api/v1/{path}").headers["x-forkpoint-total"]
+        assert int(total) == len(read(proxy, path)) > 0
+
+
 def client(proxy: Running) -> Client:
     return Client(str(proxy.client.base_url), trust_env=False)
 
