@@ -12,6 +12,7 @@ from proxy.control.subtree_totals import NodeTotals, SummedTree
 from proxy.control.views.nodes import Flag, PassedRollout, flags
 from proxy.control.views.resources import node_name
 from proxy.engine import Engine
+from proxy.storage.schema import is_whole
 from proxy.storage.store import Store
 from proxy.tree.tree import Node, Record, Tree, children
 
@@ -297,7 +298,8 @@ def passed(connection: sqlite3.Connection, tree: int, node: int, limit: int) -> 
     """
     sql = (
         "SELECT r.task, r.name, MIN(s.turn), r.finished FROM rollouts r CROSS JOIN steps s ON s.rollout = r.id "
-        "WHERE r.tree = ? AND s.record IN (SELECT id FROM records WHERE tree = ? AND target = ? AND source <> target) "
+        f"WHERE r.tree = ? AND {is_whole('rollouts', 'r')} AND {is_whole('steps', 's')} AND s.record IN "
+        f"(SELECT id FROM records WHERE tree = ? AND target = ? AND source <> target AND {is_whole('records')}) "
         "GROUP BY r.id ORDER BY r.id DESC LIMIT ?"
     )
     return connection.execute(sql, (tree, tree, node, limit)).fetchall()

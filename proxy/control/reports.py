@@ -3,10 +3,11 @@
 The steps say which record answered which call, and a record says how long its tool ran. So each figure can be computed
 at any time, and no call counts anything for a report. Reading visits every step of the chosen rollouts: about a second
 for a million.
+
+Rows that are not as they were written are left out of every figure, and counted.
 """
 
 import sqlite3
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,9 @@ from typing import Any
 import orjson
 
 from proxy.control.views.report import Arm, ReportRow, ReportView
+from proxy.storage.blobs import whole_bytes
 from proxy.storage.rollouts import label_path, label_value, labels_condition
+from proxy.storage.schema import is_whole
 from proxy.tree.labels import REWARD
 from proxy.tree.rollout import Outcome
 
@@ -25,6 +28,7 @@ BY_TASK, BY_ENDPOINT = "task", "endpoint"
 """What rollouts can be grouped by beside labels. A label of these names cannot be."""
 _LABEL = label_value("r.labels", ":by")
 _OVERHEADS = ("restored_s", "replayed_s", "waited_s")
+_WHOLE_ROLLOUT, _WHOLE_STEP, _WHOLE_RECORD = is_whole("rollouts", "r"), is_whole("steps", "s"), is_whole("records", "c")
 _NAMES = {Outcome.HIT: "hits", Outcome.WAIT: "waits", Outcome.MISS: "misses", Outcome.BYPASS: "bypasses"}
 
 
@@ -109,12 +113,15 @@ def read_report(connection: sqlite3.Connection, request: ReportRequest) -> Repor
     """
     where, values = _condition(request)
     groups: dict[str | None, _Group] = defaultdict(_Group)
+    damaged = _damaged_rollouts(connection, request)
     if request.by == BY_ENDPOINT:
-        _add_by_endpoint(connection, where, values, groups)
+        damaged += _add_by_endpoint(connection, where, values, groups)
     else:
         group, values["by"] = ("r.task", "") if request.by == BY_TASK else (_LABEL, label_path(request.by))
-        for name, outcome, seconds, calls in connection.execute(_calls(group, where), values):
-            groups[name].add(Outcome(outcome), seconds or 0.0, calls)
+        for name, outcome, seconds, calls, whole, _ in connection.execute(_calls(group, where), values):
+            if whole:
+                groups[name].add(Outcome(outcome), seconds or 0.0, calls)
+            damaged += 0 if whole else calls
         for row in connection.execute(_rollouts(group, where), values):
             found = groups[row[0]]
             found.rollouts, found.rewarded, found.rewards = row[1], row[2], row[3] or 0.0
@@ -129,7 +136,7 @@ def read_report(connection: sqlite3.Connection, request: ReportRequest) -> Repor
         by=request.by, labels=dict(request.labels), task=request.task, price_per_hour=request.price_per_hour,
         total=total.row(None, request.price_per_hour),
         rows=[groups[name].row(name, request.price_per_hour) for name in names[:MAX_ROWS]],
-        truncated=len(names) > MAX_ROWS, arms=_arms(connection, where, values, total),
+        truncated=len(names) > MAX_ROWS, arms=_arms(connection, where, values, total), damaged=damaged,
     )  # fmt: skip
 
 
@@ -141,13 +148,24 @@ def _condition(request: ReportRequest) -> tuple[str, dict[str, Any]]:
     if request.task is not None:
         parts.append("r.task = :task")
         values["task"] = request.task
-    return " AND ".join(parts), values
+    # Last: it calls Python for each row that is left.
+    return " AND ".join([*parts, _WHOLE_ROLLOUT]), values
+
+
+def _damaged_rollouts(connection: sqlite3.Connection, request: ReportRequest) -> int:
+    """Return how many rollouts are damaged. Whether their labels would have chosen them is not known."""
+    where, values = ("TRUE", ()) if request.task is None else ("r.task = ?", (request.task,))
+    sql = f"SELECT COUNT(*) FROM rollouts r WHERE {where} AND NOT {_WHOLE_ROLLOUT}"
+    return int(connection.execute(sql, values).fetchone()[0])
 
 
 def _calls(group: str, where: str) -> str:
+    """Return the query of equal calls: group, outcome, seconds, number of calls, whether all is whole, call."""
+    # Grouped before the records are joined, so that a record is checked once and not for each step.
     return (
-        f"SELECT {group}, s.outcome, c.seconds, COUNT(*) FROM rollouts r JOIN steps s ON s.rollout = r.id "
-        f"LEFT JOIN records c ON c.id = s.record WHERE {where} GROUP BY 1, s.outcome, s.record"
+        f"SELECT g.name, g.outcome, c.seconds, g.calls, g.whole AND (c.id IS NULL OR {_WHOLE_RECORD}), c.call FROM "
+        f"(SELECT {group} AS name, s.outcome, s.record, COUNT(*) AS calls, {_WHOLE_STEP} AS whole FROM rollouts r "
+        f"JOIN steps s ON s.rollout = r.id WHERE {where} GROUP BY 1, 2, 3, 5) g LEFT JOIN records c ON c.id = g.record"
     )
 
 
@@ -161,26 +179,29 @@ def _rollouts(group: str, where: str) -> str:
 
 def _add_by_endpoint(
     connection: sqlite3.Connection, where: str, values: Mapping[str, Any], groups: dict[str | None, _Group]
-) -> None:
-    """Add calls by the endpoint that received them; a call is one compressed JSON value, so each is read once."""
-    sql = (
-        "SELECT c.call, s.outcome, c.seconds, COUNT(*) FROM rollouts r JOIN steps s ON s.rollout = r.id "
-        f"LEFT JOIN records c ON c.id = s.record WHERE {where} GROUP BY s.outcome, s.record"
-    )
-    endpoints: dict[int | None, str | None] = {None: None}
-    for call, outcome, seconds, calls in connection.execute(sql, values).fetchall():
-        if call not in endpoints:
+) -> int:
+    """Add calls by the endpoint that received them; return how many are left out because a row is damaged.
+
+    A call is one compressed JSON value, so each is read once.
+    """
+    damaged, endpoints = 0, dict[int, str | None]()
+    for _, outcome, seconds, calls, whole, call in connection.execute(_calls("''", where), values).fetchall():
+        if whole and call is not None and call not in endpoints:
             endpoints[call] = _endpoint(connection, call)
-        groups[endpoints[call]].add(Outcome(outcome), seconds or 0.0, calls)
+        # The endpoint of a call that was forgotten since is not known.
+        endpoint = endpoints[call] if whole and call is not None else None
+        if whole and (call is None or endpoint is not None):
+            groups[endpoint].add(Outcome(outcome), seconds or 0.0, calls)
+        else:
+            damaged += calls
+    return damaged
 
 
 def _endpoint(connection: sqlite3.Connection, call: int) -> str | None:
-    row = connection.execute("SELECT packed, data FROM blobs WHERE id = ?", (call,)).fetchone()
-    try:
-        return str(orjson.loads(zlib.decompress(row[1]) if row[0] else row[1])["endpoint"])
-    except (TypeError, KeyError, ValueError, zlib.error):
-        # Forgotten or damaged since.
-        return None
+    """Return the endpoint of a call; None if its blob is damaged."""
+    row = connection.execute("SELECT packed, data, digest FROM blobs WHERE id = ?", (call,)).fetchone()
+    data = None if row is None else whole_bytes(*row)
+    return None if data is None else str(orjson.loads(data)["endpoint"])
 
 
 def _arms(connection: sqlite3.Connection, where: str, values: Mapping[str, Any], total: _Group) -> list[Arm]:
@@ -188,9 +209,10 @@ def _arms(connection: sqlite3.Connection, where: str, values: Mapping[str, Any],
     calls, hits = sum(total.counts.values()), total.counts["hits"] + total.counts["waits"]
     # A stateless cache executes a call once for each task and then repeats its first answer.
     sql = (
-        "SELECT r.task, c.call, c.upload, c.answer, c.seconds, COUNT(*) FROM rollouts r "
-        "JOIN steps s ON s.rollout = r.id JOIN records c ON c.id = s.record "
-        f"WHERE {where} GROUP BY r.task, s.record ORDER BY s.record"
+        "SELECT g.task, c.call, c.upload, c.answer, c.seconds, g.calls FROM "
+        "(SELECT r.task, s.record, COUNT(*) AS calls "
+        f"FROM rollouts r JOIN steps s ON s.rollout = r.id WHERE {where} AND {_WHOLE_STEP} GROUP BY 1, 2) g "
+        f"JOIN records c ON c.id = g.record WHERE {_WHOLE_RECORD} ORDER BY g.record"
     )
     first: dict[tuple[str, int, int | None], int] = {}
     known, wrong, tool_s = 0, 0, 0.0

@@ -91,14 +91,9 @@ class BlobStore:
             StoreError: The file cannot be read now.
         """
         row = self._database.row(_READ, (blob,))
-        if row is not None and row[3]:
-            try:
-                data = zlib.decompress(row[1]) if row[0] else bytes(row[1])
-                if _digest(data) == row[2]:
-                    return data
-            # A flipped bit may also change the type of a column.
-            except (zlib.error, TypeError, ValueError):
-                pass
+        data = whole_bytes(*row[:3]) if row is not None and row[3] else None
+        if data is not None:
+            return data
         self._damaged.add(blob)
         raise DamagedError(f"blob {blob} of the store is damaged: a disk or another program has changed the file.")
 
@@ -117,6 +112,16 @@ class BlobStore:
         """Delete the blobs that no record names."""
         with self._database.transaction() as execute:
             delete_unused_blobs(execute)
+
+
+def whole_bytes(packed: int, data: bytes, digest: bytes) -> bytes | None:
+    """Return the uncompressed bytes of a blob by its columns; None if they are not those that were written."""
+    try:
+        content = zlib.decompress(data) if packed else bytes(data)
+    # A flipped bit may also change the type of a column.
+    except (zlib.error, TypeError, ValueError):
+        return None
+    return content if _digest(content) == digest else None
 
 
 def _digest(data: bytes) -> bytes:

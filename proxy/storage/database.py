@@ -25,7 +25,15 @@ from urllib.parse import quote
 
 from proxy.storage.errors import DamagedError, StoreError
 from proxy.storage.migrations import migrate
-from proxy.storage.schema import CHECKSUM_FUNCTION, NAMED, create_tables, is_whole, row_checksum, version_of
+from proxy.storage.schema import (
+    CHECKSUM_FUNCTION,
+    NAMED,
+    create_tables,
+    is_whole,
+    row_checksum,
+    update_guards,
+    version_of,
+)
 from sandboxes.lean_imports import without
 
 with without("numpy"):
@@ -83,6 +91,8 @@ class StoreDatabase:
             self._connection.execute("PRAGMA wal_autocheckpoint=0")
             create_tables(self.tables)
             self._check_names()
+            for guard in update_guards():
+                self._connection.execute(guard)
             self._next = {name: self._last_number(name) + 1 for name in _NUMBERED}
         # SQLite's messages about a damaged schema may be no UTF-8: a ValueError, as a foreign database is.
         except (ValueError, TypeError, OSError, sqlite3.Error) as error:
@@ -100,8 +110,7 @@ class StoreDatabase:
 
     def read_apart(self, read: Callable[[sqlite3.Connection], T]) -> T:
         """Run a query function on a read-only connection of its own. Blocking: for a thread, and for many rows."""
-        with closing(sqlite3.connect(self._path)) as connection:
-            connection.execute("PRAGMA query_only=1")
+        with closing(self.open_reader()) as connection:
             return read(connection)
 
     def open_reader(self) -> sqlite3.Connection:

@@ -153,7 +153,9 @@ class RolloutStore:
         """Return task and name of the running rollout with this token; None if there is none."""
         # Looked up by digest: how long the index takes tells nothing about the token. 192 random bits need no salt.
         digest = sha256(token.encode()).digest()
-        row = self._database.row("SELECT task, name FROM rollouts WHERE token_digest = ? AND finished = 0", (digest,))
+        # A damaged row could name another rollout.
+        sql = f"SELECT task, name FROM rollouts WHERE token_digest = ? AND finished = 0 AND {is_whole('rollouts')}"
+        row = self._database.row(sql, (digest,))
         return None if row is None else (row[0], row[1])
 
     def steps(self, rollout: int, *, offset: int = 0, limit: int = -1) -> list[tuple[int, int, int]]:
@@ -191,6 +193,9 @@ class RolloutStore:
             self._database.execute_many("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", steps)
             self._database.execute_many(
                 "UPDATE rollouts SET calls = ?1, node = COALESCE((SELECT target FROM records WHERE id = ?2), node), "
+                # A damaged record does not say where the rollout is. Its agent is told so after the next start.
+                f"lost = CASE WHEN EXISTS (SELECT 1 FROM records WHERE id = ?2 AND NOT {is_whole('records')}) "
+                "THEN 'the record of its last call is damaged in the store' ELSE lost END, "
                 "used_at = ?4 WHERE id = ?3 AND calls < ?1",
                 [(step.turn + 1, step.record, step.rollout, now) for step in last.values()],
             )
@@ -216,7 +221,8 @@ class RolloutStore:
             for step in own:
                 if step.turn < calls:
                     continue
-                record = self._database.row("SELECT source, target FROM records WHERE id = ?", (step.record,))
+                sql = f"SELECT source, target FROM records WHERE id = ? AND {is_whole('records')}"
+                record = self._database.row(sql, (step.record,))
                 if step.turn > calls or record is None or record[0] != node:
                     wrong[rollout] = f"call {calls} of rollout {name!r} is missing in the journal or in the store"
                     break

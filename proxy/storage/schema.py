@@ -8,7 +8,7 @@ A change that existing tables cannot express raises `SCHEMA_VERSION` and appends
 brings older files to this version. Files of newer versions are refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,10 @@ _INDEXES = (
 )
 # sqlite-utils cannot create a table WITHOUT ROWID. With a row ID each step is stored twice, in the table and in the
 # index of its primary key: decision 0026 has the measurement.
-STEPS_CHECKSUM = "(rollout * 1000003 + turn * 65537 + record * 257 + outcome) % 4294967291"
+_STEPS_CHECKSUM = (
+    "({prefix}rollout * 1000003 + {prefix}turn * 65537 + {prefix}record * 257 + {prefix}outcome) % 4294967291"
+)
+STEPS_CHECKSUM = _STEPS_CHECKSUM.format(prefix="")
 """Checksum of a step, which SQLite computes by itself: each hit writes a step, and a function of Python's costs 1 us.
 
 The factors and the prime have no common divisor, so each changed bit of a number is seen; other damage stays unseen
@@ -83,12 +86,31 @@ def row_checksum(*values: object) -> bytes:
     return blake2b(repr(values).encode(), digest_size=8).digest()
 
 
-def is_whole(table: str) -> str:
-    """Return the SQL condition that a row of a checked table is as it was written; without an alias of the table."""
+def is_whole(table: str, alias: str = "") -> str:
+    """Return the SQL condition that a row of a checked table is as it was written.
+
+    Args:
+        table: The table.
+        alias: Its name in the statement, where several tables have columns of the same name.
+    """
+    prefix = f"{alias}." if alias else ""
     if table == "steps":
-        return f"(steps_checksum IS {STEPS_CHECKSUM})"
+        return f"({prefix}steps_checksum IS {_STEPS_CHECKSUM.format(prefix=prefix)})"
     columns = next(columns for name, columns, _ in _TABLES if name == table)
-    return f"({table}_checksum IS {checksum_of(columns)})"
+    return f"({prefix}{table}_checksum IS {checksum_of(columns, prefix)})"
+
+
+def update_guards() -> Iterator[str]:
+    """Yield the statements that keep updates off damaged rows, for one connection.
+
+    An update computes the checksum of the whole row again, so it would make a damaged row look as it was written. Such
+    a row stays as it is, and is an error when it is read. Only a rollout can be ended whatever its row holds.
+    """
+    for table, exception in (("nodes", ""), ("records", ""), ("rollouts", "AND NEW.finished IS OLD.finished")):
+        yield (
+            f"CREATE TEMP TRIGGER {table}_guard BEFORE UPDATE ON main.{table} "
+            f"WHEN NOT {is_whole(table, 'OLD')} {exception} BEGIN SELECT RAISE(IGNORE); END"
+        )
 
 
 def checked_table(
@@ -100,11 +122,11 @@ def checked_table(
     return f"{statement}, {name}_checksum BLOB GENERATED ALWAYS AS ({checksum_of(columns)}) STORED)"
 
 
-def checksum_of(columns: Mapping[str, type]) -> str:
-    """Return the SQL expression of the checksum of a row with these columns."""
+def checksum_of(columns: Mapping[str, type], prefix: str = "") -> str:
+    """Return the SQL expression of the checksum of a row with these columns, each behind the prefix."""
     # Text as bytes: damaged text may be no UTF-8, which could not be passed as a string.
     values = (
-        f"CAST([{name}] AS BLOB)" if kind is str else f"[{name}]"
+        f"CAST({prefix}[{name}] AS BLOB)" if kind is str else f"{prefix}[{name}]"
         for name, kind in columns.items()
         if name not in _UNCHECKED
     )

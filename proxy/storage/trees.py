@@ -181,9 +181,10 @@ class TreeStore:
     def _uses(self, tree: Tree) -> Generator[None, None, Counter[int]]:
         """Return how often the steps of the tree's rollouts use each record. Yields between pages."""
         uses_of = Counter[int]()
+        used = f"SELECT record FROM steps WHERE rollout = ? AND {is_whole('steps')}"
         for page in self._pages("SELECT id FROM rollouts WHERE tree = ?", tree.id):
             for (rollout,) in page:
-                records = self._database.rows("SELECT record FROM steps WHERE rollout = ?", (rollout,))
+                records = self._database.rows(used, (rollout,))
                 uses_of.update(record for (record,) in records)
             yield
         return uses_of

@@ -15,17 +15,16 @@ Answers are an agent's data, and headers of requests to tool servers may be cred
 import codecs
 import re
 import sqlite3
-import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import orjson
 
 from proxy.dialects.shell import exit_code
+from proxy.storage.blobs import whole_bytes
 from proxy.storage.database import StoreDatabase
 from proxy.storage.records import answer_of
 from proxy.storage.rollouts import labels_condition
@@ -222,8 +221,4 @@ class _Writer:
     def _blob(self, blob: int) -> bytes | None:
         """Return the bytes of a blob; None if they are not those that were written."""
         row = self._connection.execute("SELECT packed, data, digest FROM blobs WHERE id = ?", (blob,)).fetchone()
-        try:
-            data: bytes = zlib.decompress(row[1]) if row[0] else bytes(row[1])
-        except (TypeError, zlib.error, ValueError):
-            return None
-        return data if blake2b(data, digest_size=32).digest() == row[2] else None
+        return None if row is None else whole_bytes(*row)

@@ -3,13 +3,14 @@
 import asyncio
 import re
 import sqlite3
-import zlib
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from proxy.storage.blobs import whole_bytes
+from proxy.storage.schema import is_whole
 from proxy.storage.store import Store
 from proxy.tree.rollout import Outcome
 
@@ -57,7 +58,8 @@ class Lookups:
         """Return the rollouts that made a call, the latest first. O(steps of all tasks), without holding the GIL."""
         sql = (
             "SELECT r.name, s.turn, s.outcome FROM steps s JOIN rollouts r ON r.id = s.rollout "
-            "WHERE s.record = ? ORDER BY s.rollout DESC, s.turn DESC LIMIT ?"
+            f"WHERE s.record = ? AND {is_whole('steps', 's')} AND {is_whole('rollouts', 'r')} "
+            "ORDER BY s.rollout DESC, s.turn DESC LIMIT ?"
         )
         read = partial(_all, sql=sql, values=(record, limit))
         rows = await asyncio.to_thread(self._store.database.read_apart, read)
@@ -89,13 +91,15 @@ def failed(answer: bytes) -> bool:
 def _examine(connection: sqlite3.Connection, tree: int, known: Failures) -> bool:
     """Examine the next batch of records; return whether there may be more."""
     sql = (
-        "SELECT c.id, c.source, c.target, b.packed, b.data FROM records c JOIN blobs b ON b.id = c.answer "
-        "WHERE c.tree = ? AND c.id > ? ORDER BY c.id LIMIT ?"
+        "SELECT c.id, c.source, c.target, b.packed, b.data, b.digest FROM records c JOIN blobs b ON b.id = c.answer "
+        f"WHERE {is_whole('records', 'c')} AND c.tree = ? AND c.id > ? ORDER BY c.id LIMIT ?"
     )
     rows = _all(connection, sql, (tree, known.upto, _BATCH))
-    for record, source, target, packed, data in rows:
+    for record, source, target, *blob in rows:
         known.upto = record
-        if failed(zlib.decompress(data) if packed else bytes(data)):
+        answer = whole_bytes(*blob)
+        # Of a damaged answer nobody can say whether it is a failure.
+        if answer is not None and failed(answer):
             known.calls.append((record, source, target))
     return len(rows) == _BATCH
 

@@ -8,20 +8,24 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy.control.reports import ReportRequest, read_report
 from proxy.engine import Engine
 from proxy.execution.errors import StateLostError
 from proxy.refusals import RefusalError
 from proxy.storage import journal as journal_module
 from proxy.storage.errors import DamagedError, StoreError
 from proxy.storage.journal_segments import STEP_BYTES
+from proxy.storage.rollouts import Overhead
 from proxy.storage.schema import CHECKSUM_FUNCTION, STEPS, count_damaged, row_checksum
 from proxy.tree.rollout import Outcome
+from proxy.ui.ways import read_ways
 from tests.proxy.rig import ask, engine
 from tests.proxy.test_restart import abandon, open_engine
 from tests.sandboxes.memory_driver import MemoryDriver
@@ -141,6 +145,95 @@ def test_a_damaged_step_row_is_an_error(tmp_path: Path) -> None:
             assert count_damaged(again.store.database.tables) == {"steps": 1}
             other = await again.tasks.rollout("task", "other")
             assert (await ask(again, other, "sleep 100 &"))[1] is Outcome.HIT
+
+    asyncio.run(body())
+
+
+def damage_row(data: Path, table: str, change: str) -> None:
+    """Change the first row of a table, and not its checksum."""
+    with contextlib.closing(sqlite3.connect(data / "forkpoint.sqlite")) as connection, connection:
+        (stored,) = connection.execute(f"SELECT {table}_checksum FROM {table} ORDER BY id").fetchone()
+        connection.create_function(CHECKSUM_FUNCTION, -1, lambda *_: stored, deterministic=True)
+        first = f"(SELECT MIN(id) FROM {table})"
+        assert connection.execute(f"UPDATE {table} SET {change} WHERE id = {first}").rowcount == 1
+
+
+@pytest.mark.parametrize(
+    ("damages", "rollouts", "calls"),
+    [
+        (damage_last_step, 2, 4),
+        (lambda data: damage_row(data, "records", "seconds = 1000000"), 2, 3),
+        (lambda data: damage_row(data, "rollouts", "wait_s = 1000000"), 1, 2),
+    ],
+    ids=["step", "record", "rollout"],
+)
+def test_a_damaged_row_is_in_no_sum(tmp_path: Path, damages: Callable[[Path], None], rollouts: int, calls: int) -> None:
+    """Reports and the ways of a tree leave out what is damaged, and count it."""
+
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            for name, commands in (("first", ("echo 1 > a", "ls", "cat a")), ("second", ("echo 1 > a", "ls"))):
+                rollout = await running.tasks.rollout("task", name)
+                for command in commands:
+                    await ask(running, rollout, command)
+        damages(tmp_path)
+        async with engine(tmp_path) as again:
+            for by in ("run", "task", "endpoint"):
+                view = again.store.database.read_apart(partial(read_report, request=ReportRequest(by)))
+                assert (view.total.rollouts, view.total.calls) == (rollouts, calls), by
+                assert view.damaged == (5 - calls if rollouts == 2 else 1), by
+                assert view.total.executed_s + view.total.saved_s + (view.total.waited_s or 0.0) < 1000
+                assert [arm.executed + arm.tool_s < 1000 for arm in view.arms] == [True] * 3
+            ways = again.store.database.read_apart(lambda store: read_ways(store, rollout.tree.id, 10))
+            assert (len(ways.ways), sum(len(way.nodes) for way in ways.ways)) == (rollouts, calls)
+            assert ways.damaged == view.damaged
+
+    asyncio.run(body())
+
+
+def test_an_update_does_not_hide_damage(tmp_path: Path) -> None:
+    """A row is damaged while its proxy runs, which writes to it again. Its damage still shows, after each start."""
+
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            tree = (await running.tasks.open("task")).tree
+            rollouts = running.store.rollouts
+            number = rollouts.create("task", "first", tree.id, tree.root.id, "secret")
+            rollout = await running.tasks.rollout("task", "other")
+            await ask(running, rollout, "echo 1 > a")
+            assert rollouts.by_token("secret") == ("task", "first")
+            damage_row(tmp_path, "rollouts", "start = 99")
+            rollouts.put_labels(number, {"run": "a"})
+            rollouts.add_overhead({number: Overhead(1.0, 1.0, 1.0)})
+            # What the row says could be another rollout's.
+            assert rollouts.by_token("secret") is None
+            damage_row(tmp_path, "records", "seconds = 1000000")
+            running.store.records.save_proven(tree.root.records.values())
+            assert count_damaged(running.store.database.tables) == {"rollouts": 1, "records": 1}
+        for _ in range(2):
+            async with engine(tmp_path) as again:
+                with pytest.raises(RefusalError, match="damaged"):
+                    await again.tasks.rollout("task", "first")
+        async with engine(tmp_path) as last:
+            await last.tasks.open("task")
+            assert await last.tasks.dismiss("task", "first")
+            assert (await last.tasks.rollout("task", "first")).calls == 0
+
+    asyncio.run(body())
+
+
+def test_a_damaged_record_says_no_position(tmp_path: Path) -> None:
+    """The record of a rollout's last call is damaged before its step is folded. The rollout is refused, not moved."""
+
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            await ask(running, rollout, "echo 1 > a")
+            damage_row(tmp_path, "records", "target = source")
+            running.journal.fold()
+        async with engine(tmp_path) as again:
+            with pytest.raises(RefusalError, match="the record of its last call is damaged"):
+                await again.tasks.rollout("task", "first")
 
     asyncio.run(body())
 

@@ -85,6 +85,7 @@ class ReportView(BaseModel):
         rows: The groups; numbers are in their order, and texts in alphabetical order.
         truncated: Whether groups were left out.
         arms: The same calls without a cache, with a stateless one, and with this one.
+        damaged: Rollouts and calls that are left out of all figures, because rows of the store are damaged.
     """
 
     by: str
@@ -95,3 +96,4 @@ class ReportView(BaseModel):
     rows: list[ReportRow]
     truncated: bool
     arms: list[Arm]
+    damaged: int = 0
