@@ -6,6 +6,7 @@ from proxy.logs import setup
 # isort: split
 
 import functools
+import gc
 import os
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -106,6 +107,9 @@ def run(settings: Settings) -> None:
                 "tasks without a base of their own run on this machine's system (base: host), which is for trying out: "
                 "each change of the machine begins new trees. See docs/tasks.md."
             )
+        # What every process has loaded by now stays for good; see `proxy.execution.collector`.
+        gc.collect()
+        gc.freeze()
         try:
             server(application).run(sockets=[listener])
         except SystemExit:

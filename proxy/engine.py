@@ -15,6 +15,7 @@ import structlog
 
 from proxy.audit.auditor import Auditor
 from proxy.audit.prover import Prover
+from proxy.execution.collector import Collector
 from proxy.execution.executor import Executor
 from proxy.execution.forgetting import Forgetting
 from proxy.execution.gate import Gate
@@ -57,6 +58,9 @@ _FOLD_EVERY_S = 2.0
 """Interval at which steps are folded from the journal into the store: the journal then holds few megabytes."""
 _SWEEP_EVERY_S = 10.0
 """Interval at which idle sandboxes, cold tasks and snapshots over budget are removed."""
+_COLLECT_EVERY_S = 1.0
+"""Interval at which new nodes and records are frozen, if there are enough."""
+
 _AUDIT_EVERY_S = 1.0
 """Interval at which the auditor checks whether sampled hits wait for it."""
 
@@ -219,6 +223,7 @@ class Engine:
         self.lifecycle.background += [
             BackgroundWork("fold", _FOLD_EVERY_S, self.journal.trickle),
             BackgroundWork("sweep", _SWEEP_EVERY_S, self._sweep),
+            BackgroundWork("collect", _COLLECT_EVERY_S, Collector(self.trees).settle),
             BackgroundWork("warm", 0.0, self.warm.work),
             BackgroundWork("audit", _AUDIT_EVERY_S, self.audit.work),
             BackgroundWork("prove", _AUDIT_EVERY_S, self._prover().work),

@@ -1,12 +1,17 @@
 """The trees in memory: each is read back from the store when it is first needed."""
 
 import asyncio
+import gc
 from collections.abc import Iterator
+from itertools import count
 
 from proxy.storage.trees import TreeStore
 from proxy.tree.tree import Node, Tree
 from sandboxes.spec import EnvironmentSpec
 from snapshots.cache import SnapshotCache
+
+_SLICES_FROZEN = 40
+"""Slices of a tree that is read back after which its objects are frozen, see `collector`. Each is 50 rows."""
 
 
 class OpenTrees:
@@ -17,6 +22,7 @@ class OpenTrees:
         self._trees: dict[int, Tree] = {}
         # Trees that `read_back` reads and that have not been in memory since it began.
         self._reading: set[int] = set()
+        self._closed = 0
 
     def __iter__(self) -> Iterator[Tree]:
         """Iterate over a copy of the trees in memory."""
@@ -25,8 +31,18 @@ class OpenTrees:
 
     @property
     def size(self) -> int:
-        """Number of nodes and records in memory."""
+        """Number of nodes and records in memory, and of those that trees in memory have forgotten."""
         return sum(tree.size for tree in self._trees.values())
+
+    @property
+    def added(self) -> int:
+        """Number of nodes and records that have come into memory. Only grows."""
+        return self.size + self._closed
+
+    @property
+    def dropped(self) -> int:
+        """Number of nodes and records that have left memory, with their trees or by themselves. Only grows."""
+        return self._closed + sum(tree.forgotten for tree in self._trees.values())
 
     def get(self, tree_id: int) -> Tree | None:
         """Return a tree that is in memory; None if it would have to be read back."""
@@ -48,7 +64,7 @@ class OpenTrees:
         self._reading.add(tree_id)
         try:
             steps = self._store.loading(tree_id)
-            while True:
+            for number in count(1):
                 try:
                     next(steps)
                 except StopIteration as end:
@@ -56,6 +72,10 @@ class OpenTrees:
                     if tree_id in self._reading and self._store.exists(tree_id):
                         self._keep(end.value)
                     return
+                if number % _SLICES_FROZEN == 0:
+                    # A full collection amid a large tree would hold up hits. This one looks at the newest objects only.
+                    gc.collect(1)
+                    gc.freeze()
                 await asyncio.sleep(0)
         finally:
             self._reading.discard(tree_id)
@@ -82,7 +102,9 @@ class OpenTrees:
 
     def close(self, tree_id: int) -> Tree | None:
         """Remove a tree from memory and return it; None if it was not there."""
-        return self._trees.pop(tree_id, None)
+        tree = self._trees.pop(tree_id, None)
+        self._closed += 0 if tree is None else tree.size
+        return tree
 
     def _keep(self, tree: Tree) -> Tree:
         self._trees[tree.id] = tree

@@ -158,6 +158,7 @@ class Tree:
         nodes: All nodes by number, diverged ones included.
         aside: Records that are set aside.
         size: Number of nodes and records ever added.
+        forgotten: Number of those that were forgotten since.
     """
 
     def __init__(self, tree_id: int, root: Node, spec: EnvironmentSpec, key: str = "") -> None:
@@ -165,6 +166,7 @@ class Tree:
         self.nodes: dict[int, Node] = {root.id: root}
         self.aside: list[Record] = []
         self.size = 1
+        self.forgotten = 0
         self._by_state: dict[bytes, Node] = {}
         self._index(root)
 
@@ -237,6 +239,7 @@ class Tree:
             lost.detached = True
             del self.nodes[lost.id]
             self._unindex(lost)
+        self.forgotten += len(gone) + len(records)
         return sorted(gone, key=lambda n: n.id), records
 
     def set_aside(self, record: Record, why: str) -> list[Node]:
