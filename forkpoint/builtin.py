@@ -70,6 +70,13 @@ def http_driver(context: DriverContext) -> "Driver":
     return HttpDriver(context.directory)
 
 
+def client_driver(context: DriverContext) -> "Driver":  # noqa: ARG001 - it keeps no files
+    """Return the driver of sandboxes that belong to clients."""
+    from sandboxes.client.driver import ClientDriver
+
+    return ClientDriver()
+
+
 def shell_dialect(spec: "EnvironmentSpec") -> "Dialect | None":
     """Return the `shell` endpoint; None for environments whose only servers are elsewhere."""
     from proxy.dialects import BuiltIn, shell
@@ -110,6 +117,15 @@ def e2b_endpoint(context: "EndpointContext") -> "Endpoint":
     from proxy.compat.e2b.endpoint import E2bEndpoint
 
     return E2bEndpoint(context)
+
+
+def tvcache_endpoint(context: "EndpointContext") -> "Endpoint | None":
+    """Return the endpoint that speaks the cache API of TVCACHE's authors; None without the driver `client`."""
+    if "client" not in context.engine.drivers:
+        return None
+    from proxy.compat.tvcache.endpoint import TvcacheEndpoint
+
+    return TvcacheEndpoint(context)
 
 
 def _require(extra: str, *packages: str) -> None:

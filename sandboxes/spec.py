@@ -43,7 +43,7 @@ SHELLLESS_DRIVERS = SQL_DRIVERS | {"video"}
 """Drivers without a shell. Their tasks with equal root states share one tree, unless a spec says `share: off`."""
 SERVER_DRIVERS = frozenset({"local", "container"})
 """Drivers that run tool servers in their sandboxes."""
-RESERVED_ENDPOINTS = frozenset({"shell", "sql", "video", "mcp", "docker", "e2b", "process", "archive", "r"})
+RESERVED_ENDPOINTS = frozenset({"shell", "sql", "video", "mcp", "docker", "e2b", "tvcache", "process", "archive", "r"})
 """Names of endpoints that are built in; a server cannot have them."""
 
 _DATABASE_FIELDS: dict[str, tuple[set[str], set[str]]] = {

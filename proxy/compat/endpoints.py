@@ -130,9 +130,10 @@ class StreamTransport:
 
 
 def make_endpoints(context: EndpointContext) -> dict[str, Endpoint]:
-    """Return every installed endpoint by its name.
+    """Return every installed endpoint by its name, without those whose factory returns None.
 
     Raises:
         PluginError: An entry point is ambiguous or broken.
     """
-    return {name: load(ENDPOINTS, name)(context) for name in installed(ENDPOINTS)}
+    made = {name: load(ENDPOINTS, name)(context) for name in installed(ENDPOINTS)}
+    return {name: endpoint for name, endpoint in made.items() if endpoint is not None}

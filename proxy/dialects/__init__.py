@@ -79,6 +79,7 @@ def _endpoints(spec: EnvironmentSpec) -> list[str]:
     names = {name for name in installed(PLUGINS) if load(PLUGINS, name)(spec) is not None} | spec.servers.keys()
     if not spec.upstreams:
         names |= installed(ENDPOINTS).keys()
+        names = {"tvcache"} if spec.driver == "client" else names - {"tvcache"}
         names -= set() if spec.driver in SERVER_DRIVERS else {"e2b"}
         names -= {"docker", "shell"} if spec.driver in SHELLLESS_DRIVERS else set()
         names -= set() if spec.databases else {"sql"}

@@ -1,0 +1,78 @@
+"""Walkers: rollouts for a client whose requests name none, so that reports, metrics and labels count its calls.
+
+A rollout of the client library has a connection of its own, so each connection and task get one rollout. Each request
+names its whole chain of calls, so a walker stands wherever the latest request was, and answers never depend on it.
+"""
+
+import secrets
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from proxy.engine import BackgroundWork, Engine
+from proxy.tree.labels import Labels
+from proxy.tree.rollout import Rollout
+from proxy.tree.task import Task
+from proxy.tree.tree import Node, Record
+
+IDLE_S = 120.0
+"""How long a walker stays after its last request. A connection that comes back later gets another one."""
+_EVERY_S = 10.0
+
+
+@dataclass(slots=True)
+class _Walker:
+    """A rollout, the record of its latest request, and when that came."""
+
+    rollout: Rollout
+    latest: Record | None
+    used_at: float
+
+
+class Walkers:
+    """The walkers of all tasks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._walkers: dict[tuple[str, Hashable], _Walker] = {}
+        engine.lifecycle.background.append(BackgroundWork("end idle clients", _EVERY_S, self._end_idle))
+        engine.lifecycle.before_close.append(self._end_all)
+
+    def count_hit(self, task: Task, client: Hashable, labels: Labels, record: Record) -> None:
+        """Count a hit. The library looks an answer up twice, first whether it exists: that counts once."""
+        walker = self._of(task, client, labels)
+        if walker.latest is record:
+            walker.latest = None
+            return
+        walker.latest = record
+        walker.rollout.node = record.source
+        self._engine.step.take(walker.rollout, record)
+
+    def at(self, task: Task, client: Hashable, labels: Labels, node: Node) -> Rollout:
+        """Return the rollout of a connection, placed at a node. The caller makes its call before the next request."""
+        walker = self._of(task, client, labels)
+        walker.latest = None
+        walker.rollout.node = node
+        return walker.rollout
+
+    def _of(self, task: Task, client: Hashable, labels: Labels) -> _Walker:
+        walker = self._walkers.get((task.name, client))
+        if walker is None or walker.rollout.finished or walker.rollout.tree is not task.tree:
+            name = f"tvclient-{secrets.token_hex(6)}"
+            rollout = self._engine.tasks.rollouts.begin(task, name, task.tree, task.tree.root, labels=labels)
+            walker = self._walkers[task.name, client] = _Walker(rollout, None, 0.0)
+        walker.used_at = time.monotonic()
+        return walker
+
+    async def _end_idle(self) -> None:
+        await self._end(before=time.monotonic() - IDLE_S)
+
+    async def _end_all(self) -> None:
+        await self._end(before=float("inf"))
+
+    async def _end(self, *, before: float) -> None:
+        for key, walker in list(self._walkers.items()):
+            if walker.used_at < before and not walker.rollout.waiting:
+                del self._walkers[key]
+                if not walker.rollout.finished:
+                    await self._engine.tasks.rollouts.finish(walker.rollout)
