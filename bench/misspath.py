@@ -3,7 +3,8 @@
 One run prints these tables. All contenders of a table take turns in it, so that other load affects all of them.
 
 1. A call that changes files and one that only reads: CPU time of all processes, calls a second, latency. Each runs an
-   external program. Forkpoint's calls are all new to the tree. The proxy's loop thread is shown by itself.
+   external program. Forkpoint's calls are all new to the tree. The proxy's loop thread is shown by itself. For its
+   containers only time is shown, because their CPU time is Docker's.
 2. Latency of a file call with many rollouts that think between their calls.
 3. Latency of hits alone and beside rollouts that miss. The client that makes the hits has a high priority, so that
    the proxy's delay is measured and not the client's.
@@ -27,7 +28,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +43,9 @@ from tests.machine import Proxy, data_directory
 CORES = os.cpu_count() or 1
 KINDS = {"file call": "wc -c /etc/passwd >> /tmp/{name} # {tag}", "read-only call": "wc -c /etc/passwd # {tag}"}
 EVERYTHING = "calls,think,hits,depths,sandboxes"
+CONTAINERS = "Forkpoint, containers"
+BOTH = '["local", "container"]'
+"""A setting: both drivers are on."""
 PAUSE_S = 0.002
 """Pause between two hits of a client."""
 
@@ -163,9 +167,16 @@ def measure_calls(options: Namespace) -> None:
         ways = stack.enter_context(alternatives(count, options.beside.split(",")))
         cpu = CpuGroup("proxy")
         stack.callback(cpu.close)
-        server, _ = stack.enter_context(served(cpu))
+        spec = container_spec(options.drivers)
+        server, proxy = stack.enter_context(served(cpu, drivers='["local"]' if spec is None else BOTH))
         clients = [Client(server, f"calls-{number}") for number in range(count)]
         contenders = [Contender("Forkpoint", cpu, lambda number, command: clients[number].run(command))]
+        if spec is not None:
+            put_task(proxy, "containers", spec)
+            # Docker's control groups are not the proxy's: only time shows what a call costs there.
+            inside = [Client(server, f"inside-{number}", "containers") for number in range(count)]
+            contenders.append(Contender(CONTAINERS, cpu, lambda number, command: inside[number].run(command)))
+            clients += inside
         contenders += [Contender(way.name, way.cpu, way.run) for way in ways]
         for contender in contenders:
             for number in range(count):
@@ -191,12 +202,27 @@ def show_calls(kind: str, contenders: Sequence[Contender], count: int) -> None:
         rate = [other / own for other, own in zip(contender.per_s[kind], ours.per_s[kind], strict=True)]
         latencies = contender.latencies_s[kind]
         shown.add_row(
-            contender.name, f"{median(contender.cpu_ms[kind]):.2f}",
+            contender.name, "-" if contender.name == CONTAINERS else f"{median(contender.cpu_ms[kind]):.2f}",
             f"{median(contender.loop_ms[kind]):.2f}" if contender is ours else "-",
             f"{median(contender.per_s[kind]):,.0f}", f"{median(latencies) * 1e3:.1f}", f"{p99(latencies):.1f}",
-            f"{median(cpu):.2f}", f"{median(rate):.2f}",
+            "-" if contender.name == CONTAINERS else f"{median(cpu):.2f}", f"{median(rate):.2f}",
         )  # fmt: skip
     console.print(shown)
+
+
+def container_spec(drivers: str) -> dict[str, str] | None:
+    """Return the environment of a container; None if none is wanted, or with a line on the console if none can be."""
+    if "container" not in drivers.split(","):
+        return None
+    image, why = sandboxes.docker_image(None)
+    if image is None:
+        console.print(f"containers are left out: {why}.")
+        return None
+    return {"driver": "container", "image": image}
+
+
+def put_task(proxy: Proxy, name: str, spec: dict[str, str]) -> None:
+    httpx.put(f"{proxy.url}/api/v1/tasks/{name}", json=spec, timeout=60).raise_for_status()
 
 
 def p99(seconds: Sequence[float]) -> float:
@@ -307,15 +333,12 @@ def measure_depths(options: Namespace) -> None:
         "max ms",
         "to the state, p50 ms",
     )
-    image, why = sandboxes.docker_image(None)
     for driver in options.drivers.split(","):
-        if driver == "container" and image is None:
-            console.print(f"containers are left out: {why}.")
+        spec = {"driver": "local"} if driver == "local" else container_spec(driver)
+        if spec is None:
             continue
-        cpu = CpuGroup(f"depths-{driver}")
-        with served(cpu) as (server, proxy):
-            spec = {"driver": driver, **({"image": image} if driver == "container" else {})}
-            httpx.put(f"{proxy.url}/api/v1/tasks/depths", json=spec, timeout=60).raise_for_status()
+        with closing(CpuGroup(f"depths-{driver}")) as cpu, served(cpu, drivers=f'["{driver}"]') as (server, proxy):
+            put_task(proxy, "depths", spec)
             length = max(depths) + options.divergences
             path = [f"echo {step} >> /tmp/path" for step in range(length)]
             client = Client(server, "first", "depths")
@@ -343,7 +366,6 @@ def measure_depths(options: Namespace) -> None:
                     f"{max(took):.1f}",
                     f"{median(restored):.1f}",
                 )
-        cpu.close()
     console.print(shown)
 
 
@@ -376,7 +398,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--missing", type=int, default=16, help="rollouts that miss in table 3")
     parser.add_argument("--seconds", type=float, default=6.0, help="duration of each turn in table 3")
     parser.add_argument("--depths", default="1,10,100,1000")
-    parser.add_argument("--drivers", default="local,container", help="drivers of table 4")
+    parser.add_argument("--drivers", default="local,container", help="drivers of tables 1 and 4")
     parser.add_argument("--divergences", type=int, default=10, help="divergences at each depth")
     parser.add_argument("--count", type=int, default=20, help="sandboxes of table 5")
     parser.add_argument("--hits-of", help="used by the benchmark itself: only make hits on this proxy")
