@@ -17,7 +17,7 @@ import httpx
 
 from forkpoint.address import DEFAULT_URL, base_url, token_headers
 from forkpoint.errors import ForkpointError, UnreachableError
-from forkpoint.exchange import Awaiting, Blocking, Reply, Request, error_of, path_of, retry_pause_s
+from forkpoint.exchange import Awaiting, Blocking, Reply, Request, error_of, joined, path_of, retry_pause_s
 from forkpoint.operations import Labels, ProxyOperations, RolloutOperations, TaskOperations
 from forkpoint.trajectories import Format, Trajectory, split, target, trajectory, write
 
@@ -305,6 +305,14 @@ class Client(ProxyOperations, Blocking):
             raise UnreachableError(self.url, _reason(error)) from error
 
     def _perform(self, request: Request[T]) -> T:
+        reply = self._send(request)
+        result = request.result(reply)
+        while (page := request.next_page(reply)) is not None:
+            request, reply = page, self._send(page)
+            result = joined(result, request.result(reply))
+        return result
+
+    def _send(self, request: Request[T]) -> Reply:
         arguments, began = _arguments(request), time.monotonic()
         while True:
             try:
@@ -313,7 +321,7 @@ class Client(ProxyOperations, Blocking):
                 raise UnreachableError(self.url, _reason(error)) from error
             pause_s = retry_pause_s(reply, spent_s=time.monotonic() - began, patience_s=self._patience_s)
             if pause_s is None:
-                return request.result(reply)
+                return reply
             time.sleep(pause_s)
 
 
@@ -395,6 +403,14 @@ class AsyncClient(ProxyOperations, Awaiting):
         await self.close()
 
     async def _perform(self, request: Request[T]) -> T:
+        reply = await self._send(request)
+        result = request.result(reply)
+        while (page := request.next_page(reply)) is not None:
+            request, reply = page, await self._send(page)
+            result = joined(result, request.result(reply))
+        return result
+
+    async def _send(self, request: Request[T]) -> Reply:
         arguments, began = _arguments(request), time.monotonic()
         while True:
             try:
@@ -403,7 +419,7 @@ class AsyncClient(ProxyOperations, Awaiting):
                 raise UnreachableError(self.url, _reason(error)) from error
             pause_s = retry_pause_s(reply, spent_s=time.monotonic() - began, patience_s=self._patience_s)
             if pause_s is None:
-                return request.result(reply)
+                return reply
             await asyncio.sleep(pause_s)
 
 

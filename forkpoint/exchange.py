@@ -5,19 +5,23 @@ An operation is described once, by a function that returns a `Request`. `Operati
 """
 
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 from urllib.parse import quote
 
 from forkpoint.errors import ForkpointError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+E = TypeVar("E")
 
+PAGE = 1000
+"""Items of a page, the most that the proxy gives in one."""
 MAX_PAUSE_S = 10.0
 """Longest pause between two attempts in seconds, whatever `Retry-After` says."""
 _PROBLEM = "urn:forkpoint:"
@@ -57,6 +61,7 @@ class Request(Generic[T]):
         headers: Headers of this request alone.
         timeout_s: How long the tool may run, in seconds; None for the proxy's default. The client waits longer.
         accepts: Statuses beyond 2xx that `read` understands.
+        most: Maximum number of items of a list, which may take several pages; None for a request of no list.
     """
 
     method: str
@@ -67,6 +72,7 @@ class Request(Generic[T]):
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
     accepts: frozenset[int] = frozenset()
+    most: int | None = None
 
     def result(self, reply: Reply) -> T:
         """Return the result of a response.
@@ -77,6 +83,37 @@ class Request(Generic[T]):
         if 200 <= reply.status < 300 or reply.status in self.accepts:
             return self.read(reply)
         raise error_of(reply)
+
+    def next_page(self, reply: Reply) -> "Request[T] | None":
+        """Return the request of the next page of a list; None after its last page, and for a request of no list."""
+        if self.most is None or reply.payload["next"] is None:
+            return None
+        most = self.most - len(reply.payload["items"])
+        query = {**self.query, "cursor": reply.payload["next"], "limit": str(min(PAGE, most))}
+        return replace(self, query=query, most=most) if most > 0 else None
+
+
+def listed(
+    path: str, item: Callable[[Any], E], *, most: int | None = None, query: Mapping[str, str | list[str]] | None = None
+) -> Request[list[E]]:
+    """Return the request of a list, from as many of its pages as it takes.
+
+    Args:
+        path: The path below the proxy's URL.
+        item: Returns the result of one JSON object.
+        most: Maximum number of items; None for all.
+        query: The query parameters that filter and sort.
+    """
+    most = sys.maxsize if most is None else most
+    return Request(
+        "GET", path, lambda reply: [item(row) for row in reply.payload["items"]],
+        query={**(query or {}), "limit": str(min(PAGE, most))}, most=most,
+    )  # fmt: skip
+
+
+def joined(first: T, second: T) -> T:
+    """Return the items of two pages as one list."""
+    return cast("T", [*cast("list[Any]", first), *cast("list[Any]", second)])
 
 
 def with_json(value: object) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import quote
 
-from forkpoint.exchange import Operation, Reply, Request, given, path_of, with_json
+from forkpoint.exchange import PAGE, Operation, Reply, Request, given, listed, path_of, with_json
 from forkpoint.results import (
     ComparedQueries,
     Diff,
@@ -45,7 +45,7 @@ class ProxyOperations:
     @Operation
     def tasks(self) -> Request[list[TaskInfo]]:
         """List the tasks by name, with the totals of their rollouts."""
-        return Request("GET", path_of(*_API, "tasks"), lambda reply: [made_of(TaskInfo, row) for row in reply.payload])
+        return listed(path_of(*_API, "tasks"), lambda row: made_of(TaskInfo, row))
 
     @Operation
     def stats(self) -> Request[Stats]:
@@ -159,20 +159,27 @@ class TaskOperations:
 
     @Operation
     def rollouts(
-        self, *, labels: Labels | None = None, newest: bool = False, offset: int = 0, limit: int = 1000
+        self,
+        *,
+        labels: Labels | None = None,
+        finished: bool | None = None,
+        newest: bool = False,
+        limit: int | None = None,
     ) -> Request[list[RolloutInfo]]:
-        """List the task's rollouts, finished ones included.
+        """List the task's rollouts, in as many requests as it takes: one for each thousand.
 
         Args:
             labels: Only the rollouts with all of these labels; None for all.
+            finished: Only the rollouts that have ended, or that have not; None for both.
             newest: Whether the newest come first, instead of the oldest.
-            offset: Number of rollouts to skip.
-            limit: Maximum number of rollouts.
+            limit: Maximum number of rollouts; None for all.
         """
-        return Request(
-            "GET", self._path("rollouts"), lambda reply: [_rollout(row) for row in reply.payload],
-            query={**given(newest=newest or None, offset=offset, limit=limit), "label": label_pairs(labels or {})},
-        )  # fmt: skip
+        sort = "-created_at" if newest else "created_at"
+        query: dict[str, str | list[str]] = {
+            **given(sort=sort, finished=finished),
+            "label": label_pairs(labels or {}),
+        }
+        return listed(self._path("rollouts"), _rollout, most=limit, query=query)
 
     def _path(self, *segments: str) -> str:
         return path_of(*_API, "tasks", self.name, *segments)
@@ -203,15 +210,15 @@ class RolloutOperations:
         )  # fmt: skip
 
     @Operation
-    def info(self, *, offset: int = 0, limit: int = 1000) -> Request[RolloutInfo]:
+    def info(self, *, cursor: str | None = None, limit: int = PAGE) -> Request[RolloutInfo]:
         """Return the rollout with a page of its steps.
 
         Args:
-            offset: Number of steps to skip.
-            limit: Maximum number of steps.
+            cursor: `next_steps` of the page before; None for the first page.
+            limit: Maximum number of steps, up to 1,000.
         """
         return Request(
-            "GET", self._control_path(), lambda reply: _rollout(reply.payload), query=given(offset=offset, limit=limit)
+            "GET", self._control_path(), lambda reply: _rollout(reply.payload), query=given(cursor=cursor, limit=limit)
         )
 
     @Operation
@@ -411,8 +418,10 @@ def _report(reply: Reply) -> Report:
 
 
 def _rollout(payload: Json) -> RolloutInfo:
-    steps = [made_of(Step, step, title=(step["call"] or {}).get("title", "")) for step in payload.get("steps", ())]
-    return made_of(RolloutInfo, {name: value for name, value in payload.items() if name != "steps"}, steps=steps)
+    page = payload.get("steps") or {"items": (), "next": None}
+    steps = [made_of(Step, step, title=(step["call"] or {}).get("title", "")) for step in page["items"]]
+    members = {name: value for name, value in payload.items() if name != "steps"}
+    return made_of(RolloutInfo, members, steps=steps, next_steps=page["next"])
 
 
 def _file(reply: Reply) -> FileResult:

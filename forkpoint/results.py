@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from typing import Any, Literal, TypeVar
 
 from forkpoint.exchange import Reply
@@ -21,8 +22,15 @@ _DURATION = re.compile(r"(\w+);dur=([0-9.]+)")
 
 def made_of(kind: type[V], payload: Mapping[str, Any], **more: Any) -> V:
     """Return a result with the members of a JSON object that its class names; a newer proxy may send others."""
-    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in payload.items() if name in known}, **more)
+    known = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
+    return kind(
+        **{name: _member(value, known[name]) for name, value in payload.items() if name in known},
+        **more,
+    )
+
+
+def _member(value: Any, kind: object) -> Any:
+    return datetime.fromisoformat(value) if kind is datetime else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,13 +205,14 @@ class RolloutInfo:
         calls: Number of its answered calls.
         finished: Whether it has ended.
         state: `running`, `idle` if its last call is some minutes old, or `finished`.
-        created_at: When it began, in seconds since 1970.
-        used_at: When it made its last call, in seconds since 1970.
+        created_at: When it began, in UTC.
+        used_at: When it made its last call, in UTC.
         labels: Its labels.
         base_url: Base URL of its agent's tools.
         token: Its token, if it has just begun; None later.
         lost: Why its position is not known any more; empty for nearly all.
         steps: Its calls, if it was asked for by name; at most the requested page.
+        next_steps: The cursor of the next page of its calls; None if there is none.
     """
 
     id: int
@@ -215,13 +224,14 @@ class RolloutInfo:
     calls: int
     finished: bool
     state: Literal["running", "idle", "finished"]
-    created_at: float
-    used_at: float
+    created_at: datetime
+    used_at: datetime
     labels: Mapping[str, str]
     base_url: str
     token: str | None = None
     lost: str = ""
     steps: list[Step] = field(default_factory=list)
+    next_steps: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +240,7 @@ class TaskInfo:
 
     Attributes:
         task: Its name.
-        created_at: When it was created, in seconds since 1970.
+        created_at: When it was created, in UTC.
         nodes: Number of nodes in all of its trees.
         rollouts: Number of its rollouts, finished ones included.
         running: Number of rollouts that have not ended.
@@ -243,7 +253,7 @@ class TaskInfo:
     """
 
     task: str
-    created_at: float
+    created_at: datetime
     nodes: int
     rollouts: int
     running: int

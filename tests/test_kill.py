@@ -160,7 +160,9 @@ def test_call_in_flight_is_answered_before_stop(folder: Path) -> None:
         answers: list[httpx.Response] = []
         calling = threading.Thread(target=lambda: answers.append(exec_(client, "r", "sleep 2; echo done")))
         calling.start()
-        wait_until(lambda: "leased" in [box["state"] for box in proxy.view("sandboxes")], "no call is in flight")
+        wait_until(
+            lambda: "leased" in [box["state"] for box in proxy.view("sandboxes")["items"]], "no call is in flight"
+        )
         processes, groups = proxy.processes(), proxy.groups()
         proxy.stop()
         calling.join()

@@ -61,7 +61,7 @@ def test_tutorial_trains_on_cached_tools(monkeypatch: pytest.MonkeyPatch) -> Non
     with real_proxy() as proxy:
         monkeypatch.setenv("FORKPOINT_URL", proxy.url)
         exec(compile(block(), str(PAGE), "exec"), {})  # noqa: S102 - what the page shows
-        rollouts = proxy.client.get("/api/v1/tasks/first/rollouts").json()
+        rollouts = proxy.client.get("/api/v1/tasks/first/rollouts").json()["items"]
         outcomes = [proxy.outcomes("first", row["rollout"]) for row in rollouts]
     assert REWARDS == [1.0, 0.0, 1.0]
     # The last `ls` of each is the reward's: in the second rollout its agent has made that call at the same state.
@@ -77,7 +77,7 @@ def test_tutorial_trains_with_trl(tmp_path: Path) -> None:
     with real_proxy() as proxy:
         more = {"FORKPOINT_URL": proxy.url, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
         result = run(ROOT, "trl_client.py", str(tmp_path / "model"), "1", python=python, env=more, within_s=600)
-        [task] = proxy.client.get("/api/v1/tasks").json()
+        [task] = proxy.client.get("/api/v1/tasks").json()["items"]
     [step] = result["steps"]
     assert step["tools/call_frequency"] > 1
     assert step["tools/failure_frequency"] == 0

@@ -18,6 +18,8 @@ DEFAULT_DATA = Path("forkpoint-data")
 """The data directory of `forkpoint serve` by default."""
 REQUEST_S = 30.0
 """Timeout of an ordinary request, in seconds."""
+PAGE = 1000
+"""Items of a page, the most that the proxy gives in one."""
 LONG_S = 600.0
 """Timeout of a request that moves or compares whole states, in seconds."""
 
@@ -68,6 +70,27 @@ class ControlClient:
             response = client.request(method, _joined(path), **more)
         self._require_success(response)
         return response.json() if response.content else None
+
+    def items(self, *path: str, most: int | None = None, **query: Any) -> Any:
+        """Return the items of a list, from as many of its pages as it takes.
+
+        A failed request ends the command with the proxy's error text.
+
+        Args:
+            path: Segments of the path below `/api/v1/`; they are quoted.
+            most: Maximum number of items; None for all.
+            query: Query parameters; those that are None are left out.
+        """
+        items: list[dict[str, Any]] = []
+        sent = {name: value for name, value in query.items() if value is not None}
+        while most is None or len(items) < most:
+            limit = PAGE if most is None else min(PAGE, most - len(items))
+            page = self.request("GET", *path, params={**sent, "limit": limit})
+            items += page["items"]
+            if page["next"] is None:
+                break
+            sent["cursor"] = page["next"]
+        return items
 
     def read(self, *path: str, within_s: float, **query: str) -> Any:
         """Return the JSON of a GET request, without ending the command if it fails.

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import typer
 
-from proxy.cli.client import ControlClient, proxy_url
+from proxy.cli.client import PAGE, ControlClient, proxy_url
 from proxy.cli.text import shortened
 
 _WITHIN_S = 1.0
@@ -20,12 +20,12 @@ _TITLE = 60
 
 def complete_task(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the names of tasks that begin with a text."""
-    return [row["task"] for row in _rows(ctx, "tasks") if row["task"].startswith(incomplete)][:_NAMES]
+    return [row["task"] for row in _rows(ctx, "tasks", q=incomplete) if row["task"].startswith(incomplete)][:_NAMES]
 
 
 def complete_rollout(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the names of the rollouts of the task in the command line, newest first."""
-    rows = _rows(ctx, "tasks", _task(ctx), "rollouts", newest="true", limit="10000")
+    rows = _rows(ctx, "tasks", _task(ctx), "rollouts", sort="-created_at")
     names = dict.fromkeys(row["rollout"] for row in rows)
     return [name for name in names if name.startswith(incomplete)][:_NAMES]
 
@@ -44,8 +44,8 @@ def _task(ctx: typer.Context) -> str:
 
 
 def _rows(ctx: typer.Context, *path: str, **query: str) -> list[dict[str, Any]]:
-    rows = _get(ctx, *path, **query)
-    return rows if isinstance(rows, list) else []
+    page = _get(ctx, *path, **query, limit=str(PAGE))
+    return page["items"] if isinstance(page, dict) else []
 
 
 def _get(ctx: typer.Context, *path: str, **query: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
-from proxy.cli.client import LONG_S, ControlClient, given
+from proxy.cli.client import LONG_S, PAGE, ControlClient, given
 from proxy.cli.options import JsonOption, NodeArgument, RolloutArgument, RootOption, TaskArgument
 from proxy.cli.output import print_json, show
 
@@ -25,7 +25,7 @@ def tree(
 
     view = proxy.request("GET", "tasks", task, "tree", params=given(node=node, root=root, depth=depth))
     # Two more than are listed: the tree that is shown, and one that tells whether there are more.
-    trees = [] if json else proxy.request("GET", "tasks", task, "trees", params=given(limit=TREES_SHOWN + 2))
+    trees = [] if json else proxy.items("tasks", task, "trees", most=TREES_SHOWN + 2)
     show(view, partial(render_tree, trees=trees), json=json)
 
 
@@ -38,7 +38,14 @@ def rollout(
     """Show a rollout: its calls in order, how each was answered, and the time that it took or saved."""
     from proxy.cli.rendering.views import render_rollout
 
-    view = proxy.request("GET", "tasks", task, "rollouts", name, params={"limit": 10_000})
+    path, view = ("tasks", task, "rollouts", name), dict[str, Any]()
+    steps: list[Any] = []
+    cursor: str | None = None
+    while not view or cursor is not None:
+        view = proxy.request("GET", *path, params=given(limit=PAGE, cursor=cursor))
+        steps += view["steps"]["items"]
+        cursor = view["steps"]["next"]
+    view["steps"] |= {"items": steps}
     show(view, render_rollout, json=json)
 
 
@@ -72,7 +79,7 @@ def top(
         line = proxy.request("GET", "timeline", params=given(span_s=60, step_s=1))
         return {
             "stats": proxy.request("GET", "stats"),
-            "tasks": proxy.request("GET", "tasks"),
+            "tasks": proxy.items("tasks", sort="-used_at", most=PAGE),
             "seconds": line["seconds"],
         }
 

@@ -1,11 +1,11 @@
 """Commands that list what a running proxy has: tasks, rollouts, snapshots, sandboxes, totals."""
 
 from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from proxy.cli.client import ControlClient, given
+from proxy.cli.client import ControlClient
 from proxy.cli.completion import complete_task
 from proxy.cli.options import JsonOption, TaskArgument
 from proxy.cli.output import show
@@ -30,7 +30,7 @@ def tasks(
     json: JsonOption = False,
 ) -> None:
     """List the tasks with their rollouts, hits and seconds."""
-    rows = proxy.request("GET", "tasks")
+    rows = proxy.items("tasks", most=limit if match is None else None)
     rows = [row for row in rows if match is None or fnmatchcase(row["task"], match)]
     show(rows[:limit], render_tasks, json=json)
 
@@ -46,29 +46,22 @@ def rollouts(
     json: JsonOption = False,
 ) -> None:
     """List a task's rollouts, newest first."""
-    query: dict[str, Any] = {"newest": True, "limit": 100_000, "label": label or []}
-    rows = proxy.request("GET", "tasks", task, "rollouts", params=query)
-    rows = [row for row in rows if not (running and row["finished"])]
-    show(rows[:limit], render_rollouts, json=json)
+    query = {"sort": "-created_at", "label": label or [], "finished": False if running else None}
+    show(proxy.items("tasks", task, "rollouts", most=limit, **query), render_rollouts, json=json)
 
 
 def snapshots(
     proxy: ControlClient, task: TaskFilter = None, limit: LimitOption = 1000, json: JsonOption = False
 ) -> None:
     """List the snapshots: what each costs, what it saves, and why it is kept."""
-    rows = proxy.request("GET", "snapshots", params=given(limit=10_000))
-    show(_of(rows, task)[:limit], render_snapshots, json=json)
+    show(proxy.items("snapshots", most=limit, task=task), render_snapshots, json=json)
 
 
 def sandboxes(proxy: ControlClient, task: TaskFilter = None, json: JsonOption = False) -> None:
     """List the live sandboxes: where each is, and what it is used for."""
-    show(_of(proxy.request("GET", "sandboxes"), task), render_sandboxes, json=json)
+    show(proxy.items("sandboxes", task=task), render_sandboxes, json=json)
 
 
 def stats(proxy: ControlClient, json: JsonOption = False) -> None:
     """Show the totals since the proxy started, and its budgets."""
     show(proxy.request("GET", "stats"), render_stats, json=json)
-
-
-def _of(rows: list[dict[str, Any]], task: str | None) -> list[dict[str, Any]]:
-    return [row for row in rows if task is None or row["task"] == task]

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from proxy.telemetry.counters import Counters
+from proxy.times import UtcTime, utc_text
 from proxy.tree.rollout import Rollout
 
 HOUR = 3600
@@ -28,7 +29,7 @@ class Second:
     """What happened in one second, or in one step of a timeline.
 
     Attributes:
-        at: End of the second, in seconds since 1970.
+        at: End of the second.
         hits: Calls answered from a tree.
         misses: Calls that were executed and recorded.
         waits: Calls that shared another rollout's execution.
@@ -41,7 +42,7 @@ class Second:
         sandboxes: Live sandboxes at the end of the second; in a step of a timeline, the maximum.
     """
 
-    at: float
+    at: UtcTime
     hits: int = 0
     misses: int = 0
     waits: int = 0
@@ -162,13 +163,13 @@ class Activity:
         self._last = now
         self.seconds.append(second)
         self._keep(second)
-        event = {"event": "second", **asdict(second)}
+        event = {"event": "second", **asdict(second), "at": utc_text(second.at)}
         for listener in self.listeners:
             if listener.whole:
                 listener.put(event)
             moves = [] if listener.task is None else self._moves(listener)
             if moves:
-                listener.put({"event": "rollouts", "task": listener.task, "at": second.at, "moves": moves})
+                listener.put({"event": "rollouts", "task": listener.task, "at": event["at"], "moves": moves})
 
     def close(self) -> None:
         """End every stream."""

@@ -3,11 +3,11 @@
 import asyncio
 import sqlite3
 from functools import partial
-from typing import Literal
 
 from pydantic import BaseModel
 
 from proxy.control.call_titles import Titles, title
+from proxy.control.paging import ListQuery, Order, Page
 from proxy.control.subtree_totals import NodeTotals, SummedTree
 from proxy.control.views.nodes import Flag, PassedRollout, flags
 from proxy.control.views.resources import node_name
@@ -16,8 +16,6 @@ from proxy.storage.schema import is_whole
 from proxy.storage.store import Store
 from proxy.tree.tree import Node, Record, Tree, children
 
-Order = Literal["recorded", "hits", "saved", "nodes"]
-"""Order of a node's children: as recorded, or by a total of their subtrees, largest first."""
 _ROLLOUTS_NAMED = 5
 """Rollouts that a node's line names; `standing` has the number of all."""
 
@@ -94,24 +92,18 @@ class Chain(BaseModel):
     below: Below
 
 
-class ChildrenView(BaseModel):
-    """One page of a node's children.
+class ChildrenView(Page[Chain]):
+    """One page of a node's children, each with the chain that it begins.
 
     Attributes:
         task: Name of the task.
         node: The node.
         below: Totals of the node's subtree.
-        total: Number of all children.
-        offset: Position of the page's first child.
-        children: The children, each with the chain that it begins.
     """
 
     task: str
     node: NodeBrief
     below: Below
-    total: int
-    offset: int
-    children: list[Chain]
 
 
 class SearchMatch(BaseModel):
@@ -133,19 +125,18 @@ class SearchMatch(BaseModel):
 
 
 class SearchView(BaseModel):
-    """The result of a search.
+    """A page of the calls that match a search, in the order of their records.
 
     Attributes:
-        task: Name of the task.
-        query: The text that was searched for.
-        found: The matching calls, in the order of their records.
-        truncated: Whether there are more matches than `limit`.
+        items: The matching calls.
+        total: Number of all matches; null if there are more than this page has, because counting them compares every
+            call.
+        next: The cursor of the next page; null on the last page.
     """
 
-    task: str
-    query: str
-    found: list[SearchMatch]
-    truncated: bool
+    items: list[SearchMatch]
+    total: int | None
+    next: str | None
 
 
 def below(totals: NodeTotals) -> Below:
@@ -185,10 +176,8 @@ class Browser:
         node: Node,
         summed: SummedTree,
         standing: dict[Node, list[str]],
+        wanted: ListQuery,
         *,
-        order: Order,
-        offset: int,
-        limit: int,
         fold: int,
     ) -> ChildrenView:
         """Return one page of a node's children.
@@ -198,20 +187,15 @@ class Browser:
             node: The node.
             summed: The totals of its tree.
             standing: Names of the running rollouts by node.
-            order: Order of the children.
-            offset: Position of the page's first child.
-            limit: Maximum number of children in the page.
+            wanted: Which page; its sort key is `recorded` or a total of the subtrees.
             fold: Maximum number of nodes shown of each chain.
         """
-        listed = _sorted(children(node), summed, order)
-        return ChildrenView(
-            task=task,
-            node=self.brief(node, standing),
-            below=below(summed.of(node)),
-            total=len(listed),
-            offset=offset,
-            children=[self._chain(child, summed, standing, fold) for child in listed[offset : offset + limit]],
-        )
+
+        def order(child: Node) -> Order:
+            return (child.id,) if wanted.key == "recorded" else (getattr(summed.of(child), wanted.key), child.id)
+
+        page = wanted.sorted_part(children(node), order).page(lambda child: self._chain(child, summed, standing, fold))
+        return ChildrenView(task=task, node=self.brief(node, standing), below=below(summed.of(node)), **vars(page))
 
     def _chain(self, first: Node, summed: SummedTree, standing: dict[Node, list[str]], fold: int) -> Chain:
         run = [first]
@@ -221,29 +205,29 @@ class Browser:
         last = shown[-1] if len(run) <= fold else self.brief(run[-1], standing)
         return Chain(nodes=shown, length=len(run), last=last, below=below(summed.of(first)))
 
-    def search(self, task: str, tree: Tree, query: str, rows: list[tuple[int, int, int]], limit: int) -> SearchView:
-        """Return the calls whose title contains a text, ignoring case.
+    def search(self, tree: Tree, query: str, rows: list[tuple[int, int, int]], wanted: ListQuery) -> SearchView:
+        """Return a page of the calls whose title contains a text, ignoring case.
 
         Args:
-            task: Name of the task.
             tree: The tree.
             query: The text.
             rows: The candidates, as `matching` returns them.
-            limit: Maximum number of matches.
+            wanted: Which page; its sort key is the record.
         """
         matches: list[SearchMatch] = []
-        needle, truncated = query.casefold(), False
+        needle = query.casefold()
         for record_id, source, target in rows:
             node = tree.nodes.get(source)
             records = node.records.values() if node is not None else ()
             record = next((r for r in records if r.id == record_id), None)
             if record is None or needle not in title(self._store.records.call(record)).casefold():
                 continue
-            if len(matches) == limit:
-                truncated = True
-                break
             matches.append(self._match(record, target))
-        return SearchView(task=task, query=query, found=matches, truncated=truncated)
+            if len(matches) > wanted.limit:
+                break
+        part = wanted.part(matches, len(matches), lambda match: (match.record,))
+        whole = part.next is None and wanted.after is None
+        return SearchView(items=part.entries, total=part.total if whole else None, next=part.next)
 
     def _match(self, record: Record, target: int) -> SearchMatch:
         text, _ = self._titles.of(record)
@@ -252,14 +236,9 @@ class Browser:
         )
 
 
-def _sorted(nodes: list[Node], summed: SummedTree, order: Order) -> list[Node]:
-    if order == "recorded":
-        return nodes
-    key = {"hits": "hits", "saved": "saved_s", "nodes": "nodes"}[order]
-    return sorted(nodes, key=lambda node: -getattr(summed.of(node), key))
-
-
-def matching(connection: sqlite3.Connection, tree: int, query: str, limit: int) -> list[tuple[int, int, int]]:
+def matching(
+    connection: sqlite3.Connection, tree: int, query: str, wanted: ListQuery, most: int
+) -> list[tuple[int, int, int]]:
     """Return the calls of a tree that may contain a text; `Browser.search` then compares their titles.
 
     Compressed calls are always among them, because SQL cannot read them. Call it in a thread: it visits all calls.
@@ -268,7 +247,8 @@ def matching(connection: sqlite3.Connection, tree: int, query: str, limit: int) 
         connection: A connection to the store that only reads.
         tree: Number of the tree.
         query: The text.
-        limit: Maximum number of calls.
+        wanted: Which page; its sort key is the record.
+        most: Maximum number of calls.
 
     Returns:
         Numbers of the record, of the node that it was made at, and of the node that it leads to.
@@ -278,28 +258,31 @@ def matching(connection: sqlite3.Connection, tree: int, query: str, limit: int) 
     pattern = "".join(c if c.isascii() and c.isprintable() and c not in '\\"%_' else "%" for c in query)
     sql = (
         "SELECT r.id, r.source, r.target FROM records r JOIN blobs b ON b.id = r.call "
-        "WHERE r.tree = ? AND r.private = 0 AND (b.packed = 1 OR CAST(b.data AS TEXT) LIKE ?) ORDER BY r.id LIMIT ?"
+        "WHERE r.tree = :tree AND r.private = 0 AND (b.packed = 1 OR CAST(b.data AS TEXT) LIKE :pattern)"
     )
-    return connection.execute(sql, (tree, f"%{pattern}%", limit)).fetchall()
+    end, values = wanted.sql("r.id")
+    chosen = {"tree": tree, "pattern": f"%{pattern}%"}
+    return connection.execute(sql + end, {**values, **chosen, "limit": most}).fetchall()
 
 
-async def rollouts_through(engine: Engine, tree: Tree, node: Node, limit: int) -> list[PassedRollout]:
-    """Return the latest rollouts that reached a node by a call."""
+async def rollouts_through(engine: Engine, tree: Tree, node: Node, wanted: ListQuery) -> Page[PassedRollout]:
+    """Return a page of the rollouts that reached a node by a call; the sort key is when they began."""
     engine.journal.fold()
-    read = partial(passed, tree=tree.id, node=node.id, limit=limit)
+    read = partial(passed, tree=tree.id, node=node.id)
     rows = await asyncio.to_thread(engine.store.database.read_apart, read)
-    return [PassedRollout(task=row[0], rollout=row[1], turn=row[2], finished=bool(row[3])) for row in rows]
+    part = wanted.sorted_part(rows, lambda row: (row[0],))
+    return part.page(lambda row: PassedRollout(task=row[1], rollout=row[2], turn=row[3], finished=bool(row[4])))
 
 
-def passed(connection: sqlite3.Connection, tree: int, node: int, limit: int) -> list[tuple[str, str, int, int]]:
-    """Return the latest rollouts that reached a node: task, name, turn, finished.
+def passed(connection: sqlite3.Connection, tree: int, node: int) -> list[tuple[int, str, str, int, int]]:
+    """Return the rollouts that reached a node: number, task, name, turn, finished.
 
     Call it in a thread: it visits the steps of all rollouts in the tree.
     """
     sql = (
-        "SELECT r.task, r.name, MIN(s.turn), r.finished FROM rollouts r CROSS JOIN steps s ON s.rollout = r.id "
+        "SELECT r.id, r.task, r.name, MIN(s.turn), r.finished FROM rollouts r CROSS JOIN steps s ON s.rollout = r.id "
         f"WHERE r.tree = ? AND {is_whole('rollouts', 'r')} AND {is_whole('steps', 's')} AND s.record IN "
         f"(SELECT id FROM records WHERE tree = ? AND target = ? AND source <> target AND {is_whole('records')}) "
-        "GROUP BY r.id ORDER BY r.id DESC LIMIT ?"
+        "GROUP BY r.id"
     )
-    return connection.execute(sql, (tree, tree, node, limit)).fetchall()
+    return connection.execute(sql, (tree, tree, node)).fetchall()

@@ -1,20 +1,38 @@
-"""Lists in pages: `{"items": […], "total": n, "next": cursor}`. Pure."""
+"""Lists in pages: `{"items": […], "total": n, "next": cursor}`. Pure.
 
-import re
-from collections.abc import Sequence
-from typing import Annotated, Generic, TypeVar
+Theory of operation:
 
-from fastapi import Query
-from pydantic import BaseModel
+1. A list has an order: the value of its sort key for each item, and at the end something unique, such as a number.
+2. The cursor of the next page is that order of the last item of this page. So an item that is added or removed
+   meanwhile shifts no page, and no item comes twice.
+3. Long lists come from an index of the store, which begins at the cursor: O(limit). Lists that are in memory anyway are
+   sorted.
+"""
+
+import binascii
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+import orjson
+from fastapi import Depends, Query
+from pydantic import BaseModel, Field
 
 from proxy.refusals import RefusalError
 
 T = TypeVar("T")
-_CURSOR = re.compile(r"after-([0-9]{1,12})")
-
-CursorQuery = Annotated[
-    str | None, Query(max_length=100, description="`next` of the page before, unchanged. Default: the first page.")
-]
+E = TypeVar("E")
+Key = str | int | float
+Order = tuple[Key, ...]
+"""The place of an item in its list: values of sort keys, and at the end something that no other item has."""
+MOST = 1000
+"""Most items of a page. A page of rollouts is 0.5 MB and takes 15 ms; ten times as many would delay every hit."""
+_USUAL = 100
+"""Items of a page unless the request names another limit."""
+_CURSOR_CHARS = 1000
+"""Longest cursor: a name of 200 characters in each of two keys takes 600."""
+_DESCENDING = "-"
 
 
 class Page(BaseModel, Generic[T]):
@@ -28,24 +46,158 @@ class Page(BaseModel, Generic[T]):
 
     items: list[T]
     total: int
-    next: str | None
+    next: str | None = Field(description="The cursor of the next page; null on the last page.")
 
     @classmethod
-    def at(cls, offset: int, items: Sequence[T], total: int) -> "Page[T]":
-        """Return the page that begins with the item after `offset` others."""
-        end = offset + len(items)
-        return cls(items=list(items), total=total, next=f"after-{end}" if items and end < total else None)
+    def whole(cls, items: Sequence[T]) -> "Page[T]":
+        """Return a list that always fits in one page."""
+        return cls(items=list(items), total=len(items), next=None)
 
 
-def offset_of(cursor: str | None) -> int:
-    """Return how many items come before the page of a cursor.
+@dataclass(frozen=True, slots=True)
+class Part(Generic[E]):
+    """A part of a list.
 
-    Raises:
-        RefusalError: 422, no page has this cursor.
+    Attributes:
+        entries: The entries of one page.
+        total: Number of entries of the whole list; None if they were not counted.
+        next: The cursor of the next page; None on the last page.
     """
-    if cursor is None:
-        return 0
-    match = _CURSOR.fullmatch(cursor)
-    if match is None:
-        raise RefusalError(422, "cursor", "the cursor is not the `next` of a page. Begin without one.")
-    return int(match[1])
+
+    entries: list[E]
+    total: int
+    next: str | None
+
+    def page(self, view: Callable[[E], T]) -> Page[T]:
+        """Return the page, with the view of each entry."""
+        return Page(items=[view(entry) for entry in self.entries], total=self.total, next=self.next)
+
+
+@dataclass(frozen=True, slots=True)
+class ListQuery:
+    """Which page of a list is wanted.
+
+    Attributes:
+        key: The sort key.
+        descending: Whether the greatest come first.
+        limit: Maximum number of items.
+        after: Place of the last item of the page before; None for the first page.
+    """
+
+    key: str
+    descending: bool = False
+    limit: int = MOST
+    after: Order | None = None
+
+    def sorted_part(self, entries: Iterable[E], order: Callable[[E], Order]) -> Part[E]:
+        """Return the wanted part of a list that is in memory. O(n log n) in its length.
+
+        Args:
+            entries: All entries, in any order.
+            order: Returns the place of an entry in the list.
+
+        Raises:
+            RefusalError: 422, the cursor belongs to another list.
+        """
+        rows = sorted(entries, key=order, reverse=self.descending)
+        try:
+            rest = [row for row in rows if self._follows(order(row))]
+        except TypeError as error:
+            raise _foreign() from error
+        return self.part(rest, len(rows), order)
+
+    def part(self, rows: Sequence[E], total: int, order: Callable[[E], Order]) -> Part[E]:
+        """Return the part that begins with these rows, of which there is one more than `limit` if there is a next page.
+
+        Args:
+            rows: The rows after the cursor, in order.
+            total: Number of entries of the whole list.
+            order: Returns the place of a row in the list.
+        """
+        shown = list(rows[: self.limit])
+        return Part(shown, total, self._cursor(order(shown[-1])) if len(rows) > self.limit else None)
+
+    def sql(self, *columns: str) -> tuple[str, dict[str, Any]]:
+        """Return the end of an SQL query that reads the rows after the cursor, one more than `limit`, and its values.
+
+        Args:
+            columns: The columns of the order; the last is unique. With an index on them it reads O(limit) rows.
+
+        Raises:
+            RefusalError: 422, the cursor belongs to another list.
+        """
+        direction, sign = ("DESC", "<") if self.descending else ("ASC", ">")
+        names = [f"after{number}" for number in range(len(columns))]
+        if self.after is not None and len(self.after) != len(columns):
+            raise _foreign()
+        parameters = ", ".join(f":{name}" for name in names)
+        condition = "" if self.after is None else f" AND ({', '.join(columns)}) {sign} ({parameters})"
+        order = ", ".join(f"{column} {direction}" for column in columns)
+        values = dict(zip(names, self.after or (), strict=False))
+        return f"{condition} ORDER BY {order} LIMIT :limit", {**values, "limit": self.limit + 1}
+
+    def _follows(self, place: Order) -> bool:
+        if self.after is None:
+            return True
+        return place < self.after if self.descending else place > self.after
+
+    def _cursor(self, place: Order) -> str:
+        text = orjson.dumps([self._sort, *place])
+        return urlsafe_b64encode(text).rstrip(b"=").decode()
+
+    @property
+    def _sort(self) -> str:
+        return f"{_DESCENDING if self.descending else ''}{self.key}"
+
+    def at(self, cursor: str) -> "ListQuery":
+        """Return the query of the page that a cursor names.
+
+        Raises:
+            RefusalError: 422, no page of this list in this order has the cursor.
+        """
+        try:
+            place = orjson.loads(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+        except (binascii.Error, ValueError) as error:
+            raise _foreign() from error
+        if not (isinstance(place, list) and len(place) > 1 and place[0] == self._sort):
+            raise _foreign()
+        if not all(isinstance(each, Key) and (not isinstance(each, int) or abs(each) < 1 << 63) for each in place):
+            raise _foreign()
+        return ListQuery(self.key, self.descending, self.limit, tuple(place[1:]))
+
+
+def _foreign() -> RefusalError:
+    return RefusalError(
+        422, "cursor", "the cursor is not the `next` of a page of this list in this order. Begin without one."
+    )
+
+
+def list_query(*keys: str, default: str) -> Any:
+    """Return the dependency that reads `sort`, `limit` and `cursor` of a list's query, as a `ListQuery`.
+
+    Args:
+        keys: The sort keys of the list.
+        default: The order without `sort`: a key, with `-` in front for the greatest first.
+    """
+    orders = [sign + key for key in keys for sign in ("", _DESCENDING)]
+    description = f"Sort key: {', '.join(f'`{key}`' for key in keys)}. `-` in front puts the greatest first."
+    # The description lists the values, so that generated clients know them; an unknown one is refused with a sentence.
+    schema: dict[str, Any] = {"enum": orders}
+
+    async def query(
+        sort: Annotated[str, Query(max_length=100, description=description, json_schema_extra=schema)] = default,
+        limit: Annotated[int, Query(ge=1, le=MOST, description="Maximum number of items in the page.")] = _USUAL,
+        cursor: Annotated[
+            str | None,
+            Query(
+                max_length=_CURSOR_CHARS,
+                description="`next` of the page before, unchanged. Default: the first page.",
+            ),
+        ] = None,
+    ) -> ListQuery:
+        if sort not in orders:
+            raise RefusalError(422, "sort", f"this list is not sorted by {sort!r}. Use one of: {', '.join(orders)}.")
+        wanted = ListQuery(sort.removeprefix(_DESCENDING), sort.startswith(_DESCENDING), limit)
+        return wanted if cursor is None else wanted.at(cursor)
+
+    return Depends(query)

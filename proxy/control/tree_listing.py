@@ -2,12 +2,13 @@
 
 import sqlite3
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import BaseModel
 
+from proxy.control.paging import ListQuery, Order, Page
 from proxy.control.views.resources import NodeName
 from proxy.storage.trees import OF_TASK
+from proxy.times import UtcTime
 from sandboxes.spec import SERVER_DRIVERS, EnvironmentSpec
 
 _TITLE_CHARS = 120
@@ -32,7 +33,7 @@ class TreeSummary(BaseModel):
         template: E2B template of its environment; null if there is none.
         base: Base directory of driver `local`; null for other drivers.
         shared: Whether other tasks with the same environment share the tree.
-        created_at: When it was created, in seconds since 1970.
+        created_at: When it was created.
         nodes: Number of nodes.
         calls: Number of recorded calls.
         rollouts: Number of this task's rollouts that began in it, finished rollouts included.
@@ -47,7 +48,7 @@ class TreeSummary(BaseModel):
     template: str | None
     base: str | None
     shared: bool
-    created_at: float
+    created_at: UtcTime
     nodes: int
     calls: int
     rollouts: int
@@ -61,13 +62,11 @@ def summaries(
     current: int,
     default: EnvironmentSpec,
     templates: Mapping[str, EnvironmentSpec],
-    *,
-    offset: int,
-    limit: int,
-) -> list[TreeSummary]:
-    """Return a task's trees: the current one first, then the others by their number of calls.
+    wanted: ListQuery,
+) -> Page[TreeSummary]:
+    """Return a page of a task's trees. By the key `current` the current one is the greatest, then calls count.
 
-    Call it in a thread: it counts nodes and calls.
+    Call it in a thread: it counts nodes and calls of every tree.
 
     Args:
         connection: A connection to the store that only reads.
@@ -76,25 +75,28 @@ def summaries(
         current: Number of the task's current tree.
         default: The environment of tasks without their own.
         templates: E2B templates by name.
-        offset: Position of the first tree to return.
-        limit: Maximum number of trees.
+        wanted: Which page.
     """
     sql = (
         "SELECT t.id, t.root, t.spec, t.created_at, (SELECT COUNT(*) FROM nodes WHERE tree = t.id) AS nodes, "
         "(SELECT COUNT(*) FROM records WHERE tree = t.id) AS calls, "
         "(SELECT COUNT(*) FROM rollouts WHERE tree = t.id AND task = :task) AS rollouts, "
         "(SELECT COUNT(*) FROM rollouts WHERE tree = t.id AND task = :task AND finished = 0) AS running "
-        f"FROM trees t WHERE {OF_TASK} ORDER BY t.id = :current DESC, calls DESC, t.id DESC LIMIT :limit OFFSET :offset"
+        f"FROM trees t WHERE {OF_TASK}"
     )
-    values = {"task": task, "shared_owner": shared_owner, "current": current, "limit": limit, "offset": offset}
-    cursor = connection.execute(sql, values)
-    names = [column[0] for column in cursor.description]
-    rows = [dict(zip(names, row, strict=True)) for row in cursor]
-    return [_summary(row, row["id"] == current, default, templates) for row in rows]
+    connection.row_factory = sqlite3.Row
+    rows = connection.execute(sql, {"task": task, "shared_owner": shared_owner})
+
+    def order(row: sqlite3.Row) -> Order:
+        return (
+            (row["id"] == current, row["calls"], row["id"]) if wanted.key == "current" else (row[wanted.key], row["id"])
+        )
+
+    return wanted.sorted_part(rows, order).page(lambda row: _summary(row, row["id"] == current, default, templates))
 
 
 def _summary(
-    row: Mapping[str, Any], current: bool, default: EnvironmentSpec, templates: Mapping[str, EnvironmentSpec]
+    row: sqlite3.Row, current: bool, default: EnvironmentSpec, templates: Mapping[str, EnvironmentSpec]
 ) -> TreeSummary:
     spec = EnvironmentSpec.model_validate_json(row["spec"])
     template = next((name for name, environment in templates.items() if environment == spec), None)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from proxy.control.paging import Page
+from proxy.control.paging import ListQuery, Page
 from proxy.control.views.answers import answer_view
 from proxy.control.views.nodes import CallView, NodeDetail, NodeView, ObservationView, PassedRollout, TreeView, flags
 from proxy.control.views.resources import SnapshotView, node_name
@@ -79,41 +79,51 @@ class Reader:
             passed=passed or [],
         )
 
-    def path(self, task: Task, node: Node, *, offset: int, limit: int) -> Page[NodeView]:
+    def path(self, task: Task, node: Node, wanted: ListQuery) -> Page[NodeView]:
         """Return a page of the nodes from the root to a node, by the calls that first led to each. O(depth)."""
         nodes = [node]
         while nodes[-1].origin is not None:
             nodes.append(nodes[-1].origin.source)
-        rollouts, shown = rollouts_by_node(task), nodes[::-1][offset : offset + limit]
-        views = [NodeView(**self._node(each, rollouts.get(each, []))) for each in shown]
-        return Page[NodeView].at(offset, views, len(nodes))
+        rollouts = rollouts_by_node(task)
+        part = wanted.sorted_part(enumerate(nodes[::-1]), lambda step: (step[0],))
+        return part.page(lambda step: NodeView(**self._node(step[1], rollouts.get(step[1], []))))
 
     def call(self, record: Record) -> CallView:
         """Return the view of a record's call."""
         return CallView.of(self._store.records.call(record))
 
-    def steps(self, rollout: int, tree: Tree, *, offset: int, limit: int) -> list[StepView]:
-        """Return a page of a rollout's calls, in order.
+    def steps(self, rollout: dict[str, Any], tree: Tree, wanted: ListQuery) -> Page[StepView]:
+        """Return a page of a rollout's calls. O(limit), and O(1) in the size of the tree.
 
         A call whose record was forgotten since keeps its turn and outcome, and has no call and no node.
+
+        Args:
+            rollout: The rollout as the store has it.
+            tree: Its tree.
+            wanted: Which page; its sort key is the turn.
         """
-        records = {r.id: r for node in tree.nodes.values() for r in node.records.values()}
-        records |= {record.id: record for record in tree.aside}
-        views = []
-        for turn, record_id, outcome in self._store.rollouts.steps(rollout, offset=offset, limit=limit):
-            record = records.get(record_id)
-            views.append(
-                StepView(
-                    turn=turn,
-                    outcome=Outcome(outcome).name.lower(),  # type: ignore[arg-type]
-                    record=record_id,
-                    call=None if record is None else self.call(record),
-                    effect=[] if record is None else record.effect.names,  # type: ignore[arg-type]
-                    seconds=0.0 if record is None else record.seconds,
-                    node=None if record is None else node_name(record.target),
-                )
-            )
-        return views
+        end, values = wanted.sql("turn")
+        rows = self._store.rollouts.steps(rollout["id"], end, values)
+        aside = {record.id: record for record in tree.aside}
+        part = wanted.part(rows, rollout["calls"], lambda row: (row[0],))
+        return part.page(lambda row: self._step(*row, self._record(row[1], tree) or aside.get(row[1])))
+
+    def _record(self, number: int, tree: Tree) -> Record | None:
+        """Return a record of a tree; None if it was forgotten or set aside."""
+        origin = self._store.records.origin(number)
+        source = None if origin is None else tree.nodes.get(origin[1])
+        return None if source is None else next((r for r in source.records.values() if r.id == number), None)
+
+    def _step(self, turn: int, number: int, outcome: int, record: Record | None) -> StepView:
+        return StepView(
+            turn=turn,
+            outcome=Outcome(outcome).name.lower(),  # type: ignore[arg-type]
+            record=number,
+            call=None if record is None else self.call(record),
+            effect=[] if record is None else record.effect.names,  # type: ignore[arg-type]
+            seconds=0.0 if record is None else record.seconds,
+            node=None if record is None else node_name(record.target),
+        )
 
     def _node(self, node: Node, rollouts: list[str]) -> dict[str, Any]:
         origin = node.origin

@@ -5,7 +5,7 @@ Steps are written to the journal first and folded in here later: a reader folds 
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import sha256
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -14,6 +14,14 @@ from proxy.storage.database import StoreDatabase
 from proxy.storage.errors import DamagedError
 from proxy.storage.journal_segments import JournalEntry
 from proxy.storage.schema import is_whole
+
+SHOWN = (
+    "id, task, name, tree, start, node, calls, finished, created_at, lost, labels, used_at, "
+    f"{is_whole('rollouts')} AS whole, (SELECT root FROM trees WHERE id = r.tree) AS root"
+)
+"""The columns of a rollout in a list, and the root of its tree."""
+OF_AGENTS = "name < '~'"
+"""Leaves out the rollouts that the proxy began for itself: names in URLs do not begin with `~`."""
 
 
 class Overhead(NamedTuple):
@@ -104,8 +112,6 @@ class RolloutStore:
         name: str | None = None,
         running: bool = False,
         newest: bool = False,
-        labels: Mapping[str, str] | None = None,
-        offset: int = 0,
         limit: int = -1,
     ) -> list[dict[str, Any]]:
         """Return a task's rollouts, each with the root of its tree. Fold the journal before.
@@ -117,37 +123,14 @@ class RolloutStore:
             name: Only the rollouts of this name; None for all.
             running: Only the rollouts that have not ended.
             newest: The newest first, instead of the oldest.
-            labels: Only the rollouts with all of these labels; None for all.
-            offset: How many rollouts to skip.
             limit: How many rollouts to return at most; -1 for all.
         """
-        sql = (
-            "SELECT id, task, name, tree, start, node, calls, finished, created_at, lost, labels, used_at, "
-            f"{is_whole('rollouts')} AS whole, (SELECT root FROM trees WHERE id = r.tree) AS root "
-            "FROM rollouts r WHERE task = :task"
-        )
-        # No URL can name such a rollout, because `~` is not allowed in names.
-        sql += " AND name NOT LIKE '~%'"
+        sql = f"SELECT {SHOWN} FROM rollouts r WHERE task = :task AND {OF_AGENTS}"
         sql += " AND name = :name" if name is not None else ""
         # Whether a damaged row has ended is not known.
         sql += f" AND (finished = 0 OR NOT {is_whole('rollouts')})" if running else ""
-        conditions, wanted = labels_condition(labels or {}, "labels")
-        sql += "".join(f" AND {condition}" for condition in conditions)
-        sql += f" ORDER BY id {'DESC' if newest else 'ASC'} LIMIT :limit OFFSET :offset"
-        values = {"task": task, "name": name, "limit": limit, "offset": offset, **wanted}
-        rows = self._database.views(sql, values)
-        for row in rows:
-            if not row["whole"]:
-                row["name"] = self._indexed_name(row["id"]) or row["name"]
-                row |= {"labels": "{}", "used_at": 0.0}
-        return rows
-
-    def _indexed_name(self, rollout: int) -> str:
-        """Return the name of a rollout whose row is damaged, from the index on names; empty if it is not there."""
-        # Only columns of the index, so that SQLite answers from it without reading the row.
-        sql = "SELECT name FROM rollouts INDEXED BY idx_rollouts_task_name WHERE task > '' AND rowid = ?"
-        row = self._database.row(sql, (rollout,))
-        return "" if row is None else str(row[0])
+        sql += f" ORDER BY id {'DESC' if newest else 'ASC'} LIMIT :limit"
+        return mended(self._database.views(sql, {"task": task, "name": name, "limit": limit}), self._database.row)
 
     def by_token(self, token: str) -> tuple[str, str] | None:
         """Return task and name of the running rollout with this token; None if there is none."""
@@ -158,13 +141,20 @@ class RolloutStore:
         row = self._database.row(sql, (digest,))
         return None if row is None else (row[0], row[1])
 
-    def steps(self, rollout: int, *, offset: int = 0, limit: int = -1) -> list[tuple[int, int, int]]:
-        """Return turn, record and outcome of a rollout's steps, in order. Fold the journal before.
+    def steps(
+        self, rollout: int, end: str = " ORDER BY turn", values: Mapping[str, Any] | None = None
+    ) -> list[tuple[int, int, int]]:
+        """Return turn, record and outcome of a rollout's steps. Fold the journal before.
+
+        Args:
+            rollout: Number of the rollout.
+            end: The end of the query: a condition, an order and a limit.
+            values: The values of its parameters.
 
         Raises:
             DamagedError: A step is not as it was written.
         """
-        return self._whole_steps(rollout, "ORDER BY turn LIMIT ? OFFSET ?", (limit, offset))
+        return self._whole_steps(rollout, end, values or {})
 
     def latest_records(self, rollout: int, count: int) -> list[int]:
         """Return the records of a rollout's last steps, the last one first. Fold the journal before.
@@ -172,16 +162,16 @@ class RolloutStore:
         Raises:
             DamagedError: A step is not as it was written.
         """
-        return [record for _, record, _ in self._whole_steps(rollout, "ORDER BY turn DESC LIMIT ?", (count,))]
+        return [
+            record for _, record, _ in self._whole_steps(rollout, " ORDER BY turn DESC LIMIT :count", {"count": count})
+        ]
 
-    def _whole_steps(self, rollout: int, rest: str, values: tuple[int, ...]) -> list[tuple[int, int, int]]:
-        sql = f"SELECT turn, record, outcome, {is_whole('steps')} FROM steps WHERE rollout = ? {rest}"
-        steps = []
-        for turn, record, outcome, whole in self._database.rows(sql, (rollout, *values)):
-            if not whole:
-                raise DamagedError(f"a step of rollout {rollout} is damaged in the store.")
-            steps.append((turn, record, outcome))
-        return steps
+    def _whole_steps(self, rollout: int, end: str, values: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+        sql = f"SELECT turn, record, outcome, {is_whole('steps')} AS whole FROM steps WHERE rollout = :rollout{end}"
+        rows = self._database.views(sql, {"rollout": rollout, **values})
+        if not all(row["whole"] for row in rows):
+            raise DamagedError(f"a step of rollout {rollout} is damaged in the store.")
+        return [(row["turn"], row["record"], row["outcome"]) for row in rows]
 
     def fold(self, steps: Sequence[JournalEntry]) -> None:
         """Write steps, and the node that each rollout reached, in one transaction. Known steps are skipped.
@@ -243,6 +233,25 @@ class RolloutStore:
         """Return the numbers of the nodes that running rollouts of a tree were at when the journal was folded."""
         sql = "SELECT DISTINCT node FROM rollouts WHERE tree = ? AND finished = 0 AND lost = ''"
         return [row[0] for row in self._database.rows(sql, (tree,))]
+
+
+def mended(
+    rows: list[dict[str, Any]], read: Callable[[str, tuple[int]], tuple[Any, ...] | None]
+) -> list[dict[str, Any]]:
+    """Return rows of rollouts, in which damaged rows have nothing that a view could not show.
+
+    Args:
+        rows: Rows with the columns `SHOWN`.
+        read: Returns the first row of a query; None without one.
+    """
+    # Only columns of the index on names, so that SQLite answers from it without reading the damaged row.
+    sql = "SELECT name FROM rollouts INDEXED BY idx_rollouts_task_name WHERE task > '' AND rowid = ?"
+    for row in rows:
+        if not row["whole"]:
+            indexed = read(sql, (row["id"],))
+            row |= {"labels": "{}", "used_at": 0.0, "created_at": 0.0}
+            row["name"] = str(indexed[0]) if indexed and indexed[0] else row["name"]
+    return rows
 
 
 def label_path(name: str) -> str:

@@ -59,6 +59,7 @@ _INDEXES = (
     ("trees", ["task", "root_key"]),
     ("nodes", ["tree"]),
     ("records", ["tree"]),
+    ("rollouts", ["task"]),
     ("rollouts", ["task", "name"]),
     ("rollouts", ["tree"]),
     ("rollouts", ["token_digest"]),

@@ -11,6 +11,7 @@ from proxy.storage.database import StoreDatabase
 from proxy.storage.drafts import DraftStore
 from proxy.storage.notes import NoteStore
 from proxy.storage.records import RecordStore
+from proxy.storage.rollout_lists import RolloutLists
 from proxy.storage.rollouts import RolloutStore
 from proxy.storage.tasks import TaskStore
 from proxy.storage.trees import TreeStore
@@ -26,6 +27,7 @@ class Store:
         trees: Whole trees, and which task uses which.
         tasks: Tasks and their specs.
         rollouts: Rollouts and their steps.
+        rollout_lists: Long lists of rollouts, in parts.
         notes: What protocols remember of rollouts.
         audits: Findings, counts and masks of audits.
         drafts: Trees that are being imported.
@@ -51,6 +53,7 @@ class Store:
         self.trees = TreeStore(self.database, namespace)
         self.tasks = TaskStore(self.database, self.trees)
         self.rollouts = RolloutStore(self.database)
+        self.rollout_lists = RolloutLists(self.database)
         self.notes = NoteStore(self.database)
         self.audits = AuditStore(self.database)
         self.drafts = DraftStore(self.database, self.trees)

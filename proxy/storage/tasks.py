@@ -52,10 +52,11 @@ class TaskStore:
         (row,) = self._database.views(f"SELECT t.*, {_COUNTS} FROM tasks t WHERE t.name = :name", {"name": name})
         return row
 
-    def page(self, *, offset: int = 0, limit: int = -1) -> list[dict[str, Any]]:
-        """Return tasks ordered by name, each with the number of its rollouts and nodes; limit -1 returns all."""
-        sql = f"SELECT t.*, {_COUNTS} FROM tasks t ORDER BY t.name LIMIT :limit OFFSET :offset"
-        return self._database.views(sql, {"offset": offset, "limit": limit})
+    def all(self) -> list[tuple[str, float]]:
+        """Return name and time of creation of each task, without its counts: 1 us a task."""
+        return [
+            (name, created_at) for name, created_at in self._database.rows("SELECT name, created_at FROM tasks", ())
+        ]
 
     def delete(self, name: str) -> None:
         """Delete a task with its rollouts, and with the trees and blobs that nothing else uses."""

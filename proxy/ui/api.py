@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import BaseModel
 
 from proxy.control.call_titles import Titles
+from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.routes.params import (
     PROBLEM,
     EngineDep,
@@ -29,6 +30,7 @@ from proxy.control.views.nodes import CallView, EffectName
 from proxy.control.views.rollouts import RolloutView
 from proxy.engine import Engine
 from proxy.refusals import RefusalError
+from proxy.times import UtcTime
 from proxy.tree.tree import Node, Record
 from proxy.ui.columns import TreeColumns, columns_of, tree_columns
 from proxy.ui.lookups import Lookups, PassageView
@@ -74,7 +76,7 @@ class RecordView(BaseModel):
         effect: What it changed.
         seconds: How long the tool ran.
         hits: Number of hits that it has answered.
-        recorded_at: When it was recorded, in seconds since 1970.
+        recorded_at: When it was recorded.
         private: Whether the record serves only the rollout that made it.
         reproducible: Whether a replay of the call is expected to reach the same state.
         answer: The answer.
@@ -89,7 +91,7 @@ class RecordView(BaseModel):
     effect: list[EffectName]
     seconds: float
     hits: int
-    recorded_at: float
+    recorded_at: UtcTime
     private: bool
     reproducible: bool
     answer: ShownAnswer
@@ -114,7 +116,7 @@ class TimingView(BaseModel):
     """When a call was answered, and where its time went.
 
     Attributes:
-        answered_at: When the call was answered, in seconds since 1970; null for a call from before the proxy started.
+        answered_at: When the call was answered; null for a call from before the proxy started.
         wait_s: Seconds of waiting for other calls.
         restore_s: Seconds of restoring or starting a sandbox.
         replay_s: Seconds of replaying calls.
@@ -122,7 +124,7 @@ class TimingView(BaseModel):
         replayed_calls: Number of replayed calls.
     """
 
-    answered_at: float | None
+    answered_at: UtcTime | None
     wait_s: float = 0.0
     restore_s: float = 0.0
     replay_s: float = 0.0
@@ -178,8 +180,6 @@ async def get_columns(
     return Response(orjson.dumps(tree_columns(task, tree, read, standing, sandboxes)), media_type="application/json")
 
 
-# The former name of the route, for programs that still use it.
-@page_data.get("/tasks/{task}/labels", include_in_schema=False)
 @page_data.get("/tasks/{task}/titles")
 async def get_titles(
     engine: EngineDep,
@@ -187,21 +187,28 @@ async def get_titles(
     task: TaskName,
     nodes: Annotated[str, Query(pattern=r"^[0-9]{1,18}(,[0-9]{1,18})*$", max_length=10_000)],
     root: RootQuery = None,
-) -> list[TitleView]:
+) -> Page[TitleView]:
     """Show the calls that led to nodes, each in one line. Unknown node numbers are left out."""
     tree = tree_of(engine, await engine.tasks.find(task), root)
     known = [tree.nodes.get(int(number)) for number in nodes.split(",")[:_TITLES]]
-    return await _titles(page.titles, [node.origin for node in known if node is not None and node.origin is not None])
+    origins = [node.origin for node in known if node is not None and node.origin is not None]
+    return Page.whole(await _titles(page.titles, origins))
 
 
 @page_data.get("/tasks/{task}/nodes/{node}/observations")
 async def get_observations(
-    engine: EngineDep, page: PageDep, task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 200
-) -> list[TitleView]:
+    engine: EngineDep,
+    page: PageDep,
+    task: TaskName,
+    node: NodePath,
+    wanted: Annotated[ListQuery, list_query("hits", "record", default="-hits")],
+) -> Page[TitleView]:
     """List the observations at a node, by hits."""
     _, at_node = position_of(engine, await engine.tasks.find(task), node)
-    observations = sorted((r for r in at_node.records.values() if r.observation), key=lambda r: (-r.hits, r.id))
-    return await _titles(page.titles, observations[:limit])
+    observations = (record for record in at_node.records.values() if record.observation)
+    by_hits = wanted.key == "hits"
+    part = wanted.sorted_part(observations, lambda record: (record.hits, -record.id) if by_hits else (record.id,))
+    return Page(items=await _titles(page.titles, part.entries), total=part.total, next=part.next)
 
 
 @page_data.get("/tasks/{task}/failures")

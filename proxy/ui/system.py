@@ -10,6 +10,7 @@ from pydantic import BaseModel, SecretStr
 
 from proxy.control.activity import HOUR, Second, timeline
 from proxy.control.metrics import WrongAnswers, wrong_answers
+from proxy.control.paging import Page
 from proxy.control.routes.params import PROBLEM, ControlDep, EngineDep, granted
 from proxy.logs import recent
 from proxy.refusals import RefusalError
@@ -66,25 +67,25 @@ async def get_history(
 
 
 @system.get("/wrong-answers")
-async def get_wrong_answers(engine: EngineDep, request: Request) -> list[WrongAnswers]:
+async def get_wrong_answers(engine: EngineDep, request: Request) -> Page[WrongAnswers]:
     """Show the rate of wrong answers over all audits of all tasks, with its confidence bounds."""
     granted(request).require_whole()
-    return list(wrong_answers(engine))
+    return Page.whole(list(wrong_answers(engine)))
 
 
 @system.get("/warnings")
-async def get_warnings(request: Request) -> list[dict[str, str]]:
+async def get_warnings(request: Request) -> Page[dict[str, str]]:
     """List the latest warnings and errors of this proxy, the newest first."""
     granted(request).require_whole()
-    return [dict(event) for event in recent()]
+    return Page.whole([dict(event) for event in recent()])
 
 
 @system.get("/settings")
-async def get_settings(engine: EngineDep, request: Request) -> list[SettingView]:
+async def get_settings(engine: EngineDep, request: Request) -> Page[SettingView]:
     """List the settings that this proxy runs with. Secrets are never shown."""
     granted(request).require_whole()
     fields = type(engine.settings).model_fields
-    return [
+    settings = [
         SettingView(
             name=name,
             value=_shown(getattr(engine.settings, name)),
@@ -93,16 +94,17 @@ async def get_settings(engine: EngineDep, request: Request) -> list[SettingView]
         )
         for name, field in sorted(fields.items())
     ]
+    return Page.whole(settings)
 
 
 @system.post("/doctor")
-async def examine(request: Request) -> list[dict[str, Any]]:
+async def examine(request: Request) -> Page[dict[str, Any]]:
     """Check the machine, as `forkpoint doctor` does, in a process of its own."""
     granted(request).require_whole()
     if _examining.locked():
         raise RefusalError(409, "busy", "doctor is running already. Try again when it has ended.")
     async with _examining:
-        return await _doctor()
+        return Page.whole(await _doctor())
 
 
 async def _doctor() -> list[dict[str, Any]]:

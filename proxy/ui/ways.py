@@ -4,14 +4,17 @@ The page lights a way in the map, colours nodes by the labels of their rollouts,
 """
 
 import asyncio
+import itertools
 import json
 import sqlite3
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from pydantic import BaseModel
 
+from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.routes.params import PROBLEM, EngineDep, RootQuery, TaskName, tree_of
 from proxy.storage.schema import is_whole
 
@@ -47,17 +50,13 @@ class WayView(BaseModel):
     outcomes: str
 
 
-class WaysView(BaseModel):
-    """The ways of a tree's rollouts.
+class WaysView(Page[WayView]):
+    """A page of the ways of a tree's rollouts.
 
     Attributes:
-        ways: The ways, those of the newest rollouts first.
-        truncated: Whether older rollouts were left out.
-        damaged: Rollouts and steps that are left out because rows of the store are damaged.
+        damaged: Rollouts and steps of this page that are left out because rows of the store are damaged.
     """
 
-    ways: list[WayView]
-    truncated: bool
     damaged: int = 0
 
 
@@ -65,54 +64,56 @@ class WaysView(BaseModel):
 async def get_ways(
     engine: EngineDep,
     task: TaskName,
+    wanted: Annotated[ListQuery, list_query("created_at", default="-created_at")],
     root: RootQuery = None,
-    limit: Annotated[int, Query(ge=1, le=5000, description="Maximum number of rollouts.")] = 1000,
 ) -> WaysView:
-    """Show the ways of a tree's newest rollouts."""
+    """List the ways of a tree's rollouts, the newest first. A page ends early after 100,000 steps."""
     tree = tree_of(engine, await engine.tasks.find(task), root)
     engine.journal.fold()
-    read = partial(read_ways, tree=tree.id, limit=limit)
+    read = partial(read_ways, tree=tree.id, wanted=wanted)
     return await asyncio.to_thread(engine.store.database.read_apart, read)
 
 
-def read_ways(connection: sqlite3.Connection, tree: int, limit: int) -> WaysView:
-    """Read the ways of a tree. Blocking: 5 µs for each step, in a thread of its own.
+def read_ways(connection: sqlite3.Connection, tree: int, wanted: ListQuery) -> WaysView:
+    """Read a page of the ways of a tree. Blocking: 5 µs for each step, in a thread of its own.
 
     Args:
         connection: A connection to the store that only reads. Fold the journal before.
         tree: Number of the tree.
-        limit: Most rollouts.
+        wanted: Which page; the sort key is when the rollouts began.
     """
-    found: list[WayView] = []
-    room, damaged = MAX_STEPS, 0
-    rows = connection.execute(
-        # Names that begin with ~ are rollouts of the proxy itself.
-        f"SELECT id, name, finished, labels, start, calls, {is_whole('rollouts')} FROM rollouts "
-        "WHERE tree = ? AND name NOT LIKE '~%' ORDER BY id DESC LIMIT ?",
-        (tree, limit + 1),
-    ).fetchall()
-    for number, name, finished, labels, start, calls, whole in rows[:limit]:
+    end, values = wanted.sql("id")
+    # Names that begin with ~ are rollouts of the proxy itself.
+    chosen = "FROM rollouts WHERE tree = :tree AND name < '~'"
+    (total,) = connection.execute(f"SELECT COUNT(*) {chosen}", {"tree": tree}).fetchone()
+    sql = f"SELECT id, name, finished, labels, start, calls, {is_whole('rollouts')} {chosen}{end}"
+    rows = connection.execute(sql, {"tree": tree, **values}).fetchall()
+    steps = itertools.accumulate(calls if whole else 0 for *_, calls, whole in rows)
+    fitting = max(1, sum(upto <= MAX_STEPS for upto in steps))
+    part = replace(wanted, limit=min(fitting, wanted.limit)).part(rows, total, lambda row: (row[0],))
+    ways, damaged = list[WayView](), 0
+    for number, name, finished, labels, start, _, whole in part.entries:
         if not whole:
             damaged += 1
             continue
-        room -= calls
-        if room < 0 and found:
-            return WaysView(ways=found, truncated=True, damaged=damaged)
-        steps = connection.execute(
-            "SELECT s.record, s.outcome, COALESCE(c.target, 0), COALESCE(c.seconds, 0.0), "
-            f"{is_whole('steps', 's')} AND (c.id IS NULL OR {is_whole('records', 'c')}) FROM steps s "
-            "LEFT JOIN records c ON c.id = s.record WHERE s.rollout = ? ORDER BY s.turn LIMIT ?",
-            (number, MAX_STEPS),
-        ).fetchall()
-        # The route that lists a rollout's calls says what is wrong with a damaged step.
-        intact = [step for *step, whole in steps if whole]
-        damaged += len(steps) - len(intact)
-        found.append(_way(name, finished, labels, start, intact))
-    return WaysView(ways=found, truncated=len(rows) > limit, damaged=damaged)
+        way, lost = _way(connection, number, name, finished, labels, start)
+        ways.append(way)
+        damaged += lost
+    return WaysView(items=ways, total=part.total, next=part.next, damaged=damaged)
 
 
-def _way(name: str, finished: int, labels: str, start: int, steps: list[list[Any]]) -> WayView:
-    return WayView(
+def _way(
+    connection: sqlite3.Connection, number: int, name: str, finished: int, labels: str, start: int
+) -> tuple[WayView, int]:
+    """Return the way of a rollout, and how many of its steps are damaged: the list of its calls says what they are."""
+    sql = (
+        "SELECT s.record, s.outcome, COALESCE(c.target, 0), COALESCE(c.seconds, 0.0), "
+        f"{is_whole('steps', 's')} AND (c.id IS NULL OR {is_whole('records', 'c')}) FROM steps s "
+        "LEFT JOIN records c ON c.id = s.record WHERE s.rollout = ? ORDER BY s.turn LIMIT ?"
+    )
+    rows = connection.execute(sql, (number, MAX_STEPS)).fetchall()
+    steps = [step for *step, whole in rows if whole]
+    way = WayView(
         rollout=name,
         finished=bool(finished),
         labels=json.loads(labels),
@@ -122,3 +123,4 @@ def _way(name: str, finished: int, labels: str, start: int, steps: list[list[Any
         seconds=[round(seconds, 4) for _, _, _, seconds in steps],
         outcomes="".join(_OUTCOMES[outcome] for _, outcome, _, _ in steps),
     )
+    return way, len(rows) - len(steps)

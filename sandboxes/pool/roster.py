@@ -8,6 +8,7 @@ between a decision and the lease that follows it.
 """
 
 import asyncio
+import itertools
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class Slot:
         warm: The sandbox was made ahead of its use and was not used yet.
         ahead: Only calls that no rollout had made yet ran in the sandbox since it was made.
         irreplaceable: The sandbox may be the last way to its state, and the state could not be kept; see `Pool.keep`.
+        number: Number of the slot in the order of creation, unique in this process.
         freeze_now: Set when a caller waits for the end of the sandbox's freeze, which may have been delayed.
     """
 
@@ -44,6 +46,7 @@ class Slot:
     warm: bool = False
     ahead: bool = False
     irreplaceable: bool = False
+    number: int = field(default_factory=itertools.count(1).__next__)
     freeze_now: asyncio.Event = field(default_factory=asyncio.Event)
 
 

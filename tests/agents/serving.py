@@ -48,7 +48,7 @@ class Proxy:
 
     def outcomes(self, task: str, rollout: str) -> list[str]:
         """How each call of a rollout was answered."""
-        steps = self.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]
+        steps = self.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]["items"]
         return [step["outcome"] for step in steps]
 
     @property

@@ -55,7 +55,7 @@ def docker_host(proxy: Proxy, task: str, rollout: str = "") -> str:
 
 
 def outcomes(proxy: Proxy, task: str, rollout: str) -> list[str]:
-    steps = proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]
+    steps = proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]["items"]
     return [step["outcome"] for step in steps]
 
 

@@ -41,7 +41,7 @@ def plain(value: Any, part: str) -> Any:
 
 def steps_of(proxy: Proxy, task: str, rollout: str) -> list[dict[str, Any]]:
     """Return the steps of a rollout, in order."""
-    return list(proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"])
+    return list(proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]["items"])
 
 
 def calls_before(proxy: Proxy, task: str, rollout: str, command: str) -> int:

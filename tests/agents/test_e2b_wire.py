@@ -88,7 +88,7 @@ def joined(stream: Iterator[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
 
 def calls(proxy: Answering, task: str, rollout: str) -> list[tuple[str, str]]:
     """Return the tools that a rollout called, and the outcome of each call."""
-    steps = proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]
+    steps = proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]["items"]
     return [(step["call"]["tool"], step["outcome"]) for step in steps]
 
 

@@ -26,8 +26,8 @@ def test_harbor_trials_share_their_prefix(tmp_path: Path) -> None:
             place, "harbor_client.py", proxy.url, str(tmp_path), json.dumps(group), python=python,
             env={"PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, "HOME": str(tmp_path)},
         )  # fmt: skip
-        task = proxy.client.get("/api/v1/tasks").json()[0]["task"]
-        rollouts: list[Any] = proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()
+        task = proxy.client.get("/api/v1/tasks").json()["items"][0]["task"]
+        rollouts: list[Any] = proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()["items"]
         outcomes = [proxy.outcomes(task, row["rollout"]) for row in rollouts]
     shown, rewards, verified = first
     drawn = shown[0][0]

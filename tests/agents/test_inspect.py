@@ -33,8 +33,8 @@ def test_inspect_group_shares_its_prefix() -> None:
             place, "inspect_client.py", proxy.url, json.dumps(group), *AS_ROOT, *SLOW, python=sys.executable,
             env={"PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, "INSPECT_DISPLAY": "none"},
         )  # fmt: skip
-        [task] = [each["task"] for each in proxy.client.get("/api/v1/tasks").json() if each["rollouts"] == 3]
-        rollouts: list[Any] = proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()
+        [task] = [each["task"] for each in proxy.client.get("/api/v1/tasks").json()["items"] if each["rollouts"] == 3]
+        rollouts: list[Any] = proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()["items"]
         outcomes = [proxy.outcomes(task, each["rollout"]) for each in rollouts]
     assert (result["checks"], result["failed"]) == (39, {})
     [[first, first_files], [second, second_files], [third, third_files]] = result["samples"]

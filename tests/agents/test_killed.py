@@ -124,7 +124,8 @@ def test_container_outlives_a_killed_proxy(proxy: Killable) -> None:
     starting = threading.Thread(target=start_exec)
     starting.start()
     wait_until(
-        lambda: "leased" in [container_id["state"] for container_id in proxy.machine.view("sandboxes")], "nothing runs"
+        lambda: "leased" in [container_id["state"] for container_id in proxy.machine.view("sandboxes")["items"]],
+        "nothing runs",
     )
     proxy.kill()
     starting.join()
@@ -135,7 +136,7 @@ def test_container_outlives_a_killed_proxy(proxy: Killable) -> None:
     assert proxy.client.get(f"/t/task/r/a/docker/exec/{exec_id}/json").status_code == 404
     assert start(proxy, "a", execution(proxy, "a", container_id, ONCE)) == (101, {1: b"begun\n1\n"})
     assert start(proxy, "a", execution(proxy, "a", container_id, "cat /root/f")) == (101, {1: b"7\n"})
-    steps = proxy.client.get("/api/v1/tasks/task/rollouts/a").json()["steps"]
+    steps = proxy.client.get("/api/v1/tasks/task/rollouts/a").json()["steps"]["items"]
     assert [(step["call"]["tool"], step["outcome"]) for step in steps] == [("run", "miss")] * 4
 
 
@@ -157,7 +158,9 @@ def test_mcp_sessions_outlive_a_killed_proxy(proxy: Killable) -> None:
 
     calling = threading.Thread(target=call_tool)
     calling.start()
-    wait_until(lambda: "leased" in [sandbox["state"] for sandbox in proxy.machine.view("sandboxes")], "nothing runs")
+    wait_until(
+        lambda: "leased" in [sandbox["state"] for sandbox in proxy.machine.view("sandboxes")["items"]], "nothing runs"
+    )
     proxy.kill()
     calling.join()
     assert cut_calls == [True]

@@ -52,7 +52,7 @@ def test_diverging_mcp_group_gets_the_servers_own_results() -> None:
             if number == 0:
                 before = proxy.client.get("/api/v1/stats").json()
         after = proxy.client.get("/api/v1/stats").json()
-        rows = proxy.client.get("/api/v1/tasks/m/rollouts").json()
+        rows = proxy.client.get("/api/v1/tasks/m/rollouts").json()["items"]
         # Those that ask for lists have names that no URL can have.
         finished = [row["finished"] for row in rows if not row["rollout"].startswith("~")]
     for number, (_, answers, heard, offered) in enumerate(told):
@@ -180,7 +180,7 @@ def test_appended_mcp_is_part_of_no_name(proxy: Proxy) -> None:
 def test_rollouts_of_the_proxy_itself_are_not_listed(proxy: Proxy) -> None:
     """The proxy asks a server for its tools in a rollout of its own, which no client can name."""
     assert Agent(proxy, "/t/m/r/lists/mcp/memory").send("tools/list").is_success
-    rollouts = proxy.client.get("/api/v1/tasks/m/rollouts").json()
+    rollouts = proxy.client.get("/api/v1/tasks/m/rollouts").json()["items"]
     assert [rollout["rollout"] for rollout in rollouts if rollout["rollout"].startswith("~")] == []
 
 

@@ -53,7 +53,7 @@ def group(proxy: Proxy, place: Path, tmp_path: Path, parts: tuple[str, ...], *, 
 
 
 def outcomes(proxy: Proxy, rollout: str) -> list[str]:
-    found = proxy.client.get(f"/api/v1/tasks/mini/rollouts/{rollout}").json()["steps"]
+    found = proxy.client.get(f"/api/v1/tasks/mini/rollouts/{rollout}").json()["steps"]["items"]
     return [step["outcome"] for step in found]
 
 
@@ -88,7 +88,7 @@ def test_a_group_over_containers_gets_what_docker_says(place: Path, tmp_path: Pa
     with real_proxy(checkpoints=True, containers=True) as proxy:
         # No PUT: the image that the client names is the environment.
         _, told = group(proxy, place, tmp_path, GROUP, steady=False)
-        trees = proxy.client.get("/api/v1/tasks/mini/trees").json()
+        trees = proxy.client.get("/api/v1/tasks/mini/trees").json()["items"]
         last = proxy.client.get("/api/v1/tasks/mini/rollouts/p6").json()["node"]
         shown = proxy.client.get(f"/api/v1/tasks/mini/nodes/{last}").json()
     current, theirs = trees

@@ -133,7 +133,7 @@ def test_server_of_the_root_state_is_running() -> None:
         assert (
             first.headers["x-forkpoint-node"] == running.client.get("/api/v1/tasks/rooted/rollouts/a").json()["start"]
         ), first.text
-        snapshots = running.client.get("/api/v1/snapshots").json()
+        snapshots = running.client.get("/api/v1/snapshots").json()["items"]
     assert "processes" in json.dumps(snapshots)
 
 

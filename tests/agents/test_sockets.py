@@ -101,7 +101,7 @@ def test_connection_without_rollout_gets_its_own(proxy: Proxy, task: str) -> Non
         assert ask(one, "add 1")["said"] == ["1"]
         assert ask(other, "add 2")["said"] == ["2"]
         assert ask(one, "get")["said"] == ["1"]
-        assert len(proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()) == 2
+        assert len(proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()["items"]) == 2
     wait_until(
         lambda: not [r for r in proxy.engine.tasks.rollouts.running if r[0] == task],
         "the rollouts did not end with them",

@@ -85,7 +85,7 @@ def plain(value: Any, part: str) -> Any:
 
 def outcomes(proxy: Proxy, rollout: str) -> list[str]:
     """Return how each call of a rollout was answered, in order."""
-    found = proxy.client.get(f"/api/v1/tasks/swe/rollouts/{rollout}").json()["steps"]
+    found = proxy.client.get(f"/api/v1/tasks/swe/rollouts/{rollout}").json()["steps"]["items"]
     return [step["outcome"] for step in found]
 
 

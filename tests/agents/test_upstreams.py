@@ -44,7 +44,7 @@ def put(proxy: Running, there: Elsewhere, **server: Any) -> None:
 
 
 def recorded(proxy: Running, rollout: str) -> int:
-    return len(proxy.client.get(f"/api/v1/tasks/t/rollouts/{rollout}").json()["steps"])
+    return len(proxy.client.get(f"/api/v1/tasks/t/rollouts/{rollout}").json()["steps"]["items"])
 
 
 def test_read_by_rule_is_requested_once(proxy: Running, there: Elsewhere) -> None:
@@ -337,7 +337,7 @@ def test_a_request_may_name_its_task_itself(proxy: Running, there: Elsewhere) ->
         answer = proxy.client.post("/t/t/r/a/api/search", json={"q": "x", "task_id": task})
         assert answer.json()["echo"]["task_id"] == task
     assert len(there.asked) == 2
-    assert {task["task"] for task in proxy.client.get("/api/v1/tasks").json()} >= {"t", "one", "two"}
+    assert {task["task"] for task in proxy.client.get("/api/v1/tasks").json()["items"]} >= {"t", "one", "two"}
     assert proxy.client.post("/t/t/r/a/api/search", json={"q": "x"}).json()["echo"] == {"q": "x"}
     assert proxy.client.post("/t/t/r/a/api/search", json={"q": "x", "task_id": "one"}).headers["cache-status"] == HIT
     refused = proxy.client.post("/t/t/r/a/api/search", json={"task_id": "../x"})

@@ -83,7 +83,7 @@ def stub_proxy() -> Iterator[Stub]:
                 return
             stub.queries.append(dict(parse_qsl(parts.query)))
             task = f"/api/v1/tasks/{stub.view.get('task')}"
-            known = {f"{task}/tree": (200, stub.view), f"{task}/trees": (200, [])}
+            known = {f"{task}/tree": (200, stub.view), f"{task}/trees": (200, {"items": [], "total": 0, "next": None})}
             known["/api/v1/cluster"] = (200, stub.view)
             missing = {"title": "Unknown task", "detail": "No task has this name.\x1b[2J"}
             status, content = known.get(parts.path, (404, missing))

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy.control.paging import ListQuery
 from proxy.control.reports import ReportRequest, read_report
 from proxy.engine import Engine
 from proxy.execution.errors import StateLostError
@@ -184,8 +185,10 @@ def test_a_damaged_row_is_in_no_sum(tmp_path: Path, damages: Callable[[Path], No
                 assert view.damaged == (5 - calls if rollouts == 2 else 1), by
                 assert view.total.executed_s + view.total.saved_s + (view.total.waited_s or 0.0) < 1000
                 assert [arm.executed + arm.tool_s < 1000 for arm in view.arms] == [True] * 3
-            ways = again.store.database.read_apart(lambda store: read_ways(store, rollout.tree.id, 10))
-            assert (len(ways.ways), sum(len(way.nodes) for way in ways.ways)) == (rollouts, calls)
+            ways = again.store.database.read_apart(
+                lambda store: read_ways(store, rollout.tree.id, ListQuery("created_at", limit=10))
+            )
+            assert (len(ways.items), sum(len(way.nodes) for way in ways.items)) == (rollouts, calls)
             assert ways.damaged == view.damaged
 
     asyncio.run(body())

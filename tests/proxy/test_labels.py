@@ -56,7 +56,7 @@ def test_malformed_labels_begin_no_rollout(proxy: Running) -> None:
     )
     assert (answer.status_code, answer.json()["type"]) == (422, "urn:forkpoint:labels")
     call(proxy, "b")
-    assert [each["rollout"] for each in proxy.client.get("/api/v1/tasks/task/rollouts").json()] == ["b"]
+    assert [each["rollout"] for each in proxy.client.get("/api/v1/tasks/task/rollouts").json()["items"]] == ["b"]
 
 
 def test_rest_sets_changes_and_filters_labels(proxy: Running) -> None:
@@ -71,7 +71,7 @@ def test_rest_sets_changes_and_filters_labels(proxy: Running) -> None:
     proxy.client.delete(f"{at}/a").raise_for_status()
     assert proxy.client.patch(f"{at}/a/labels", json={"reward": 1}).json()["labels"]["reward"] == "1.0"
     for query, names in (("label=run=r7", ["a", "b"]), ("label=run=r7&label=step=04", ["b"]), ("label=run=x", [])):
-        assert [each["rollout"] for each in proxy.client.get(f"{at}?{query}").json()] == names, query
+        assert [each["rollout"] for each in proxy.client.get(f"{at}?{query}").json()["items"]] == names, query
     refused = [
         proxy.client.patch(f"{at}/a/labels", json={"bad name": 1}), proxy.client.get(f"{at}?label=run"),
         proxy.client.post(at, json={"rollout": "c", "labels": {"step": "x"}}),
@@ -111,11 +111,11 @@ def test_states_are_what_they_say(tmp_path: Path) -> None:
         for name in ("old", "new", "ended"):
             call(proxy, name)
         proxy.client.delete(f"{at}/ended").raise_for_status()
-        states = {each["rollout"]: each["state"] for each in proxy.client.get(at).json()}
+        states = {each["rollout"]: each["state"] for each in proxy.client.get(at).json()["items"]}
         assert states == {"old": "running", "new": "running", "ended": "finished"}
     age(tmp_path, "old", 3600.0)
     with serving(tmp_path) as proxy:
-        states = {each["rollout"]: each["state"] for each in proxy.client.get(at).json()}
+        states = {each["rollout"]: each["state"] for each in proxy.client.get(at).json()["items"]}
         assert states == {"old": "idle", "new": "running", "ended": "finished"}
         call(proxy, "old", "pwd")
         assert proxy.client.get(f"{at}/old").json()["state"] == "running"

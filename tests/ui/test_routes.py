@@ -61,13 +61,13 @@ def test_columns_have_merged_paths(proxy: Running) -> None:
     assert all(pair[0] in view["columns"]["id"] and pair[1] in view["columns"]["id"] for pair in view["meets"])
 
 
-def test_label_is_a_call_in_one_line(proxy: Running) -> None:
+def test_title_is_a_call_in_one_line(proxy: Running) -> None:
     node = number(proxy.exec("r", "echo 1 > f;\n\n  false", task="labels"))
-    [label] = get(proxy, f"labels/labels?nodes={node},999999")
-    assert (label["text"], label["exit_code"]) == ("echo 1 > f;\n\n  false", 1)
+    [title] = get(proxy, f"labels/titles?nodes={node},999999")["items"]
+    assert (title["text"], title["exit_code"]) == ("echo 1 > f;\n\n  false", 1)
     long = number(proxy.exec("r", "echo " + "x" * 5000 + " > f", task="labels"))
-    assert len(get(proxy, f"labels/labels?nodes={long}")[0]["text"]) == 200
-    get(proxy, "labels/labels?nodes=n1", 422)
+    assert len(get(proxy, f"labels/titles?nodes={long}")["items"][0]["text"]) == 200
+    get(proxy, "labels/titles?nodes=n1", 422)
 
 
 def test_failures_separate_nodes_and_observations(proxy: Running) -> None:
@@ -85,8 +85,8 @@ def test_call_has_answer_and_rollouts(proxy: Running) -> None:
     answer = proxy.exec("a", "echo 1 > f", task="call")
     proxy.exec("b", "echo 1 > f", task="call")
     node = answer.headers["x-forkpoint-node"]
-    [label] = get(proxy, f"call/labels?nodes={node[1:]}")
-    call = get(proxy, f"call/nodes/{node}/calls/{label['record']}")
+    [title] = get(proxy, f"call/titles?nodes={node[1:]}")["items"]
+    call = get(proxy, f"call/nodes/{node}/calls/{title['record']}")
     assert call["answer"]["json"] == answer.json()
     assert [(passed["rollout"], passed["outcome"]) for passed in call["passed"]] == [("b", "hit"), ("a", "miss")]
     get(proxy, f"call/nodes/{node}/calls/0", 404)
@@ -97,7 +97,7 @@ def test_observations_are_listed_by_hits(proxy: Running) -> None:
     for rollout in ("a", "b", "c"):
         proxy.exec(rollout, "pwd", task="reads")
     root = f"n{get(proxy, 'reads/columns')['root']}"
-    assert [read["text"] for read in get(proxy, f"reads/nodes/{root}/observations")] == ["pwd", "ls"]
+    assert [read["text"] for read in get(proxy, f"reads/nodes/{root}/observations")["items"]] == ["pwd", "ls"]
 
 
 def test_rollout_is_forked_at_any_node(proxy: Running) -> None:
@@ -143,10 +143,11 @@ def test_ways_have_nodes_outcomes_and_labels(proxy: Running) -> None:
     two = number(proxy.exec("b", "echo 2 > f", task="ways"))
     proxy.client.patch("/api/v1/tasks/ways/rollouts/b/labels", json={"group": "g", "reward": 1}).raise_for_status()
     view = get(proxy, "ways/ways")
-    assert [(way["rollout"], way["nodes"], way["outcomes"]) for way in view["ways"]] == [
+    assert [(way["rollout"], way["nodes"], way["outcomes"]) for way in view["items"]] == [
         ("b", [one, two], "hm"), ("a", [one, one], "mm"),
     ]  # fmt: skip
-    assert view["ways"][0]["labels"]["group"] == "g"
-    assert not view["truncated"]
-    assert [way["rollout"] for way in get(proxy, "ways/ways?limit=1")["ways"]] == ["b"]
-    assert get(proxy, "ways/ways?limit=1")["truncated"]
+    assert view["items"][0]["labels"]["group"] == "g"
+    assert (view["total"], view["next"]) == (2, None)
+    page = get(proxy, "ways/ways?limit=1")
+    rest = get(proxy, f"ways/ways?limit=1&cursor={page['next']}")
+    assert [[way["rollout"] for way in each["items"]] for each in (page, rest)] == [["b"], ["a"]]

@@ -103,7 +103,7 @@ def test_links_open_the_tree_of_their_node(proxy: Running, page: Page) -> None:
 def test_empty_current_tree_gives_way(proxy: Running, page: Page) -> None:
     begin(proxy, "docker", "a", "X=1")
     go(proxy, page, "docker?view=table")
-    current, other = get(proxy, "docker/trees")
+    current, other = get(proxy, "docker/trees")["items"]
     choice = page.get_by_role("combobox", name="Environment")
     expect(choice).to_have_value(current["root"])
     proxy.exec("a", "echo $X > f", task="docker")

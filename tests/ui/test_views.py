@@ -263,8 +263,8 @@ def test_real_time_has_thinking_between_calls(ui: Page) -> None:
             const { realTime } = await import("/ui/js/waterfall.js");
             const steps = [{ turn: 0, outcome: "miss", seconds: 2 }, { turn: 1, outcome: "hit", seconds: 9 }];
             const none = { wait_s: 0, restore_s: 0, replay_s: 0, tool_s: 0 };
-            const timings = { 0: { ...none, answered_at: 103, restore_s: 1, tool_s: 1 }, 1: { ...none, answered_at: 107 } };
-            return [realTime(steps, timings, 100), realTime(steps, { 0: timings[0] }, 100)];
+            const timings = { 0: { ...none, answered_at: "1970-01-01T00:01:43.000000Z", restore_s: 1, tool_s: 1 }, 1: { ...none, answered_at: "1970-01-01T00:01:47.000000Z" } };
+            return [realTime(steps, timings, "1970-01-01T00:01:40.000000Z"), realTime(steps, { 0: timings[0] }, null)];
         }"""  # noqa: E501
     )
     rows = [[row["from"], [part for part in row["parts"] if part[1] > 0]] for row in told[0]["rows"]]

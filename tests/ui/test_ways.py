@@ -18,7 +18,7 @@ MODULES = """async ([view, away]) => {
     const model = new Model();
     model.append(view.columns, view.meets);
     const ways = new Ways("");
-    ways.take(away.ways);
+    ways.take(away.items);
     return (%s)({ model, ways, shared, Colours, corners, litWay });
 }"""
 

@@ -6,7 +6,6 @@ a line below the table names them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -160,5 +159,6 @@ def _size(size_bytes: int) -> str:
     return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+def _time(text: str) -> str:
+    """Return a time of the REST API without its fraction of a second."""
+    return printable(f"{text[:10]} {text[11:19]}Z")

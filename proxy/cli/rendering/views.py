@@ -23,7 +23,7 @@ Json = Mapping[str, Any]
 
 def render_rollout(view: Json) -> RenderableType:
     """Render a rollout: its calls in order, with bars for the seconds that their tools ran."""
-    steps: Sequence[Json] = view["steps"]
+    steps: Sequence[Json] = view["steps"]["items"]
     longest = max((float(step["seconds"]) for step in steps), default=0.0) or 1.0
     table = Table.grid(padding=(0, 1), expand=True)
     for _ in range(4):

@@ -12,6 +12,7 @@ from proxy.control.call_titles import TITLE_CHARS, title
 from proxy.control.routes.params import EngineDep, RootQuery, TaskName, position_of, tree_of
 from proxy.control.views.resources import NodeName, node_name
 from proxy.engine import Engine
+from proxy.times import UtcTime
 from proxy.tree.task import Task
 from proxy.tree.tree import Tree
 
@@ -30,7 +31,7 @@ class Bound(BaseModel):
         low: Lower end of the interval.
         high: Upper end of the interval.
         confidence: Probability that the interval contains the true rate.
-        last_at: When the last call was checked, in seconds since 1970.
+        last_at: When the last call was checked.
     """
 
     kind: SampleSource
@@ -41,7 +42,7 @@ class Bound(BaseModel):
     low: float
     high: float
     confidence: float
-    last_at: float
+    last_at: UtcTime
 
 
 class Finding(BaseModel):
@@ -54,7 +55,7 @@ class Finding(BaseModel):
         title: The call as text, cut to 200 characters.
         why: How it differs.
         quarantined: Whether the record answers no calls any more.
-        found_at: When the audit noticed it, in seconds since 1970.
+        found_at: When the audit noticed it.
     """
 
     record: int
@@ -63,7 +64,7 @@ class Finding(BaseModel):
     title: str
     why: str
     quarantined: bool
-    found_at: float
+    found_at: UtcTime
 
 
 class AuditProgress(BaseModel):

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from proxy.control.browsing import rollouts_through
-from proxy.control.paging import CursorQuery, Page, offset_of
+from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.routes.params import (
     ControlDep,
     EngineDep,
@@ -24,8 +24,8 @@ from proxy.refusals import RefusalError
 from proxy.storage.errors import StoreError
 from sandboxes.errors import NotFreezableError
 
-_ROLLOUTS_SHOWN = 50
-"""A node's view lists at most this many of the rollouts that passed it."""
+_LATEST = ListQuery("created_at", descending=True, limit=50)
+"""A node's view lists at most this many of the rollouts that passed it; another route lists all."""
 
 router = APIRouter()
 
@@ -53,9 +53,9 @@ async def get_node(control: ControlDep, task: TaskName, node: NodePath) -> NodeD
     engine = control.engine
     known = await engine.tasks.find(task)
     tree, shown = position_of(engine, known, node)
-    passed = await rollouts_through(engine, tree, shown, _ROLLOUTS_SHOWN)
+    passed = await rollouts_through(engine, tree, shown, _LATEST)
     kept = engine.snapshot_value.explain(shown, tree)
-    return control.reader.detail(known, shown, snapshot_of(engine, shown), kept, passed)
+    return control.reader.detail(known, shown, snapshot_of(engine, shown), kept, passed.items)
 
 
 @router.get("/tasks/{task}/nodes/{node}/path")
@@ -63,13 +63,12 @@ async def get_path(
     control: ControlDep,
     task: TaskName,
     node: NodePath,
-    cursor: CursorQuery = None,
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    wanted: Annotated[ListQuery, list_query("depth", default="depth")],
 ) -> Page[NodeView]:
     """List the nodes from the root to a node: the calls that rebuild its state, in order."""
     known = await control.engine.tasks.find(task)
     _, end = position_of(control.engine, known, node)
-    return control.reader.path(known, end, offset=offset_of(cursor), limit=limit)
+    return control.reader.path(known, end, wanted)
 
 
 @router.delete("/tasks/{task}/nodes/{node}")

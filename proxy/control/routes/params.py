@@ -18,6 +18,7 @@ from proxy.tree.tree import Node, Tree
 from sandboxes.spec import EnvironmentSpec
 
 TaskName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the task.")]
+TaskQuery = Annotated[str | None, Query(pattern=NAME_PATTERN, description="Only those of this task.")]
 RolloutName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the rollout.")]
 NodePath = Annotated[NodeName, Path(description="Name of a node, such as n12, as the header X-Forkpoint-Node has it.")]
 RootQuery = Annotated[

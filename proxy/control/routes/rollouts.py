@@ -1,5 +1,6 @@
 """Routes of rollouts: begin, list, show, finish and fork them."""
 
+import asyncio
 import json
 import secrets
 import time
@@ -7,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request
 
+from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.routes.params import (
     ControlDep,
     EngineDep,
@@ -26,6 +28,7 @@ from proxy.control.views.resources import (
 from proxy.control.views.rollouts import RolloutDetail, RolloutView, rollout_view
 from proxy.engine import Engine
 from proxy.refusals import RefusalError
+from proxy.storage.rollout_lists import RolloutFilters, RolloutIndex
 from proxy.tree.labels import Labels, changed, checked, inherited
 from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task
@@ -48,17 +51,24 @@ async def list_rollouts(
     engine: EngineDep,
     task: TaskName,
     request: Request,
-    offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
-    limit: Annotated[int, Query(ge=1, le=100_000)] = 100_000,
-    newest: Annotated[bool, Query(description="List the newest rollouts first.")] = False,
+    wanted: Annotated[ListQuery, list_query("created_at", "rollout", default="created_at")],
     label: LabelQuery = None,
-) -> list[RolloutView]:
-    """List the rollouts of a task, finished rollouts included, oldest first."""
+    finished: Annotated[
+        bool | None, Query(description="Only rollouts that have ended (true), or that have not (false).")
+    ] = None,
+) -> Page[RolloutView]:
+    """List the rollouts of a task, those that have ended too."""
     known = await engine.tasks.find(task)
+    filters = RolloutFilters(wanted_labels(label), finished)
+    # Rollouts are numbered as they begin, and two of one time keep their order.
+    by_name = wanted.key == "rollout"
+    end, values = wanted.sql("name", "id") if by_name else wanted.sql("id")
     engine.journal.fold()
+    index = RolloutIndex.NAME if by_name else RolloutIndex.BEGUN
+    rows, total = await asyncio.to_thread(engine.store.rollout_lists.part, task, index, end, values, filters)
+    part = wanted.part(rows, total, lambda row: (row["name"], row["id"]) if by_name else (row["id"],))
     live = {rollout.id: rollout for rollout in known.rollouts.values()}
-    rows = engine.store.rollouts.of_task(task, newest=newest, labels=wanted_labels(label), offset=offset, limit=limit)
-    return [RolloutView(**_view(engine, row, live.get(row["id"]), request)) for row in rows]
+    return part.page(lambda row: RolloutView(**_view(engine, row, live.get(row["id"]), request)))
 
 
 @router.get("/tasks/{task}/rollouts/{rollout}")
@@ -67,8 +77,7 @@ async def get_rollout(
     task: TaskName,
     rollout: RolloutName,
     request: Request,
-    offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    wanted: Annotated[ListQuery, list_query("turn", default="turn")],
 ) -> RolloutDetail:
     """Show the newest rollout of this name, with its calls in order and how each was answered."""
     engine = control.engine
@@ -77,7 +86,7 @@ async def get_rollout(
     row = _newest(engine, task, rollout)
     live = known.rollouts.get(rollout)
     tree = engine.trees.load(row["tree"])
-    steps = control.reader.steps(row["id"], tree, offset=offset, limit=limit)
+    steps = control.reader.steps(row, tree, wanted)
     return RolloutDetail(**_view(engine, row, live, request), steps=steps)
 
 

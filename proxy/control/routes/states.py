@@ -1,16 +1,17 @@
 """Routes of the proxy's resources: snapshots, sandboxes, totals, and garbage collection."""
 
-import itertools
 import time
 from collections import Counter
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 
 from proxy.control.garbage import collect_garbage
+from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.routes.params import (
     ControlDep,
     EngineDep,
+    TaskQuery,
     granted,
 )
 from proxy.control.views.resources import (
@@ -24,29 +25,62 @@ from proxy.control.views.resources import (
 )
 from proxy.engine import Engine
 from proxy.tree.tree import Node
-from snapshots.snapshot import Snapshot
+from sandboxes.pool.roster import Slot
+from snapshots.snapshot import Snapshot, snapshot_kind
 
 router = APIRouter()
 
 
 @router.get("/snapshots")
 async def list_snapshots(
-    engine: EngineDep, request: Request, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
-) -> list[SnapshotView]:
+    engine: EngineDep,
+    request: Request,
+    wanted: Annotated[ListQuery, list_query("created_at", "size_bytes", "uses", default="created_at")],
+    task: TaskQuery = None,
+    kind: Annotated[Literal["files", "processes"] | None, Query(description="Only snapshots of this kind.")] = None,
+) -> Page[SnapshotView]:
     """List the snapshots: what each costs, what it saves, and why it is kept."""
     grant = granted(request)
-    visible = (s for s in engine.snapshots if grant.whole or grant.sees(engine.store.trees.task_of(s.tree)))
-    return [_snapshot_view(engine, snapshot) for snapshot in itertools.islice(visible, limit)]
+
+    def visible(snapshot: Snapshot) -> bool:
+        if kind is not None and snapshot_kind(snapshot) != kind:
+            return False
+        if task is None and grant.whole:
+            return True
+        name = engine.store.trees.task_of(snapshot.tree)
+        return task in (None, name) and grant.sees(name)
+
+    part = wanted.sorted_part(filter(visible, engine.snapshots), lambda s: (getattr(s, wanted.key), s.id))
+    return part.page(lambda snapshot: _snapshot_view(engine, snapshot))
 
 
 @router.get("/sandboxes")
-async def list_sandboxes(engine: EngineDep, request: Request) -> list[SandboxView]:
+async def list_sandboxes(
+    engine: EngineDep,
+    request: Request,
+    wanted: Annotated[ListQuery, list_query("age_s", "calls", default="-age_s")],
+    task: TaskQuery = None,
+    state: Annotated[
+        Literal["starting", "leased", "freezing", "idle"] | None, Query(description="Only sandboxes in this state.")
+    ] = None,
+) -> Page[SandboxView]:
     """List the live sandboxes: the node and rollout of each, and what it is used for."""
     grant = granted(request)
     names = {rollout.id: (rollout.task, rollout.name) for rollout in engine.tasks.rollouts.running.values()}
+
+    def visible(slot: Slot) -> bool:
+        if state is not None and slot.state.value != state:
+            return False
+        owner, _ = names.get(slot.owner or 0, (None, ""))
+        return task in (None, owner) and (grant.whole or (owner is not None and grant.sees(owner)))
+
+    # An older sandbox has a smaller number; its age changes while pages are read.
+    part = wanted.sorted_part(
+        filter(visible, engine.pool.roster.slots),
+        lambda slot: (slot.calls, -slot.number) if wanted.key == "calls" else (-slot.number,),
+    )
     now = time.monotonic()
-    views = [sandbox_view(slot, names, now) for slot in engine.pool.roster.slots]
-    return [view for view in views if grant.whole or (view.task is not None and grant.sees(view.task))]
+    return part.page(lambda slot: sandbox_view(slot, names, now))
 
 
 @router.post("/gc", name="collect_garbage")

@@ -1,9 +1,10 @@
 """Routes of tasks: list, define, show and delete them, and prepare sandboxes for the next batch."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
+from proxy.control.paging import ListQuery, Order, Page, list_query
 from proxy.control.routes.params import (
     ControlDep,
     EngineDep,
@@ -31,18 +32,29 @@ router = APIRouter()
 async def list_tasks(
     control: ControlDep,
     request: Request,
-    offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
-) -> list[TaskSummary]:
-    """List the tasks by name, with the totals of their rollouts."""
+    wanted: Annotated[
+        ListQuery, list_query("task", "created_at", "used_at", "calls", "hit_rate", "saved_s", default="task")
+    ],
+    q: Annotated[str, Query(max_length=200, description="Only tasks whose name contains this text.")] = "",
+) -> Page[TaskSummary]:
+    """List the tasks, with the totals of their rollouts."""
     engine = control.engine
     totals = await control.task_totals.get()
     grant = granted(request)
-    if grant.whole:
-        rows = engine.store.tasks.page(offset=offset, limit=limit)
-    else:
-        rows = [row for row in engine.store.tasks.page() if grant.sees(row["name"])][offset : offset + limit]
-    return [_summary(row, totals.get(row["name"]) or OutcomeTotals()) for row in rows]
+    tasks = [
+        (name, created_at, totals.get(name) or OutcomeTotals())
+        for name, created_at in engine.store.tasks.all()
+        if q in name and grant.sees(name)
+    ]
+
+    def order(task: tuple[str, float, OutcomeTotals]) -> Order:
+        name, created_at, known = task
+        return (
+            created_at if wanted.key == "created_at" else name if wanted.key == "task" else getattr(known, wanted.key),
+            name,
+        )
+
+    return wanted.sorted_part(tasks, order).page(lambda task: _summary(engine, *task))
 
 
 @router.put("/tasks/{task}", responses={201: {"model": TaskView}})
@@ -85,8 +97,10 @@ def _task_view(engine: Engine, task: Task) -> TaskView:
     return task_view(task, engine.store.tasks.summary(task.name))
 
 
-def _summary(row: dict[str, Any], totals: OutcomeTotals) -> TaskSummary:
-    counts = {name: getattr(totals, name) for name in (*OutcomeTotals.__slots__, "hit_rate")}
+def _summary(engine: Engine, name: str, created_at: float, totals: OutcomeTotals) -> TaskSummary:
+    sums = {name: getattr(totals, name) for name in (*OutcomeTotals.__slots__, "hit_rate")}
+    counts = engine.store.tasks.summary(name)
     return TaskSummary(
-        task=row["name"], created_at=row["created_at"], nodes=row["nodes"], rollouts=row["rollouts"], **counts
-    )
+        task=name, created_at=created_at, nodes=counts["nodes"], rollouts=counts["rollouts"],
+        **{**sums, "used_at": totals.used_at or None},
+    )  # fmt: skip

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from proxy.control.browsing import ChildrenView, Order, SearchView, matching, rollouts_through
+from proxy.control.browsing import ChildrenView, SearchView, matching, rollouts_through
+from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.routes.params import (
     ControlDep,
     EngineDep,
@@ -34,14 +35,13 @@ router = APIRouter()
 async def list_trees(
     engine: EngineDep,
     task: TaskName,
-    offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-) -> list[TreeSummary]:
+    wanted: Annotated[ListQuery, list_query("current", "created_at", "calls", "nodes", "rollouts", default="-current")],
+) -> Page[TreeSummary]:
     """List a task's trees, the current tree first. Each environment that rollouts began in has its own."""
     known = await engine.tasks.find(task)
     read = partial(
         summaries, task=task, shared_owner=engine.store.trees.shared_owner(task), current=known.tree.id,
-        default=engine.settings.default_spec, templates=engine.settings.e2b_templates, offset=offset, limit=limit,
+        default=engine.settings.default_spec, templates=engine.settings.e2b_templates, wanted=wanted,
     )  # fmt: skip
     return await asyncio.to_thread(engine.store.database.read_apart, read)
 
@@ -51,11 +51,7 @@ async def list_children(
     control: ControlDep,
     task: TaskName,
     node: NodePath,
-    order: Annotated[
-        Order, Query(description="Sort by totals of the subtrees, largest first, or in the order of recording.")
-    ] = "recorded",
-    offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    wanted: Annotated[ListQuery, list_query("recorded", "hits", "saved_s", "nodes", default="recorded")],
     fold: Annotated[
         int, Query(ge=1, le=1000, description="Number of nodes to show of each chain of only children.")
     ] = 20,
@@ -65,9 +61,7 @@ async def list_children(
     known = await engine.tasks.find(task)
     tree, shown = position_of(engine, known, node)
     summed = await control.subtree_totals.of(tree)
-    return control.browser.children(
-        task, shown, summed, rollouts_by_node(known), order=order, offset=offset, limit=limit, fold=fold
-    )
+    return control.browser.children(task, shown, summed, rollouts_by_node(known), wanted, fold=fold)
 
 
 @router.get("/tasks/{task}/search", name="search_calls")
@@ -75,23 +69,26 @@ async def search(
     control: ControlDep,
     task: TaskName,
     q: Annotated[str, Query(min_length=1, max_length=1000, description="Part of a command, in any case.")],
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    wanted: Annotated[ListQuery, list_query("record", default="record")],
     root: RootQuery = None,
 ) -> SearchView:
     """Search the calls of a tree by the text of their command, statement or arguments."""
     engine = control.engine
     tree = tree_of(engine, await engine.tasks.find(task), root)
-    read = partial(matching, tree=tree.id, query=q, limit=_MAX_CANDIDATES)
+    read = partial(matching, tree=tree.id, query=q, wanted=wanted, most=_MAX_CANDIDATES)
     rows = await asyncio.to_thread(engine.store.database.read_apart, read)
-    return control.browser.search(task, tree, q, rows, limit)
+    return control.browser.search(tree, q, rows, wanted)
 
 
 @router.get("/tasks/{task}/nodes/{node}/rollouts", name="list_node_rollouts")
 async def list_passed(
-    engine: EngineDep, task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 100
-) -> list[PassedRollout]:
+    engine: EngineDep,
+    task: TaskName,
+    node: NodePath,
+    wanted: Annotated[ListQuery, list_query("created_at", default="-created_at")],
+) -> Page[PassedRollout]:
     """List the rollouts that reached a node by a call, the latest first."""
-    return await rollouts_through(engine, *position_of(engine, await engine.tasks.find(task), node), limit)
+    return await rollouts_through(engine, *position_of(engine, await engine.tasks.find(task), node), wanted)
 
 
 @router.get("/tasks/{task}/nodes/{node}/answer", response_class=Response, responses={200: {"content": {"*/*": {}}}})

@@ -1,5 +1,5 @@
 """The shapes of REST responses, as pydantic models. Pure.
 
 Process: the proxy.
-May import: proxy.control, proxy.execution, proxy.tree, snapshots, sandboxes, sandboxes.pool.
+May import: proxy, proxy.control, proxy.execution, proxy.tree, snapshots, sandboxes, sandboxes.pool.
 """

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from proxy.control.call_titles import TITLE_CHARS, title
 from proxy.control.views.answers import AnswerView
 from proxy.control.views.resources import SnapshotView
+from proxy.times import UtcTime
 from proxy.tree.tree import Node
 from sandboxes.calls import ToolCall
 
@@ -108,7 +109,7 @@ class NodeDetail(NodeView):
 
     Attributes:
         answer: The answer of the call that led here; null for the root.
-        recorded_at: When this answer was recorded, in seconds since 1970; null for the root.
+        recorded_at: When this answer was recorded; null for the root.
         passes: How often a rollout reached this node.
         diverged: How a replay diverged from the record; empty if none did.
         unfreezable: Why no snapshot of the state can be taken; empty if nothing prevents it.
@@ -119,7 +120,7 @@ class NodeDetail(NodeView):
     """
 
     answer: AnswerView | None
-    recorded_at: float | None
+    recorded_at: UtcTime | None
     passes: int
     diverged: str
     unfreezable: str

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from proxy.execution.restore import Owner
+from proxy.times import UtcTime
 from proxy.tree.tree import Node
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.roster import Slot
@@ -33,7 +34,7 @@ class SnapshotView(BaseModel):
         size_bytes: Its size.
         cost_s: Seconds that taking it took.
         restore_s: Seconds that its last restore took.
-        created_at: When it was taken, in seconds since 1970.
+        created_at: When it was taken.
         uses: Number of restores so far.
         leases: Number of restores in progress.
         saved_s: Seconds that each use is expected to save.
@@ -49,7 +50,7 @@ class SnapshotView(BaseModel):
     size_bytes: int
     cost_s: float
     restore_s: float
-    created_at: float
+    created_at: UtcTime
     uses: int
     leases: int
     saved_s: float
@@ -108,7 +109,7 @@ class StatsView(BaseModel):
     """Totals since this proxy started, and its budgets.
 
     Attributes:
-        since: When the proxy started, in seconds since 1970.
+        since: When the proxy started.
         uptime_s: Seconds since then.
         calls: Number of answered calls.
         hits: Calls answered from a tree.
@@ -152,7 +153,7 @@ class StatsView(BaseModel):
         reuse_rate: Learnt share of states that need a sandbox again.
     """
 
-    since: float
+    since: UtcTime
     uptime_s: float
     calls: int
     hits: int

@@ -5,8 +5,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from proxy.control.paging import Page
 from proxy.control.views.nodes import CallView, EffectName
 from proxy.control.views.resources import node_name
+from proxy.times import UtcTime
 from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task
 from sandboxes.spec import EnvironmentSpec
@@ -20,7 +22,7 @@ class TaskView(BaseModel):
         spec: Its environment, without secret values.
         default: Whether the task has the default environment because no other was put.
         root: Root of the task's current tree.
-        created_at: When the task was created, in seconds since 1970.
+        created_at: When the task was created.
         nodes: Number of nodes in all trees of the task.
         rollouts: Number of rollouts in all trees of the task, finished rollouts included.
         running: Number of running rollouts.
@@ -30,7 +32,7 @@ class TaskView(BaseModel):
     spec: EnvironmentSpec
     default: bool
     root: str
-    created_at: float
+    created_at: UtcTime
     nodes: int
     rollouts: int
     running: int
@@ -41,7 +43,7 @@ class TaskSummary(BaseModel):
 
     Attributes:
         task: Name of the task.
-        created_at: When the task was created, in seconds since 1970.
+        created_at: When the task was created.
         nodes: Number of nodes in all trees of the task.
         rollouts: Number of rollouts, finished rollouts included.
         running: Number of running rollouts.
@@ -53,11 +55,11 @@ class TaskSummary(BaseModel):
         hit_rate: Hits and waits as a share of all calls, from 0 to 1.
         executed_s: Seconds that tools ran.
         saved_s: Seconds of tool time that hits and waits saved.
-        used_at: When a rollout made its latest call, or began, in seconds since 1970; 0 without a rollout.
+        used_at: When a rollout made its latest call, or began; null without a rollout.
     """
 
     task: str
-    created_at: float
+    created_at: UtcTime
     nodes: int
     rollouts: int
     running: int = 0
@@ -69,7 +71,7 @@ class TaskSummary(BaseModel):
     hit_rate: float = 0.0
     executed_s: float = 0.0
     saved_s: float = 0.0
-    used_at: float = 0.0
+    used_at: UtcTime | None = None
 
 
 RolloutState = Literal["running", "idle", "finished"]
@@ -89,10 +91,10 @@ class RolloutView(BaseModel):
         finished: Whether it has ended.
         state: `running` if a call is in flight or was made within `sandbox_idle_s`, `idle` without one, `finished`
             after its end.
-        used_at: When it made its last call, or began, in seconds since 1970; up to two seconds old.
+        used_at: When it made its last call, or began; up to two seconds old.
         labels: Its labels.
         lost: Why its position is not known any more, so that its calls are refused; empty for nearly all.
-        created_at: When it began, in seconds since 1970.
+        created_at: When it began.
         base_url: Base URL of its agent's tools.
         token: Identifies the rollout to clients whose base URL cannot have a path. Only the response that begins a
             rollout shows it; null in every other view.
@@ -107,10 +109,10 @@ class RolloutView(BaseModel):
     calls: int
     finished: bool
     state: RolloutState
-    used_at: float
+    used_at: UtcTime
     labels: dict[str, str] = {}
     lost: str = ""
-    created_at: float
+    created_at: UtcTime
     base_url: str
     token: str | None = None
 
@@ -141,10 +143,10 @@ class RolloutDetail(RolloutView):
     """A rollout with its calls.
 
     Attributes:
-        steps: The requested page of its calls, in order.
+        steps: A page of its calls; `limit`, `cursor` and `sort` choose it.
     """
 
-    steps: list[StepView]
+    steps: Page[StepView]
 
 
 def task_view(task: Task, row: dict[str, Any]) -> TaskView:

@@ -27,7 +27,7 @@ def test_rollout_lists_its_calls_with_bars(proxy: Running) -> None:
     assert "demo / second: 3 calls, 0.03 s saved" in text
     assert text.count("hit") == 3
     assert "echo one > f" in text
-    assert [step["outcome"] for step in as_json(proxy, "rollout", "demo", "first")["steps"]] == ["miss"] * 3
+    assert [step["outcome"] for step in as_json(proxy, "rollout", "demo", "first")["steps"]["items"]] == ["miss"] * 3
 
 
 def test_node_shows_call_and_snapshot_reason(proxy: Running) -> None:

@@ -60,7 +60,7 @@ def test_names_are_never_cut_for_numbers() -> None:
     name = "django__django-11095-with-a-name-that-is-long"
     console = Console(width=70)
     with console.capture() as capture:
-        console.print(render_tasks([{"task": name, "nodes": 7, "created_at": 0.0, **row}]))
+        console.print(render_tasks([{"task": name, "nodes": 7, "created_at": "1970-01-01T00:00:00.000Z", **row}]))
     assert name in capture.get()
     assert "not shown here:" in capture.get()
     assert all(len(line) <= 70 for line in capture.get().splitlines())

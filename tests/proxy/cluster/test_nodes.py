@@ -68,7 +68,7 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         b.stop()
         b.start()
         wait_until(lambda: call(b, "4", "x").status_code == 200, "the task is not taken over")
-        assert {each["rollout"] for each in httpx.get(f"{b.url}/api/v1/tasks/t/rollouts").json()} == {
+        assert {each["rollout"] for each in httpx.get(f"{b.url}/api/v1/tasks/t/rollouts").json()["items"]} == {
             "1",
             "2",
             "3",

@@ -37,7 +37,7 @@ def record() -> dict[str, dict[str, Any]]:
         for rollout in ("6", "7"):
             for command in ("mkdir src", "echo 'print(1)' > src/a.py", "cat src/a.py"):
                 proxy.exec(rollout, command, task="demo").raise_for_status()
-        record_number = proxy.client.get("/api/v1/tasks/demo/rollouts/7").json()["steps"][1]["record"]
+        record_number = proxy.client.get("/api/v1/tasks/demo/rollouts/7").json()["steps"]["items"][1]["record"]
         names = {
             "task": "demo",
             "rollout": "7",

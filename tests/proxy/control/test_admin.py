@@ -29,7 +29,7 @@ def test_task_is_put_shown_listed_and_deleted(proxy: Running) -> None:
     shown = get(proxy, "tasks/life")
     assert (shown["spec"]["files"], shown["default"], shown["nodes"]) == (spec["files"], False, 1)
     assert proxy.exec("r", "cat f", task="life").json()["stdout"] == "text\n"
-    assert "life" in [task["task"] for task in get(proxy, "tasks")]
+    assert "life" in [task["task"] for task in get(proxy, "tasks")["items"]]
     assert proxy.client.delete("/api/v1/tasks/life").status_code == 204
     get(proxy, "tasks/life", 404)
 
@@ -74,7 +74,7 @@ def test_node_shows_its_answer_and_snapshot(proxy: Running) -> None:
     shown = get(proxy, f"tasks/node/nodes/{answer.headers['x-forkpoint-node']}")
     assert shown["answer"]["json"] == answer.json()
     assert shown["snapshot_detail"]["kind"] == "files"
-    assert shown["snapshot_detail"] in get(proxy, "snapshots")
+    assert shown["snapshot_detail"] in get(proxy, "snapshots")["items"]
     assert (shown["passes"], shown["diverged"]) == (1, "")
 
 
@@ -83,12 +83,14 @@ def test_rollout_shows_its_calls_and_their_outcomes(proxy: Running) -> None:
         for command in ("cd /tmp", "pwd"):
             proxy.exec(rollout, command, task="steps")
     shown = get(proxy, "tasks/steps/rollouts/two")
-    assert [(step["turn"], step["outcome"], step["effect"]) for step in shown["steps"]] == [
+    assert [(step["turn"], step["outcome"], step["effect"]) for step in shown["steps"]["items"]] == [
         (0, "hit", ["session"]), (1, "hit", ["none"]),
     ]  # fmt: skip
-    assert [step["outcome"] for step in get(proxy, "tasks/steps/rollouts/one")["steps"]] == ["miss", "miss"]
+    assert [step["outcome"] for step in get(proxy, "tasks/steps/rollouts/one")["steps"]["items"]] == ["miss", "miss"]
     assert shown["base_url"].endswith("/t/steps/r/two")
-    assert [step["turn"] for step in get(proxy, "tasks/steps/rollouts/two?offset=1")["steps"]] == [1]
+    first = get(proxy, "tasks/steps/rollouts/two?limit=1")["steps"]
+    rest = get(proxy, f"tasks/steps/rollouts/two?limit=1&cursor={first['next']}")["steps"]
+    assert ([step["turn"] for step in rest["items"]], rest["total"], rest["next"]) == ([1], 2, None)
 
 
 def test_finished_rollout_frees_its_name_keeps_its_calls(proxy: Running) -> None:
@@ -96,10 +98,10 @@ def test_finished_rollout_frees_its_name_keeps_its_calls(proxy: Running) -> None
     assert proxy.client.delete("/api/v1/tasks/finish/rollouts/again").status_code == 204
     assert proxy.client.delete("/api/v1/tasks/finish/rollouts/again").status_code == 404
     assert proxy.exec("again", "pwd", task="finish").json()["stdout"] == "/root\n"
-    listed = get(proxy, "tasks/finish/rollouts")
+    listed = get(proxy, "tasks/finish/rollouts")["items"]
     assert [(entry["rollout"], entry["finished"]) for entry in listed] == [("again", True), ("again", False)]
-    assert get(proxy, "tasks/finish/rollouts?newest=true&limit=1") == listed[1:]
-    assert get(proxy, "tasks/finish/rollouts?offset=1") == listed[1:]
+    assert get(proxy, "tasks/finish/rollouts?sort=-created_at&limit=1")["items"] == listed[1:]
+    assert get(proxy, "tasks/finish/rollouts?finished=false")["items"] == listed[1:]
 
 
 def test_fork_begins_at_source_or_at_given_node(proxy: Running) -> None:
@@ -202,7 +204,7 @@ def test_health_stats_and_metrics_count_calls(proxy: Running) -> None:
     page = proxy.client.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert f'forkpoint_calls_total{{outcome="hit"}} {float(after["hits"])}' in page.text
-    assert get(proxy, "sandboxes")[0]["state"] == "idle"
+    assert get(proxy, "sandboxes")["items"][0]["state"] == "idle"
 
 
 def test_openapi_describes_both_planes(proxy: Running) -> None:
@@ -216,14 +218,14 @@ def test_snapshots_show_costs_and_reasons(proxy: Running) -> None:
     node = proxy.exec("a", "echo kept > f", task="why").headers["x-forkpoint-node"]
     proxy.exec("a", "pwd", task="why")
     proxy.client.post(f"/api/v1/tasks/why/nodes/{node}/snapshot")
-    (shown,) = [snapshot for snapshot in get(proxy, "snapshots?limit=10000") if snapshot["node"] == node]
+    (shown,) = [snapshot for snapshot in get(proxy, "snapshots?limit=1000")["items"] if snapshot["node"] == node]
     assert (shown["task"], shown["kind"], shown["leases"], shown["uses"]) == ("why", "files", 0, 0)
     assert shown["size_bytes"] > 0
     assert shown["cost_s"] > 0
     assert shown["expected_uses"] > 0
     assert "uses expected" in shown["why"]
     proxy.client.post(f"/api/v1/tasks/why/nodes/{node}/pin")
-    (pinned,) = [snapshot for snapshot in get(proxy, "snapshots?limit=10000") if snapshot["node"] == node]
+    (pinned,) = [snapshot for snapshot in get(proxy, "snapshots?limit=1000")["items"] if snapshot["node"] == node]
     assert pinned["why"].startswith("pinned")
 
 
@@ -242,7 +244,7 @@ def test_unfreezable_state_is_refused_with_its_reason(proxy: Running) -> None:
     assert (refused.status_code, refused.json()["type"]) == (409, "urn:forkpoint:not-freezable")
     assert "1 processes live" in refused.json()["detail"]
     assert get(proxy, f"tasks/lives/nodes/{node}")["unfreezable"] == "1 processes live"
-    (own,) = [s for s in get(proxy, "sandboxes") if s["node"] == node]
+    (own,) = [s for s in get(proxy, "sandboxes")["items"] if s["node"] == node]
     assert (own["task"], own["rollout"], own["state"], own["warm"]) == ("lives", "a", "idle", False)
     assert own["why"] == "idle, reserved for rollout a"
     assert proxy.exec("a", "pwd", task="lives").json()["stdout"] == "/root\n"

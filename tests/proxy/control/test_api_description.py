@@ -69,12 +69,3 @@ def test_path_leads_from_the_root_to_a_node(proxy: Running) -> None:
     assert first["items"] + second["items"] == whole["items"]
     assert second["next"] is None
     assert proxy.client.get(url, params={"cursor": "3"}).status_code == 422
-
-
-def test_titles_have_their_former_name_too(proxy: Running, schema: Any) -> None:
-    """`labels` now means the labels of rollouts; programs that use the older route still work."""
-    url = "/api/v1/tasks/demo"
-    titles = proxy.client.get(f"{url}/titles", params={"nodes": "2"}).json()
-    assert titles[0]["text"] == "mkdir a"
-    assert proxy.client.get(f"{url}/labels", params={"nodes": "2"}).json() == titles
-    assert "/api/v1/tasks/{task}/labels" not in schema["paths"]

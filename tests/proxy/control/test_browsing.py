@@ -29,14 +29,14 @@ def test_children_are_paged_with_subtree_totals(proxy: Running) -> None:
         walk(proxy, "pages", name, f"echo {name} > f", f"echo {name}{name} > f")
     walk(proxy, "pages", "again", "echo b > f", "cat f", "echo bb > f")
     root = get(proxy, "tasks/pages/tree")["root"]
-    page = get(proxy, f"tasks/pages/nodes/{root}/children?limit=2&order=hits")
+    page = get(proxy, f"tasks/pages/nodes/{root}/children?limit=2&sort=-hits")
     assert (page["total"], page["below"]["nodes"], page["below"]["hits"], page["below"]["rollouts"]) == (3, 7, 2, 4)
-    first, second = page["children"]
+    first, second = page["items"]
     assert (first["nodes"][0]["title"], first["below"]["hits"], first["below"]["saved_s"]) == ("echo b > f", 2, 0.02)
     assert (first["length"], second["below"]["hits"]) == (2, 0)
     assert first["last"]["rollouts"] == ["again", "b"]
-    (rest,) = get(proxy, f"tasks/pages/nodes/{root}/children?offset=2")["children"]
-    assert rest["nodes"][0]["title"] == "echo c > f"
+    rest = get(proxy, f"tasks/pages/nodes/{root}/children?limit=2&sort=-hits&cursor={page['next']}")
+    assert ([chain["nodes"][0]["title"] for chain in rest["items"]], rest["next"]) == (["echo a > f"], None)
 
 
 def test_chain_of_only_children_is_folded(proxy: Running) -> None:
@@ -44,7 +44,7 @@ def test_chain_of_only_children_is_folded(proxy: Running) -> None:
     walk(proxy, "chain", "other", *(f"X={n}" for n in range(50)), "echo 1 > f")
     walk(proxy, "chain", "third", *(f"X={n}" for n in range(50)), "echo 2 > f")
     root = get(proxy, "tasks/chain/tree")["root"]
-    (chain,) = get(proxy, f"tasks/chain/nodes/{root}/children?fold=3")["children"]
+    (chain,) = get(proxy, f"tasks/chain/nodes/{root}/children?fold=3")["items"]
     assert [node["id"] for node in chain["nodes"]] == nodes[:3]
     assert (chain["length"], chain["last"]["id"], chain["last"]["children"]) == (50, nodes[-1], 2)
 
@@ -54,13 +54,17 @@ def test_search_ignores_case(proxy: Running) -> None:
     first, second, third = walk(
         proxy, "search", "r", "echo 'a Needle\t%_\\\"' > f", "cat f; echo needle", long + " > g"
     )
-    matches = get(proxy, "tasks/search/search?q=NEEDLE")["found"]
+    matches = get(proxy, "tasks/search/search?q=NEEDLE")["items"]
     assert [(hit["node"], hit["observation"]) for hit in matches] == [(first, False), (second, True), (third, False)]
     assert second == first
     for part in ("%25_", "%5C%22", "a%20needle%09"):
-        assert len(get(proxy, f"tasks/search/search?q={part}")["found"]) == 1
-    assert get(proxy, "tasks/search/search?q=session")["found"] == [], "the names of arguments are not searched"
-    assert get(proxy, "tasks/search/search?q=needle&limit=2")["truncated"]
+        assert len(get(proxy, f"tasks/search/search?q={part}")["items"]) == 1
+    assert get(proxy, "tasks/search/search?q=session")["items"] == [], "the names of arguments are not searched"
+    assert get(proxy, "tasks/search/search?q=needle")["total"] == 3
+    page = get(proxy, "tasks/search/search?q=needle&limit=2")
+    assert (len(page["items"]), page["total"]) == (2, None), "the others were not compared"
+    rest = get(proxy, f"tasks/search/search?q=needle&limit=2&cursor={page['next']}")
+    assert ([hit["node"] for hit in rest["items"]], rest["next"]) == ([third], None)
     get(proxy, "tasks/search/search?q=", 422)
 
 
@@ -87,7 +91,9 @@ def test_node_lists_past_rollouts_and_snapshot_reason(proxy: Running) -> None:
     assert [(passed["rollout"], passed["turn"]) for passed in shown["passed"]] == [("second", 1), ("first", 0)]
     assert shown["kept"].startswith("kept: ")
     assert "saves" in shown["kept"]
-    assert [passed["rollout"] for passed in get(proxy, f"tasks/who/nodes/{node}/rollouts?limit=1")] == ["second"]
+    assert [passed["rollout"] for passed in get(proxy, f"tasks/who/nodes/{node}/rollouts?limit=1")["items"]] == [
+        "second"
+    ]
     (unkept,) = walk(proxy, "who", "third", "sleep 9 &")
     assert "not kept" in get(proxy, f"tasks/who/nodes/{unkept}")["kept"]
 
@@ -98,11 +104,11 @@ def test_tasks_are_listed_with_totals(proxy: Running) -> None:
     proxy.client.delete("/api/v1/tasks/totals/rollouts/c")
     proxy.control.task_totals.expires_at = 0
     get(proxy, "tasks/totals/rollouts")  # folds the journal, so that the store has the steps
-    (totals,) = [task for task in get(proxy, "tasks") if task["task"] == "totals"]
+    (totals,) = [task for task in get(proxy, "tasks")["items"] if task["task"] == "totals"]
     assert (totals["calls"], totals["hits"], totals["misses"], totals["running"], totals["rollouts"]) == (6, 4, 2, 2, 3)
     assert totals["hit_rate"] == pytest.approx(4 / 6)
     assert (totals["executed_s"], totals["saved_s"]) == (pytest.approx(0.02), pytest.approx(0.04))
-    assert len(get(proxy, "tasks?limit=1")) == 1
+    assert len(get(proxy, "tasks?limit=1")["items"]) == 1
 
 
 def test_markup_in_commands_is_returned_unchanged(proxy: Running) -> None:

@@ -87,8 +87,10 @@ def test_tried_call_leaves_the_tree_unchanged(proxy: Running) -> None:
     assert (told["effect"], told["known"], told["leads_to"]) == (["files"], True, second)
     assert tried(proxy, "try", second, command="cat f")["answer"]["json"]["stdout"] == "2\n"
     assert shown(get(proxy, "tasks/try/tree")) == before
-    assert [step["turn"] for step in get(proxy, "tasks/try/rollouts/r")["steps"]] == [0, 1]
-    assert not any(box["why"].startswith("scratch fork") for box in get(proxy, "sandboxes")), "the forks are gone"
+    assert [step["turn"] for step in get(proxy, "tasks/try/rollouts/r")["steps"]["items"]] == [0, 1]
+    assert not any(box["why"].startswith("scratch fork") for box in get(proxy, "sandboxes")["items"]), (
+        "the forks are gone"
+    )
 
 
 def test_any_request_to_an_endpoint_can_be_tried(proxy: Running) -> None:
@@ -226,7 +228,7 @@ def test_fork_closes_when_terminal_disconnects(real: tuple[Running, dict[str, st
         until(socket, "ready-2")
         assert proxy.control.scratch_forks.open == 1
     wait_until(
-        lambda: not any(box["why"].startswith("scratch fork") for box in get(proxy, "sandboxes")),
+        lambda: not any(box["why"].startswith("scratch fork") for box in get(proxy, "sandboxes")["items"]),
         "the fork of a closed terminal is still open",
     )
 

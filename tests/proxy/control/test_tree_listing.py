@@ -47,7 +47,7 @@ def two_trees(proxy: Running, task: str) -> tuple[str, str, str, str]:
     begin(proxy, task, "other", "X=7")
     other = proxy.exec("other", "echo $X > f", task=task).headers["x-forkpoint-node"]
     proxy.exec("other", "cat f", task=task)
-    first, second = get(proxy, f"{task}/trees")
+    first, second = get(proxy, f"{task}/trees")["items"]
     return first["root"], node, second["root"], other
 
 
@@ -55,18 +55,18 @@ def test_current_tree_is_listed_first(proxy: Running) -> None:
     two_trees(proxy, "listed")
     begin(proxy, "listed", "third", "X=7")
     proxy.client.delete("/api/v1/tasks/listed/rollouts/other")
-    first, second = get(proxy, "listed/trees")
+    first, second = get(proxy, "listed/trees")["items"]
     assert (first["current"], first["nodes"], first["calls"], first["rollouts"], first["running"]) == (True, 2, 1, 1, 1)
     assert (second["current"], second["nodes"], second["calls"]) == (False, 2, 2)
     assert (second["rollouts"], second["running"]) == (2, 1)
     assert (first["title"], second["title"]) == ("memory", "memory · env X")
     assert first["root"] == get(proxy, "listed")["root"] == get(proxy, "listed/tree")["root"]
-    assert get(proxy, "listed/trees?limit=1&offset=1") == [second]
-    ran_in = {rollout["rollout"]: rollout["root"] for rollout in get(proxy, "listed/rollouts")}
+    assert get(proxy, "listed/trees?sort=current&limit=1")["items"] == [second]
+    ran_in = {rollout["rollout"]: rollout["root"] for rollout in get(proxy, "listed/rollouts")["items"]}
     assert ran_in == {"own": first["root"], "other": second["root"], "third": second["root"]}
     shown = get(proxy, "listed")
     assert (shown["nodes"], shown["rollouts"]) == (4, 3), "of all trees"
-    (line,) = (task for task in proxy.client.get("/api/v1/tasks").json() if task["task"] == "listed")
+    (line,) = (task for task in proxy.client.get("/api/v1/tasks").json()["items"] if task["task"] == "listed")
     assert (line["nodes"], line["rollouts"]) == (4, 3)
     get(proxy, "none/trees", 404)
 
@@ -75,7 +75,7 @@ def test_task_with_new_spec_lists_both_trees(proxy: Running) -> None:
     proxy.client.put("/api/v1/tasks/respec", json=SPEC)
     before = proxy.exec("a", "echo 1 > f", task="respec").headers["x-forkpoint-node"]
     proxy.client.put("/api/v1/tasks/respec", json=SPEC | {"workdir": "/tmp", "files": {"/tmp/seed": ""}})
-    now, then = get(proxy, "respec/trees")
+    now, then = get(proxy, "respec/trees")["items"]
     assert (now["title"], now["calls"], then["calls"]) == ("memory · workdir /tmp · files /tmp/seed", 0, 1)
     assert get(proxy, f"respec/nodes/{before}")["parent"] == then["root"]
     assert [node["id"] for node in get(proxy, "respec/tree")["nodes"]] == [now["root"]]
@@ -91,12 +91,12 @@ def test_tree_routes_accept_any_tree_of_task(proxy: Running) -> None:
         assert [node["id"] for node in get(proxy, f"whole/tree{query}")["nodes"]] == expected
     assert [node["id"] for node in get(proxy, f"whole/tree?node={other}")["nodes"]] == [other]
     assert get(proxy, f"whole/tree?root={other}")["root"] == other_root, "any node of it names a tree"
-    assert get(proxy, "whole/search?q=echo")["found"][0]["node"] == node
-    assert get(proxy, f"whole/search?q=echo&root={other}")["found"][0]["node"] == other
+    assert get(proxy, "whole/search?q=echo")["items"][0]["node"] == node
+    assert get(proxy, f"whole/search?q=echo&root={other}")["items"][0]["node"] == other
     columns = get(proxy, f"whole/columns?root={other_root}")
     assert (columns["root"], columns["standing"]) == (int(other_root[1:]), {other[1:]: ["other"]})
-    assert get(proxy, f"whole/labels?nodes={other[1:]}") == []
-    assert get(proxy, f"whole/labels?nodes={other[1:]}&root={other}")[0]["text"] == "echo $X > f"
+    assert get(proxy, f"whole/titles?nodes={other[1:]}")["items"] == []
+    assert get(proxy, f"whole/titles?nodes={other[1:]}&root={other}")["items"][0]["text"] == "echo $X > f"
     assert get(proxy, f"whole/failures?root={other}")["nodes"] == []
     for path in ("tree?", "search?q=x&", "columns?", "labels?nodes=1&", "failures?", "audit?", "export?"):
         get(proxy, f"whole/{path}root=n999999", 404)
@@ -109,9 +109,9 @@ def test_node_routes_accept_nodes_of_any_tree(proxy: Running) -> None:
     shown = get(proxy, f"nodes/nodes/{node}")
     assert (shown["parent"], shown["rollouts"], shown["kept"] != "") == (root, ["other"], True)
     assert [passed["rollout"] for passed in shown["passed"]] == ["other"]
-    assert get(proxy, f"nodes/nodes/{root}/children")["children"][0]["nodes"][0]["id"] == node
-    assert get(proxy, f"nodes/nodes/{node}/rollouts")[0]["rollout"] == "other"
-    (read,) = get(proxy, f"nodes/nodes/{node}/observations")
+    assert get(proxy, f"nodes/nodes/{root}/children")["items"][0]["nodes"][0]["id"] == node
+    assert get(proxy, f"nodes/nodes/{node}/rollouts")["items"][0]["rollout"] == "other"
+    (read,) = get(proxy, f"nodes/nodes/{node}/observations")["items"]
     assert get(proxy, f"nodes/nodes/{node}/calls/{read['record']}")["answer"]["json"]["stdout"] == "7\n"
     assert get(proxy, f"nodes/nodes/{node}/answer?record={read['record']}")["stdout"] == "7\n"
 
@@ -156,7 +156,7 @@ def test_trees_load_lazily_after_restart(tmp_path: Path) -> None:
         for rollout in ("own", "other"):
             proxy.client.delete(f"/api/v1/tasks/kept/rollouts/{rollout}")
     with serving(tmp_path, any_image=True) as proxy:
-        first, second = get(proxy, "kept/trees")
+        first, second = get(proxy, "kept/trees")["items"]
         assert (first["root"], second["root"]) == (root, other_root)
         trees = proxy.engine.trees
         assert [tree.root.id for tree in trees] == [int(root[1:])], "a listing reads no tree back"
@@ -216,7 +216,7 @@ def test_tokens_do_not_see_earlier_shared_trees(tmp_path: Path) -> None:
             proxy.client.put(f"/api/v1/tasks/{task}", json=spec).raise_for_status()
         response = proxy.client.post("/t/alice-1/r/a/sql/query", json={"sql": "DELETE FROM item"})
         node = response.headers["x-forkpoint-node"]
-        assert get(proxy, "bob-1/trees")[0]["calls"] == 1, "both tasks share the tree"
+        assert get(proxy, "bob-1/trees")["items"][0]["calls"] == 1, "both tasks share the tree"
         assert get(proxy, f"bob-1/nodes/{node}")["id"] == node
         proxy.client.delete("/api/v1/tasks/alice-1/rollouts/a")
     tokens = tmp_path / "tokens"
@@ -224,7 +224,7 @@ def test_tokens_do_not_see_earlier_shared_trees(tmp_path: Path) -> None:
     drivers = {"sqlite": SqliteDriver(tmp_path / "sqlite")}
     with serving(tmp_path / "data", drivers=drivers, token_file=tokens) as proxy:
         proxy.client.headers["authorization"] = "Bearer bobby-token-012345678"
-        assert [tree["calls"] for tree in get(proxy, "bob-1/trees")] == [0]
+        assert [tree["calls"] for tree in get(proxy, "bob-1/trees")["items"]] == [0]
         get(proxy, f"bob-1/nodes/{node}", 404)
 
 
@@ -245,7 +245,7 @@ def test_imported_tree_serves_rollouts_with_its_environment(
                 2,
                 2,
             )
-            current, other = get(there, f"{task}/trees")
+            current, other = get(there, f"{task}/trees")["items"]
             assert (other["root"], other["calls"], other["title"]) == (response["root"], 2, "memory · env X")
             assert get(there, task)["default"]
             begin(there, task, "same", "X=7")
@@ -258,7 +258,10 @@ def test_imported_tree_serves_rollouts_with_its_environment(
             assert there.exec("plain", "cat f", task=task).json()["exit_code"] == 1
             refused = there.client.post(f"/api/v1/tasks/{task}/import", content=bundle)
             assert (refused.status_code, refused.json()["type"]) == (409, "urn:forkpoint:tree-exists")
-            assert [tree["root"] for tree in get(there, f"{task}/trees")][:2] == [current["root"], other["root"]]
+            assert [tree["root"] for tree in get(there, f"{task}/trees")["items"]][:2] == [
+                current["root"],
+                other["root"],
+            ]
 
 
 def test_imported_tree_becomes_current_if_spec_matches(
@@ -279,7 +282,7 @@ def test_calls_over_docker_api_are_in_tree(tmp_path: Path) -> None:
             box = container(running, rollout, Env=["X=7"])
             call = execution(running, rollout, box, "echo $X > f; cat f")
             assert start(running, rollout, call) == (101, {1: b"7\n"})
-        current, theirs = get(running, "task/trees")
+        current, theirs = get(running, "task/trees")["items"]
         assert (current["calls"], current["rollouts"], theirs["rollouts"], theirs["running"]) == (0, 0, 2, 2)
         nodes = get(running, f"task/tree?root={theirs['root']}")["nodes"]
         assert any("echo $X > f; cat f" in str(node["call"]) for node in nodes)

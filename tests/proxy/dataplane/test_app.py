@@ -174,10 +174,10 @@ def test_pipelined_requests_are_answered_in_order(proxy: Running) -> None:
     answer = talk(proxy, sent)
     assert answer.count(b"HTTP/1.1 200 OK") == 5
     shown = proxy.client.get("/api/v1/tasks/pipeline/rollouts/new").json()
-    assert [step["call"]["arguments"]["command"] for step in shown["steps"]] == [
+    assert [step["call"]["arguments"]["command"] for step in shown["steps"]["items"]] == [
         "pwd", "cat f", "echo never > g", "echo 1 > f", "pwd",
     ]  # fmt: skip
-    assert [step["outcome"] for step in shown["steps"]] == ["hit", "hit", "miss", "miss", "miss"]
+    assert [step["outcome"] for step in shown["steps"]["items"]] == ["hit", "hit", "miss", "miss", "miss"]
 
 
 @pytest.mark.parametrize("extra", ["", "expect: 100-continue\r\n"])

@@ -125,7 +125,7 @@ def test_a_rollouts_own_sandbox_needs_no_fork(tmp_path: Path) -> None:
 
 def test_new_rollouts_find_a_sandbox_at_their_node(tmp_path: Path) -> None:
     def warm() -> list[str]:
-        slots = proxy.client.get("/api/v1/sandboxes").json()
+        slots = proxy.client.get("/api/v1/sandboxes").json()["items"]
         return [slot["node"] for slot in slots if slot["warm"] and slot["state"] == "idle"]
 
     with serving(tmp_path, warm_sandboxes=4, memory_reserve_bytes=0) as proxy:

@@ -141,14 +141,14 @@ def test_token_sees_only_its_own_tasks(closed_proxy: Running) -> None:
     by_header = {"x-forkpoint-task": "bob-1", "x-forkpoint-rollout": "r"}
     assert respond(closed_proxy, "POST", "/e/shell/exec", ALICE, content=BODY, headers=by_header).status_code == 403
     seen = {
-        token: {task["task"] for task in respond(closed_proxy, "GET", "/api/v1/tasks", token).json()}
+        token: {task["task"] for task in respond(closed_proxy, "GET", "/api/v1/tasks", token).json()["items"]}
         for token in (ALICE, BOB, ROOT)
     }
     assert seen[ALICE] == {"alice-1"}
     assert seen[BOB] == {"bob-1"}
     assert seen[ROOT] >= {"alice-1", "bob-1", "root-1"}
     for path in ("snapshots", "sandboxes"):
-        tasks = {entry["task"] for entry in respond(closed_proxy, "GET", f"/api/v1/{path}", ALICE).json()}
+        tasks = {entry["task"] for entry in respond(closed_proxy, "GET", f"/api/v1/{path}", ALICE).json()["items"]}
         assert tasks <= {"alice-1"}
     for path in ("/api/v1/stats", "/metrics", "/api/v1/timeline", "/api/v1/events", "/api/v1/videos", "/v1.43/info"):
         assert respond(closed_proxy, "GET", path, ALICE).status_code == 403
@@ -229,7 +229,7 @@ def test_rollout_token_is_shown_once(closed_proxy: Running) -> None:
     forked = respond(closed_proxy, "POST", f"{base}/r/fork", ALICE, json={"name": "f"}).json()
     assert begun["token"].startswith("fp_")
     assert forked["token"].startswith("fp_")
-    assert {view["token"] for view in respond(closed_proxy, "GET", base, ALICE).json()} == {None}
+    assert {view["token"] for view in respond(closed_proxy, "GET", base, ALICE).json()["items"]} == {None}
     assert respond(closed_proxy, "GET", f"{base}/r", ALICE).json()["token"] is None
 
 

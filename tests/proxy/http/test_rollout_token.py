@@ -126,7 +126,7 @@ def others(proxy: Running) -> Any:
     """Return what must not change: all rollouts but `mine` and those of stateless calls, with their calls."""
     views = []
     for task in (TASK, UP):
-        listed = respond(proxy, "GET", f"/api/v1/tasks/{task}/rollouts", ROOT).json()
+        listed = respond(proxy, "GET", f"/api/v1/tasks/{task}/rollouts", ROOT).json()["items"]
         names = sorted(view["rollout"] for view in listed if view["rollout"] != "mine" and view["rollout"][0] != "~")
         views += [respond(proxy, "GET", f"/api/v1/tasks/{task}/rollouts/{name}", ROOT).json() for name in names]
     return views

@@ -46,7 +46,7 @@ def test_older_stores_open_with_everything(tmp_path: Path, name: str) -> None:
     async def story() -> None:
         path = unpack(name, tmp_path)
         async with engine(tmp_path) as running:
-            assert [row["name"] for row in running.store.tasks.page()] == ["alpha", "beta"]
+            assert [name for name, _ in running.store.tasks.all()] == ["alpha", "beta"]
             rollouts = {row["name"]: row for row in running.store.rollouts.of_task("alpha")}
             assert {name: row["finished"] for name, row in rollouts.items()} == {"a": 0, "b": 0, "ended": 1, "named": 0}
             outputs = {}

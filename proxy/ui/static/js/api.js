@@ -5,6 +5,8 @@ import { h } from "./dom.js";
 /** The proxy's base URL, relative to the page, so that it works behind a reverse proxy's path prefix. */
 export const root = new URL("..", document.baseURI);
 const TOKEN = "forkpoint-token";
+/** Items of a page, the most that the proxy gives in one. */
+export const PAGE = 1000;
 let asking = null;
 
 export class Problem extends Error {
@@ -40,6 +42,21 @@ export async function ask(method, path, { body, signal, headers = {} } = {}) {
 }
 
 export const get = async (path, options) => (await ask("GET", path, options)).json();
+
+/** Return a list, `{items, total}`, from as many of its pages as it takes; about `most` of its items at most. */
+export async function list(path, { most = Infinity, ...options } = {}) {
+  const found = [];
+  const joint = path.includes("?") ? "&" : "?";
+  let page = { next: "" };
+  do {
+    page = await get(`${path}${joint}limit=${Math.min(PAGE, most)}${page.next && `&cursor=${page.next}`}`, options);
+    found.push(...page.items);
+  } while (page.next && found.length < most);
+  return { items: found, total: page.total };
+}
+
+/** Return the items of a list. */
+export const items = async (path, options) => (await list(path, options)).items;
 
 export async function send(method, path, body, options) {
   const response = await ask(method, path, { body, ...options });

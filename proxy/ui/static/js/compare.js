@@ -1,6 +1,6 @@
 // Two rollouts side by side: their common calls, where they diverge, and the calls after that.
 
-import { get, names } from "./api.js";
+import { PAGE, get, names } from "./api.js";
 import { h, icon, put } from "./dom.js";
 import { count, line, plural, seconds } from "./format.js";
 
@@ -8,7 +8,7 @@ const MOST = 10_000;
 const SHOWN = 1500;
 
 export async function compareView({ main, signal }, task, a, b) {
-  const [one, other] = await Promise.all([a, b].map((name) => get(`tasks/${names(task)}/rollouts/${names(name)}?limit=${MOST}`, { signal })));
+  const [one, other] = await Promise.all([a, b].map((name) => withSteps(task, name, MOST, signal)));
   const fork = forkPoint(one.steps, other.steps, one.start === other.start);
   const link = (rollout) => h("a", { class: "mono", href: `#/t/${names(task)}/r/${names(rollout.rollout)}` }, rollout.rollout);
   const node = fork === 0 ? one.start : one.steps[fork - 1].node;
@@ -36,6 +36,18 @@ export async function compareView({ main, signal }, task, a, b) {
       ),
     ),
   );
+}
+
+/** Return a rollout with a list of its first calls. */
+export async function withSteps(task, name, most, signal) {
+  const path = `tasks/${names(task)}/rollouts/${names(name)}?limit=${Math.min(PAGE, most)}`;
+  let shown = await get(path, { signal });
+  const steps = [...shown.steps.items];
+  while (shown.steps.next && steps.length < most) {
+    shown = await get(`${path}&cursor=${shown.steps.next}`, { signal });
+    steps.push(...shown.steps.items);
+  }
+  return { ...shown, steps };
 }
 
 /** Return the number of calls that two rollouts have in common from the beginning: the same records. */

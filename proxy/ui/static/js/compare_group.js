@@ -3,6 +3,7 @@
 
 import { get, names } from "./api.js";
 import { answer } from "./answer.js";
+import { withSteps } from "./compare.js";
 import { h, icon, notice, put } from "./dom.js";
 import { line, percent, plural, seconds } from "./format.js";
 import { rewardOf } from "./tree/ways.js";
@@ -13,7 +14,7 @@ const COLOURS = 8;
 
 export async function compareGroup({ main, params, signal }, task) {
   const wanted = (params.get("r") ?? "").split(",").filter(Boolean).map(decode).slice(0, MOST);
-  const rollouts = await Promise.all(wanted.map((name) => get(`tasks/${names(task)}/rollouts/${names(name)}?limit=${CALLS}`, { signal })));
+  const rollouts = await Promise.all(wanted.map((name) => withSteps(task, name, CALLS, signal)));
   if (rollouts.length < 2) {
     put(main, h("h1", { class: "sr" }, "Rollouts compared"), h("p", { class: "empty" }, "Choose at least two rollouts in ", h("a", { href: `#/t/${names(task)}/rollouts` }, "the list of rollouts"), "."));
     return;

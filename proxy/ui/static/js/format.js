@@ -32,14 +32,17 @@ export const percent = (x) => `${(x * 100).toFixed(x > 0 && x < 0.1 ? 1 : 0)} %`
 
 export const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 
-export function ago(unixSeconds) {
-  const s = Math.max(0, Date.now() / 1000 - unixSeconds);
+/** Return a time of the proxy, such as "2026-11-22T21:28:03.125042Z", in seconds since 1970. `Date` would cut it to milliseconds. */
+export const unix = (time) => Date.parse(`${time.slice(0, 19)}Z`) / 1000 + Number(`0${time.slice(19, -1)}`);
+
+export function ago(time) {
+  const s = Math.max(0, Date.now() / 1000 - unix(time));
   if (s < 60) return "just now";
   if (s < 3600) return `${Math.floor(s / 60)} min ago`;
   return s < 86_400 ? `${Math.floor(s / 3600)} h ago` : `${Math.floor(s / 86_400)} d ago`;
 }
 
-export const moment = (unixSeconds) => new Date(unixSeconds * 1000).toLocaleString("sv-SE");
+export const moment = (time) => new Date(time).toLocaleString("sv-SE");
 
 /** Return a call in one line: the command or statement, or else the tool and its arguments. */
 export function line(call) {

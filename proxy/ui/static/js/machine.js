@@ -1,6 +1,6 @@
 // Live sandboxes and snapshots, with the reason why each exists.
 
-import { get } from "./api.js";
+import { get, items } from "./api.js";
 import { h, put, thead } from "./dom.js";
 import { bytes, count, percent, seconds } from "./format.js";
 import { watch } from "./live.js";
@@ -28,7 +28,7 @@ export function sandboxes(context) {
 export function snapshots(context) {
   return list(context, {
     title: "Snapshots",
-    path: "snapshots?limit=1000",
+    path: "snapshots",
     empty: "There are no snapshots. One is taken when it is expected to save more seconds than it costs.",
     heads: [["Task"], ["Node"], ["Holds"], ["Why kept"], ["Size", "num"], ["Took", "num"], ["Restores in", "num"], ["Uses", "num"], ["Expected", "num"]],
     row: (s) => [
@@ -71,7 +71,7 @@ async function list({ main, params, signal, setParams }, { title, path, heads, r
     none.hidden = found.length > 0;
   };
   const look = async () => {
-    [found, summary] = await Promise.all([get(path, { signal }), above ? above(signal) : ""]);
+    [found, summary] = await Promise.all([items(path, { signal }), above ? above(signal) : ""]);
     if (!body.contains(document.activeElement)) draw();
   };
   await look();

@@ -1,6 +1,6 @@
 // A node: its call and answer, what changed, past rollouts, observations, and why it has a snapshot or not.
 
-import { get, names } from "./api.js";
+import { get, items, names } from "./api.js";
 import { actions } from "./actions.js";
 import { answer } from "./answer.js";
 import { changes } from "./diff.js";
@@ -22,10 +22,10 @@ export async function nodeView({ main, signal }, task, node) {
 export async function nodePanel(element, task, node, signal, on) {
   const path = `tasks/${names(task)}`;
   const show = async () => {
-    const [detail, labels] = await Promise.all([get(`${path}/nodes/${node}`, { signal }), get(`${path}/labels?nodes=${node.slice(1)}&root=${node}`, { signal })]);
-    const record = labels[0]?.record;
+    const [detail, titles] = await Promise.all([get(`${path}/nodes/${node}`, { signal }), items(`${path}/titles?nodes=${node.slice(1)}&root=${node}`, { signal })]);
+    const record = titles[0]?.record;
     const call = record === undefined ? null : await get(`${path}/nodes/${node}/calls/${record}`, { signal });
-    const reads = detail.observations.length ? await get(`${path}/nodes/${node}/observations?limit=${READS}`, { signal }) : [];
+    const reads = detail.observations.length ? await items(`${path}/nodes/${node}/observations`, { signal, most: READS }) : [];
     if (signal.aborted) return;
     put(
       element,

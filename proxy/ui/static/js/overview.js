@@ -1,6 +1,6 @@
 // The overview: live totals, a timeline, and a table of tasks.
 
-import { get } from "./api.js";
+import { get, items } from "./api.js";
 import { h, put, say } from "./dom.js";
 import { bytes, count, percent, seconds, short } from "./format.js";
 import { watch } from "./live.js";
@@ -26,10 +26,7 @@ const FIGURES = [
 const SUMS_MS = 15_000;
 // The views' own state: the price that the view of runs asks for.
 const price = () => Math.max(0, Number(localStorage.getItem("forkpoint-price") ?? "1") || 0);
-const tasksOf = async (signal) => {
-  const found = await get("tasks", { signal });
-  return found.items ?? found;
-};
+const tasksOf = (signal) => items("tasks", { signal });
 
 export async function overview({ main, params, signal, setParams }) {
   const figures = new Map(FIGURES.map(([name, title]) => [name, figure(title)]));
@@ -61,7 +58,7 @@ export async function overview({ main, params, signal, setParams }) {
   };
   show(stats);
   if (stats) {
-    const sums = async () => showSums(figures, ...(await Promise.all([get(`report?by=endpoint&price=${price()}`, { signal }), get("system/wrong-answers", { signal })])));
+    const sums = async () => showSums(figures, ...(await Promise.all([get(`report?by=endpoint&price=${price()}`, { signal }), items("system/wrong-answers", { signal })])));
     sums().catch(() => {});
     watch(sums, signal, SUMS_MS);
   }

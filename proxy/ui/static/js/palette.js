@@ -1,9 +1,10 @@
 // The command palette: views, tasks, rollouts and actions, found by typing. Ctrl-K or Cmd-K opens it.
 
-import { get, names } from "./api.js";
+import { items, names } from "./api.js";
 import { h, put } from "./dom.js";
 
 const SHOWN = 40;
+const LISTED = 1000;
 const WAIT_MS = 120;
 
 /** Open the palette. task: the task in the address, or null. commands: pairs of words and what to do. */
@@ -44,9 +45,9 @@ export function palette(task, commands) {
   dialog.showModal();
   draw();
   setTimeout(async () => {
-    const add = (path, of) => get(path).then((found) => { entries = [...entries, ...(found.items ?? found).map(of)]; if (dialog.open) draw(); }, () => {});
+    const add = (path, of) => items(path, { most: LISTED }).then((found) => { entries = [...entries, ...found.map(of)]; if (dialog.open) draw(); }, () => {});
     const to = (address) => () => (location.hash = address);
-    if (task) await add(`tasks/${names(task)}/rollouts?newest=true&limit=500`, (r) => ({ text: r.rollout, kind: "rollout", run: to(`#/t/${names(task)}/r/${names(r.rollout)}`) }));
+    if (task) await add(`tasks/${names(task)}/rollouts?sort=-created_at`, (r) => ({ text: r.rollout, kind: "rollout", run: to(`#/t/${names(task)}/r/${names(r.rollout)}`) }));
     await add("tasks", (t) => ({ text: t.task, kind: "task", run: to(`#/t/${names(t.task)}`) }));
   }, WAIT_MS);
 }

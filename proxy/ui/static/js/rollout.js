@@ -14,16 +14,17 @@ const LEGEND = [["o-hit", "hit: saved time"], ["o-wait", "wait"], ["o-restore", 
 export async function rolloutView({ main, params, signal, setParams }, task, name) {
   const path = `tasks/${names(task)}/rollouts/${names(name)}`;
   let [shown, timings] = await Promise.all([get(`${path}?limit=${PAGE}`, { signal }), get(`${path}/timings`, { signal })]);
-  const steps = [...shown.steps];
+  const steps = [...shown.steps.items];
+  // The cursor of the last page. It is read again for the calls that a running rollout has made since.
+  let cursor = "";
   const head = h("section", { class: "panel" });
   const body = h("tbody");
   const axis = h("div", { class: "axis" });
   const more = h("button", { on: { click: async () => { await load(); draw(); } } }, "Show more calls");
   const load = async () => {
-    let next = null;
-    [next, timings] = await Promise.all([get(`${path}?offset=${steps.length}&limit=${PAGE}`, { signal }), get(`${path}/timings`, { signal })]);
-    steps.push(...next.steps);
-    shown = next;
+    cursor = shown.steps.next ?? cursor;
+    [shown, timings] = await Promise.all([get(`${path}?limit=${PAGE}${cursor && `&cursor=${cursor}`}`, { signal }), get(`${path}/timings`, { signal })]);
+    steps.push(...shown.steps.items.filter((step) => step.turn >= steps.length));
   };
   const opened = new Map();
   let real = params.get("time") === "real";
@@ -66,7 +67,7 @@ export async function rolloutView({ main, params, signal, setParams }, task, nam
   draw();
   body.querySelector("tr.on")?.scrollIntoView({ block: "center" });
   watch(async () => {
-    if (shown.finished || steps.length % PAGE === 0 && steps.length && steps.length < shown.calls) return;
+    if (shown.finished || shown.steps.next) return;
     const before = steps.length;
     await load();
     if (steps.length === before && !shown.finished) return;

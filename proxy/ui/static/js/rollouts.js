@@ -1,13 +1,12 @@
 // The list of a task's rollouts: how each did, by hit rate, saved seconds and reward, in groups, with any number to compare.
 
-import { get, names } from "./api.js";
+import { PAGE, get, list, names } from "./api.js";
 import { h, put, say } from "./dom.js";
 import { ago, count, oneLine, percent, plural, seconds } from "./format.js";
 import { watch } from "./live.js";
 import { compare, rewardOf } from "./tree/ways.js";
 import { treesOf } from "./trees.js";
 
-const ROWS = 1000;
 const ROOTS = 4;
 
 const COLUMNS = [
@@ -32,6 +31,9 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
   const picked = new Set();
   let [order, up] = [params.get("sort") ?? "begun", params.get("up") === "1"];
   let found = [];
+  let total = 0;
+  let wanted = PAGE;
+  const older = h("button", { hidden: true, on: { click: async () => { wanted += PAGE; await look(); } } }, "Show older rollouts");
   let titles = new Map();
   const heads = COLUMNS.map(([name, title, kind]) => h("th", { scope: "col", class: kind, data: { name } }, h("button", { on: { click: () => sortBy(name) } }, title)));
   const sortBy = (name) => {
@@ -50,8 +52,9 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
       if (head.dataset.name === order) head.setAttribute("aria-sort", up ? "ascending" : "descending");
       else head.removeAttribute("aria-sort");
     }
-    put(body, chosen.slice(0, ROWS).map(row));
-    say(note, [plural(found.length, "rollout"), chosen.length > ROWS ? `${ROWS} are shown` : ""].filter(Boolean).join(", "));
+    put(body, chosen.map(row));
+    say(note, found.length < total ? `the newest ${count(found.length)} of ${plural(total, "rollout")}` : plural(total, "rollout"));
+    older.hidden = found.length >= total;
     button.disabled = picked.size < 2;
     button.textContent = picked.size > 1 ? `Compare ${picked.size}` : "Compare";
   };
@@ -73,9 +76,10 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
       h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}?node=${r.node}` }, r.node)),
     );
   const look = async () => {
-    const [listed, trees] = await Promise.all([get(`tasks/${names(task)}/rollouts`, { signal }), treesOf(task, signal)]);
-    const rows = listed.items ?? listed;
-    const sums = await sumsOf(task, [...new Set(rows.map((r) => r.root))].slice(-ROOTS), signal);
+    const [listed, trees] = await Promise.all([list(`tasks/${names(task)}/rollouts?sort=-created_at`, { signal, most: wanted }), treesOf(task, signal)]);
+    const rows = listed.items;
+    total = listed.total;
+    const sums = await sumsOf(task, [...new Set(rows.map((r) => r.root))].slice(0, ROOTS), signal);
     found = rows.map((r) => ({ ...r, ...sums.get(r.rollout), reward: rewardOf(r) }));
     titles = new Map(trees.map((tree) => [tree.root, oneLine(tree.title)]));
     environment.hidden = trees.length < 2;
@@ -85,7 +89,7 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
   await look();
   put(
     main,
-    h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, h("a", { class: "button", href: `#/t/${names(task)}?lanes=1` }, "As lanes"), button), h("div", { class: "scroll", tabindex: "0" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span", { class: "sr" }, "Compare")), heads, environment, h("th", { scope: "col" }, "At"))), body)))),
+    h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, h("a", { class: "button", href: `#/t/${names(task)}?lanes=1` }, "As lanes"), button), h("div", { class: "scroll", tabindex: "0" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span", { class: "sr" }, "Compare")), heads, environment, h("th", { scope: "col" }, "At"))), body)), h("div", { class: "body" }, older))),
   );
   watch(look, signal, 2000);
 }
@@ -99,8 +103,8 @@ export function compareAddress(task, rollouts) {
 /** Return hit rate, saved and executed seconds of the newest rollouts of trees, by name. */
 async function sumsOf(task, roots, signal) {
   const sums = new Map();
-  const views = await Promise.all(roots.map((root) => get(`tasks/${names(task)}/ways?root=${root}`, { signal })));
-  for (const way of views.flatMap((view) => view.ways)) {
+  const views = await Promise.all(roots.map((root) => get(`tasks/${names(task)}/ways?limit=${PAGE}&root=${root}`, { signal })));
+  for (const way of views.flatMap((view) => view.items)) {
     const given = [...way.outcomes].map((kind) => kind === "h" || kind === "w");
     const sum = (wanted) => way.seconds.reduce((total, s, at) => total + (given[at] === wanted ? s : 0), 0);
     if (!sums.has(way.rollout)) sums.set(way.rollout, given.length ? { rate: given.filter(Boolean).length / given.length, saved: sum(true), executed: sum(false) } : {});

@@ -1,6 +1,6 @@
 // The proxy itself: budgets, the latest warnings with links to what they are about, settings, and the checks of the machine.
 
-import { get, names, send } from "./api.js";
+import { get, items, names, send } from "./api.js";
 import { h, notice, put, thead } from "./dom.js";
 import { bytes, count, oneLine, percent } from "./format.js";
 import { watch } from "./live.js";
@@ -11,12 +11,12 @@ export async function systemView({ main, signal }) {
   const none = h("p", { class: "empty" }, "Nothing was warned of since this proxy started.");
   const settings = h("tbody");
   const look = async () => {
-    const [stats, warnings] = await Promise.all([get("stats", { signal }), get("system/warnings", { signal })]);
+    const [stats, warnings] = await Promise.all([get("stats", { signal }), items("system/warnings", { signal })]);
     put(budgets, budgetsOf(stats).map(budgetRow));
     none.hidden = warnings.length > 0;
     if (!events.contains(document.activeElement)) put(events, warnings.map(warningRow));
   };
-  const [known] = await Promise.all([get("system/settings", { signal }), look()]);
+  const [known] = await Promise.all([items("system/settings", { signal }), look()]);
   put(settings, known.map(settingRow));
   const part = (title, id, heads, body, ...more) => h("section", { class: "panel", id }, h("header", {}, h("h2", {}, title)), h("div", { class: "scroll", tabindex: "0" }, h("table", {}, thead(heads), body)), more);
   put(
@@ -71,7 +71,7 @@ function doctorPart(signal) {
         button.disabled = true;
         put(stage, h("p", { class: "empty" }, "Checking the machine …"));
         try {
-          const found = await (await send("POST", "system/doctor", undefined, { signal }));
+          const { items: found } = await send("POST", "system/doctor", undefined, { signal });
           put(stage);
           table.hidden = false;
           put(body, found.map((check) => h("tr", {}, h("td", {}, check.name), h("td", {}, h("span", { class: check.ok ? "chip" : check.required ? "chip bad" : "chip" }, check.ok ? "ok" : check.required ? "missing" : "optional")), h("td", { class: "wide" }, check.detail), h("td", { class: "wide dim" }, check.ok ? "" : check.remedy))));

@@ -14,7 +14,7 @@ const COLUMNS = [
   ["executed", "Executed", (t) => t.executed_s],
   ["saved", "Saved", (t) => t.saved_s],
   ["nodes", "Nodes", (t) => t.nodes],
-  ["used", "Last call", (t) => t.used_at],
+  ["used", "Last call", (t) => t.used_at ?? ""],
   ["created", "Created", (t) => t.created_at],
 ];
 const rate = (t) => (t.calls ? (t.hits + t.waits) / t.calls : 0);
@@ -35,7 +35,7 @@ export function families(tasks) {
     if (members.length === 1) return members[0];
     const sum = (name) => members.reduce((total, task) => total + task[name], 0);
     const sums = Object.fromEntries(["running", "rollouts", "calls", "hits", "waits", "executed_s", "saved_s", "nodes"].map((name) => [name, sum(name)]));
-    return { ...sums, task: family, family: members.length, used_at: Math.max(...members.map((task) => task.used_at)), created_at: Math.min(...members.map((task) => task.created_at)) };
+    return { ...sums, task: family, family: members.length, used_at: members.map((task) => task.used_at ?? "").sort().at(-1), created_at: members.map((task) => task.created_at).sort()[0] };
   });
 }
 

@@ -3,7 +3,7 @@
 
 import { get } from "./api.js";
 import { h, put, svg } from "./dom.js";
-import { count, percent, seconds } from "./format.js";
+import { count, percent, seconds, unix } from "./format.js";
 import { onSecond, paused, watch } from "./live.js";
 
 const PARTS = [
@@ -33,7 +33,7 @@ export function timeline(signal, params, setParams) {
     const slots = Math.round(span / step);
     const shown = Array.from({ length: slots });
     if (span === LIVE) shown.forEach((_, i) => (shown[i] = live.get(now - slots + 1 + i)));
-    else for (const sample of stored.steps) shown[Math.floor(slots - 1 - (now - sample.at) / step)] ??= sample;
+    else for (const sample of stored.steps) shown[Math.floor(slots - 1 - (now - unix(sample.at)) / step)] ??= sample;
     shown.length = slots;
     const total = (sample) => PARTS.reduce((sum, [name]) => sum + sample[name], 0);
     const most = Math.max(1, ...shown.map((sample) => (sample ? total(sample) : 0)));
@@ -100,10 +100,10 @@ export function timeline(signal, params, setParams) {
     ),
     h("div", { class: "body" }, chart, labels),
   );
-  const take = (second) => live.set(Math.floor(second.at), second);
+  const take = (second) => live.set(Math.floor(unix(second.at)), second);
   onSecond((second) => {
     take(second);
-    for (const old of live.keys()) if (old < second.at - LIVE - 5) live.delete(old);
+    for (const old of live.keys()) if (old < unix(second.at) - LIVE - 5) live.delete(old);
     if (!document.hidden && !paused() && span === LIVE) draw();
   }, signal);
   draw();

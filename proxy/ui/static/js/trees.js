@@ -1,6 +1,6 @@
 // Chooses which of a task's trees is shown. A task has a tree for each environment that its rollouts began in.
 
-import { get, names } from "./api.js";
+import { get, items, names } from "./api.js";
 import { h, put } from "./dom.js";
 import { oneLine, plural } from "./format.js";
 
@@ -8,7 +8,7 @@ const MOST = 200;
 const PAGE = 10_000;
 
 /** Return a task's trees, the current tree first. */
-export const treesOf = (task, signal) => get(`tasks/${names(task)}/trees?limit=${MOST}`, { signal });
+export const treesOf = (task, signal) => items(`tasks/${names(task)}/trees`, { signal, most: MOST });
 
 /** Return the default tree: the current tree, or if it is empty, the only tree that is not. */
 export function preferred([current, ...others]) {

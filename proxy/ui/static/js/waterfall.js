@@ -3,6 +3,8 @@
 // As if executed: every call takes its tool's time, one after another, so that a hit is as wide as the time that it saved.
 // Real time: each call ends when it was answered. What lies between an answer and the next call is the agent's thinking.
 
+import { unix } from "./format.js";
+
 export const WORDS = { "saved o-hit": "saved", "o-think": "the agent thinks", "o-wait": "waited", "o-restore": "restored", "o-replay": "replayed", "o-miss": "ran", "o-bypass": "ran" };
 
 /** Return for each step where its bar begins and its parts (kind and seconds), and the length of the axis. */
@@ -21,10 +23,10 @@ export function asIfExecuted(steps, timings) {
 export function realTime(steps, timings, beganAt) {
   if (!steps.length || steps.some((step) => timings[step.turn]?.answered_at == null)) return null;
   const first = steps[0];
-  let before = first.turn === 0 ? beganAt : timings[first.turn].answered_at - sum(spent(first, timings[first.turn]));
+  let before = first.turn === 0 ? unix(beganAt) : unix(timings[first.turn].answered_at) - sum(spent(first, timings[first.turn]));
   const zero = before;
   const rows = steps.map((step) => {
-    const end = Math.max(before, timings[step.turn].answered_at);
+    const end = Math.max(before, unix(timings[step.turn].answered_at));
     const parts = step.outcome === "hit" ? [] : spent(step, timings[step.turn]);
     const busy = Math.min(sum(parts), end - before);
     const row = { from: before - zero, parts: [["o-think", end - before - busy], ...parts], hit: step.outcome === "hit" };

@@ -36,9 +36,9 @@ export function finder(task, signal, { tree, choose, found, list: showAll, query
       open(false);
       return;
     }
-    const view = await get(`tasks/${names(task)}/search?q=${encodeURIComponent(text)}&limit=200&root=${tree()}`, { signal }).catch((error) => ({ found: [], error }));
+    const view = await get(`tasks/${names(task)}/search?q=${encodeURIComponent(text)}&limit=200&root=${tree()}`, { signal }).catch((error) => ({ items: [], error }));
     if (mine !== asked) return;
-    hits = view.found;
+    hits = view.items;
     at = hits.length ? 0 : -1;
     found(hits.map((hit) => Number(hit.node.slice(1))));
     draw(view);
@@ -52,7 +52,7 @@ export function finder(task, signal, { tree, choose, found, list: showAll, query
         h("li", { role: "option", id: `find-${i}`, "aria-selected": String(i === at), on: { mousedown: (event) => { event.preventDefault(); pick(i); } } }, h("span", { class: "mono" }, oneLine(hit.title)), h("span", { class: "faint" }, `${hit.node}${hit.observation ? " read" : ""} · ${plural(hit.hits, "hit")}`)),
       ),
       hits.length > 1 ? h("li", { class: "all", id: `find-${hits.length}`, role: "option", "aria-selected": "false", on: { mousedown: (event) => { event.preventDefault(); open(false); showAll(hits); } } }, `Show all ${hits.length} as a list`) : null,
-      hits.length === 0 ? h("li", { class: "none" }, view?.error ? view.error.message : "No call contains this text.") : view?.truncated ? h("li", { class: "none" }, "There are more matches: search for a longer text.") : null,
+      hits.length === 0 ? h("li", { class: "none" }, view?.error ? view.error.message : "No call contains this text.") : view?.next ? h("li", { class: "none" }, "There are more matches: search for a longer text.") : null,
     );
   }
 

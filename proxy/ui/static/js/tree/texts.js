@@ -1,6 +1,6 @@
 // The texts of calls: fetched for the nodes that are visible, after a short delay, and kept.
 
-import { get } from "../api.js";
+import { items } from "../api.js";
 import { oneLine } from "../format.js";
 
 const AT_ONCE = 200;
@@ -43,15 +43,15 @@ export class Texts {
   async load(chosen) {
     const { model } = this;
     const root = this.tree();
-    const labels = await get(`${this.path}/titles?nodes=${chosen.map((v) => model.id[v]).join(",")}&root=${root}`, { signal: this.signal });
+    const titles = await items(`${this.path}/titles?nodes=${chosen.map((v) => model.id[v]).join(",")}&root=${root}`, { signal: this.signal });
     if (root !== this.tree()) return;
-    for (const label of labels) {
-      const v = model.index.get(Number(label.node.slice(1)));
+    for (const title of titles) {
+      const v = model.index.get(Number(title.node.slice(1)));
       if (v === undefined) continue;
-      this.known.set(v, { text: oneLine(label.text) });
-      if (label.exit_code) model.failed[v] |= 1;
-      model.saved[v] += (label.hits - model.hits[v]) * label.seconds;
-      model.hits[v] = label.hits;
+      this.known.set(v, { text: oneLine(title.text) });
+      if (title.exit_code) model.failed[v] |= 1;
+      model.saved[v] += (title.hits - model.hits[v]) * title.seconds;
+      model.hits[v] = title.hits;
     }
     for (const v of chosen) if (!this.known.has(v)) this.known.set(v, { text: "(forgotten)" });
     this.changed();

@@ -1,6 +1,6 @@
 // The ways of the tree's rollouts, by node: which rollouts reached it, with which labels. Pure but for `load`.
 
-import { get } from "../api.js";
+import { PAGE, get } from "../api.js";
 
 const STALE_MS = 4000;
 
@@ -14,10 +14,10 @@ export class Ways {
   async load(root, force = false) {
     if (!force && this.root === root && performance.now() - this.loaded < STALE_MS) return false;
     this.loaded = performance.now();
-    const view = await get(`${this.path}/ways?root=${root}`, { signal: this.signal });
+    const view = await get(`${this.path}/ways?limit=${PAGE}&root=${root}`, { signal: this.signal });
     this.root = root;
-    this.truncated = view.truncated;
-    this.take(view.ways);
+    this.truncated = view.next !== null;
+    this.take(view.items);
     return true;
   }
 
