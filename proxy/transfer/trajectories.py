@@ -2,8 +2,9 @@
 
 Theory of operation:
 
-1. The lines are read on a connection of their own, in one transaction: they show one moment of the store, whatever is
-   recorded meanwhile.
+1. The lines are read on a connection of their own, a page of rows at a time, each page in a transaction that has ended
+   before a byte of it is sent. So a reader that takes an hour does not keep the store's write-ahead log from being
+   folded. Which rollouts are written is settled at the beginning, and each is written as it was when its line began.
 2. Nothing is held but the call that is written and what `calls` says of each call of the rollout, about 300 bytes.
    So a rollout of ten thousand calls and a store of a million take the same memory.
 3. Every answer is compared with its digest. A call whose record was forgotten or is damaged has no messages; then
@@ -41,6 +42,8 @@ _FUNCTION = re.compile(r"[^A-Za-z0-9_-]")
 """Characters that names of functions cannot have in the chat formats of OpenAI and others."""
 _FUNCTION_CHARS = 64
 _WHOLE = is_whole("records")
+_PAGE_STEPS = 1000
+"""Steps that are read at once: 100 kB of memory, and a query for each thousand calls."""
 _SAVED = frozenset({Outcome.HIT, Outcome.WAIT})
 
 
@@ -71,7 +74,6 @@ def trajectories(database: StoreDatabase, request: TrajectoryRequest) -> Iterato
         request: What to write.
     """
     with closing(database.open_reader()) as connection:
-        connection.execute("BEGIN")
         pending = bytearray()
         for piece in _Writer(connection, request).pieces():
             pending += piece
@@ -124,10 +126,30 @@ class _Writer:
     def pieces(self) -> Iterator[bytes]:
         """Yield the bytes of all lines."""
         condition, values = _selected(self._request)
-        cursor = self._connection.execute(f"SELECT * FROM rollouts WHERE {condition} ORDER BY id", values)
-        names = [column[0] for column in cursor.description]
-        for row in cursor:
-            yield from self._line(dict(zip(names, row, strict=True)))
+        (last,) = self._connection.execute("SELECT MAX(id) FROM rollouts").fetchone()
+        sql = f"SELECT * FROM rollouts WHERE {condition} AND id > :after AND id <= :last ORDER BY id LIMIT 1"
+        after: int = 0
+        while True:
+            cursor = self._connection.execute(sql, {**values, "after": after, "last": last})
+            names, row = [column[0] for column in cursor.description], cursor.fetchone()
+            # A statement whose rows are not all read keeps its transaction open.
+            cursor.close()
+            if row is None:
+                return
+            view = dict(zip(names, row, strict=True))
+            yield from self._line(view)
+            after = view["id"]
+
+    def _steps(self, rollout: int, calls: int) -> Iterator[tuple[int, int, int]]:
+        """Yield turn, record and outcome of a rollout's first calls, in pages. Damaged steps are left out."""
+        sql = (
+            "SELECT turn, record, outcome FROM steps WHERE rollout = ? AND turn > ? AND turn < ? "
+            f"AND {is_whole('steps')} ORDER BY turn LIMIT {_PAGE_STEPS}"
+        )
+        page = self._connection.execute(sql, (rollout, -1, calls)).fetchall()
+        while page:
+            yield from page
+            page = self._connection.execute(sql, (rollout, page[-1][0], calls)).fetchall()
 
     def _line(self, row: Mapping[str, Any]) -> Iterator[bytes]:
         labels = orjson.loads(row["labels"])
@@ -140,9 +162,7 @@ class _Writer:
         yield orjson.dumps(head)[:-1] + b',"messages":['
         calls, totals, complete, separator = [], _Totals(), not row["lost"], b""
         # Without a damaged step, the line is not complete.
-        whole = is_whole("steps")
-        steps = f"SELECT turn, record, outcome FROM steps WHERE rollout = ? AND {whole} ORDER BY turn"
-        for turn, record, number in self._connection.execute(steps, (row["id"],)):
+        for turn, record, number in self._steps(row["id"], row["calls"]):
             outcome = Outcome(number)
             call, messages = self._call(turn, record, outcome)
             totals.add(outcome, call["tool_s"])
