@@ -36,6 +36,7 @@ from proxy.speculation.idle_cores import IdleCores
 from proxy.speculation.learned import Learned
 from proxy.speculation.speculator import Speculator
 from proxy.step import Step
+from proxy.storage.backup import STATES
 from proxy.storage.data_dir import STORE, make_private
 from proxy.storage.journal import Journal
 from proxy.storage.journal_segments import JournalEntry
@@ -219,6 +220,7 @@ class Engine:
         for damage in recovery.damage:
             self.counts.failure("damaged-journal")
             log.error("the journal is damaged: its rollouts are refused from now on", damage=damage)
+        await self.transfer.adopt_restored(self.settings.data / STATES)
         await self.evict_snapshots()
         self.lifecycle.background += [
             BackgroundWork("fold", _FOLD_EVERY_S, self.journal.trickle),

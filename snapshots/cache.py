@@ -235,10 +235,13 @@ class SnapshotCache:
         return sum(snapshot.size_bytes for snapshot in self._store if snapshot.tree == tree)
 
     @contextmanager
-    def leased_all(self, tree: int) -> Iterator[list[Snapshot]]:
-        """Lend all snapshots of a tree. They are not evicted inside the block, but go with a node that is forgotten."""
+    def leased_all(self, tree: int | None = None) -> Iterator[list[Snapshot]]:
+        """Lend all snapshots of a tree, or of all trees.
+
+        They are not evicted inside the block, but go with a node that is forgotten.
+        """
         # A list of the moment: snapshots that are taken meanwhile are not lent.
-        snapshots = [snapshot for snapshot in self._store if snapshot.tree == tree]
+        snapshots = [snapshot for snapshot in self._store if tree is None or snapshot.tree == tree]
         for snapshot in snapshots:
             snapshot.leases += 1
         try:

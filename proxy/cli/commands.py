@@ -39,7 +39,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (OPERATE, "trajectories", data.trajectories, "forkpoint trajectories run7.parquet --label run=r7"),
     (OPERATE, "gc", operating.gc, "forkpoint gc"),
     (OPERATE, "cluster", operating.cluster, "forkpoint cluster drain worker-3"),
-    (OPERATE, "backup", data_directory.backup, "forkpoint backup monday.backup"),
+    (OPERATE, "backup", data_directory.backup, "forkpoint backup monday.backup --snapshots"),
 )
 """Group, name, function and example of each command that talks to a running proxy."""
 _OFFLINE: tuple[tuple[str, str, Callable[..., None], str], ...] = (

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from proxy.cli.client import DEFAULT_DATA, ControlClient, fail
+from proxy.cli.client import DEFAULT_DATA, ControlClient, fail, given
 from proxy.cli.options import JsonOption
 from proxy.cli.output import print_json
-from proxy.cli.progress import download
+from proxy.cli.progress import bytes_bar, download
 
 if TYPE_CHECKING:
     from proxy.storage.migrations import Migration
@@ -21,10 +21,14 @@ DirectoryOption = Annotated[
 def backup(
     proxy: ControlClient,
     file: Annotated[Path, typer.Argument(help="File to write; - is stdout.", metavar="FILE")],
+    *,
+    snapshots: Annotated[
+        bool, typer.Option("--snapshots", help="Include snapshots, except those of live processes.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Back up all tasks, trees and rollouts of a running proxy to one file."""
-    with proxy.stream("GET", "backup") as response:
+    with proxy.stream("GET", "backup", params=given(snapshots=snapshots or None)) as response:
         size = download(response, file, "backup")
     if json:
         print_json({"file": str(file), "bytes": size}, beside=file)
@@ -39,18 +43,21 @@ def restore(
 ) -> None:
     """Make a new data directory of a backup. Everything in it is checked first."""
     from proxy.logs import setup
-    from proxy.storage.backup import restore as restore_backup
     from proxy.storage.errors import StoreError
+    from proxy.transfer.backup import restore as restore_backup
 
     setup("warning", json=False)
     try:
-        restored = restore_backup(file, data)
+        with bytes_bar("restore", file.stat().st_size) as advance:
+            restored = restore_backup(file, data, advance)
     except (StoreError, OSError) as error:
         fail(str(error))
     if json:
         print_json(restored)
         return
     typer.echo(f"{restored.tasks:,} tasks and {restored.calls:,} calls are in {data}.")
+    if restored.snapshots:
+        typer.echo(f"The first start of a proxy there adopts {restored.snapshots:,} snapshots.")
     if restored.lost_rollouts:
         typer.echo(
             f"{restored.lost_rollouts:,} rollouts ran when the backup was made: their agents may know later answers, "

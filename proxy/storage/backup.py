@@ -1,17 +1,22 @@
 """Backups of the store while a proxy runs, and data directories that are made of a backup.
 
 A backup is the store as it was at one moment: one SQLite file with all tasks, trees, calls, answers and rollouts. Steps
-in the journal are folded into the store before. Snapshots are not part of it: replays rebuild their states.
+in the journal are folded into the store before. Snapshots can be added to it (`proxy.transfer.backup`); without them,
+replays rebuild their states.
 
 A backup is older than what its agents have seen. A rollout that ran would continue at an earlier position and get
 wrong answers, so a restore marks every such rollout as lost.
 """
 
 import contextlib
+import shutil
 import sqlite3
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from proxy.storage.data_dir import STORE, owning
 from proxy.storage.database import StoreDatabase, read_only
@@ -24,7 +29,10 @@ from sandboxes.linux.files import sync_path
 
 LOST = "the data directory was restored from a backup, which may be older than what the agent has seen"
 """Why rollouts that ran when a backup was made are refused."""
+STATES = "restored-states"
+"""Directory of a restored data directory for the states that its first start adopts."""
 _DRAFT = "restored.sqlite"
+_DRAFT_STATES = "restored.states"
 _OURS = frozenset({"lock", "lost+found"})
 """What an empty data directory may contain: our lock, and what some file systems put into their root."""
 
@@ -37,11 +45,25 @@ class Restored:
         tasks: Number of tasks.
         calls: Number of recorded calls.
         lost_rollouts: Number of rollouts that ran when the backup was made; they are refused from now on.
+        snapshots: Number of snapshots.
     """
 
     tasks: int
     calls: int
     lost_rollouts: int
+    snapshots: int = 0
+
+
+class Unpacker(Protocol):
+    """A backup that is more than the store's file."""
+
+    def unpack(self, store: Path, states: Path) -> None:
+        """Write the store to a file, and what else there is below a new directory. Blocking."""
+        ...
+
+    def check(self, database: StoreDatabase, states: Path) -> int:
+        """Check what was written to the directory against the store; return the number of snapshots. Blocking."""
+        ...
 
 
 def back_up(database: StoreDatabase, target: Path) -> None:
@@ -57,18 +79,26 @@ def back_up(database: StoreDatabase, target: Path) -> None:
         raise StoreError(f"the backup could not be written: {error}. Free disk space, and try again.") from error
 
 
-def restore(file: Path, data: Path) -> Restored:
+def known_nodes(copy: Path, nodes: Iterable[int]) -> frozenset[int]:
+    """Return those of some nodes that a backup has, without states that were set aside. Blocking: 10 us for a node."""
+    query = "SELECT id FROM nodes WHERE id = ? AND diverged = ''"
+    with closing(sqlite3.connect(read_only(copy), uri=True)) as connection:
+        return frozenset(node for node in nodes if connection.execute(query, (node,)).fetchone())
+
+
+def restore(file: Path, data: Path, unpacker: Unpacker | None = None) -> Restored:
     """Make a data directory of a backup. Everything in the backup is checked first. Blocking, minutes for gigabytes.
 
     Args:
         file: A backup, of this or of an older version.
         data: The directory, which is created; it must be empty.
+        unpacker: Reads the file; None for a file that is the store alone.
 
     Raises:
         StoreError: The directory is in use or not empty, or the file is no backup, damaged, or of a newer version.
     """
     with owning(data):
-        draft = data / _DRAFT
+        draft, states = data / _DRAFT, data / _DRAFT_STATES
         _remove_drafts(data)
         if present := sorted(entry.name for entry in data.iterdir() if entry.name not in _OURS):
             raise StoreError(
@@ -76,8 +106,15 @@ def restore(file: Path, data: Path) -> Restored:
                 "with --data, or move this one away."
             )
         try:
-            _copy(file, draft)
-            restored = _check(file, draft)
+            if unpacker is None:
+                _copy(file, draft)
+            else:
+                unpacker.unpack(draft, states)
+            restored = _check(file, draft, None if unpacker is None else partial(unpacker.check, states=states))
+            if unpacker is not None:
+                for path in (*states.iterdir(), states):
+                    sync_path(path)
+                states.rename(data / STATES)
             draft.rename(data / STORE)
             sync_path(data)
         except OSError as error:
@@ -95,7 +132,7 @@ def _copy(file: Path, draft: Path) -> None:
         raise StoreError(f"{file} is no backup of Forkpoint: {error}.") from error
 
 
-def _check(file: Path, draft: Path) -> Restored:
+def _check(file: Path, draft: Path, count_states: Callable[[StoreDatabase], int] | None) -> Restored:
     """Check all rows of a copied backup, and mark its running rollouts as lost."""
     try:
         store = Store(draft, sync="FULL")
@@ -114,6 +151,7 @@ def _check(file: Path, draft: Path) -> Restored:
                 store.blobs.read(blob)
         except DamagedError as error:
             raise StoreError(f"{file} is damaged: {error} Use another backup.") from error
+        snapshots = 0 if count_states is None else count_states(database)
         lost = store.rollouts.lose(None, LOST)
         with database.transaction(durable=True) as execute:
             # The journal of the proxy that wrote the backup stayed where it was.
@@ -121,10 +159,12 @@ def _check(file: Path, draft: Path) -> Restored:
         counts = database.row("SELECT (SELECT COUNT(*) FROM tasks), (SELECT COUNT(*) FROM records)", ())
         assert counts is not None
     sync_path(draft)
-    return Restored(counts[0], counts[1], lost)
+    return Restored(counts[0], counts[1], lost, snapshots)
 
 
 def _remove_drafts(data: Path) -> None:
     with contextlib.suppress(OSError):
         for path in data.glob(f"{_DRAFT}*"):
             path.unlink()
+        if (data / _DRAFT_STATES).exists():
+            shutil.rmtree(data / _DRAFT_STATES)

@@ -1,6 +1,7 @@
 """Imported trees: written as drafts, a piece at a time, and then given to a task."""
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 from proxy.execution.open_trees import OpenTrees
 from proxy.execution.tasks import Tasks
@@ -8,9 +9,10 @@ from proxy.refusals import RefusalError
 from proxy.storage.drafts import Draft
 from proxy.storage.journal import Journal
 from proxy.storage.store import Store
-from proxy.transfer.format import Part
+from proxy.transfer.format import BundleError, Part
 from proxy.transfer.schema import BundleLine, NodeLine
 from proxy.tree.tree import Tree
+from sandboxes.errors import SpecError
 from sandboxes.spec import EnvironmentSpec
 from snapshots.cache import SnapshotCache
 
@@ -84,6 +86,24 @@ class Adopter:
                 "DELETE the tasks that have it first.",
             )  # fmt: skip
         return known
+
+    @asynccontextmanager
+    async def restored(self, tree_id: int) -> AsyncIterator[Tree]:
+        """Yield a tree of a restored store, in memory for the block.
+
+        Raises:
+            BundleError: There is no such tree.
+            SpecError: Its environment cannot be used here, or means another root state.
+        """
+        if not self._store.trees.exists(tree_id):
+            raise BundleError(f"the store has no tree {tree_id}.")
+        tree = self._trees.load(tree_id)
+        try:
+            if await self._tasks.key(tree.spec) != tree.key:
+                raise SpecError("its environment means another root state here than in the backup.")
+            yield tree
+        finally:
+            self._trees.close(tree_id)
 
     async def adopt(self, name: str, spec: EnvironmentSpec, key: str, draft: Draft, *, beside: bool) -> Tree:
         """Publish a draft as a tree of a task; see `require_room` for the arguments.

@@ -2,16 +2,21 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import structlog
+
 from proxy.execution.tasks import Tasks
 from proxy.refusals import RefusalError
+from proxy.storage.errors import StoreError
 from proxy.storage.store import Store
 from proxy.transfer.adopt import Adopter, write_draft
+from proxy.transfer.backup import check_states
 from proxy.transfer.export import estimated_bytes, export
 from proxy.transfer.format import BundleError, Part
 from proxy.transfer.import_states import unpack_states
@@ -26,6 +31,9 @@ from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 from snapshots.cache import SnapshotCache
 from snapshots.capture import Capture
+from snapshots.snapshot import Snapshot
+
+log = structlog.get_logger()
 
 _BATCH = 200
 """Blobs and lines written in one transaction: 5 ms, after which calls of rollouts are answered."""
@@ -104,10 +112,64 @@ class TransferService:
     @contextmanager
     def lend_states(self, tree: Tree) -> Iterator[ExportedStates]:
         """Yield a tree's snapshots for an export; none of them is evicted inside the block."""
-        driver = self._drivers.get(tree.spec.driver)
-        porter = driver.porter if isinstance(driver, PortableDriver) else None
         with self._cache.leased_all(tree.id) as snapshots:
-            yield ExportedStates(snapshots, porter, self._cache.load)
+            yield self._exported(tree.spec.driver, snapshots)
+
+    @contextmanager
+    def lend_all_states(self) -> Iterator[dict[int, ExportedStates]]:
+        """Yield the snapshots of all trees by the tree's number, for a backup; see `lend_states`."""
+        trees: dict[int, list[Snapshot]] = {}
+        with self._cache.leased_all() as snapshots:
+            for snapshot in snapshots:
+                trees.setdefault(snapshot.tree, []).append(snapshot)
+            # A tree has one driver.
+            yield {tree: self._exported(of_tree[0].driver, of_tree) for tree, of_tree in trees.items()}
+
+    def _exported(self, driver: str, snapshots: Sequence[Snapshot]) -> ExportedStates:
+        known = self._drivers.get(driver)
+        porter = known.porter if isinstance(known, PortableDriver) else None
+        return ExportedStates(snapshots, porter, self._cache.load)
+
+    async def adopt_restored(self, folder: Path) -> None:
+        """Adopt the states that a restored backup has left, and remove their files.
+
+        A state that cannot be adopted is left out, with a warning: a replay reaches it, too.
+
+        Args:
+            folder: The directory of the files; it need not exist.
+        """
+        files, adopted = await asyncio.to_thread(lambda: sorted(folder.glob("*.tar"))), 0
+        for file in files:
+            try:
+                adopted += await self._adopt_file(file)
+            except (BundleError, SpecError, StoreError, OSError) as error:
+                log.warning("states of a backup were left out", tree=file.stem, error=str(error))
+            await asyncio.to_thread(file.unlink)
+        if files:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            log.info("the states of a backup were adopted", trees=len(files), snapshots=adopted)
+
+    async def _adopt_file(self, file: Path) -> int:
+        """Adopt the states of one tree; return how many there are now."""
+        async with self._adopter.restored(int(file.stem)) as tree:
+            driver = self._drivers[tree.spec.driver]
+            if not isinstance(driver, PortableDriver):
+                return 0
+            states = check_states(file, self._store.database)
+            with driver.porter.unpacking() as unpacking:
+                return await self._adopt(await self._unpack(file, states, unpacking, driver.name), tree, tree.nodes.get)
+
+    async def _adopt(
+        self, unpacked: list[tuple[StateLine, FrozenState]], tree: Tree, find: Callable[[int], Node | None]
+    ) -> int:
+        """Make unpacked states snapshots of the nodes that `find` returns for their numbers; return how many are."""
+        snapshots = 0
+        for line, frozen in unpacked:
+            if (node := find(line.node)) is not None:
+                snapshots += self._capture.adopt(frozen, tree, node, cost_s=line.cost_s)
+            # Each takes some hundred microseconds of disk; calls of rollouts are answered in between.
+            await asyncio.sleep(0)
+        return snapshots
 
     async def take(
         self,
@@ -198,12 +260,8 @@ class TransferService:
         with driver.porter.unpacking() as unpacking:
             unpacked = await self._unpack(file, states, unpacking, driver.name)
             tree = await self._write(task, manifest, spec, file)
-            nodes, snapshots = dict(tree.nodes), 0
-            for line, frozen in unpacked:
-                snapshots += self._capture.adopt(frozen, tree, nodes[tree.root.id + line.node], cost_s=line.cost_s)
-                # Each takes some hundred microseconds of disk; calls of rollouts are answered in between.
-                await asyncio.sleep(0)
-            return tree, snapshots
+            nodes = dict(tree.nodes)
+            return tree, await self._adopt(unpacked, tree, lambda number: nodes[tree.root.id + number])
 
     async def _unpack(
         self, file: Path, states: BundleStates, unpacking: Unpacking, driver: str

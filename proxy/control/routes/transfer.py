@@ -15,7 +15,8 @@ from starlette.requests import ClientDisconnect
 from proxy.control.routes.params import EngineDep, RootQuery, TaskName, confined, granted, tree_of
 from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
-from proxy.storage.backup import back_up
+from proxy.storage.backup import back_up, known_nodes
+from proxy.transfer.backup import pieces
 from proxy.transfer.format import TOTAL
 
 MEDIA_TYPE = "application/x-tar"
@@ -107,26 +108,44 @@ async def import_task(engine: EngineDep, task: TaskName, request: Request) -> Im
     )  # fmt: skip
 
 
-@router.get("/backup", response_class=StreamingResponse, responses={200: {"content": {BACKUP_TYPE: {}}}})
-async def download_backup(engine: EngineDep, request: Request) -> StreamingResponse:
-    """Download a consistent backup of the whole store, while calls are answered. `forkpoint restore` reads it."""
+@router.get(
+    "/backup", response_class=StreamingResponse, responses={200: {"content": {BACKUP_TYPE: {}, MEDIA_TYPE: {}}}}
+)
+async def download_backup(engine: EngineDep, request: Request, *, snapshots: bool = False) -> StreamingResponse:
+    """Download a consistent backup of the whole store, while calls are answered. `forkpoint restore` reads it.
+
+    With `snapshots`, the file includes the snapshots that do not hold live processes.
+    """
     granted(request).require_whole()
     engine.journal.fold()
     # In the directory that is emptied at each start.
     draft = engine.settings.data / "imports" / f"backup-{secrets.token_hex(8)}"
     try:
         await asyncio.to_thread(back_up, engine.store.database, draft)
+        kept = [snapshot.node for snapshot in engine.snapshots] if snapshots else []
+        nodes = await asyncio.to_thread(known_nodes, draft, kept)
         # The file is freed when it is closed, also by a kill.
         backup = draft.open("rb")
     finally:
         draft.unlink(missing_ok=True)
     headers = {
         "content-disposition": 'attachment; filename="forkpoint.backup"',
-        "content-length": str(backup.seek(0, 2)),
         "x-accel-buffering": "no",
     }
+    size = backup.seek(0, 2)
     backup.seek(0)
-    return StreamingResponse(_chunks(backup), media_type=BACKUP_TYPE, headers=headers)
+    if not snapshots:
+        return StreamingResponse(
+            _chunks(backup), media_type=BACKUP_TYPE, headers=headers | {"content-length": str(size)}
+        )
+
+    async def with_snapshots() -> AsyncIterator[bytes]:
+        with engine.transfer.lend_all_states() as states:
+            async for piece in iterate_in_threadpool(pieces(backup, states, nodes)):
+                yield piece
+
+    total = size + sum(snapshot.size_bytes for snapshot in engine.snapshots)
+    return StreamingResponse(with_snapshots(), media_type=MEDIA_TYPE, headers=headers | {TOTAL: str(total)})
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:

@@ -39,7 +39,7 @@ def restored(file: Path, data: Path) -> Any:
 
 def test_backup_is_served_from_another_directory(proxy: Running, backup: Path, tmp_path: Path) -> None:
     """Trees and answers are all there. Rollouts that ran are refused, because their agents may know later answers."""
-    assert restored(backup, tmp_path / "data") == {"tasks": 1, "calls": 3, "lost_rollouts": 2}
+    assert restored(backup, tmp_path / "data") == {"tasks": 1, "calls": 3, "lost_rollouts": 2, "snapshots": 0}
     before = as_json(proxy, "tree", "demo")["nodes"]
     with serving(tmp_path / "data") as again:
         assert [node["id"] for node in as_json(again, "tree", "demo")["nodes"]] == [node["id"] for node in before]
@@ -64,14 +64,17 @@ def test_backup_beside_calls_is_consistent(tmp_path: Path) -> None:
         thread = threading.Thread(target=work)
         thread.start()
         try:
-            for number in range(3):
-                typed(running, "backup", str(tmp_path / f"{number}.backup"))
+            for number in range(4):
+                # Two of them with the snapshots that there are at that moment.
+                typed(running, "backup", str(tmp_path / f"{number}.backup"), *["--snapshots"][: number % 2])
         finally:
             enough.set()
             thread.join()
         assert list((tmp_path / "data" / "imports").iterdir()) == []
-    counts = [restored(tmp_path / f"{n}.backup", tmp_path / f"r{n}")["calls"] for n in range(3)]
+    views = [restored(tmp_path / f"{n}.backup", tmp_path / f"r{n}") for n in range(4)]
+    counts = [view["calls"] for view in views]
     assert counts == sorted(counts)
+    assert [view["snapshots"] > 0 for view in views[::2]] == [False, False]
 
 
 def damage_row(path: Path) -> None:
