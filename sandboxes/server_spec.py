@@ -1,5 +1,12 @@
-"""Tool servers of a task's environment, as its user writes them: in the sandbox, elsewhere, or speaking MCP (pure)."""
+"""What runs beside a task's calls, as its user writes it (pure).
 
+Tool servers run in the sandbox or elsewhere, or speak MCP. Side services have images of their own, in the words of
+compose files.
+"""
+
+import shlex
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -148,3 +155,112 @@ class McpServer(BaseModel):
         if self.url is None and self.command is None:
             raise ValueError("an MCP server takes a command, or a url on the sandbox's loopback")
         return self
+
+
+MAIN = "main"
+"""The name of the container in which calls run, among the names of its services."""
+MAX_SERVICES = 16
+"""Most services of one sandbox. A larger number would start for minutes; compose files of benchmarks have 2 to 6."""
+
+ServiceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,30}$")]
+VolumeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+VolumePath = Annotated[AbsolutePath, Field(pattern=r"^(/[^/\x00-\x20\\]+)+$", max_length=1024)]
+Words = Text | tuple[Text, ...]
+"""A command line. A string is split into words as a shell splits it, and no shell runs it (as in compose files)."""
+
+_RESERVED = frozenset({MAIN, "localhost", "sandbox"})
+
+
+class Service(BaseModel):
+    """A side service: a program of another image that runs beside the calls and is part of the sandbox's state."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    image: str = Field(min_length=1, max_length=512, description="Name or ID of the service's image.")
+    entrypoint: Words | None = Field(
+        default=None, description="Replaces the image's entry point, and leaves out the image's command."
+    )
+    command: Words | None = Field(default=None, description="Replaces the image's command.")
+    environment: dict[VariableName, Text] = Field(
+        default_factory=dict, description="Variables in addition to the image's."
+    )
+    working_dir: AbsolutePath | None = Field(default=None, description="Replaces the image's working directory.")
+    user: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(:[A-Za-z0-9_][A-Za-z0-9_.-]*)?$")] | None = Field(
+        default=None, max_length=128, description="user or user:group, as names of the image or numbers."
+    )
+    healthcheck: Words | None = Field(
+        default=None,
+        description="The service is ready once this command exits with 0. A string is run by the service's /bin/sh. "
+        "A list begins with CMD or CMD-SHELL. Default: the image's own check.",
+    )
+    port: int | None = Field(
+        default=None, ge=1, le=65535, description="Without a health check: the service is ready once this port is open."
+    )
+    ready_s: float = Field(default=60.0, gt=0, le=600, description="Longest time that the service takes to get ready.")
+    depends_on: tuple[ServiceName, ...] = Field(default=(), description="Services that must be ready before this one.")
+
+
+def words(line: Words) -> list[str]:
+    """Return the words of a command line.
+
+    Raises:
+        ValueError: A quotation is not closed.
+    """
+    return shlex.split(line) if isinstance(line, str) else list(line)
+
+
+def start_order(services: Mapping[str, Service]) -> list[str]:
+    """Return the names of services in the order in which they start; it does not depend on their order in the spec.
+
+    Raises:
+        ValueError: Services depend on each other in a circle.
+    """
+    sorter = TopologicalSorter({name: sorted(services[name].depends_on) for name in sorted(services)})
+    try:
+        return list(sorter.static_order())
+    except CycleError as error:
+        raise ValueError(f"services depend on each other in a circle: {' -> '.join(error.args[1])}") from None
+
+
+def check_services(services: Mapping[str, Service], volumes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check what the fields of single services cannot show.
+
+    Raises:
+        ValueError: Something is wrong; the message says what.
+    """
+    if len(services) > MAX_SERVICES:
+        raise ValueError(f"a sandbox has at most {MAX_SERVICES} services, not {len(services)}")
+    if taken := sorted(_RESERVED & services.keys()):
+        raise ValueError(f"a service cannot be named {taken[0]!r}. Give it another name.")
+    for name, service in services.items():
+        _check_service(name, service, services)
+    start_order(services)
+    _check_volumes(services, volumes)
+
+
+def _check_service(name: str, service: Service, services: Mapping[str, Service]) -> None:
+    if unknown := sorted(set(service.depends_on) - services.keys()):
+        raise ValueError(f"service {name!r} depends on {unknown[0]!r}, which is no service")
+    for line in (service.entrypoint, service.command):
+        # Unclosed quotations are reported with the spec, not with the first start.
+        words(line or "")
+    if isinstance(service.healthcheck, tuple) and service.healthcheck[:1] not in (("CMD",), ("CMD-SHELL",)):
+        raise ValueError(f"the health check of service {name!r} begins with neither CMD nor CMD-SHELL")
+
+
+def _check_volumes(services: Mapping[str, Service], volumes: Mapping[str, Mapping[str, Any]]) -> None:
+    places: set[tuple[str, str]] = set()
+    for volume, users in volumes.items():
+        if len(users) < 2:
+            raise ValueError(
+                f"volume {volume!r} has fewer than two users. A directory of one service needs no volume: all its "
+                "files are part of the state."
+            )
+        for user, path in users.items():
+            if user != MAIN and user not in services:
+                raise ValueError(f"volume {volume!r} names {user!r}, which is no service")
+            if {".", ".."} & set(path.split("/")):
+                raise ValueError(f"the path {path!r} of volume {volume!r} has '.' or '..'. Write it without.")
+            if (user, path) in places:
+                raise ValueError(f"two volumes have the path {path!r} of {user!r}")
+            places.add((user, path))

@@ -6,7 +6,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sandboxes.server_spec import AbsolutePath, AnyServer, EndpointName, McpServer, Server, Text, Upstream, VariableName
+from sandboxes.server_spec import (
+    AbsolutePath,
+    AnyServer,
+    EndpointName,
+    McpServer,
+    Server,
+    Service,
+    ServiceName,
+    Text,
+    Upstream,
+    VariableName,
+    VolumeName,
+    VolumePath,
+    check_services,
+)
 from sandboxes.video_spec import VideoTools
 
 _PASSWORD = re.compile(r"((?:^|[\s?&])password\s*=\s*|://[^:/?@]*:)(?:'(?:[^'\\]|\\.)*'|[^\s@&']+)", re.IGNORECASE)
@@ -116,6 +130,15 @@ class EnvironmentSpec(BaseModel):
     mcp_servers: dict[EndpointName, McpServer] = Field(
         default_factory=dict, description="Servers of the mcp endpoint: the `mcpServers` of any client's configuration."
     )
+    services: dict[ServiceName, Service] = Field(
+        default_factory=dict,
+        description="Side services by name, for driver container: programs of other images that run beside the calls.",
+    )
+    volumes: dict[VolumeName, dict[ServiceName, VolumePath]] = Field(
+        default_factory=dict,
+        description="Directories that services share: for each volume its path by service, or by main for the "
+        "container of the calls. The first path has the content at the start.",
+    )
     video: VideoTools | None = Field(default=None, description="Videos of the video endpoint, for driver video.")
     options: dict[str, Any] = Field(
         default_factory=dict,
@@ -195,7 +218,7 @@ class EnvironmentSpec(BaseModel):
         for database in members["databases"].values():
             del database["source"], database["dsn"]
         members["video"] = None if self.video is None else self.video.root()
-        for kind in ("servers", "mcp_servers", "video", "options"):
+        for kind in ("servers", "mcp_servers", "services", "volumes", "video", "options"):
             if not members[kind]:
                 # Older versions had no such members. Without empty ones, their trees are found again.
                 del members[kind]
@@ -252,6 +275,13 @@ class EnvironmentSpec(BaseModel):
                 raise ValueError(f"MCP server {name!r} has no command, and none of `servers` has port {mcp.port}")
             if mcp.command is not None and mcp.port in ports:
                 raise ValueError(f"MCP server {name!r} and one of `servers` have the same port. Leave out its command.")
+        return self
+
+    @model_validator(mode="after")
+    def _check_services(self) -> "EnvironmentSpec":
+        if (self.services or self.volumes) and self.driver != "container":
+            raise ValueError(f"driver {self.driver!r} runs no services. Use driver 'container'.")
+        check_services(self.services, self.volumes)
         return self
 
     @model_validator(mode="after")

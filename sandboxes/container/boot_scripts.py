@@ -13,6 +13,12 @@ from sandboxes.guest.bash import session as sessions
 BOX = "/dev/.box"
 """Where a container sees its box. /dev is mounted by Docker, so no image has a file there."""
 
+SERVICES = "/.services"
+"""The directory of a container that has the files of its side services, a directory for each."""
+
+SHARED = f"{SERVICES}/.shared"
+"""A file with a line for each shared directory: its path, a tab, and the path where it is mounted too."""
+
 FIFOS = ("orders", "news", "again")
 """The FIFOs between the keeper and the anchor."""
 

@@ -231,6 +231,28 @@ class Daemon:
         listed = self._retried(lambda: self._docker().api.containers(all=True, filters=filters))
         return [(entry["Id"], dict(entry.get("Labels") or {})) for entry in listed]
 
+    def copy_image(self, image: str, container: str, path: str, *, labels: Mapping[str, str]) -> None:
+        """Copy all files of an image into a directory of a running container. 0.3 s, and more for many files.
+
+        Args:
+            image: The image.
+            container: The container.
+            path: An existing directory in it.
+            labels: Labels of the container of the image, which exists for as long as this takes and is not started.
+
+        Raises:
+            SpecError: Docker has no such image.
+            SandboxError: Docker failed.
+        """
+        with self._errors(image):
+            source = self._docker().containers.create(image, ["-"], network_mode="none", labels=dict(labels))
+        try:
+            with self._errors(image):
+                # Dockerd reads and writes with the container's directory as its root, so no link leads out of it.
+                self._docker().api.put_archive(container, path, source.export())
+        finally:
+            self.remove(str(source.id))
+
     # -- images ------------------------------------------------------------------------------------------------------
 
     def commit(self, container: str, labels: Mapping[str, str], name: tuple[str, str]) -> str:

@@ -21,6 +21,7 @@ from sandboxes.container.daemon import DATA_DIR, HOST, INSTANCE, ROOT, SANDBOX, 
 from sandboxes.container.orphans import kill_orphans
 from sandboxes.container.portable_copies import CopyPorter, ImportedImage, imported_image, require_intact
 from sandboxes.container.sandbox import ContainerSandbox
+from sandboxes.container.services import bring_services, service_orders
 from sandboxes.container.spares import Spares
 from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
@@ -208,6 +209,8 @@ class ContainerDriver:
         image = await asyncio.to_thread(self.daemon.image, _image(spec))
         # The image's id is a digest of its content, so equal images give equal identities on every machine.
         digest = hashlib.blake2b(f"container\0{VERSION}\0{image}".encode(), digest_size=32)
+        for name, service in sorted(spec.services.items()):
+            digest.update(f"{name}\0{await asyncio.to_thread(self.daemon.image, service.image)}\0".encode())
         for source in spec.copied_sources:
             found = await asyncio.to_thread(self._digests.of_source, source, self.sources, confined=spec.confined)
             digest.update(found.encode())
@@ -239,7 +242,10 @@ class ContainerDriver:
             SandboxError: Docker or the machine failed.
         """
         root = await self._root(spec)
+        configs = {name: await self.config(service.image) for name, service in spec.services.items()}
+        services = service_orders(spec, configs)
         sandbox = await self._launch(spec, root.image, root.born_ns, None)
+        await sandbox.start_services(services)
         await sandbox.start_servers()
         return sandbox
 
@@ -353,6 +359,8 @@ class ContainerDriver:
         at_top = spec.model_copy(update={"workdir": "/"})
         sandbox = await self._launch(at_top, image, time.time_ns(), None, spare=False)
         try:
+            # First, so that files and set-up commands may change files of services.
+            await bring_services(sandbox, spec, self.daemon, self.spares.labels)
             await furnish(sandbox, spec, self.sources)
             state = await sandbox.freeze()
             # The copy is not needed: only its digest is, beside the committed image.

@@ -5,7 +5,7 @@ something, so a second freeze returns the first one's state (`_frozen`). With li
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sandboxes.calls import Execution, ToolCall
@@ -18,7 +18,8 @@ from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.host.defaults import ENVIRONMENT
 from sandboxes.host.machine_sandbox import MachineSandbox
-from sandboxes.ipc.messages import CallDone
+from sandboxes.host.server_calls import ServerCalls
+from sandboxes.ipc.messages import CallDone, ServerOrder
 from sandboxes.ipc.state_messages import (
     BeginSandbox,
     CopiedState,
@@ -132,6 +133,20 @@ class ContainerSandbox(MachineSandbox):
             raise StateGoneError(
                 f"sandbox {self.id}: the stored files have changed on disk. Replay their path instead."
             )
+
+    async def start_services(self, orders: Sequence[ServerOrder]) -> None:
+        """Start the side services, one after the other. If one does not get ready, the sandbox is closed.
+
+        Raises:
+            ServerError: One of them did not get ready; the error has the end of its log.
+        """
+        if not orders:
+            return
+        try:
+            await ServerCalls(self).start(orders)
+        except BaseException:
+            await self.close()
+            raise
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class HeldNames:
         self._mounts: dict[bytes, int] = {}
         self._descriptors: list[tuple[int, int, bytes]] = []
         self._count = 0
+        self._other_roots = False
         # Pid 1 is ours, and its mount namespace is the sandbox's.
         self._namespaces = [os.readlink(f"/proc/1/ns/{name}") for name in _NAMESPACES]  # noqa: PTH115
         with open("/proc/1/mountinfo", "rb") as file:  # noqa: PTH123
@@ -85,6 +86,8 @@ class HeldNames:
             raise UnsafeNameError(f"process {pid} has namespaces of its own")
         for link in ("cwd", "root", "exe", *(f"fd/{name}" for name in os.listdir(f"/proc/{pid}/fd"))):  # noqa: PTH208
             self._held(pid, link)
+        # A process with another root (chroot(2)) may bind sockets to names that lead elsewhere from here.
+        self._other_roots |= os.readlink(f"/proc/{pid}/root") != "/"  # noqa: PTH115
         with open(f"/proc/{pid}/maps", "rb") as file:  # noqa: PTH123
             for line in file:
                 self._mapping(pid, line.rstrip(b"\n").split(b" ", 5))
@@ -139,7 +142,7 @@ class HeldNames:
 
     def _sockets(self) -> None:
         """Look at the names that Unix sockets are bound to: unlike other names, they are the agent's own words."""
-        relative = set()
+        relative: dict[bytes, bytes] = {}
         with open("/proc/1/net/unix", "rb") as file:  # noqa: PTH123
             next(file)
             for line in file:
@@ -147,8 +150,8 @@ class HeldNames:
                 path = fields[-1] if len(fields) > 7 else b""
                 if path.startswith(b"/"):
                     _require_plain(path + _DELETED, None, f"a socket is bound to {_text(path)}")
-                elif path and not path.startswith(b"@"):
-                    relative.add(b"socket:[%d]" % int(fields[6]))
+                if path and not path.startswith(b"@") and (self._other_roots or not path.startswith(b"/")):
+                    relative[b"socket:[%d]" % int(fields[6])] = path
         if relative:
             _in_child(lambda: _require_plain_sockets(relative, self._descriptors))
 
@@ -222,11 +225,11 @@ def _look_up(path: bytes, subject: str) -> os.stat_result | None:
     return found
 
 
-def _require_plain_sockets(wanted: set[bytes], descriptors: list[tuple[int, int, bytes]]) -> None:
-    """Look at the kernel's names of sockets that are bound to relative names, in the sandbox's pid namespace.
+def _require_plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int, bytes]]) -> None:
+    """Look at the kernel's names of sockets whose own names may lead elsewhere, in the sandbox's pid namespace.
 
     Args:
-        wanted: The sockets, as the kernel describes them.
+        wanted: The names that sockets are bound to, by the kernel's descriptions of the sockets.
         descriptors: Process, descriptor and description of each open socket.
     """
     for pid, number, description in descriptors:
@@ -237,6 +240,10 @@ def _require_plain_sockets(wanted: set[bytes], descriptors: list[tuple[int, int,
             bound = fcntl.ioctl(held, _SIOCUNIXFILE)
             path = os.readlink(b"/proc/self/fd/%d" % bound)  # noqa: PTH115
             _require_plain(path, os.fstat(bound), f"process {pid} has a socket bound to {_text(path)}")
+            name = wanted[description]
+            # CRIU binds a socket again to its own name, with the root of the sandbox.
+            if name.startswith(b"/") and path not in (name, name + _DELETED):
+                raise UnsafeNameError(f"process {pid}, which has another root, has a socket bound to {_text(name)}")
             for fd in (process, held, bound):
                 os.close(fd)
 

@@ -264,6 +264,14 @@ def _connected(port: int) -> socket.socket | None:
     return None
 
 
+def is_open(port: int) -> bool:
+    """Return whether a process listens on a port of this sandbox's loopback."""
+    connection = _connected(port)
+    if connection is not None:
+        connection.close()
+    return connection is not None
+
+
 def _answers(connection: socket.socket, path: str, deadline: float) -> bool:
     """Whether a GET of path is answered with a status below 500."""
     try:

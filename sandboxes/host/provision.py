@@ -43,7 +43,7 @@ async def furnish(sandbox: Provisioned, spec: EnvironmentSpec, sources: SourceRu
         SpecError: One of them fails.
     """
     # First, because archives and files may lie below it.
-    await _must(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.workdir)}")
+    await run_set_up(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.workdir)}")
     for archive in spec.archives:
         with _opened(archive.source, spec, sources) as opened:
             await _unpack(sandbox, archive.source, opened, archive.target)
@@ -58,10 +58,21 @@ async def furnish(sandbox: Provisioned, spec: EnvironmentSpec, sources: SourceRu
             raise SpecError(f"file {path!r} cannot be written: {orjson.loads(answer.body)['detail']}")
     # All commands share a session, so a `cd` of an earlier one must not decide where a later one runs.
     for command in spec.setup:
-        await _must(sandbox, spec, command, f"cd -- {quote(spec.workdir)}\n{command}")
+        await run_set_up(sandbox, spec, command, f"cd -- {quote(spec.workdir)}\n{command}")
 
 
-async def _must(sandbox: Provisioned, spec: EnvironmentSpec, what: str, command: str) -> None:
+async def run_set_up(sandbox: Provisioned, spec: EnvironmentSpec, what: str, command: str) -> None:
+    """Run a command of set-up.
+
+    Args:
+        sandbox: The sandbox.
+        spec: What it is made for.
+        what: The name of the command in errors.
+        command: The command.
+
+    Raises:
+        SpecError: Its exit code is not 0.
+    """
     arguments = {"command": command, "timeout_s": spec.limits.timeout_s, "session": SETUP_SESSION}
     answer = orjson.loads((await sandbox.execute(ToolCall("shell", "exec", arguments))).result.body)
     if answer["exit_code"] != 0:

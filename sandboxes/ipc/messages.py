@@ -315,6 +315,8 @@ class ServerOrder:
         ready: "tcp", or the path that answers below 500 when the server is ready.
         ready_s: How long it may take until it is ready.
         behind: The server that this one is a connection to, made ready first; None for a server itself.
+        health: For a side service, the shell command that exits with 0 once it is ready, or an empty text if its port
+            tells; None for a tool server.
     """
 
     name: str
@@ -326,6 +328,7 @@ class ServerOrder:
     ready_s: float
     # A connection over which a WebSocket runs is a process too; it needs its server first.
     behind: "ServerOrder | None" = None
+    health: str | None = None
 
 
 # Two descriptors for a server without a port: its stdin and its stdout.

@@ -20,12 +20,13 @@ from sandboxes.spec import EnvironmentSpec
 from snapshots.criu.checkpoints import CriuCheckpointer
 
 BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE, AGENT_IMAGE = (
-    f"forkpoint-test-{kind}:8" for kind in ("bash", "sh", "busybox", "agent")
+    f"forkpoint-test-{kind}:9" for kind in ("bash", "sh", "busybox", "agent")
 )
 COMMANDS = [
     "cat",
     "chmod",
     "chown",
+    "chroot",
     "cp",
     "cut",
     "date",

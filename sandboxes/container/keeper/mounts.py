@@ -6,9 +6,10 @@ before any process of the agent runs.
 """
 
 import os
+import re
 from pathlib import Path
 
-from sandboxes.container.boot_scripts import BOX
+from sandboxes.container.boot_scripts import BOX, SERVICES, SHARED
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.mounts import SHARED_MEMORY, mask_proc
 
@@ -24,6 +25,9 @@ _OWN_TEXTS = {
     "/etc/resolv.conf": "",
 }
 """Files of Docker's that get a fixed content, because Docker's depends on the container."""
+
+_SERVICE = re.compile(r"[a-z][a-z0-9_-]{0,30}")
+"""What a directory of a service is named. Other entries of `SERVICES` are none."""
 
 _FIXED_NS = 10**18
 """The modification time of these files, 2001-09-09 in every container, so that digests of states are equal."""
@@ -52,20 +56,55 @@ def narrow(pid: int) -> None:
         _read_only("/sys/fs/cgroup", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     # The tmpfs at /dev/shm was unmounted above; the directory below it lies in Docker's /dev, which no snapshot holds.
     _share_memory()
-    for path, text in _OWN_TEXTS.items():
-        _write(path, text)
+    services = _services()
+    _write_own_texts(services)
     for path in ("/.dockerenv", "/etc/mtab"):
         # Docker makes these files when the container starts. Their times would differ in every container.
         if os.path.lexists(path):
             os.utime(path, ns=(_FIXED_NS, _FIXED_NS), follow_symlinks=False)
     # Docker masks fewer files than local sandboxes do, and each version others. setns has made the root the directory.
     mask_proc()
-    for path in ("/", "/etc", "/run"):
+    for path in ("/", "/etc", "/run", *(f"{SERVICES}/{name}/etc" for name in services)):
         # What was made in these directories has changed their times.
         if os.path.isdir(path):  # noqa: PTH112
             os.utime(path, ns=(_FIXED_NS, _FIXED_NS), follow_symlinks=False)
     # Last, because the lines above still write to /dev.
     _read_only("/dev", kernel.MS_NOSUID)
+    _mount_for(services)
+
+
+def _write_own_texts(services: list[str]) -> None:
+    """Write the files of fixed content, for the main image and for each service."""
+    texts = _OWN_TEXTS
+    if services:
+        # All services and the main container share one loopback, so each name is another name of it.
+        texts = texts | {"/etc/hosts": f"{_OWN_TEXTS['/etc/hosts']}127.0.0.1 main {' '.join(services)}\n"}
+    for root in ("", *(f"{SERVICES}/{name}" for name in services)):
+        for path, text in texts.items():
+            _write(root + path, text)
+
+
+def _services() -> list[str]:
+    """Return the names of the side services that the container's image has files of."""
+    if not os.path.isdir(SERVICES) or os.path.islink(SERVICES):  # noqa: PTH112, PTH114
+        return []
+    return sorted(entry.name for entry in os.scandir(SERVICES) if _SERVICE.fullmatch(entry.name) and entry.is_dir())
+
+
+def _mount_for(services: list[str]) -> None:
+    """Give each service the container's /proc, /dev and /sys as they are now, and mount the shared directories.
+
+    All paths are looked up in the container, so a link in an image leads to its own files.
+    """
+    for name in services:
+        for path in ("/proc", "/dev", "/sys"):
+            os.makedirs(f"{SERVICES}/{name}{path}", exist_ok=True)  # noqa: PTH103
+            kernel.mount(path, f"{SERVICES}/{name}{path}", "", kernel.MS_BIND | kernel.MS_REC)
+    if not services or not os.path.isfile(SHARED):  # noqa: PTH113
+        return
+    for line in Path(SHARED).read_text().splitlines():
+        source, _, target = line.partition("\t")
+        kernel.mount(source, target, "", kernel.MS_BIND)
 
 
 def _share_memory() -> None:

@@ -1,7 +1,8 @@
 """The tool servers of a container, seen from its keeper. The anchor starts them; requests reach them in its network."""
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from sandboxes.container.keeper.anchor import ContainerAnchor
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
 from sandboxes.container.keeper.shell import make_files
 from sandboxes.guest.anchor import ShellStartError
-from sandboxes.guest.tool_servers import Log, ServerProcess, Servers, ToolServerError
+from sandboxes.guest.tool_servers import POLL_S, Log, ServerProcess, Servers, ToolServerError, is_open
 from sandboxes.ipc.messages import ServerOrder
 from sandboxes.shell_text import quote
 
@@ -39,6 +40,20 @@ class ContainerServer(ServerProcess):
         # The other ends stay open too: a FIFO without a second end would block or fail the server.
         self._rest = [fd for name, fd in fds.items() if name != "out" and fd not in self.pipes]
         self.inner, self.folder, self.talks = inner, folder, talks
+        self._health_fd, self._check = fds["dump"], Log(fds["err"])
+
+    def said_healthy(self) -> bool:
+        """Return whether the service's health check has succeeded."""
+        # What the check prints is drained here, so that it never blocks at a full FIFO.
+        self._check.drain()
+        try:
+            return bool(os.read(self._health_fd, 1))
+        except BlockingIOError:
+            return False
+
+    def why_unhealthy(self) -> str:
+        """Return the last lines that the service's health check and the service printed."""
+        return f"its check printed: {self._check.tail()}\nit printed: {self.log.tail()}"
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -89,6 +104,41 @@ class ContainerServers(Servers):
             )
             self.take_note(stored["name"], stored["note"])
 
+    def start(self, order: ServerOrder, watch: Callable[[], None]) -> None:
+        """Start a server or a side service, and wait until it is ready; see `Servers.connect`.
+
+        Raises:
+            ToolServerError: It ended, or did not get ready in time.
+        """
+        if order.health is None:
+            super().start(order, watch)
+            return
+        if order.port is not None and is_open(order.port):
+            raise ToolServerError("crashed", f"{order.name}: another service has port {order.port} already")
+        self._start(order)
+        if order.port is not None:
+            self._await_ready(order, order.port, watch).close()
+        else:
+            self._await_health(order, watch)
+
+    def _await_health(self, order: ServerOrder, watch: Callable[[], None]) -> None:
+        """Wait until the health check of a service has written its line to the FIFO that no service uses."""
+        server, deadline = self._servers[order.name], time.monotonic() + order.ready_s
+        assert isinstance(server, ContainerServer)
+        while time.monotonic() < deadline:
+            watch()
+            server.log.drain()
+            # Read before the health: what has ended by now is not healthy, whatever its check says.
+            gone = server.ended
+            if not gone and server.said_healthy():
+                return
+            if gone:
+                raise ToolServerError("crashed", f"{order.name} ended when it was started: {server.log.tail()}")
+            time.sleep(POLL_S)
+        raise ToolServerError(
+            "silent", f"{order.name} was not healthy within {order.ready_s:g} s; {server.why_unhealthy()}"
+        )
+
     @property
     def outputs(self) -> dict[int, Log]:
         """The logs to drain, by descriptor: the servers' logs, and the outputs of detached processes."""
@@ -99,7 +149,7 @@ class ContainerServers(Servers):
         self._strays.append(Log(fd))
 
     def _start(self, order: ServerOrder) -> None:
-        talks = order.port is None
+        talks = order.port is None and order.health is None
         self._anchor.look_after()
         folder = self._anchor.new_folder()
         fds = make_files(folder, _texts(_script(order, folder.name, talks=talks)))
@@ -134,5 +184,13 @@ def _script(order: ServerOrder, folder: str, *, talks: bool) -> bytes:
     names = " ".join(f"export {name}={quote(value)};" for name, value in order.environment.items())
     here = f"{BOX}/{folder}"
     redirections = f"0<{here}/go 1>{here}/dump 2>{here}/out" if talks else f"0</dev/null 1>{here}/out 2>{here}/out"
-    lines = (names, f"cd -- {quote(order.workdir)} || cd /", f"exec /bin/sh -c {quote(order.command)} {redirections}")
+    health = ""
+    if order.health:
+        # In a subshell of a subshell, whose end makes the loop an orphan: the init reaps it, the service would not.
+        check = (
+            f"until ( {order.health} ) </dev/null >{here}/err 2>&1; do sleep 0.2 || sleep 1; done; echo >{here}/dump"
+        )
+        health = f"( ( {check} ) </dev/null >/dev/null 2>&1 & )"
+    start = f"exec /bin/sh -c {quote(order.command)} {redirections}"
+    lines = (names, f"cd -- {quote(order.workdir)} || cd /", health, start)
     return "\n".join((*lines, "")).encode(errors="surrogateescape")
