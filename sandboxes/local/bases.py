@@ -5,6 +5,7 @@ them lies the *skeleton*, a layer with the directories that every root needs as 
 """
 
 import hashlib
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -17,9 +18,11 @@ from sandboxes.host.source_watch import Watched
 from sandboxes.linux.files import remove_tree
 from sandboxes.linux.plain_files import open_plain
 from sandboxes.linux.syscalls import sync_file_system
+from sandboxes.local import base_check, root_tar
 from sandboxes.local import host_base as hostbase
-from sandboxes.local import root_tar
 from sandboxes.sources import SourceRules
+
+_log = logging.getLogger(__name__)
 
 _MAX_LINKS = 40
 """Limits the symlinks that one path leads through, as the kernel does (path_resolution(7))."""
@@ -70,6 +73,8 @@ class Bases:
         self.sources = SourceDigests()
         # The host is looked at again only after inotify has reported something.
         self._host_fingerprint = Watched(hostbase.fingerprint)
+        # Unpacked bases that this process has unpacked itself or read completely.
+        self._intact: set[str] = set()
         self._known: dict[str, Base] = {}
         self._former: dict[str, set[str]] = {}
 
@@ -178,7 +183,7 @@ class Bases:
         with open_plain(real) as path:
             if not path.is_dir():
                 digest = self.sources.of_file(path, name=str(name))
-                folder = self._make(f"tar-{digest}", lambda target: root_tar.unpack(path, target))
+                folder = self._make(f"tar-{digest}", lambda target: root_tar.unpack(path, target), checked=True)
                 _check_bash(folder, name)
                 return Base(f"tar:{digest}", (str(folder.resolve()), self._skeleton))
             # A directory is used in place, so it may change at any time.
@@ -187,20 +192,39 @@ class Bases:
         # The launcher opens it by this path again, without following links.
         return Base(identity, (str(real), self._skeleton))
 
-    def _make(self, name: str, build: Callable[[Path], object]) -> Path:
-        """Return a directory of bases; build it if it is missing, completely or not at all."""
-        target = self._folder / name
+    def _make(self, name: str, build: Callable[[Path], object], *, checked: bool = False) -> Path:
+        """Return a directory of bases; build it if it is missing, completely or not at all.
+
+        Args:
+            name: Its name.
+            build: Fills the directory.
+            checked: Whether a directory that was changed on disk is built again.
+        """
+        target, digest = self._folder / name, self._folder / f"{name}.digest"
         with self._making:
+            # Before its first use in this process: no sandbox has it mounted.
+            if checked and name not in self._intact and target.is_dir() and not _is_intact(target, digest):
+                _log.error("base %s is not as it was unpacked, and is unpacked again", target)
+                if not remove_tree(target):
+                    raise OSError(f"the damaged base {target} cannot be removed; remove it by hand")
             if not target.is_dir():
                 part = self._folder / f"{name}.part"
                 remove_tree(part)
                 part.mkdir()
                 build(part)
+                if checked:
+                    digest.write_text(base_check.digest_of(part))
                 # A base is trusted after a loss of power, too: its files must be on the disk before its name is.
                 sync_file_system(str(self._folder))
                 # The rename is atomic (rename(2)), so a base exists completely or not at all.
                 part.rename(target)
+            self._intact.add(name)
         return target
+
+
+def _is_intact(base: Path, digest: Path) -> bool:
+    """Return whether a base is as it was unpacked. Earlier versions wrote no digest, so that nothing is known."""
+    return digest.exists() and digest.read_text() == base_check.digest_of(base)
 
 
 def _check_bash(folder: Path, named: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sandboxes.driver import FrozenState
-from sandboxes.errors import SpecError
+from sandboxes.errors import SpecError, StateGoneError
 from sandboxes.linux.dir_lock import Ownership
 from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.sources import SourceRules
@@ -86,6 +86,9 @@ class SqliteDriver:
         with self._sandboxes.holding(frozen.parts):
             for state in states.values():
                 self.store.check(state)
+            unread = [part for part in frozen.parts if not self.store.is_intact(part)]
+            if unread and not await asyncio.to_thread(self.store.read_whole, unread):
+                raise StateGoneError("a database state is damaged; replay its path instead")
             return self._adopt(spec, states)
 
     async def collect(self, keep: Iterable[str]) -> int:

@@ -68,7 +68,7 @@ class Sources:
                     self._rules.real(path, confined=confined)
                 files = [_SourceFile(path, self._rules, confined) for path in _files(paths)]
                 known = self._known.get(key)
-                if known is not None and known[0] == _stamp(files) and self._store.has(known[1]):
+                if known is not None and known[0] == _stamp(files) and await self._is_whole(known[1]):
                     return known[1]
                 stamp, part = await self._import(files)
             except OSError as error:
@@ -76,6 +76,10 @@ class Sources:
             self._known[key] = stamp, part
             await asyncio.to_thread(self._save)
             return part
+
+    async def _is_whole(self, part: str) -> bool:
+        """Return whether a root state is there as it was written."""
+        return self._store.is_intact(part) or await asyncio.to_thread(self._store.read_whole, [part])
 
     async def _import(self, files: "list[_SourceFile]") -> tuple[SourceStamp, str]:
         folder = self._store.forks / f"source-{secrets.token_hex(8)}"
@@ -126,7 +130,7 @@ class Sources:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
         # Named by content: equal sources share one root state.
         part = f"r-{digest}"
-        if not self._store.has(part):
+        if not (self._store.has(part) and self._store.read_whole([part])):
             self._store.adopt(database, part)
         return part
 

@@ -5,16 +5,21 @@ A state is a directory below `states` with these files:
 - `db`: a database file that never changes.
 - `db-wal`: a log with the changes since; a root state has none.
 - `pages`: which pages differ from the root's (`sandboxes.sqlite.pages`).
-- `manifest.json`: sizes and times of the others. It is written last, so a directory without it is incomplete.
+- `manifest.json`: sizes, times and digests of the others. It is written last, so a directory without it is incomplete.
+
+A state is read completely before its first use in a process that did not write it: a disk may have changed a byte.
 
 A fork is a directory below `forks`: a second copy of `db`, and a log of its own, which one worker writes.
 """
 
 import contextlib
+import hashlib
+import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,8 @@ from sandboxes.linux.files import sync_path
 from sandboxes.sqlite.counters import UNTOUCHED, RowCounters
 from sandboxes.sqlite.file_clone import Method, best_copy, choose, clone, hold
 from sandboxes.sqlite.pages import Pages, last_versions, page_size_of, wal_bytes
+
+_log = logging.getLogger(__name__)
 
 COMPACT_BYTES = 8 << 20
 """A longer log is written into a database file of its own when its state is frozen, if it exceeds half of its database.
@@ -79,6 +86,9 @@ class SqliteStore:
         self.states, self.forks, self.temporary = folder / "states", folder / "forks", folder / "tmp"
         self.method = Method.COPY
         self._manifests: dict[str, dict[str, Any]] = {}
+        # States that this process has written itself or read completely. Methods that read files run in threads.
+        self._intact: set[str] = set()
+        self._reading = threading.Lock()
 
     def open(self) -> None:
         """Create the directories, and remove incomplete states and the forks of a killed instance."""
@@ -114,6 +124,7 @@ class SqliteStore:
         """Delete states."""
         for part in parts:
             self._manifests.pop(part, None)
+            self._intact.discard(part)
             # Manifest first: if the process is killed meanwhile, the next start deletes the rest.
             (self.states / part / "manifest.json").unlink(missing_ok=True)
             shutil.rmtree(self.states / part, ignore_errors=True)
@@ -124,7 +135,8 @@ class SqliteStore:
         database.rename(folder / "db")
         # A root state is named by its content and trusted after a loss of power: its bytes come before its name.
         sync_path(folder / "db")
-        self._finish(folder, part, frames=0, size_bytes=(folder / "db").stat().st_size, durable=True)
+        size_bytes = (folder / "db").stat().st_size
+        self._finish(folder, part, frames=0, size_bytes=size_bytes, database=_digest(folder / "db"), durable=True)
 
     def root(self, part: str) -> DatabaseState:
         """Return a root state by name."""
@@ -149,6 +161,34 @@ class SqliteStore:
             if [stat.st_size, stat.st_mtime_ns, log_bytes] != manifest["stamp"]:
                 raise StateGoneError(f"database state {part} was changed from outside; replay its path instead")
 
+    def is_intact(self, part: str) -> bool:
+        """Return whether a state is as it was written, without reading it; False if this process does not know yet."""
+        return part in self._intact
+
+    def read_whole(self, parts: Iterable[str]) -> bool:
+        """Read states completely that this process has not read yet; return whether all are as they were written.
+
+        A damaged state is deleted. Blocking: 1 s for a gigabyte.
+        """
+        with self._reading:
+            return all(map(self._is_whole, parts))
+
+    def _is_whole(self, part: str) -> bool:
+        if part in self._intact:
+            return True
+        try:
+            # Earlier versions wrote no digests; such a state is taken as it is.
+            digests = self._manifest(part).get("digests", {})
+            whole = all(_digest(self.states / part / name) == digest for name, digest in digests.items())
+        except (OSError, ValueError, AttributeError):
+            whole = False
+        if whole:
+            self._intact.add(part)
+        else:
+            _log.error("database state %s is damaged, and is made again", part)
+            self.drop({part})
+        return whole
+
     def freeze(self, fork: "Fork", state: DatabaseState, pages: bytes) -> tuple[DatabaseState, int]:
         """Save a fork as a state.
 
@@ -169,14 +209,16 @@ class SqliteStore:
             best_copy(fork.path, folder / "db")
             _write_into(folder / "db", wal_of(fork.path), state.frames, size, int.from_bytes(pages[:4], "big"))
             kept, added = replace(state, part=part, base=part, frames=0), (folder / "db").stat().st_size
+            database = _digest(folder / "db")
         else:
             # Share the database file, and copy the log up to the state's last frame.
             self._clone(fork.path, folder / "db")
             if length:
                 best_copy(wal_of(fork.path), wal_of(folder / "db"), length=length)
             kept, added = replace(state, part=part), length
+            database = self._database_digest(fork.origin.part)
         added += len(pages)
-        self._finish(folder, part, frames=kept.frames, size_bytes=added)
+        self._finish(folder, part, frames=kept.frames, size_bytes=added, database=database)
         return kept, added
 
     def saved_pages(self, part: str) -> bytes | None:
@@ -202,7 +244,7 @@ class SqliteStore:
             frames, pages = build(folder / "db")
             (folder / "pages").write_bytes(pages)
             added = len(pages) + (wal_of(folder / "db").stat().st_size if frames else 0)
-            self._finish(folder, part, frames=frames, size_bytes=added)
+            self._finish(folder, part, frames=frames, size_bytes=added, database=self._database_digest(root))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -213,13 +255,32 @@ class SqliteStore:
         folder.mkdir()
         return folder
 
-    def _finish(self, folder: Path, part: str, *, frames: int, size_bytes: int, durable: bool = False) -> None:
-        database = (folder / "db").stat()
+    def _database_digest(self, part: str) -> str:
+        """Return the digest of a state's database file, which is read only if an earlier version wrote the state."""
+        known: str | None = self._manifest(part).get("digests", {}).get("db")
+        return known or _digest(self.path(part))
+
+    def _finish(
+        self, folder: Path, part: str, *, frames: int, size_bytes: int, database: str, durable: bool = False
+    ) -> None:
+        """Write the manifest of a state, and give it its name.
+
+        Args:
+            folder: Its directory.
+            part: Its name.
+            frames: Length of its log in frames.
+            size_bytes: The bytes that it adds to the disk.
+            database: Digest of its database file.
+            durable: Whether the state must outlive a loss of power.
+        """
+        status = (folder / "db").stat()
         log_bytes = wal_of(folder / "db").stat().st_size if frames else 0
+        others = [path for path in (wal_of(folder / "db"), folder / "pages") if path.exists()]
         manifest = {
             "frames": frames,
             "size_bytes": size_bytes,
-            "stamp": [database.st_size, database.st_mtime_ns, log_bytes],
+            "stamp": [status.st_size, status.st_mtime_ns, log_bytes],
+            "digests": {"db": database} | {path.name: _digest(path) for path in others},
         }
         # Manifest last: a state without one is incomplete, and is deleted at the next start.
         (folder / "manifest.json").write_bytes(orjson.dumps(manifest))
@@ -227,6 +288,7 @@ class SqliteStore:
             sync_path(folder / "manifest.json")
             sync_path(folder)
         folder.rename(self.states / part)
+        self._intact.add(part)
 
     def _manifest(self, part: str) -> dict[str, Any]:
         manifest = self._manifests.get(part)
@@ -296,6 +358,11 @@ class Fork:
         shutil.rmtree(self.path.parent, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self.lock)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
 
 def wal_of(database: Path) -> Path:

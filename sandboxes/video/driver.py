@@ -100,7 +100,7 @@ class VideoDriver:
         state = LoadedVideos(**frozen.payload)
         with self._sandboxes.holding(state.parts):
             for part in state.parts:
-                self.store.check(part)
+                await asyncio.to_thread(self.store.check, part)
             return self._adopt(spec, state)
 
     async def collect(self, keep: Iterable[str]) -> int:

@@ -141,7 +141,7 @@ class Pipeline:
         # The name follows from the content, which is not known yet: no video may be collected meanwhile.
         with self._making_part("v-"):
             digest = None if self.fresh else await asyncio.to_thread(self._contents.known, source)
-            if digest is None or not self.store.has(part_name("v", digest)):
+            if digest is None or not await asyncio.to_thread(self.store.is_whole, part_name("v", digest)):
                 digest = await self._import(source, spec)
         part = part_name("v", digest)
         info = self.store.info(part)
@@ -163,7 +163,7 @@ class Pipeline:
                 self._contents.copy, source, folder / VIDEO, max_bytes, confined=spec.confined
             )
             part = part_name("v", digest)
-            if not self.store.has(part):
+            if not await asyncio.to_thread(self.store.is_whole, part):
                 request = {"tool": "probe", "path": str(folder / VIDEO), "max_duration_s": spec.video.max_duration_s}
                 fields, _ = await self.read(request, limits_of(spec), timeout_s=spec.limits.timeout_s)
                 info = fields["info"] | {"sha256": digest, "size_bytes": (folder / VIDEO).stat().st_size}
@@ -186,7 +186,7 @@ class Pipeline:
         settings, info = spec.video.measurement_settings(), self.store.info(part)
         measured = part_name("m", info["sha256"], settings, await self.versions())
         with self._making_part(measured):
-            if not self.store.has(measured):
+            if not await asyncio.to_thread(self.store.is_whole, measured):
                 await self._once(measured, spec, lambda: self._measure(part, measured, info, spec))
             model = spec.video.model
             if model is None:
@@ -201,7 +201,7 @@ class Pipeline:
     def _find_described(self, prefix: str) -> str | None:
         """Return the part of the captions whose name begins with a prefix; None if the model was not asked yet."""
         return next(
-            (part for part in sorted(self.store.all()) if part.startswith(prefix) and self.store.has(part)), None
+            (part for part in sorted(self.store.all()) if part.startswith(prefix) and self.store.is_whole(part)), None
         )
 
     async def _once(self, part: str, spec: EnvironmentSpec, make: Callable[[], Coroutine[Any, Any, str]]) -> str:

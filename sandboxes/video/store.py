@@ -3,11 +3,13 @@
 A part is a directory below `parts`, named by a digest of what its content follows from, written once, and shared by all
 sandboxes. `v-…` is a video with its properties, `m-…` are measurements, `d-…` are a model's captions.
 
-A part is written in a directory below `work` and then renamed. Its manifest, the sizes of its files, is written last,
-so a part without a manifest is incomplete and is removed at the next start.
+A part is written in a directory below `work` and then renamed. Its manifest, the sizes and digests of its files, is
+written last, so a part without a manifest is incomplete and is removed at the next start. A part is read completely
+before its first use in a process that did not write it.
 """
 
 import hashlib
+import logging
 import secrets
 import shutil
 import threading
@@ -19,6 +21,8 @@ import orjson
 
 from sandboxes.errors import StateGoneError
 from sandboxes.linux.files import sync_path
+
+_log = logging.getLogger(__name__)
 
 VIDEO, INFO = "video", "info.json"
 _MANIFEST = "manifest.json"
@@ -36,7 +40,9 @@ class VideoStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._parts, self._work = folder / "parts", folder / "work"
-        self._adopting = threading.Lock()
+        self._adopting, self._reading = threading.Lock(), threading.Lock()
+        # Parts that this process has written itself or read completely.
+        self._intact: set[str] = set()
 
     def open(self) -> None:
         """Make the directories, and remove incomplete parts."""
@@ -69,23 +75,45 @@ class VideoStore:
         except (OSError, ValueError):
             return False
 
+    def is_whole(self, part: str) -> bool:
+        """Return whether a part exists as it was written. One that was changed is deleted.
+
+        Blocking the first time: 1 s for a gigabyte.
+        """
+        if not self.has(part):
+            return False
+        with self._reading:
+            if part in self._intact:
+                return True
+            try:
+                digests = self._manifest(part)["digests"]
+                whole = all(_digest(self._parts / part / name) == digest for name, digest in digests.items())
+            except (OSError, ValueError, KeyError):
+                whole = False
+            if whole:
+                self._intact.add(part)
+            else:
+                _log.error("part %s of a video is damaged, and is made again", part)
+                self.drop([part])
+            return whole
+
     def check(self, part: str) -> None:
-        """Check that a part exists.
+        """Check that a part exists as it was written. Blocking the first time.
 
         Raises:
             StateGoneError: It is missing or damaged.
         """
-        if not self.has(part):
+        if not self.is_whole(part):
             raise StateGoneError(f"part {part} of a video is missing or damaged; its path is replayed instead")
 
     def adopt(self, folder: Path, part: str) -> None:
         """Make a part of a directory, which is moved. If the same part was made meanwhile, that one stays."""
-        sizes = {}
+        sizes, digests = {}, {}
         for path in sorted(folder.iterdir()):
-            sizes[path.name] = path.stat().st_size
+            sizes[path.name], digests[path.name] = path.stat().st_size, _digest(path)
             sync_path(path)
         # Parts outlive losses of power, so the files are on the disk before the manifest says that they are complete.
-        (folder / _MANIFEST).write_bytes(orjson.dumps(sizes))
+        (folder / _MANIFEST).write_bytes(orjson.dumps({"sizes": sizes, "digests": digests}))
         sync_path(folder / _MANIFEST)
         sync_path(folder)
         with self._adopting:
@@ -94,6 +122,7 @@ class VideoStore:
                 return
             shutil.rmtree(self._parts / part, ignore_errors=True)
             folder.rename(self._parts / part)
+            self._intact.add(part)
 
     def discard(self, folder: Path) -> None:
         """Delete a directory of `new`, unless it became a part."""
@@ -109,6 +138,7 @@ class VideoStore:
     def drop(self, parts: Iterable[str]) -> None:
         """Delete parts."""
         for part in parts:
+            self._intact.discard(part)
             # First the manifest: without it the part is incomplete, should the process be killed in between.
             (self._parts / part / _MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(self._parts / part, ignore_errors=True)
@@ -119,5 +149,21 @@ class VideoStore:
         return info
 
     def _sizes(self, part: str) -> dict[str, int]:
-        sizes: dict[str, int] = orjson.loads((self._parts / part / _MANIFEST).read_bytes())
+        sizes: dict[str, int] = self._manifest(part)["sizes"]
         return sizes
+
+    def _manifest(self, part: str) -> dict[str, Any]:
+        """Return the manifest of a part.
+
+        Raises:
+            ValueError: It is damaged, or an earlier version wrote it, without digests.
+        """
+        manifest: Any = orjson.loads((self._parts / part / _MANIFEST).read_bytes())
+        if not isinstance(manifest, dict) or set(manifest) != {"sizes", "digests"}:
+            raise ValueError("the manifest of a part has other members")
+        return manifest
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()

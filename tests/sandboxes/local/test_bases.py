@@ -1,5 +1,9 @@
-"""Bases: what is built once is complete, also after a loss of power."""
+"""Bases: what is built once is complete, also after a loss of power, and what was changed since is built again."""
 
+import os
+import tarfile
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -18,3 +22,44 @@ def test_a_base_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pyte
     assert names == [["skeleton-1.part"]]
     Bases(tmp_path, privileged=False).open()
     assert len(names) == 1, "it was built once"
+
+
+def packed(path: Path) -> Path:
+    """Write a tarball with a shell, and a file that is as good as one."""
+    with tarfile.open(path, "w") as tar:
+        for name in ("bin/bash", "etc/answer"):
+            member = tarfile.TarInfo(name)
+            member.size = 5
+            tar.addfile(member, BytesIO(b"alpha"))
+    return path
+
+
+def flip(path: Path) -> None:
+    """Change a byte, and nothing else that a look at the file would tell."""
+    status = path.stat()
+    path.write_bytes(b"aypha")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda base: flip(base / "etc/answer"), lambda base: (base / "etc/answer").unlink(),
+     lambda base: (base.parent / f"{base.name}.digest").unlink()],
+    ids=["a byte", "a file", "its digest"],
+)  # fmt: skip
+def test_a_damaged_base_is_unpacked_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    """A new process reads a base once, and trusts it from then on."""
+    tarball = packed(tmp_path / "root.tar")
+
+    def opened() -> tuple[Bases, Path]:
+        bases = Bases(tmp_path / "data", privileged=False)
+        bases.open()
+        return bases, Path(bases.refresh(str(tarball)).lowers[0])
+
+    _, folder = opened()
+    inode = folder.stat().st_ino
+    assert opened()[1].stat().st_ino == inode, "an intact base stays"
+    damage(folder)
+    _, again = opened()
+    assert again == folder
+    assert (folder / "etc/answer").read_bytes() == b"alpha"

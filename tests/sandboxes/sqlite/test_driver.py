@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +16,9 @@ from sandboxes.sqlite.driver import SqliteDriver
 from tests.sandboxes.box import opened
 from tests.sandboxes.sql_calls import ask
 from tests.sandboxes.sqlite_files import SHOP, driven, folder_digest, forks, make, responses_to, spec_of
+
+if TYPE_CHECKING:
+    from sandboxes.driver import FrozenState
 
 NONE, DATABASE, SESSION = Effect.NONE, Effect.DATABASE, Effect.SESSION
 WIDE = (
@@ -498,6 +502,40 @@ def test_touched_states_are_gone(tmp_path: Path) -> None:
         await driver.collect([])
 
     driven(tmp_path, test)
+
+
+@pytest.mark.parametrize("name", ["db", "db-wal", "pages"])
+def test_a_changed_byte_is_not_served(tmp_path: Path, name: str) -> None:
+    """A byte of a state changes on disk, and its times do not. A new process makes the state again."""
+    spec = spec_of(make(tmp_path / "s.db"))
+
+    async def freeze(driver: SqliteDriver) -> None:
+        sandbox = await driver.start(spec)
+        await ask(sandbox, "UPDATE item SET name = 'alpha' WHERE id = 1")
+        frozen.append(await sandbox.freeze())
+        before.append((await ask(await driver.start(spec), "SELECT * FROM item")).rows)
+
+    async def restore(driver: SqliteDriver) -> None:
+        sandbox = await driver.restore(spec, frozen[0])
+        assert (await ask(sandbox, "SELECT name FROM item WHERE id = 1")).value == "alpha"
+
+    async def refuse(driver: SqliteDriver) -> None:
+        path = driver.store.path(frozen[0].payload["databases"]["shop"]["part"]).with_name(name)
+        status = path.stat()
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        with path.open("r+b") as file:
+            file.write(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(StateGoneError):
+            await driver.restore(spec, frozen[0])
+        # Its database file may be the root state's: that one is made again from the source.
+        assert (await ask(await driver.start(spec), "SELECT * FROM item")).rows == before[0]
+
+    frozen: list[FrozenState] = []
+    before: list[list[list[object]]] = []
+    for act in (freeze, restore, refuse):
+        driven(tmp_path, act)
 
 
 def test_damaged_log_is_detected(tmp_path: Path) -> None:

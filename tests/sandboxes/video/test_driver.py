@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image
@@ -34,6 +34,9 @@ from tests.sandboxes.videos import (
     spec_of,
     until,
 )
+
+if TYPE_CHECKING:
+    from sandboxes.driver import FrozenState
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +198,34 @@ def test_damaged_part_is_gone_and_remade(tmp_path: Path, clip: Path) -> None:
         assert (await ask(again, "get_frame", t=1.0)).status == 200
 
     driven(tmp_path, test)
+
+
+@pytest.mark.parametrize("kind", ["v-", "m-"])
+def test_a_changed_byte_is_not_served(tmp_path: Path, clip: Path, kind: str) -> None:
+    """A byte of a part changes on disk, and its times do not. A new process makes the part again."""
+    spec = spec_of(clip)
+
+    async def freeze(driver: VideoDriver) -> None:
+        sandbox = await prepared(driver, spec)
+        frozen.append(await sandbox.freeze())
+        told.append((await ask(sandbox, "detect_shots")).body)
+
+    async def refuse(driver: VideoDriver) -> None:
+        (part,) = parts(driver, kind)
+        path = max(driver.store.path(part).iterdir(), key=lambda file: file.stat().st_size)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(StateGoneError):
+            await driver.restore(spec, frozen[0])
+        again = await prepared(driver, spec)
+        assert (await ask(again, "detect_shots")).body == told[0]
+        assert path.read_bytes() != content
+
+    frozen: list[FrozenState] = []
+    told: list[bytes] = []
+    for act in (freeze, refuse):
+        driven(tmp_path, act)
 
 
 def test_close_is_idempotent_and_dead_sandbox_raises(tmp_path: Path, clip: Path) -> None:
