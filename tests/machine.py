@@ -154,7 +154,8 @@ def served(data: Path, **options: str) -> Iterator[Proxy]:
         if proxy.process is not None and proxy.process.poll() is None:
             processes = proxy.processes()
             proxy.kill()
-            wait_until(lambda: not alive(processes), f"{alive(processes)} are still running")
+            # A keeper launcher waits 30 s for containers that Docker was asked for and may still start.
+            wait_until(lambda: not alive(processes), f"{alive(processes)} are still running", within_s=90)
 
 
 def wait_until(true: Callable[[], bool], otherwise: str, *, within_s: float = 30.0) -> None:

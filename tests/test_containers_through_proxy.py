@@ -1,6 +1,7 @@
 """The container driver behind the whole proxy, through its HTTP interface."""
 
 import json
+import shutil
 from collections.abc import Iterator
 
 import httpx
@@ -66,6 +67,30 @@ def test_rollouts_share_diverge_and_survive_a_kill(proxy: Proxy, client: httpx.C
     proxy.stop()
     assert containers(proxy.data / "data" / "container") == []
     assert_nothing_left(proxy, processes, [])
+
+
+def test_another_state_is_never_served(proxy: Proxy, client: httpx.Client) -> None:
+    """All copies of a random state are gone: it is lost to those who are at it, and is not swapped for a new one."""
+    made = "echo $RANDOM $RANDOM $RANDOM > /root/id; echo made"
+    for rollout in ("a", "b"):
+        assert exec_(client, rollout, made)[0] == "made\n"
+    shown = exec_(client, "a", "cat /root/id")[0]
+    assert len(shown.split()) == 3
+    assert exec_(client, "b", "cat /root/id")[:2] == (shown, HIT)
+    proxy.kill()
+    shutil.rmtree(proxy.data / "data" / "container" / "states")
+    proxy.start()
+    for rollout in ("a", "b"):
+        assert exec_(client, rollout, "cat /root/id")[:2] == (shown, HIT)
+        answer = client.post(f"/t/task/r/{rollout}/shell/exec", json={"command": "cat /root/id; true"})
+        assert answer.status_code == 409, answer.text
+        assert answer.json()["type"].endswith(":state-lost")
+    # Another rollout gets a state of its own.
+    assert exec_(client, "c", made)[:2] == ("made\n", MISS)
+    own = exec_(client, "c", "cat /root/id")[0]
+    assert own != shown
+    assert exec_(client, "c", "cat /root/id; true")[0] == own
+    proxy.stop()
 
 
 def test_missing_image_is_refused_with_remedy(client: httpx.Client) -> None:

@@ -86,7 +86,7 @@ class SqliteDriver:
         with self._sandboxes.holding(frozen.parts):
             for state in states.values():
                 self.store.check(state)
-            unread = [part for part in frozen.parts if not self.store.is_intact(part)]
+            unread = [part for part in frozen.parts if part not in self.store.intact]
             if unread and not await asyncio.to_thread(self.store.read_whole, unread):
                 raise StateGoneError("a database state is damaged; replay its path instead")
             return self._adopt(spec, states)

@@ -79,7 +79,7 @@ class Sources:
 
     async def _is_whole(self, part: str) -> bool:
         """Return whether a root state is there as it was written."""
-        return self._store.is_intact(part) or await asyncio.to_thread(self._store.read_whole, [part])
+        return part in self._store.intact or await asyncio.to_thread(self._store.read_whole, [part])
 
     async def _import(self, files: "list[_SourceFile]") -> tuple[SourceStamp, str]:
         folder = self._store.forks / f"source-{secrets.token_hex(8)}"

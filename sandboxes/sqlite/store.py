@@ -79,15 +79,23 @@ class DatabaseState:
 
 
 class SqliteStore:
-    """The directories of one driver's states and forks. Only large logs and copies take more than a millisecond."""
+    """The directories of one driver's states and forks. Only large logs and copies take more than a millisecond.
+
+    Attributes:
+        folder: The driver's directory.
+        states: The directory of all states.
+        forks: The directory of all forks.
+        temporary: A directory for SQLite's temporary files.
+        method: How second copies of database files are made.
+        intact: The states that this process has written itself or read completely.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.states, self.forks, self.temporary = folder / "states", folder / "forks", folder / "tmp"
         self.method = Method.COPY
         self._manifests: dict[str, dict[str, Any]] = {}
-        # States that this process has written itself or read completely. Methods that read files run in threads.
-        self._intact: set[str] = set()
+        self.intact: set[str] = set()
         self._reading = threading.Lock()
 
     def open(self) -> None:
@@ -124,7 +132,7 @@ class SqliteStore:
         """Delete states."""
         for part in parts:
             self._manifests.pop(part, None)
-            self._intact.discard(part)
+            self.intact.discard(part)
             # Manifest first: if the process is killed meanwhile, the next start deletes the rest.
             (self.states / part / "manifest.json").unlink(missing_ok=True)
             shutil.rmtree(self.states / part, ignore_errors=True)
@@ -161,10 +169,6 @@ class SqliteStore:
             if [stat.st_size, stat.st_mtime_ns, log_bytes] != manifest["stamp"]:
                 raise StateGoneError(f"database state {part} was changed from outside; replay its path instead")
 
-    def is_intact(self, part: str) -> bool:
-        """Return whether a state is as it was written, without reading it; False if this process does not know yet."""
-        return part in self._intact
-
     def read_whole(self, parts: Iterable[str]) -> bool:
         """Read states completely that this process has not read yet; return whether all are as they were written.
 
@@ -174,7 +178,7 @@ class SqliteStore:
             return all(map(self._is_whole, parts))
 
     def _is_whole(self, part: str) -> bool:
-        if part in self._intact:
+        if part in self.intact:
             return True
         try:
             # Earlier versions wrote no digests; such a state is taken as it is.
@@ -183,7 +187,7 @@ class SqliteStore:
         except (OSError, ValueError, AttributeError):
             whole = False
         if whole:
-            self._intact.add(part)
+            self.intact.add(part)
         else:
             _log.error("database state %s is damaged, and is made again", part)
             self.drop({part})
@@ -288,7 +292,7 @@ class SqliteStore:
             sync_path(folder / "manifest.json")
             sync_path(folder)
         folder.rename(self.states / part)
-        self._intact.add(part)
+        self.intact.add(part)
 
     def _manifest(self, part: str) -> dict[str, Any]:
         manifest = self._manifests.get(part)

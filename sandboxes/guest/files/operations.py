@@ -83,7 +83,11 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer | Resu
 
 def _as_user(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer:
     def transfer(path: str) -> FileAnswer:
-        return _get(path, fields["limit_bytes"]) if tool == "read" else _put(path, None, body, owns=True)
+        try:
+            return _get(path, fields["limit_bytes"]) if tool == "read" else _put(path, None, body, owns=True)
+        except FileRequestError as refusal:
+            status = refusal.status if refusal.status == 413 else 422
+            raise user_files.UserFileError(status, "invalid", str(refusal)) from refusal
 
     return user_files.perform(tool, fields, transfer)
 

@@ -65,6 +65,9 @@ def perform(
     except OSError as error:
         full = error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
         return _problem(507 if full else 409, "invalid", f"path '{error.filename}': {error.strerror}")
+    # A path with a NUL byte.
+    except ValueError as error:
+        return _problem(422, "invalid", f"path {fields['path']!r}: {error}")
     return 200, "application/json", json.dumps(result).encode()
 
 
