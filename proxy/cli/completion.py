@@ -1,6 +1,7 @@
 """Shell completion of the names of tasks, rollouts and nodes: the running proxy is asked for them."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ _NAMES = 200
 """Most names that are offered."""
 _TITLE = 60
 """Longest title of a call beside a node, in characters."""
+
+
+_NOT_PLAIN = re.compile(r"[^\w ./,+@%-]+")
+"""What a description leaves out."""
 
 
 def complete_task(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -35,8 +40,16 @@ def complete_node(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     view = _get(ctx, "tasks", _task(ctx), "tree")
     nodes = view["nodes"] if isinstance(view, dict) else []
     matching = [node for node in nodes if node["id"].startswith(incomplete)][:_NAMES]
-    # An agent wrote the title, and the shell prints it.
-    return [(node["id"], shortened((node["call"] or {"title": "start"})["title"], _TITLE)) for node in matching]
+    return [(node["id"], description((node["call"] or {"title": "start"})["title"])) for node in matching]
+
+
+def description(title: str) -> str:
+    """Return the title of a call for a shell: an agent wrote it, and zsh evaluates the descriptions of completions.
+
+    Typer escapes quotes, dollar signs and backticks, but no backslashes. A backslash before a command substitution in a
+    title would therefore run it in the user's shell. Only characters that no shell interprets stay.
+    """
+    return shortened(" ".join(_NOT_PLAIN.sub(" ", title).split()), _TITLE)
 
 
 def _task(ctx: typer.Context) -> str:

@@ -13,11 +13,10 @@ from proxy.cli.client import LONG_S, ControlClient
 from proxy.cli.completion import complete_task
 from proxy.cli.options import JsonOption
 from proxy.cli.output import show
+from proxy.cli.rendering.lists import Columns
 from proxy.cli.rendering.report_page import ARM_COLUMNS, COLUMNS, Json, name_of, page, title_of
-from proxy.cli.text import printable, shortened
+from proxy.cli.text import printable
 
-_GROUP_CHARS = 40
-"""Longest name of a group in the terminal, in characters."""
 Labels = list[str] | None
 
 
@@ -56,17 +55,17 @@ def render(reports: Sequence[Json]) -> RenderableType:
 
 
 def _parts(view: Json) -> list[RenderableType]:
-    table = Table(printable(str(view["by"])), title=shortened(title_of(view), 100), title_justify="left")
-    for name, _ in COLUMNS:
-        table.add_column(name, justify="right")
-    for row in view["rows"]:
-        table.add_row(shortened(name_of(row), _GROUP_CHARS), *(cell(row) for _, cell in COLUMNS))
-    table.add_section()
-    table.add_row("total", *(cell(view["total"]) for _, cell in COLUMNS))
+    names = [*(printable(name_of(row)) for row in view["rows"]), "total"]
+    rows = [
+        (name, *(cell(row) for _, cell in COLUMNS))
+        for name, row in zip(names, (*view["rows"], view["total"]), strict=True)
+    ]
+    table = Columns((printable(str(view["by"])), *(name for name, _ in COLUMNS)), rows)
     arms = Table(*(name for name, _ in ARM_COLUMNS))
     for arm in view["arms"]:
         arms.add_row(*(cell(arm) for _, cell in ARM_COLUMNS))
-    parts: list[RenderableType] = [table, arms]
+    title = Text(printable(title_of(view)), style="bold")
+    parts: list[RenderableType] = [title, Group(table), arms]
     if view["truncated"]:
         parts.append(Text("More groups were left out; choose some with --label.", style="dim"))
     return parts

@@ -12,6 +12,9 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from proxy.workloads.ephemeral_proxy import free_port
 from tests.machine import wait_until
@@ -51,6 +54,36 @@ def test_expressions_of_the_dashboard_are_right(tmp_path: Path) -> None:
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     assert f"{len(expressions)} rules found" in check_rules(tmp_path / "rules.yml")
     assert len(expressions) > 30
+
+
+def lost_members(written: Any, understood: Any, place: str = "") -> list[str]:
+    """Return the places where a document has something that another one lacks or has otherwise."""
+    if isinstance(written, dict) and isinstance(understood, dict):
+        return [
+            lost
+            for name, value in written.items()
+            for lost in (
+                lost_members(value, understood[name], f"{place}/{name}") if name in understood else [f"{place}/{name}"]
+            )
+        ]
+    if isinstance(written, list) and isinstance(understood, list) and len(written) == len(understood):
+        pairs = enumerate(zip(written, understood, strict=True))
+        return [lost for at, (one, other) in pairs for lost in lost_members(one, other, f"{place}/{at}")]
+    return [] if written == understood else [place]
+
+
+def understood(dashboard: Any) -> Any:
+    """Return a dashboard as the models that Grafana Labs generates from its schema read and write it."""
+    register_default_plugins()
+    return json.loads(JSONEncoder(sort_keys=True).encode(Dashboard.from_json(dashboard)))
+
+
+def test_dashboard_follows_grafanas_schema() -> None:
+    """No registry has Grafana itself. Its published models know each member, and would drop one that they do not."""
+    dashboard = json.loads((MONITORING / "grafana.json").read_text())
+    assert lost_members(dashboard, understood(dashboard)) == []
+    dashboard["panels"][1]["optionz"] = {}
+    assert lost_members(dashboard, understood(dashboard)) == ["/panels/1/optionz"]
 
 
 def test_alert_fires_on_a_wrong_answer(tmp_path: Path) -> None:

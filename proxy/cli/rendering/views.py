@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from proxy.cli.rendering.lists import render_tasks
 from proxy.cli.rendering.tree import describe
 from proxy.cli.text import printable, shortened
 
@@ -174,13 +175,8 @@ def render_top(stats: Json, tasks: Sequence[Json], seconds: Sequence[Json], max_
         values = [float(second[name]) for second in seconds]
         bars = Text(spark(values), style=_STYLES.get(name[:-1], ""))
         lines.add_row(name, bars, f"{values[-1] if values else 0:,.0f}/s")
-    table = Table("task", "rollouts", "running", "calls", "hits", "saved s", "executed s", "nodes", expand=True)
-    for task in sorted(tasks, key=lambda task: (-int(task["running"]), -int(task["calls"])))[:max_tasks]:
-        table.add_row(
-            shortened(str(task["task"]), 40), f"{task['rollouts']:,}", f"{task['running']:,}", f"{task['calls']:,}",
-            f"{task['hit_rate']:.1%}", f"{task['saved_s']:,.1f}", f"{task['executed_s']:,.1f}", f"{task['nodes']:,}",
-        )  # fmt: skip
-    return Group(head, Text(f"sandboxes: {states}; {snapshots}", style="dim"), lines, table)
+    busiest = sorted(tasks, key=lambda task: (-int(task["running"]), -int(task["calls"])))[:max_tasks]
+    return Group(head, Text(f"sandboxes: {states}; {snapshots}", style="dim"), lines, Text(), render_tasks(busiest))
 
 
 def spark(values: Sequence[float]) -> str:

@@ -13,7 +13,7 @@ from forkpoint.address import DEFAULT_URL
 from proxy.address import read_address, write_address
 from proxy.cli.client import proxy_url
 from proxy.cli.commands import _COMMANDS, _OFFLINE
-from proxy.cli.completion import complete_node, complete_rollout, complete_task
+from proxy.cli.completion import complete_node, complete_rollout, complete_task, description
 from proxy.cli.main import app
 from proxy.cli.rendering.lists import Columns, render_tasks
 from tests.proxy.cli.typing_commands import as_json, proxy, typed
@@ -133,20 +133,31 @@ def test_open_prints_the_address_of_the_page(proxy: Running) -> None:
     typed(proxy, "open", "--node", "n2", "--print", code=2)
 
 
-def test_names_are_completed_from_the_proxy(proxy: Running) -> None:
-    def offered(*words: str) -> str:
-        """Return what bash would be offered for the last word."""
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_names_are_completed_from_the_proxy(proxy: Running, shell: str) -> None:
+    def offered(*words: str) -> set[str]:
+        """Return the words that the shell is offered for the last word."""
         environment = {
             "FORKPOINT_URL": str(proxy.client.base_url),
-            "_FORKPOINT_COMPLETE": "complete_bash",
+            "_FORKPOINT_COMPLETE": f"complete_{shell}",
             "COMP_WORDS": " ".join(("forkpoint", *words)),
             "COMP_CWORD": str(len(words)),
+            "_TYPER_COMPLETE_ARGS": " ".join(("forkpoint", *words)),
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
         }
-        return CliRunner().invoke(app, [], env=environment, prog_name="forkpoint").stdout
+        output = CliRunner().invoke(app, [], env=environment, prog_name="forkpoint").stdout
+        return set(re.findall(r"\w+", output))
 
-    assert "demo" in offered("tree", "de").split()
-    assert {"first", "second"} <= set(offered("rollout", "demo", "").split())
-    assert set(offered("node", "demo", "n").split()) >= {row["id"] for row in as_json(proxy, "tree", "demo")["nodes"]}
+    assert "demo" in offered("tree", "de")
+    assert {"first", "second"} <= offered("rollout", "demo", "")
+    assert offered("node", "demo", "n") >= {row["id"] for row in as_json(proxy, "tree", "demo")["nodes"]}
+
+
+@pytest.mark.parametrize("title", ["\\$(touch x)", "\\`touch x`", 'a\\"; touch x; "', "a'; touch x; '", "$HOME\n:b"])
+def test_no_shell_interprets_descriptions_of_nodes(title: str) -> None:
+    """An agent chooses the title, and zsh evaluates the descriptions of completions."""
+    assert re.fullmatch(r"[\w ]+", description(title))
+    assert description("echo built > app; cat ./app") == "echo built app cat ./app"
 
 
 def test_completion_without_proxy_is_silent() -> None:
