@@ -341,6 +341,8 @@ class ReportRow:
         reward: Mean of the label `reward`; None if no rollout has one.
         executed_cost: Price of `executed_s`.
         saved_cost: Price of `saved_s`.
+        executed_tokens: Tokens that models of video tools counted for executed calls.
+        saved_tokens: Tokens that they would have counted again for hits and waits.
     """
 
     group: str | None
@@ -361,6 +363,8 @@ class ReportRow:
     reward: float | None
     executed_cost: float
     saved_cost: float
+    executed_tokens: int
+    saved_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

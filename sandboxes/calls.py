@@ -27,6 +27,10 @@ class ToolCall:
     body: bytes = b""
 
 
+MODEL_TOKENS = "x-model-tokens"
+"""The header of a result with the number of tokens that models counted while its call ran."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     """What a tool answered. A tool's own failure is a result too.
@@ -35,7 +39,8 @@ class ToolResult:
         status: An HTTP status.
         media_type: The media type of the body.
         body: The body.
-        headers: The end-to-end headers of a tool server, in their order and spelling; other tools have none.
+        headers: The end-to-end headers of a tool server, in their order and spelling. Other tools have none, except
+            `MODEL_TOKENS` with the media type.
     """
 
     status: int

@@ -2,5 +2,5 @@
 
 Process: the proxy.
 May import: proxy, proxy.audit, proxy.control.routes, proxy.control.views, proxy.dialects, proxy.execution,
-proxy.http, proxy.storage, proxy.telemetry, proxy.tree, sandboxes, sandboxes.pool.
+proxy.http, proxy.storage, proxy.telemetry, proxy.tree, sandboxes, sandboxes.pool, sandboxes.video.
 """

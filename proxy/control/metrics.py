@@ -14,6 +14,7 @@ from proxy.engine import Engine
 from proxy.telemetry.run_counters import OTHERS
 from proxy.tree.rollout import Outcome
 from sandboxes.pool.lifecycle import SandboxState
+from sandboxes.video.driver import VideoDriver
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The media type of Prometheus' text format."""
@@ -56,6 +57,11 @@ class _Totals(Collector):
             ("speculated_saved_seconds", counts.speculated_saved_s),
         ):
             yield CounterMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=value)
+        video = self._engine.drivers.get("video")
+        if isinstance(video, VideoDriver):
+            yield CounterMetricFamily(
+                "forkpoint_model_tokens", "Tokens that models of video tools counted.", value=video.models.tokens
+            )
         yield from self._times()
         yield from self._gauges()
         yield from self._audits()

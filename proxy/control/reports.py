@@ -17,10 +17,12 @@ import orjson
 
 from proxy.control.views.report import Arm, ReportRow, ReportView
 from proxy.storage.blobs import whole_bytes
+from proxy.storage.records import answer_of
 from proxy.storage.rollouts import label_path, label_value, labels_condition
 from proxy.storage.schema import is_whole
 from proxy.tree.labels import REWARD
 from proxy.tree.rollout import Outcome
+from sandboxes.calls import MODEL_TOKENS
 
 MAX_ROWS = 1000
 """Most groups of one report. Agents choose labels, so their number has no other bound."""
@@ -58,6 +60,8 @@ class _Group:
     paid: list[tuple[float, int]] = field(default_factory=list)
     executed_s: float = 0.0
     saved_s: float = 0.0
+    executed_tokens: int = 0
+    saved_tokens: int = 0
     rollouts: int = 0
     rewarded: int = 0
     rewards: float = 0.0
@@ -73,6 +77,13 @@ class _Group:
         else:
             self.executed_s += seconds * calls
 
+    def add_tokens(self, outcome: Outcome, tokens: int) -> None:
+        """Add the tokens of models for calls that were answered in one way."""
+        if outcome in (Outcome.HIT, Outcome.WAIT):
+            self.saved_tokens += tokens
+        else:
+            self.executed_tokens += tokens
+
     def add_group(self, other: "_Group") -> None:
         """Add another group, for the total."""
         for name, count in other.counts.items():
@@ -81,6 +92,8 @@ class _Group:
         self.paid += other.paid
         self.executed_s += other.executed_s
         self.saved_s += other.saved_s
+        self.executed_tokens += other.executed_tokens
+        self.saved_tokens += other.saved_tokens
         self.rollouts += other.rollouts
         self.rewarded += other.rewarded
         self.rewards += other.rewards
@@ -101,6 +114,7 @@ class _Group:
             paid_p50_s=quantile(self.paid, 0.5), paid_p95_s=quantile(self.paid, 0.95),
             reward=self.rewards / self.rewarded if self.rewarded else None, rewarded=self.rewarded,
             executed_cost=self.executed_s / 3600 * price_per_hour, saved_cost=self.saved_s / 3600 * price_per_hour,
+            executed_tokens=self.executed_tokens, saved_tokens=self.saved_tokens,
         )  # fmt: skip
 
 
@@ -126,6 +140,7 @@ def read_report(connection: sqlite3.Connection, request: ReportRequest) -> Repor
             found = groups[row[0]]
             found.rollouts, found.rewarded, found.rewards = row[1], row[2], row[3] or 0.0
             found.overheads = dict(zip(_OVERHEADS, row[4:], strict=True))
+    _add_tokens(connection, request.by, where, values, groups)
     total = _Group()
     for each in groups.values():
         total.add_group(each)
@@ -197,11 +212,41 @@ def _add_by_endpoint(
     return damaged
 
 
+def _add_tokens(
+    connection: sqlite3.Connection, by: str, where: str, values: Mapping[str, Any], groups: dict[str | None, _Group]
+) -> None:
+    """Add the tokens of models. Only answers of video tools carry them, so no others are read."""
+    group = {BY_TASK: "r.task", BY_ENDPOINT: "c.call"}.get(by, _LABEL)
+    sql = (
+        f"SELECT {group}, s.outcome, c.answer, COUNT(*) FROM rollouts r JOIN trees t ON t.id = r.tree "
+        f"JOIN steps s ON s.rollout = r.id JOIN records c ON c.id = s.record WHERE {where} AND {_WHOLE_STEP} "
+        f"AND {_WHOLE_RECORD} AND json_extract(t.spec, '$.driver') = 'video' GROUP BY 1, s.outcome, c.answer"
+    )
+    known: dict[int, int] = {}
+    for name, outcome, answer, calls in connection.execute(sql, values).fetchall():
+        if answer not in known:
+            known[answer] = _tokens(connection, answer)
+        if known[answer]:
+            owner = _endpoint(connection, name) if by == BY_ENDPOINT else name
+            groups[owner].add_tokens(Outcome(outcome), known[answer] * calls)
+
+
+def _tokens(connection: sqlite3.Connection, answer: int) -> int:
+    """Return the tokens that models counted for an answer; 0 if its blob is damaged."""
+    data = _blob(connection, answer)
+    values = [] if data is None else [value for name, value in answer_of(data).headers if name == MODEL_TOKENS]
+    return int(values[0]) if values and values[0].isdecimal() else 0
+
+
 def _endpoint(connection: sqlite3.Connection, call: int) -> str | None:
     """Return the endpoint of a call; None if its blob is damaged."""
-    row = connection.execute("SELECT packed, data, digest FROM blobs WHERE id = ?", (call,)).fetchone()
-    data = None if row is None else whole_bytes(*row)
+    data = _blob(connection, call)
     return None if data is None else str(orjson.loads(data)["endpoint"])
+
+
+def _blob(connection: sqlite3.Connection, number: int) -> bytes | None:
+    row = connection.execute("SELECT packed, data, digest FROM blobs WHERE id = ?", (number,)).fetchone()
+    return None if row is None else whole_bytes(*row)
 
 
 def _arms(connection: sqlite3.Connection, where: str, values: Mapping[str, Any], total: _Group) -> list[Arm]:

@@ -124,6 +124,7 @@ class VideoDriver:
             "preprocesses": [job.to_json() for job in self.jobs],
             "model_questions": self.models.sent,
             "model_answers_reused": self.models.reused,
+            "model_tokens": self.models.tokens,
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import base64
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -40,12 +41,28 @@ _MAX_ANSWER_BYTES = 64 << 20
 Vector = list[float]
 
 
+class Spent:
+    """The tokens that models counted for one call.
+
+    Attributes:
+        tokens: Tokens of prompts and answers, as the endpoints' `usage` says. Known answers cost none.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+
+SPENT: ContextVar[Spent | None] = ContextVar("SPENT", default=None)
+"""Takes the tokens of the call that runs in this context. A request that several calls share counts for the first."""
+
+
 class ModelClient:
     """Asks models.
 
     Attributes:
         sent: How many requests were made.
         reused: How many questions were answered by the memo or by a request in flight.
+        tokens: How many tokens models have counted for the requests.
     """
 
     def __init__(self, memo: AnswerMemo) -> None:
@@ -54,7 +71,7 @@ class ModelClient:
         self._turns: dict[str, asyncio.Semaphore] = {}
         self._flights: dict[bytes, asyncio.Task[bytes]] = {}
         self._owner = TaskOwner()
-        self.sent = self.reused = 0
+        self.sent = self.reused = self.tokens = 0
 
     async def aclose(self) -> None:
         """Cancel the requests in flight and close the connections."""
@@ -164,11 +181,24 @@ class ModelClient:
         if response.status_code != 200:
             raise ServerError(f"the model at {url} answered {response.status_code}: {response.text[:300]}")
         try:
-            return read(orjson.loads(response.content))
+            parsed = orjson.loads(response.content)
+            answer = read(parsed)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ServerError(
                 f"the model at {url} sent an answer of the wrong form ({error!r}): {response.text[:200]}"
             ) from None
+        self._count(parsed)
+        return answer
+
+    def _count(self, response: Any) -> None:
+        """Count the tokens of a response; an endpoint need not report any."""
+        usage = response.get("usage")
+        tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
+        if isinstance(tokens, int) and tokens > 0:
+            self.tokens += tokens
+            spent = SPENT.get()
+            if spent is not None:
+                spent.tokens += tokens
 
     async def _sent(self, url: str, payload: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
         """Send a request; try again a little later if the endpoint is busy or cannot be reached."""

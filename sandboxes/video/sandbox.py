@@ -5,13 +5,13 @@ Its state is the names of up to three parts of the store, so a fork copies three
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
 import orjson
 
-from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.calls import MODEL_TOKENS, Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import SandboxError
@@ -20,6 +20,7 @@ from sandboxes.video import prompts
 from sandboxes.video.captioning import limits_of, split
 from sandboxes.video.catalogue import Catalogue
 from sandboxes.video.faults import TRANSIENT, VideoError
+from sandboxes.video.model_client import SPENT, Spent
 from sandboxes.video.pipeline import Pipeline, PreparedVideo
 
 _JSON = "application/json"
@@ -101,6 +102,9 @@ class VideoSandbox:
         if not self.alive:
             raise SandboxError(f"sandbox {self.id} is dead")
         before, began, shareable = self._state, time.perf_counter(), True
+        # Tasks that are started for this call copy its context, so their requests are counted for it too.
+        spent = Spent()
+        SPENT.set(spent)
         try:
             result = await self._run(call)
         except VideoError as fault:
@@ -108,6 +112,11 @@ class VideoSandbox:
             shareable = fault.kind not in TRANSIENT
         except OSError as error:
             raise SandboxError(f"the video's files cannot be read or written: {error}") from error
+        if spent.tokens:
+            own = result.headers or (
+                ("content-type", result.media_type), ("content-length", str(len(result.body)))
+            )  # fmt: skip
+            result = replace(result, headers=(*own, (MODEL_TOKENS, str(spent.tokens))))
         effect = Effect.NONE if self._state == before else Effect.FILES
         return Execution(result, effect, time.perf_counter() - began, self._state.digest(), shareable=shareable)
 

@@ -38,8 +38,9 @@ COLUMNS: tuple[tuple[str, Callable[[Json], str]], ...] = (
     ("p95 s", lambda row: f"{row['p95_s']:.3f} → {row['paid_p95_s']:.3f}"),
     ("reward", lambda row: "" if row["reward"] is None else f"{row['reward']:.3f}"),
     ("saved $", lambda row: f"{row['saved_cost']:,.2f}"),
+    ("model tokens", lambda row: f"{row['executed_tokens'] + row['saved_tokens']:,} → {row['executed_tokens']:,}"),
 )
-"""The columns of a report's table, after the group. The arrow leads from the tools' seconds to those that were paid."""
+"""The columns of a report's table, after the group. The arrow leads from all to what was paid."""
 ARM_COLUMNS: tuple[tuple[str, Callable[[Json], str]], ...] = (
     ("cache", lambda arm: str(arm["cache"])),
     ("executed calls", lambda arm: f"{arm['executed']:,}"),

@@ -38,11 +38,13 @@ class VideosView(BaseModel):
         preprocesses: Preprocessing in progress, and the last that ended, oldest first.
         model_questions: Number of requests that models answered.
         model_answers_reused: Number of requests answered from an earlier answer of a model.
+        model_tokens: Tokens that models counted for their answers. Reports show what the tree has saved of them.
     """
 
     preprocesses: list[PreprocessView]
     model_questions: int
     model_answers_reused: int
+    model_tokens: int
 
 
 @router.get("/videos")
@@ -51,5 +53,5 @@ async def show_videos(engine: EngineDep, request: Request) -> VideosView:
     granted(request).require_whole()
     driver = engine.drivers.get("video")
     if not isinstance(driver, VideoDriver):
-        return VideosView(preprocesses=[], model_questions=0, model_answers_reused=0)
+        return VideosView(preprocesses=[], model_questions=0, model_answers_reused=0, model_tokens=0)
     return VideosView(**driver.overview())

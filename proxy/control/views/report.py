@@ -29,6 +29,8 @@ class ReportRow(BaseModel):
         rewarded: Number of rollouts with a reward.
         executed_cost: Price of `executed_s`.
         saved_cost: Price of `saved_s`.
+        executed_tokens: Tokens that models of video tools counted for misses and bypasses.
+        saved_tokens: Tokens that they would have counted again for hits and waits.
     """
 
     group: str | None
@@ -52,6 +54,8 @@ class ReportRow(BaseModel):
     rewarded: int = 0
     executed_cost: float = 0.0
     saved_cost: float = 0.0
+    executed_tokens: int = 0
+    saved_tokens: int = 0
 
 
 class Arm(BaseModel):

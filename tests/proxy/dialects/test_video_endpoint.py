@@ -196,6 +196,27 @@ def test_model_failure_is_not_recorded(proxy: Running, clip: Path, server: Model
     assert proxy.client.get("/api/v1/videos").json()["model_questions"] > 0
 
 
+def test_tokens_of_models_are_recorded_and_saved(proxy: Running, clip: Path, server: ModelServer) -> None:
+    """An answer carries what its call cost; the report shows what hits would have cost again."""
+    task = Task(proxy, "tokens", clip, model={"base_url": server.url, "model": "seer"})
+    header, before = "x-model-tokens", proxy.client.get("/api/v1/videos").json()["model_tokens"]
+
+    def walk(rollout: str) -> list[int]:
+        answers = [
+            task.ask(rollout, "load_video", name="clip.mp4"), task.ask(rollout, "preprocess"),
+            task.ask(rollout, "visual_question_answering", question="What counts?", segment=0),
+        ]  # fmt: skip
+        return [int(answer.headers.get(header, 0)) for answer in answers]
+
+    first = walk("a")
+    assert (first[0], first[1] > 0, first[2] > 0) == (0, True, True)
+    assert [walk("b"), walk("c")] == [first, first]
+    for by in ("task", "endpoint"):
+        (row,) = proxy.client.get(f"/api/v1/tasks/tokens/report?by={by}").json()["rows"]
+        assert (row["executed_tokens"], row["saved_tokens"]) == (sum(first), 2 * sum(first))
+    assert proxy.client.get("/api/v1/videos").json()["model_tokens"] - before == sum(first)
+
+
 def test_rollout_always_gets_the_same_variant(proxy: Running, clip: Path, server: ModelServer) -> None:
     task = Task(proxy, "variants", clip, model={"base_url": server.url, "model": "seer"}, variants=2)
     question = {"question": "What is seen?", "segment": 0}
