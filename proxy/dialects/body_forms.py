@@ -67,6 +67,8 @@ def body_form(body: bytes, content_type: str, *, archives: bool = False) -> Any:
         with suppress(MalformedFormError):
             form = file_form if archives else _raw
             return {"parts": [_part(part, form) for part in multipart.parts(body, content_type)]}
+        # A tool server may be able to read it, and then the boundary decides what the parts are.
+        return {**_raw(body), "boundary": content_type}
     return file_form(body) if archives else _raw(body)
 
 

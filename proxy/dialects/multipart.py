@@ -52,9 +52,10 @@ def parts(body: bytes, content_type: str) -> list[FormPart]:
     """
     boundary = parse_options_header(content_type)[1].get("boundary", "")
     form: list[FormPart] = []
+    delimiter = boundary.encode("latin-1", "replace")
     try:
         with PushMultipartParser(
-            boundary.encode("latin-1", "replace"), max_header_size=MAX_HEADER_BYTES,
+            delimiter, max_header_size=MAX_HEADER_BYTES,
             max_header_count=MAX_PART_HEADERS, max_segment_count=MAX_PARTS,
         ) as parser:  # fmt: skip
             segment, data = None, b""
@@ -65,6 +66,11 @@ def parts(body: bytes, content_type: str) -> list[FormPart]:
                 elif event is not None:
                     data += event
                 elif segment is not None:
+                    if b"\n--" + delimiter in b"\n" + data:
+                        # Parsers disagree on whether a part ends there (RFC 2046, 5.1.1, forbids it).
+                        raise MalformedFormError(
+                            400, "multipart", "the form cannot be read: a part holds its boundary."
+                        )
                     form.append(_part(segment, data))
     except MultipartError as error:
         status = 413 if isinstance(error, ParserLimitReached) else 400

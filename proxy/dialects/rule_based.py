@@ -220,7 +220,10 @@ class Declared(Dialect):
     def _in_key(self, headers: Headers) -> list[list[str]]:
         wanted = self._rules.headers
         rows = [
-            [name, media_type(value) if name == "content-type" and "boundary" in value else value]
+            [
+                name,
+                media_type(value) if name == "content-type" and media_type(value) == "multipart/form-data" else value,
+            ]
             for name, value in headers
             if (name in wanted if wanted is not None else name not in NOISE)
         ]

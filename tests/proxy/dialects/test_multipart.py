@@ -1,5 +1,8 @@
 """Multipart forms: parts come out byte for byte, malformed forms are refused, and headers have limits."""
 
+from email import message_from_bytes
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,6 +103,8 @@ def test_arbitrary_bytes_never_crash_the_parser(body: bytes, content_type: str) 
         b"--b\r\nX-A: 1\r\n\r\n1\r\n--b--",
         b"--b\r\n" + FIELD + b"\r\nContent-Length: 2\r\n\r\n1\r\n--b--",
         b"--bb\r\n" + FIELD + b"\r\n\r\n1\r\n--bb--",
+        b"--b\r\n" + FIELD + b"\r\n\r\n--b\r\n--b--",
+        b"--b\r\n" + FIELD + b"\r\n\r\n1\n--b\r\n--b--",
     ],
 )
 def test_malformed_form_is_refused(body: bytes) -> None:
@@ -126,3 +131,53 @@ def test_form_beyond_a_limit_is_too_large(body: bytes) -> None:
 def test_files_are_the_parts_with_a_filename() -> None:
     form = written("b", [("a", None, {}, b"1"), ("file", 'C:\\x "y"', {}, b"2")])
     assert [(file.filename, file.data) for file in files(*form)] == [('C:\\x "y"', b"2")]
+
+
+HOSTILE_PARAMETERS = (
+    'name="a"', "name=a", 'NAME="a"', 'name="b"', 'name="a\\"; filename=\\"x"', 'filename="x"', 'filename="../../x"',
+    'filename="/x"', 'filename="C:\\\\x"', "filename*=utf-8''x", "filename*=utf-8''%2e%2e%2fx", 'filename="x%00"',
+    'filename="x\\x"', 'filename=""', 'filename="é"',
+)  # fmt: skip
+HOSTILE_HEADERS = (
+    "Content-Type: text/plain", "content-type:text/plain", "Content-Type: text/html", "X-A: 1", "X-A: 1 ", "X-A:\t1",
+    "x-a: 2", "Content-Transfer-Encoding: base64", 'Content-Disposition: form-data; name="b"',
+)  # fmt: skip
+HOSTILE_PARTS = st.tuples(
+    st.lists(st.sampled_from(HOSTILE_PARAMETERS), max_size=3),
+    st.lists(st.sampled_from(HOSTILE_HEADERS), max_size=2),
+    st.sampled_from(["", "1", "--b", "\r\n", "--b--\r\n"]),
+)
+BOUNDARIES = st.sampled_from(["b", "bb", "b-", "--b"])
+HostileForm = tuple[str, list[tuple[list[str], list[str], str]]]
+HOSTILE_FORMS = st.tuples(BOUNDARIES, st.lists(HOSTILE_PARTS, min_size=1, max_size=2))
+
+
+def hostile(form: HostileForm) -> tuple[bytes, str]:
+    """Return a form as a hostile client writes it, and its content type."""
+    boundary, chosen = form
+    body = ""
+    for parameters, headers, data in chosen:
+        disposition = "; ".join(["Content-Disposition: form-data", *parameters])
+        body += "\r\n".join([f"--{boundary}", disposition, *headers, "", data, ""])
+    return f"{body}--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}"
+
+
+def as_servers_read(body: bytes, content_type: str) -> list[tuple[list[tuple[str, str]], Any]]:
+    """Return a form's parts as another parser reads them: their headers by lower-case names, and their content."""
+    message = message_from_bytes(f"Content-Type: {content_type}\r\n\r\n".encode() + body)
+    found: Any = message.get_payload()
+    return [
+        (sorted((name.lower(), str(value).strip()) for name, value in part.items()), part.get_payload())
+        for part in found
+    ]
+
+
+@given(HOSTILE_FORMS, HOSTILE_FORMS)
+def test_equal_keys_are_equal_for_servers(one: HostileForm, other: HostileForm) -> None:
+    """Two forms with one key are the same form for Python's own parser, whatever names and boundaries they have."""
+    try:
+        keys = [body_form(*hostile(form)) for form in (one, other)]
+    except MalformedFormError:
+        return
+    if keys[0] == keys[1] and "parts" in keys[0]:
+        assert as_servers_read(*hostile(one)) == as_servers_read(*hostile(other))

@@ -47,6 +47,21 @@ def test_spelling_of_a_path_cannot_evade_its_rule() -> None:
         assert call(read(request("GET", target))).call.arguments["effect"] == "change"
 
 
+def test_boundary_is_in_the_key_of_an_unread_form() -> None:
+    """A form that a boundary divides well has the key of its parts. In any other body the boundary says what it is."""
+
+    def key(kind: str, body: str) -> bytes:
+        headers = (("content-type", kind),)
+        return call(dialect("http").read(request("POST", "/run", body, headers=headers))).key
+
+    whole = '--{0}\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--{0}--'
+    a, b = ("multipart/form-data; boundary=a", "multipart/form-data; boundary=b")
+    assert key(a, whole.format("a")) == key(b, whole.format("b"))
+    for body in ("--a--b--", whole.format("a") + whole.format("b"), whole.format("c")):
+        assert key(a, body) != key(b, body), body
+    assert key("multipart/mixed; boundary=a", "--a--b--") != key("multipart/mixed; boundary=b", "--a--b--")
+
+
 def test_dropped_fields_are_not_in_the_key() -> None:
     def key(rule: dict[str, Any], body: str) -> bytes:
         return call(dialect("http", {"on": "POST /run", **rule}).read(request("POST", "/run", body))).key
