@@ -12,7 +12,7 @@
 #    without a link. A file that was deleted needs its directory, because CRIU makes the file there for a moment. A
 #    directory that was deleted is refused: CRIU would make it again by its path.
 # 4. No name leads into the kernel's file systems, except to a few harmless files. Their content depends on the rights
-#    of the process that opens them, and that would be CRIU.
+#    of the process that opens them, and that would be CRIU. Side services of a container see them at further places.
 # 5. No descriptor is under way in a socket, where nobody can look at its name.
 #
 # The restore does not rely on this (`criu_launch`). It makes the difference between a state that is reached by replay
@@ -75,7 +75,10 @@ class HeldNames:
         # Pid 1 is ours, and its mount namespace is the sandbox's.
         self._namespaces = [os.readlink(f"/proc/1/ns/{name}") for name in _NAMESPACES]  # noqa: PTH115
         with open("/proc/1/mountinfo", "rb") as file:  # noqa: PTH123
-            self._listed = {int(line.split()[0]) for line in file}
+            mounts = [line.split() for line in file]
+        self._listed = {int(mount[0]) for mount in mounts}
+        # The type of a mount follows the separator (proc(5)).
+        self._kernel_mounts = tuple(m[4] + b"/" for m in mounts if m[m.index(b"-") + 1] in {b"proc", b"sysfs"})
         for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
             if int(name) not in {1, tracer} and _stands_still(name, tracer):
                 self._process(name)
@@ -103,6 +106,7 @@ class HeldNames:
         path = os.readlink(os.fsencode(where))  # noqa: PTH115
         if path.startswith(b"/"):
             held = os.stat(where)  # noqa: PTH116
+            self._require_no_kernel_file(path, f"process {pid} holds {_text(path)}")
             _require_plain(path, held, f"process {pid} holds {_text(path)}")
         elif not path.startswith(_NAMELESS) or b"io_uring" in path:
             # Namespaces, and names that the kernel cannot reach from this root. With io_uring the kernel itself writes
@@ -115,6 +119,10 @@ class HeldNames:
             if any(int(line.split()[1]) for line in under_way):
                 raise UnsafeNameError(f"process {pid} has a socket with descriptors under way")
 
+    def _require_no_kernel_file(self, path: bytes, subject: str) -> None:
+        if path.startswith(self._kernel_mounts) and path not in _KERNEL_FILES:
+            raise UnsafeNameError(f"{subject}, a file of the kernel")
+
     def _mapping(self, pid: str, fields: list[bytes]) -> None:
         path = fields[5].lstrip(b" ") if len(fields) > 5 else b""
         self._count_name()
@@ -122,6 +130,7 @@ class HeldNames:
             return
         if path not in self._plain:
             self._plain.add(path)
+            self._require_no_kernel_file(path, f"process {pid} has mapped {_text(path)}")
             _require_plain(path, None, f"process {pid} has mapped {_text(path)}")
         if not path.startswith((b"/memfd:", b"/dev/", b"/SYSV")) and not path.endswith(_DELETED):
             self._note_if_below(pid, fields, path)

@@ -167,6 +167,19 @@ def test_a_socket_below_another_root_is_not_dumped(container_dir: Path) -> None:
     driven(container_dir, test, checkpoints=True)
 
 
+def test_files_of_the_kernel_are_not_dumped_through_a_service(container_dir: Path) -> None:
+    """CRIU would open the name with its own rights, and /proc leads to its own descriptors."""
+    require_criu()
+
+    async def test(driver: OnImage) -> None:
+        sandbox = await driver.start(spec())
+        await run(sandbox, "sleep 1000 </.services/store/proc/1/status >/dev/null 2>&1 &")
+        with pytest.raises(NotFreezableError, match="a file of the kernel"):
+            await sandbox.freeze()
+
+    driven(container_dir, test, checkpoints=True)
+
+
 def test_a_missing_image_of_a_service_is_named(container_dir: Path) -> None:
     async def test(driver: OnImage) -> None:
         wrong = spec(services={"store": {**STORE_SERVICE, "image": "forkpoint-no-such-image"}})
