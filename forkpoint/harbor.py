@@ -71,6 +71,13 @@ class ForkpointEnvironment(BaseEnvironment):
                 "This task may use the network, and Forkpoint's sandboxes have none. If the task works without, pass "
                 "--environment-kwarg offline=true."
             )
+        compose = self.environment_dir / "docker-compose.yaml"
+        if self._spec is None and compose.exists():
+            # Without its services the task would be another one.
+            raise ValueError(
+                f"This task has several containers ({compose.name}). Write its services into a spec (docs/services.md) "
+                'and pass it: --environment-kwarg spec=\'{"driver": "container", "services": …}\'.'
+            )
         if self._spec is None and not self.task_env_config.docker_image:
             raise ValueError(
                 "This task names no image ([environment] docker_image). Build its Dockerfile, and pass "

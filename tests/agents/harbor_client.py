@@ -38,14 +38,36 @@ class Scripted(BaseAgent):
         context.metadata = {"shown": [[result.stdout, result.stderr, result.return_code] for result in shown]}
 
 
-def task(folder: Path) -> None:
+def task(folder: Path, environment: str = "") -> None:
     (folder / "tests").mkdir(parents=True)
     (folder / "environment").mkdir()
     (folder / "environment" / "Dockerfile").write_text("FROM debian:bookworm\n")
     (folder / "instruction.md").write_text("Write mine.\n")
-    (folder / "task.toml").write_text('version = "1.0"\n[agent]\ntimeout_sec = 60\n[verifier]\ntimeout_sec = 60\n')
+    (folder / "task.toml").write_text(
+        'version = "1.0"\n[agent]\ntimeout_sec = 60\n[verifier]\ntimeout_sec = 60\n' + environment
+    )
     test = "if [ -e /root/mine ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\ncat /root/drawn\n"
     (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}")
+
+
+async def compose_is_refused(url: str, folder: Path) -> None:
+    """A task with several containers does not run as one of them; a spec names its services."""
+    task(folder, '[environment]\ndocker_image = "main"\n')
+    (folder / "environment" / "docker-compose.yaml").write_text("services: {main: {}, db: {image: db}}\n")
+    environment = EnvironmentConfig(
+        import_path="forkpoint.harbor:ForkpointEnvironment", kwargs={"url": url, "offline": True}
+    )
+    config = TrialConfig(
+        task=TaskConfig(path=folder), trial_name="compose", trials_dir=folder / "trials",
+        agent=AgentConfig(import_path=f"{Path(__file__).stem}:Scripted", kwargs={"commands": []}),
+        environment=environment,
+    )  # fmt: skip
+    try:
+        result = await (await Trial.create(config)).run()
+        refusal = str(result.exception_info)
+    except ValueError as error:
+        refusal = str(error)
+    assert "docs/services.md" in refusal, refusal
 
 
 async def trial(url: str, folder: Path, number: int, commands: list[str]) -> list[Any]:
@@ -66,6 +88,7 @@ async def trial(url: str, folder: Path, number: int, commands: list[str]) -> lis
 
 async def main(url: str, folder: Path, group: list[list[str]]) -> list[Any]:
     task(folder / "task")
+    await compose_is_refused(url, folder / "compose")
     return [await trial(url, folder, number, commands) for number, commands in enumerate(group)]
 
 
