@@ -31,6 +31,7 @@ from proxy.dataplane.app import DataPlane
 from proxy.dataplane.hit_protocol import protocol_for, report_responses
 from proxy.dataplane.socket_protocol import BoundedSocketProtocol
 from proxy.engine import Engine, build_engine
+from proxy.http.access import AccessError
 from proxy.http.browser_guard import BrowserGuard
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.refusals import MEDIA_TYPE, RefusalError
@@ -100,8 +101,12 @@ def run(settings: Settings) -> None:
             # Before the store is opened, which may upgrade it.
             owned.enter_context(owning(settings.data))
             application = build(settings, joined=_join(settings))
-        except (StoreError, OSError) as error:
+        except (StoreError, AccessError) as error:
             raise StartError(str(error)) from error
+        except OSError as error:
+            raise StartError(
+                f"{settings.data} cannot be used: {error}. Choose another directory with --data."
+            ) from error
         if settings.default_spec.driver == "local" and settings.default_spec.base == "host":
             log.info(
                 "tasks without a base of their own run on this machine's system (base: host), which is for trying out: "

@@ -196,12 +196,18 @@ def replay(
 
 def _settings(config: Path | None, **options: object) -> "Settings":
     """Return the settings. Options come first, then the environment, the config file, and the defaults."""
+    from pydantic_settings import SettingsError
+
     from proxy.settings import Settings
 
     try:
         return Settings.load(config, **options)
     except ValidationError as error:
         fail("\n".join(_fault(fault, config, options) for fault in error.errors()))
+    except SettingsError as error:
+        # The value of a variable with a list or an object, which pydantic-settings does not name.
+        field = str(error).partition('field "')[2].partition('"')[0]
+        fail(f'The setting {field} in FORKPOINT_{field.upper()} is invalid: write it as JSON, such as ["local"].')
     except (ValueError, OSError) as error:
         fail(f"The settings{'' if config is None else f' in {config}'} are invalid: {error}")
 

@@ -76,6 +76,7 @@ def test_file_as_data_directory_is_one_sentence(tmp_path: Path) -> None:
     ("options", "environment", "parts"),
     [
         ((), {"FORKPOINT_PORT": "abc"}, ("FORKPOINT_PORT", "'abc'")),
+        ((), {"FORKPOINT_DRIVERS": "local"}, ("FORKPOINT_DRIVERS", "write it as JSON")),
         (("--log", "loud"), {}, ("--log", "'loud'")),
         (("--host", "192.0.2.1"), {}, ("token",)),
     ],
@@ -97,6 +98,18 @@ def test_invalid_setting_names_its_source(
 def test_bad_file_is_named_with_its_key(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
     (tmp_path / "a.toml").write_text(text)
     assert_one_sentence(started("--config", str(tmp_path / "a.toml")), *parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "parts"),
+    [
+        ("FORKPOINT_TOKEN", "short", ("The proxy cannot start", "is malformed", "openssl rand -hex 24")),
+        ("FORKPOINT_TOKEN_FILE", "/nothing", ("The proxy cannot start", "token_file /nothing cannot be read")),
+        ("FORKPOINT_DATA", "/proc/forkpoint", ("The proxy cannot start", "/proc/forkpoint cannot be used", "--data")),
+    ],
+)
+def test_unusable_value_is_one_sentence(tmp_path: Path, name: str, value: str, parts: tuple[str, ...]) -> None:
+    assert_one_sentence(started("--port", "0", **{"FORKPOINT_DATA": str(tmp_path / "data"), name: value}), *parts)
 
 
 def test_unknown_variables_are_named_with_the_meant_one() -> None:
