@@ -38,8 +38,8 @@ def _of(*path: str | int) -> Callable[[Json], float]:
     return number
 
 
-def tables(result: Json) -> str:
-    """Return the tables of a training run as Markdown."""
+def tables(result: Json, tokens: Json) -> str:
+    """Return the tables of a training run, with the tokens of `bench.model_tokens`, as Markdown."""
     runs, last = result["runs"], result["settings"]["epochs"]
     kinds = list(runs[0]["arms"]["cached"]["calls"])
     equal, total = sum(run["equal_outputs"] for run in runs), sum(run["outputs"] for run in runs)
@@ -68,6 +68,9 @@ def tables(result: Json) -> str:
             _ratio(arm, "median_call_s", "sql"),
         ),
     ]
+    plain, cached = (statistics.mean(run[name] for run in tokens["runs"]) for name in ("uncached", "cached"))
+    spent = f"{plain / cached:.1f}x fewer ({plain:,.0f} to {cached:,.0f}); `{tokens['command']}`"
+    claims.append(("Tokens of the model behind video tools", "3x fewer", spent))
     lines = [
         f"Command: `{result['command']}`. Machine: {result['machine']}. Runs: {len(runs)}.",
         "",
@@ -139,10 +142,11 @@ def plot(title: str, result: Json, name: str, top: float) -> str:
 def written(page: str) -> dict[Path, str]:
     """Return the files that the measurements make, by path; page: the page as it is."""
     result = json.loads((DOCS / "results" / "training.json").read_text())
+    tokens = json.loads((DOCS / "results" / "tokens.json").read_text())
     before, _, rest = page.partition(BEGIN)
     slowest = max(e["wall_s"] for run in result["runs"] for arm in run["arms"].values() for e in arm["epochs"])
     return {
-        PAGE: f"{before}{BEGIN}{tables(result)}{END}{rest.partition(END)[2]}",
+        PAGE: f"{before}{BEGIN}{tables(result, tokens)}{END}{rest.partition(END)[2]}",
         DOCS / "results" / "reward.svg": plot("Mean reward by epoch", result, "reward", 1.0),
         DOCS / "results" / "hit-rate.svg": plot("Hit rate by epoch", result, "hit_rate", 1.0),
         DOCS / "results" / "wall.svg": plot("Seconds of all rollouts by epoch", result, "wall_s", -(-slowest // 4) * 4),
