@@ -92,7 +92,7 @@ def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
                 list(threads.map(comparison.group, range(len(groups)), groups))
         finally:
             if plan.logs:
-                shutil.copy(subject.data / "serve.log", plan.logs / f"{driver}-{mode}-{seed}.log")
+                shutil.copy(subject.log_file, plan.logs / f"{driver}-{mode}-{seed}.log")
         seconds = time.monotonic() - began
     report(driver, mode, seed, tally, seconds)
     return tally

@@ -70,7 +70,7 @@ def sample(proxy: Proxy, began: float) -> Sample:
     status = dict(line.split(":", 1) for line in (here / "status").read_text().splitlines())
     kilobytes = {name: int(status[name].split()[0]) for name in ("RssAnon", "RssFile", "RssShmem")}
     stats = proxy.view("stats")
-    data = proxy.data / "data"
+    data = proxy.data
     blocks = 0
     for folder, _, names in os.walk(data):
         for name in names:

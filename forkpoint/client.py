@@ -7,10 +7,11 @@ import asyncio
 import os
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 from uuid import uuid4
 
 import httpx
@@ -22,6 +23,8 @@ from forkpoint.operations import Labels, ProxyOperations, RolloutOperations, Tas
 from forkpoint.trajectories import Format, Trajectory, split, target, trajectory, write
 
 T = TypeVar("T")
+HttpT = TypeVar("HttpT", httpx.Client, httpx.AsyncClient)
+TransportT = TypeVar("TransportT", httpx.BaseTransport, httpx.AsyncBaseTransport)
 
 OVERHEAD_S = 300.0
 """Seconds that a response may take beyond the call's own time limit: the proxy may wait for a free sandbox, restore it
@@ -134,13 +137,7 @@ class AsyncRollout(RolloutOperations, _Urls, Awaiting):
     async def fork(
         self, name: str | None = None, *, node: str | None = None, labels: Labels | None = None
     ) -> "AsyncRollout":
-        """Begin a rollout at this rollout's node, or at another node of its task.
-
-        Args:
-            name: Name of the new rollout; None for a random one.
-            node: Name of the node; None for this rollout's own.
-            labels: Labels beyond this rollout's; a reward is not taken over.
-        """
+        """Begin a rollout at this rollout's node, or at another node of its task; see `Rollout.fork`."""
         name = name or uuid4().hex
         begun = await self._perform(self._fork(name, node, labels))
         return AsyncRollout(self._client, self.task_name, name, begun.labels)
@@ -190,25 +187,15 @@ class AsyncTask(TaskOperations, Awaiting):
         self._client, self.name = client, name
 
     def rollout(self, name: str | None = None, *, labels: Labels | None = None) -> AsyncRollout:
-        """Return a rollout of the task.
-
-        Args:
-            name: Its name; None for a random one.
-            labels: Labels that it begins with, beyond those of the client.
-        """
+        """Return a rollout of the task; see `Task.rollout`."""
         return AsyncRollout(self._client, self.name, name or uuid4().hex, {**self._client.labels, **(labels or {})})
 
     async def _perform(self, request: Request[T]) -> T:
         return await self._client._perform(request)  # noqa: SLF001 - its client
 
 
-class Client(ProxyOperations, Blocking):
-    """A client of a proxy whose operations block. Threads may share it.
-
-    Attributes:
-        url: The proxy's URL.
-        labels: Labels of all rollouts that this client begins.
-    """
+class _Connected(ProxyOperations, ABC, Generic[HttpT, TransportT]):
+    """A client, whether its operations block or are awaited."""
 
     def __init__(
         self,
@@ -217,7 +204,7 @@ class Client(ProxyOperations, Blocking):
         token: str | None = None,
         labels: Labels | None = None,
         patience_s: float = PATIENCE_S,
-        transport: httpx.BaseTransport | None = None,
+        transport: TransportT | None = None,
         trust_env: bool = True,
     ) -> None:
         """Create a client; it connects with its first request.
@@ -230,11 +217,22 @@ class Client(ProxyOperations, Blocking):
             transport: Sends the requests instead of a socket, in tests; None for a socket.
             trust_env: Whether HTTP_PROXY and similar variables apply.
         """
-        self._http = httpx.Client(**_options(url, token, trust_env=trust_env), transport=transport)
-        # Frameworks drop their environments without a word; their connections must not stay open.
-        self._end = weakref.finalize(self, self._http.close)
+        self._http: HttpT = self._open({**_options(url, token, trust_env=trust_env), "transport": transport})
         self.url, self._patience_s = str(self._http.base_url).rstrip("/"), patience_s
         self.labels: Labels = dict(labels or {})
+
+    @abstractmethod
+    def _open(self, options: dict[str, Any]) -> HttpT:
+        """Return an HTTP client."""
+
+
+class Client(_Connected[httpx.Client, httpx.BaseTransport], Blocking):
+    """A client of a proxy whose operations block. Threads may share it.
+
+    Attributes:
+        url: The proxy's URL.
+        labels: Labels of all rollouts that this client begins.
+    """
 
     def task(self, name: str) -> Task:
         """Return a task of this proxy; it need not exist yet."""
@@ -293,6 +291,12 @@ class Client(ProxyOperations, Blocking):
         """Close the connections."""
         self.close()
 
+    def _open(self, options: dict[str, Any]) -> httpx.Client:
+        http = httpx.Client(**options)
+        # Frameworks drop their environments without a word; their connections must not stay open.
+        self._end = weakref.finalize(self, http.close)
+        return http
+
     def _stream(self, path: str, query: dict[str, str | list[str]]) -> Iterator[bytes]:
         """Yield the chunks of a response."""
         try:
@@ -325,37 +329,8 @@ class Client(ProxyOperations, Blocking):
             time.sleep(pause_s)
 
 
-class AsyncClient(ProxyOperations, Awaiting):
-    """A client of a proxy whose operations are awaited, in one event loop.
-
-    Attributes:
-        url: The proxy's URL.
-        labels: Labels of all rollouts that this client begins.
-    """
-
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        token: str | None = None,
-        labels: Labels | None = None,
-        patience_s: float = PATIENCE_S,
-        transport: httpx.AsyncBaseTransport | None = None,
-        trust_env: bool = True,
-    ) -> None:
-        """Create a client; it connects with its first request.
-
-        Args:
-            url: The proxy's URL; None for FORKPOINT_URL, or the proxy on this machine.
-            token: A token of the proxy; None for FORKPOINT_TOKEN, if it is set.
-            labels: Labels of all rollouts that this client begins, such as `run`.
-            patience_s: For how many seconds a busy proxy is asked again; 0 for never.
-            transport: Sends the requests instead of a socket, in tests; None for a socket.
-            trust_env: Whether HTTP_PROXY and similar variables apply.
-        """
-        self._http = httpx.AsyncClient(**_options(url, token, trust_env=trust_env), transport=transport)
-        self.url, self._patience_s = str(self._http.base_url).rstrip("/"), patience_s
-        self.labels: Labels = dict(labels or {})
+class AsyncClient(_Connected[httpx.AsyncClient, httpx.AsyncBaseTransport], Awaiting):
+    """A client of a proxy whose operations are awaited, in one event loop. Its attributes are those of `Client`."""
 
     def task(self, name: str) -> AsyncTask:
         """Return a task of this proxy; it need not exist yet."""
@@ -369,14 +344,7 @@ class AsyncClient(ProxyOperations, Awaiting):
         labels: Labels | None = None,
         answer_bytes: int | None = None,
     ) -> AsyncIterator[Trajectory]:
-        """Yield rollouts as training data, one by one as they arrive: messages, answers, timings and labels.
-
-        Args:
-            task: Only the rollouts of this task; None for all.
-            rollout: Only the rollouts of this name, which needs a task; None for all.
-            labels: Only the rollouts with all of these labels; None for all.
-            answer_bytes: Longest answer in bytes; longer ones are cut. None for 1 MiB.
-        """
+        """Yield rollouts as training data, one by one as they arrive; see `Client.trajectories`."""
         path, query = target(task, rollout, labels, answer_bytes)
         ended = split()
         try:
@@ -401,6 +369,9 @@ class AsyncClient(ProxyOperations, Awaiting):
     async def __aexit__(self, *_: object) -> None:
         """Close the connections."""
         await self.close()
+
+    def _open(self, options: dict[str, Any]) -> httpx.AsyncClient:
+        return httpx.AsyncClient(**options)
 
     async def _perform(self, request: Request[T]) -> T:
         reply = await self._send(request)

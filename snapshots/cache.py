@@ -62,11 +62,11 @@ class SnapshotCounters(Protocol):
     """Totals that the snapshot rooms count. `proxy.telemetry.counters.Counters` has them.
 
     Attributes:
-        snapshots: Snapshots taken.
+        snapshots_taken: Snapshots taken.
         evictions: Snapshots evicted.
     """
 
-    snapshots: int
+    snapshots_taken: int
     evictions: int
 
     @property

@@ -132,7 +132,7 @@ class Capture(Generic[N]):
             # Includes the disk, because that is what a freeze costs; `freeze_s` above is the driver's part.
             costs[driver] = costs[driver].froze(snapshot_kind(snapshot), time.perf_counter() - start)
         # The node may have been forgotten, or got a snapshot, during the awaits above: `attach` drops this one then.
-        self._counters.snapshots += 1
+        self._counters.snapshots_taken += 1
         # 4. Attached without an await between its check and its set, so two freezes cannot both attach.
         self._cache.attach(snapshot, node)
 

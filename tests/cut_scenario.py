@@ -132,7 +132,7 @@ async def finish_walk(running: Engine, rollout: Rollout) -> None:
 def after_reboot(patch: Callable[[object, str, object], None] = setattr) -> None:
     """Let this process believe in another boot than the scenario's."""
     for module in (journal_module, snapshot_module):
-        patch(module, "_boot_id", lambda: "after the cut")
+        patch(module, "boot_id", lambda: "after the cut")
 
 
 if __name__ == "__main__":

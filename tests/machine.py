@@ -82,44 +82,90 @@ def data_directory(below: Path = Path("/var/tmp")) -> Iterator[Path]:
 
 
 @dataclass
-class Proxy:
-    """`forkpoint serve` on a data directory. It can be killed and restarted, and keeps its address."""
+class Served:
+    """`forkpoint serve` as a process. It can be killed and started again, and keeps its address."""
 
-    data: Path
-    options: dict[str, str] = field(default_factory=dict)
-    wrapper: tuple[str, ...] = ()
-    python: str = sys.executable
-    port: int = field(default_factory=free_port)
-    process: "subprocess.Popen[bytes] | None" = None
+    folder: Path
+    port: int = field(default_factory=free_port, kw_only=True)
+    process: "subprocess.Popen[bytes] | None" = field(default=None, kw_only=True)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        """Start the proxy, and return when it is ready."""
-        command = [*self.wrapper, self.python, "-m", "forkpoint", "serve", "--port", str(self.port)]
-        environment = os.environ | {f"FORKPOINT_{name.upper()}": value for name, value in self.options.items()}
-        with (self.data / "serve.log").open("ab") as log:
+    @property
+    def log_file(self) -> Path:
+        return self.folder / "serve.log"
+
+    @property
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The proxy's settings, as environment variables."""
+        raise NotImplementedError
+
+    def launch(self) -> None:
+        """Start the process; `is_ready` says when it answers."""
+        with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--data", str(self.data / "data")], cwd=self.data, env=environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                self.command, cwd=self.folder, env=os.environ | self.settings, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True,
             )  # fmt: skip
-        wait_until(self._ready, "the proxy is not ready", within_s=120)
+
+    def start(self) -> None:
+        """Start the process, and return when it is ready."""
+        self.launch()
+        self.await_ready()
+
+    def await_ready(self) -> None:
+        wait_until(self.is_ready, f"the proxy of {self.log_file.name} is not ready", within_s=120)
+
+    def is_ready(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log()
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=30).is_success
+        except httpx.TransportError:
+            return False
 
     def kill(self) -> None:
+        """Kill the process with SIGKILL."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> None:
-        """Stop the proxy with SIGTERM, as a service manager does."""
+        """Stop the process with SIGTERM, as a service manager does."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(40) in (0, -signal.SIGTERM), self.log()
+        assert self.process.wait(60) in (0, -signal.SIGTERM), self.log()
 
     def log(self) -> str:
-        return (self.data / "serve.log").read_text(errors="replace")[-5000:]
+        return self.log_file.read_text(errors="replace")[-8000:]
+
+
+@dataclass
+class Proxy(Served):
+    """A proxy on a data directory."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    wrapper: tuple[str, ...] = ()
+    python: str = sys.executable
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def command(self) -> list[str]:
+        command = [*self.wrapper, self.python, "-m", "forkpoint", "serve", "--port", str(self.port)]
+        return [*command, "--data", str(self.data)]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {f"FORKPOINT_{name.upper()}": value for name, value in self.options.items()}
 
     def processes(self) -> set[Process]:
         """Return all descendants of the proxy, including those in sandboxes."""
@@ -128,19 +174,11 @@ class Proxy:
 
     def groups(self) -> list[Path]:
         """Return the control groups of this instance of the local driver."""
-        instance = self.data / "data" / "local" / "instance.json"
+        instance = self.data / "local" / "instance.json"
         return [Path(group) for group in json.loads(instance.read_bytes())["cgroups"]] if instance.exists() else []
 
     def view(self, path: str) -> Any:
         return httpx.get(f"{self.url}/api/v1/{path}", timeout=30).raise_for_status().json()
-
-    def _ready(self) -> bool:
-        assert self.process is not None
-        assert self.process.poll() is None, self.log()
-        try:
-            return httpx.get(f"{self.url}/readyz", timeout=30).is_success
-        except httpx.TransportError:
-            return False
 
 
 @contextmanager
@@ -182,9 +220,9 @@ def assert_nothing_left(proxy: Proxy, processes: set[Process], groups: list[Path
 
 def leftovers(proxy: Proxy, processes: set[Process], groups: list[Path]) -> list[str]:
     """Return what an ended proxy left behind: processes, mounts, control groups, locks and incomplete files."""
-    data = proxy.data / "data"
+    data = proxy.data
     remains = [f"process {pid}" for pid, _ in alive(processes)]
-    remains += [f"mount {line}" for line in mounts_below(proxy.data)]
+    remains += [f"mount {line}" for line in mounts_below(proxy.folder)]
     remains += [f"control group {group}" for group in groups if group.exists()]
     remains += [
         str(path) for folder in ("local/uppers", "container/boxes", "journal") for path in _inside(data / folder)
@@ -198,7 +236,7 @@ def leftovers(proxy: Proxy, processes: set[Process], groups: list[Path]) -> list
 
 def unnamed(proxy: Proxy) -> list[Path]:
     """Return the parts of snapshots on disk that nothing refers to. Call it for a proxy that just started."""
-    data = proxy.data / "data"
+    data = proxy.data
     named: set[str] = set()
     for manifest in data.glob("snapshots/*/manifest.json"):
         # The first line is the digest of the rest.

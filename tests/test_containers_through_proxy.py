@@ -65,7 +65,7 @@ def test_rollouts_share_diverge_and_survive_a_kill(proxy: Proxy, client: httpx.C
 
     processes |= proxy.processes()
     proxy.stop()
-    assert containers(proxy.data / "data" / "container") == []
+    assert containers(proxy.data / "container") == []
     assert_nothing_left(proxy, processes, [])
 
 

@@ -9,13 +9,7 @@ from proxy.cli.client import ControlClient
 from proxy.cli.completion import complete_task
 from proxy.cli.options import JsonOption, TaskArgument
 from proxy.cli.output import show
-from proxy.cli.rendering.lists import (
-    render_rollouts,
-    render_sandboxes,
-    render_snapshots,
-    render_stats,
-    render_tasks,
-)
+from proxy.cli.rendering.lists import render_rollouts, render_sandboxes, render_snapshots, render_stats, render_tasks
 
 TaskFilter = Annotated[
     str | None, typer.Option("--task", help="Only those of this task.", autocompletion=complete_task)

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from proxy.cluster.protocol import Position
-from sandboxes.linux.files import sync_path
+from sandboxes.linux.files import boot_id, sync_path
 
 _HEAD = struct.Struct("<8s40sI")
 _MAGIC = b"FKPTPOS1"
@@ -26,7 +26,6 @@ _MIN_ENTRIES = 1 << 15
 """Entries of an empty file: 0.8 MB. Each rewrite frees at least half of a file."""
 _ENDED = 0xFFFFFFFF
 """The turn of an entry which says that a rollout has ended."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PositionsLostError(RuntimeError):
@@ -106,7 +105,7 @@ class PositionFile:
         magic, boot, was_synced = _HEAD.unpack_from(data)
         if magic != _MAGIC:
             raise PositionsLostError("the file of positions is damaged")
-        if boot.rstrip(b"\0") != _boot_id() and not was_synced:
+        if boot.rstrip(b"\0") != boot_id().encode() and not was_synced:
             raise PositionsLostError("the machine stopped, and the last positions may not have reached its disk")
         for at in range(_START, len(data) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
             body, checksum = data[at : at + _ENTRY.size], data[at + _ENTRY.size : at + _ENTRY_BYTES]
@@ -130,7 +129,7 @@ class PositionFile:
             # A full disk must raise here: a write to a mapped hole would kill the process.
             os.posix_fallocate(descriptor, 0, size)
             mapped = mmap.mmap(descriptor, size)
-            mapped[: _HEAD.size] = _HEAD.pack(_MAGIC, _boot_id(), self._sync)
+            mapped[: _HEAD.size] = _HEAD.pack(_MAGIC, boot_id().encode(), self._sync)
             at = _START
             for rollout, position in self._positions.items():
                 body = _ENTRY.pack(rollout, position.node, position.turn)
@@ -151,11 +150,3 @@ class PositionFile:
 def _checksum(body: bytes, at: int) -> bytes:
     # With its place, so that an unused slot of zeros has no valid checksum.
     return _CHECKSUM.pack(zlib.crc32(body, at))
-
-
-def _boot_id() -> bytes:
-    """Return the kernel's name of this start of the machine; the same each time where there is none."""
-    try:
-        return _BOOT_ID.read_bytes().strip()
-    except OSError:
-        return b"unknown"

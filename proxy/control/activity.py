@@ -62,11 +62,9 @@ def between(before: dict[str, float], now: dict[str, float], *, at: float, sandb
 
 def totals(counts: Counters) -> dict[str, float]:
     """Return the totals whose differences make a `Second`."""
-    hits, misses, waits, bypasses = counts.outcomes
     return {
-        "hits": hits, "misses": misses, "waits": waits, "bypasses": bypasses, "replays": counts.replayed_calls,
-        "executed_s": counts.executed_s, "saved_s": counts.saved_s, "errors": sum(counts.failures.values()),
-        "refusals": sum(counts.refusals.values()),
+        **counts.by_name, "replays": counts.replayed_calls, "executed_s": counts.executed_s, "saved_s": counts.saved_s,
+        "errors": sum(counts.failures.values()), "refusals": sum(counts.refusals.values()),
     }  # fmt: skip
 
 

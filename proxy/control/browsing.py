@@ -20,28 +20,6 @@ _ROLLOUTS_NAMED = 5
 """Rollouts that a node's line names; `standing` has the number of all."""
 
 
-class Below(BaseModel):
-    """Totals of a node and all of its descendants.
-
-    Attributes:
-        nodes: Number of nodes.
-        hits: Calls answered from their records.
-        seconds: Seconds that the recorded calls ran.
-        saved_s: Seconds of tool time that the hits saved.
-        rollouts: Running rollouts at these nodes.
-        snapshots: Nodes with a snapshot.
-        diverged: Nodes that a replay diverged at.
-    """
-
-    nodes: int
-    hits: int
-    seconds: float
-    saved_s: float
-    rollouts: int
-    snapshots: int
-    diverged: int
-
-
 class NodeBrief(BaseModel):
     """A node in one line.
 
@@ -89,7 +67,7 @@ class Chain(BaseModel):
     nodes: list[NodeBrief]
     length: int
     last: NodeBrief
-    below: Below
+    below: NodeTotals
 
 
 class ChildrenView(Page[Chain]):
@@ -103,7 +81,7 @@ class ChildrenView(Page[Chain]):
 
     task: str
     node: NodeBrief
-    below: Below
+    below: NodeTotals
 
 
 class SearchMatch(BaseModel):
@@ -137,11 +115,6 @@ class SearchView(BaseModel):
     items: list[SearchMatch]
     total: int | None
     next: str | None
-
-
-def below(totals: NodeTotals) -> Below:
-    """Return the view of a subtree's totals."""
-    return Below(**{name: getattr(totals, name) for name in Below.model_fields})
 
 
 class Browser:
@@ -195,7 +168,7 @@ class Browser:
             return (child.id,) if wanted.key == "recorded" else (getattr(summed.of(child), wanted.key), child.id)
 
         page = wanted.sorted_part(children(node), order).page(lambda child: self._chain(child, summed, standing, fold))
-        return ChildrenView(task=task, node=self.brief(node, standing), below=below(summed.of(node)), **vars(page))
+        return ChildrenView(task=task, node=self.brief(node, standing), below=summed.of(node), **vars(page))
 
     def _chain(self, first: Node, summed: SummedTree, standing: dict[Node, list[str]], fold: int) -> Chain:
         run = [first]
@@ -203,7 +176,7 @@ class Browser:
             run.append(following[0])
         shown = [self.brief(node, standing) for node in run[:fold]]
         last = shown[-1] if len(run) <= fold else self.brief(run[-1], standing)
-        return Chain(nodes=shown, length=len(run), last=last, below=below(summed.of(first)))
+        return Chain(nodes=shown, length=len(run), last=last, below=summed.of(first))
 
     def search(self, tree: Tree, query: str, rows: list[tuple[int, int, int]], wanted: ListQuery) -> SearchView:
         """Return a page of the calls whose title contains a text, ignoring case.

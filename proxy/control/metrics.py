@@ -44,7 +44,7 @@ class _Totals(Collector):
             ("replayed_calls", counts.replayed_calls),
             ("restores", counts.restores),
             ("starts", counts.starts),
-            ("snapshots_taken", counts.snapshots),
+            ("snapshots_taken", counts.snapshots_taken),
             ("evictions", counts.evictions),
             ("divergences", counts.divergences),
             ("root_changes", counts.root_changes),

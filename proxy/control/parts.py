@@ -10,7 +10,7 @@ from proxy.control.history import History
 from proxy.control.refreshed import Refreshed
 from proxy.control.scratch_forks import ScratchForks
 from proxy.control.subtree_totals import SubtreeTotals
-from proxy.control.task_totals import OutcomeTotals, task_totals
+from proxy.control.task_totals import TaskTotals, task_totals
 from proxy.control.tree_reader import Reader
 from proxy.engine import BackgroundWork, Engine
 from proxy.tree.rollout import Rollout
@@ -42,7 +42,7 @@ class ControlPlane:
     history: History
     scratch_forks: ScratchForks
     subtree_totals: SubtreeTotals
-    task_totals: Refreshed[Mapping[str, OutcomeTotals]]
+    task_totals: Refreshed[Mapping[str, TaskTotals]]
     reader: Reader
     browser: Browser
     started_at: float

@@ -20,6 +20,7 @@ from proxy.storage.blobs import whole_bytes
 from proxy.storage.records import answer_of
 from proxy.storage.rollouts import label_path, label_value, labels_condition
 from proxy.storage.schema import is_whole
+from proxy.tree.call_totals import CallTotals
 from proxy.tree.labels import REWARD
 from proxy.tree.rollout import Outcome
 from sandboxes.calls import MODEL_TOKENS
@@ -31,7 +32,6 @@ BY_TASK, BY_ENDPOINT = "task", "endpoint"
 _LABEL = label_value("r.labels", ":by")
 _OVERHEADS = ("restored_s", "replayed_s", "waited_s")
 _WHOLE_ROLLOUT, _WHOLE_STEP, _WHOLE_RECORD = is_whole("rollouts", "r"), is_whole("steps", "s"), is_whole("records", "c")
-_NAMES = {Outcome.HIT: "hits", Outcome.WAIT: "waits", Outcome.MISS: "misses", Outcome.BYPASS: "bypasses"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,9 @@ class ReportRequest:
 class _Group:
     """One group while it is summed: seconds are (value, number of calls) of all calls, and of those as they were."""
 
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_NAMES.values(), 0))
+    totals: CallTotals = field(default_factory=CallTotals)
     seconds: list[tuple[float, int]] = field(default_factory=list)
     paid: list[tuple[float, int]] = field(default_factory=list)
-    executed_s: float = 0.0
-    saved_s: float = 0.0
     executed_tokens: int = 0
     saved_tokens: int = 0
     rollouts: int = 0
@@ -69,13 +67,9 @@ class _Group:
 
     def add(self, outcome: Outcome, seconds: float, calls: int) -> None:
         """Add calls that one record answered in one way."""
-        self.counts[_NAMES[outcome]] += calls
+        self.totals.answered(outcome, seconds * calls, calls)
         self.seconds.append((seconds, calls))
         self.paid.append((0.0 if outcome is Outcome.HIT else seconds, calls))
-        if outcome in (Outcome.HIT, Outcome.WAIT):
-            self.saved_s += seconds * calls
-        else:
-            self.executed_s += seconds * calls
 
     def add_tokens(self, outcome: Outcome, tokens: int) -> None:
         """Add the tokens of models for calls that were answered in one way."""
@@ -86,12 +80,9 @@ class _Group:
 
     def add_group(self, other: "_Group") -> None:
         """Add another group, for the total."""
-        for name, count in other.counts.items():
-            self.counts[name] += count
+        self.totals.merge(other.totals)
         self.seconds += other.seconds
         self.paid += other.paid
-        self.executed_s += other.executed_s
-        self.saved_s += other.saved_s
         self.executed_tokens += other.executed_tokens
         self.saved_tokens += other.saved_tokens
         self.rollouts += other.rollouts
@@ -103,17 +94,13 @@ class _Group:
 
     def row(self, name: str | None, price_per_hour: float) -> ReportRow:
         """Return the view."""
-        calls = sum(self.counts.values())
+        totals = self.totals
         return ReportRow(
-            group=name, rollouts=self.rollouts, calls=calls, hits=self.counts["hits"], waits=self.counts["waits"],
-            misses=self.counts["misses"], bypasses=self.counts["bypasses"],
-            hit_rate=(self.counts["hits"] + self.counts["waits"]) / calls if calls else 0.0,
-            executed_s=self.executed_s, saved_s=self.saved_s,
-            **(self.overheads or dict.fromkeys(_OVERHEADS)),
+            group=name, rollouts=self.rollouts, **totals.as_dict(), **(self.overheads or dict.fromkeys(_OVERHEADS)),
             p50_s=quantile(self.seconds, 0.5), p95_s=quantile(self.seconds, 0.95),
             paid_p50_s=quantile(self.paid, 0.5), paid_p95_s=quantile(self.paid, 0.95),
             reward=self.rewards / self.rewarded if self.rewarded else None, rewarded=self.rewarded,
-            executed_cost=self.executed_s / 3600 * price_per_hour, saved_cost=self.saved_s / 3600 * price_per_hour,
+            executed_cost=totals.executed_s / 3600 * price_per_hour, saved_cost=totals.saved_s / 3600 * price_per_hour,
             executed_tokens=self.executed_tokens, saved_tokens=self.saved_tokens,
         )  # fmt: skip
 
@@ -251,7 +238,7 @@ def _blob(connection: sqlite3.Connection, number: int) -> bytes | None:
 
 def _arms(connection: sqlite3.Connection, where: str, values: Mapping[str, Any], total: _Group) -> list[Arm]:
     """Return what other caches would have done with the same calls."""
-    calls, hits = sum(total.counts.values()), total.counts["hits"] + total.counts["waits"]
+    totals, calls = total.totals, total.totals.calls
     # A stateless cache executes a call once for each task and then repeats its first answer.
     sql = (
         "SELECT g.task, c.call, c.upload, c.answer, c.seconds, g.calls FROM "
@@ -268,10 +255,10 @@ def _arms(connection: sqlite3.Connection, where: str, values: Mapping[str, Any],
         wrong += count if answer != first[key] else 0
         known += count
     return [
-        _arm("none", calls, total.executed_s + total.saved_s, calls, 0),
+        _arm("none", calls, totals.executed_s + totals.saved_s, calls, 0),
         # Steps whose records were forgotten since count as executed.
         _arm("stateless", len(first) + calls - known, tool_s, calls, wrong),
-        _arm("stateful", calls - hits, total.executed_s, calls, 0),
+        _arm("stateful", totals.outcomes[Outcome.MISS] + totals.outcomes[Outcome.BYPASS], totals.executed_s, calls, 0),
     ]
 
 

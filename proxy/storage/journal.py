@@ -26,22 +26,14 @@ from typing import Any, Protocol
 
 import orjson
 
-from proxy.storage.journal_segments import (
-    SEGMENT_BYTES,
-    STEP_BYTES,
-    JournalEntry,
-    checksum,
-    pack_step,
-    read_segment,
-)
-from sandboxes.linux.files import sync_path
+from proxy.storage.journal_segments import SEGMENT_BYTES, STEP_BYTES, JournalEntry, checksum, pack_step, read_segment
+from sandboxes.linux.files import boot_id, sync_path
 
 _SLICE = 1000
 """Entries folded at a time while calls are answered: about 2 ms, the longest wait that a fold adds to a hit."""
 MARK = "journal"
 """The mark in the store that says which segments there must be."""
 _MARK_MEMBERS: dict[str, Callable[[Any], Any]] = {"open": bool, "boot": str, "sync": bool, "first": int, "last": int}
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Fold = Callable[[list[JournalEntry]], None]
 """Writes steps to the store in one transaction, and skips the steps that the store has."""
@@ -183,7 +175,7 @@ class Journal:
         missing = sorted(set(range(mark["first"], mark["last"] + 1)) - present)
         if missing:
             self._lose(None, f"journal segment {missing[0]} is missing, with the last steps of rollouts", recovery)
-        elif mark["boot"] != _boot_id() and not mark["sync"]:
+        elif mark["boot"] != boot_id() and not mark["sync"]:
             # Neither the journal nor the store waited for the disk, so the last steps of any rollout may be missing.
             self._lose(None, "the machine stopped, and the last steps may not have reached its disk", recovery)
 
@@ -266,13 +258,5 @@ class Journal:
 
     def _put_mark(self, *, is_open: bool, durable: bool = False) -> None:
         first = int(self._full[0][0].stem) if self._full else self._segment
-        mark = {"open": is_open, "boot": _boot_id(), "sync": self._sync, "first": first, "last": self._segment}
+        mark = {"open": is_open, "boot": boot_id(), "sync": self._sync, "first": first, "last": self._segment}
         self._marks.put_mark(MARK, orjson.dumps(mark).decode(), durable=durable)
-
-
-def _boot_id() -> str:
-    """Return the kernel's name of this start of the machine; the same text each time where there is none."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return "unknown"

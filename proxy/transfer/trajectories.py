@@ -30,6 +30,7 @@ from proxy.storage.database import StoreDatabase
 from proxy.storage.records import answer_of
 from proxy.storage.rollouts import labels_condition
 from proxy.storage.schema import is_whole
+from proxy.tree.call_totals import CallTotals
 from proxy.tree.labels import REWARD
 from proxy.tree.rollout import Outcome
 from sandboxes.effects import Effect
@@ -81,23 +82,6 @@ def trajectories(database: StoreDatabase, request: TrajectoryRequest) -> Iterato
                 yield bytes(pending)
                 pending.clear()
         yield bytes(pending)
-
-
-@dataclass(slots=True)
-class _Totals:
-    """The totals of one rollout."""
-
-    counts: dict[str, int] = field(default_factory=lambda: {"hits": 0, "waits": 0, "misses": 0, "bypasses": 0})
-    executed_s: float = 0.0
-    saved_s: float = 0.0
-
-    def add(self, outcome: Outcome, tool_s: float) -> None:
-        name = {Outcome.HIT: "hits", Outcome.WAIT: "waits", Outcome.MISS: "misses", Outcome.BYPASS: "bypasses"}[outcome]
-        self.counts[name] += 1
-        if outcome in _SAVED:
-            self.saved_s += tool_s
-        else:
-            self.executed_s += tool_s
 
 
 def count_rollouts(database: StoreDatabase, request: TrajectoryRequest) -> int:
@@ -160,12 +144,12 @@ class _Writer:
             "start": f"n{row['start']}", "node": f"n{row['node']}",
         }  # fmt: skip
         yield orjson.dumps(head)[:-1] + b',"messages":['
-        calls, totals, complete, separator = [], _Totals(), not row["lost"], b""
+        calls, totals, complete, separator = [], CallTotals(), not row["lost"], b""
         # Without a damaged step, the line is not complete.
         for turn, record, number in self._steps(row["id"], row["calls"]):
             outcome = Outcome(number)
             call, messages = self._call(turn, record, outcome)
-            totals.add(outcome, call["tool_s"])
+            totals.answered(outcome, call["tool_s"])
             calls.append(orjson.dumps(call))
             complete = complete and bool(messages)
             for message in messages:
@@ -174,7 +158,7 @@ class _Writer:
         tail = {
             "complete": complete and len(calls) == row["calls"],
             "totals": {
-                "calls": len(calls), **totals.counts, "executed_s": totals.executed_s, "saved_s": totals.saved_s,
+                "calls": len(calls), **totals.by_name, "executed_s": totals.executed_s, "saved_s": totals.saved_s,
                 "restored_s": row["restore_s"], "replayed_s": row["replay_s"], "waited_s": row["wait_s"],
             },
         }  # fmt: skip

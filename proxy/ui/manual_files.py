@@ -6,17 +6,13 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 
 from proxy.refusals import RefusalError
-from proxy.ui.static_files import read_file, response_to
+from proxy.ui.static_files import MEDIA_TYPES, read_file, response_to
 
 _SITE = Path(__file__).parent / "manual"
 """Written by `./run docs` in a checkout, and part of a wheel that was built where MkDocs is installed."""
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
+_TYPES = MEDIA_TYPES | {
     ".json": "application/json",
     ".md": "text/markdown; charset=utf-8",
-    ".svg": "image/svg+xml",
     ".png": "image/png",
     ".webp": "image/webp",
 }

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from proxy.refusals import RefusalError
 
 _FILES = Path(__file__).parent / "static"
-_TYPES = {
+MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".mjs": "text/javascript; charset=utf-8",
@@ -49,9 +49,9 @@ class StaticFile:
 def read_files(folder: Path = _FILES) -> Mapping[str, StaticFile]:
     """Read the page's files, by path below `/ui/`."""
     return {
-        path.relative_to(folder).as_posix(): read_file(path, _TYPES[path.suffix])
+        path.relative_to(folder).as_posix(): read_file(path, MEDIA_TYPES[path.suffix])
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.suffix in _TYPES
+        if path.is_file() and path.suffix in MEDIA_TYPES
     }
 
 
@@ -85,7 +85,7 @@ def page() -> APIRouter:
     @router.get("/docs")
     async def describe() -> Response:
         """Show the description of the REST API."""
-        return Response(docs, media_type=_TYPES[".html"], headers=HEADERS)
+        return Response(docs, media_type=MEDIA_TYPES[".html"], headers=HEADERS)
 
     @router.get("/ui")
     async def bare() -> Response:

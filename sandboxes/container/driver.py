@@ -274,11 +274,7 @@ class ContainerDriver:
     async def collect(self, keep: Iterable[str]) -> int:
         """Delete copies and checkpoints that are neither kept nor in use, and images of root states out of use.
 
-        Args:
-            keep: The parts of the states that the caller keeps.
-
-        Returns:
-            The bytes that the kept parts occupy.
+        See `sandboxes.driver.Driver.collect`.
         """
         # Both sets are read before the first await, for the reason that `LocalDriver.collect` gives.
         present, in_use = self.states.all() | self.checkpointer.names(), self.sandboxes.parts_in_use()

@@ -34,6 +34,7 @@ from typing import Any
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.shell_kit import EXPORTS, ShellKit
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.spawn import spawn_leader
 from sandboxes.shell_text import quote
 
@@ -133,12 +134,10 @@ class Anchor:
             pid = spawn_leader(BASH, ["anchor", "--noprofile", "--norc", "-c", _LOOP], descriptors)
         except OSError:
             kit.close()
-            for fd in (ours, answers):
-                os.close(fd)
+            close_all((ours, answers))
             raise
         finally:
-            for fd in (null, theirs, answering):
-                os.close(fd)
+            close_all((null, theirs, answering))
         return cls(pid, (ours, answers), kit)
 
     def spawn_on_kit(self) -> int:
@@ -204,8 +203,7 @@ class Anchor:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-        for fd in self.ends:
-            os.close(fd)
+        close_all(self.ends)
         if self.kit is not None:
             self.kit.close()
 

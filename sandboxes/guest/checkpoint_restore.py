@@ -28,6 +28,7 @@ from sandboxes.guest.shell_kit import new_pipes as new_shell_pipes
 from sandboxes.ipc.state_messages import Checkpoint
 from sandboxes.linux import processes
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import close_all
 
 PID_DISTANCE = 1000
 """How far above the restored pids those of CRIU and its helpers begin. CRIU forks some ten helpers a process tree.
@@ -92,8 +93,7 @@ class Restoring:
         if self._operator == 0:
             os.close(self._last_pid)
             operate(CriuFiles(*rest), arguments, theirs, restores=True)
-        for fd in (*rest, *theirs):
-            os.close(fd)
+        close_all((*rest, *theirs))
 
     def finish(self) -> Restored:
         """Wait until CRIU is gone, and return our side of what came back."""
@@ -135,8 +135,7 @@ def _server_pipes(server: dict[str, Any], theirs: list[int]) -> list[int]:
     theirs += [end for _, end in pairs[:count]]
     for pair in pairs[count:]:
         # The log was closed before the checkpoint: the server has no pipe that this one could replace.
-        for fd in pair:
-            os.close(fd)
+        close_all(pair)
     return [our for our, _ in pairs[:count]]
 
 

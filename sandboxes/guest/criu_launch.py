@@ -37,6 +37,7 @@ from sandboxes.ipc.launch_messages import CriuStarted, FollowLinks, InspectNames
 from sandboxes.ipc.messages import Done, Failed
 from sandboxes.linux import mounts
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import close_all
 
 _HELLO = bytes((0x08, 10, 0x20, 1))
 """A request for CRIU's version that keeps the connection, in protobuf: {type = 10, keep_open = 1}."""
@@ -88,8 +89,7 @@ def operate(files: CriuFiles, arguments: list[str], inherited: Sequence[int] = (
         if not ours.recv(1 << 12):
             raise OSError("CRIU does not start")  # noqa: TRY301
         _change_root(root)
-        for fd in {*files[1:], *inherited, root, null}:
-            os.close(fd)
+        close_all({*files[1:], *inherited, root, null})
         link.hand_over(CriuStarted(), [ours.detach()])
         _serve(link, ended, tracer, changed)
         os.waitpid(pid, 0)

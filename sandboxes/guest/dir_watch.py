@@ -22,6 +22,7 @@ from sandboxes.guest.files import user_files
 from sandboxes.ipc.frames import receive
 from sandboxes.ipc.messages import UseBackgroundProcess
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.trees import MAX_PATH_BYTES
 from sandboxes.process_output import ERR, OUT
 
@@ -115,8 +116,7 @@ class WatchEvents(PendingOutput):
         while waiting:
             folder, where = waiting.pop()
             if len(self._folders) + len(waiting) >= MAX_FOLDERS:
-                for fd in (folder, *(fd for fd, _ in waiting)):
-                    os.close(fd)
+                close_all((folder, *(fd for fd, _ in waiting)))
                 raise TooManyWatchesError(f"more than {MAX_FOLDERS} directories are to be watched")
             # Added by descriptor: a path could lead elsewhere by the time the kernel reads it.
             self._folders[kernel.inotify_add(self.fd, f"/proc/self/fd/{folder}", _WANTED)] = where, folder

@@ -1,7 +1,6 @@
 """The supervisor's end of its socket to the proxy."""
 
 import errno
-import os
 import socket
 import sys
 import time
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message
 from sandboxes.ipc.frames import Inbox, receive
+from sandboxes.linux.descriptors import close_all
 
 _OTHERS_S = 5.0
 """How long a descriptor waits to be sent while others hold more than a user may have under way."""
@@ -77,5 +77,4 @@ class DriverLink:
         try:
             self.send(message, fds=fds)
         finally:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)

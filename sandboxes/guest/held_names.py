@@ -25,6 +25,7 @@ import stat
 from collections.abc import Callable
 
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import close_all
 
 _DELETED = b" (deleted)"
 """What the kernel appends to the name of a file without a directory entry (proc_pid_fd(5))."""
@@ -253,8 +254,7 @@ def _require_plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[i
             # CRIU binds a socket again to its own name, with the root of the sandbox.
             if name.startswith(b"/") and path not in (name, name + _DELETED):
                 raise UnsafeNameError(f"process {pid}, which has another root, has a socket bound to {_text(name)}")
-            for fd in (process, held, bound):
-                os.close(fd)
+            close_all((process, held, bound))
 
 
 def _in_child(look: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.tool_servers import ServerProcess, Servers, ToolServerError
 from sandboxes.ipc.messages import ServerOrder
 from sandboxes.linux import processes
+from sandboxes.linux.descriptors import close_all
 from sandboxes.shell_text import quote
 
 
@@ -52,12 +53,10 @@ class LocalServers(Servers):
         try:
             pid = self._shells.launch(order.environment, streams, _program(order))
         except ShellStartError as error:
-            for fd in ours:
-                os.close(fd)
+            close_all(ours)
             raise ToolServerError("crashed", str(error)) from error
         finally:
-            for fd in (*theirs, *null):
-                os.close(fd)
+            close_all((*theirs, *null))
         # The ended server of that name keeps its log until another one has started.
         before = self._servers.pop(order.name, None)
         if before is not None:

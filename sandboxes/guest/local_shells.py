@@ -18,6 +18,7 @@ from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_kit import TEXTS, ShellKit, new_pipes, new_text, write_texts
 from sandboxes.guest.shell_pool import READY_S, Shells
 from sandboxes.linux import processes
+from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.processes import open_descriptors
 from sandboxes.shell_text import Jobs, ShellSession
 
@@ -80,8 +81,7 @@ class LocalShell(Shell):
         try:
             shell = cls(name, session, anchor.spawn_on_kit(), ours)
         except AnchorLostError:
-            for fd in ours.values():
-                os.close(fd)
+            close_all(ours.values())
             raise
         shell.kit = kit
         return shell
@@ -102,12 +102,10 @@ class LocalShell(Shell):
             ours[session_texts.COMMAND_FD] = os.dup(theirs[session_texts.COMMAND_FD])
             return cls(name, session, pid, ours)
         except AnchorLostError:
-            for fd in ours.values():
-                os.close(fd)
+            close_all(ours.values())
             raise
         finally:
-            for fd in theirs.values():
-                os.close(fd)
+            close_all(theirs.values())
 
     @classmethod
     def adopt(cls, remembered: Mapping[str, Any], ends: Mapping[int, int]) -> "LocalShell":
@@ -178,8 +176,7 @@ class LocalShell(Shell):
 
     def close(self) -> None:
         """Close our ends of its pipes. The shell itself is not killed."""
-        for fd in self._ends:
-            os.close(fd)
+        close_all(self._ends)
         self._ends.clear()
 
 

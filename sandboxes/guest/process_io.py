@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sandboxes.guest.files.changes import WATCH_S, limit_note
+from sandboxes.linux.descriptors import close_all
 from sandboxes.process_output import ERR, LINGER_S, OUT, frame
 
 _CHUNK = 1 << 16
@@ -160,8 +161,7 @@ class Running:
             os.close(self._in)
         self._in = -1
         if not keep_outputs:
-            for fd in self._outputs:
-                os.close(fd)
+            close_all(self._outputs)
             self._outputs.clear()
         if self._death >= 0:
             os.close(self._death)

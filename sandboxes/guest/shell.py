@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from sandboxes.guest.bash import session as session_texts
+from sandboxes.linux.descriptors import read_available
 from sandboxes.linux.processes import wait_until_asleep
 from sandboxes.shell_text import Jobs, ShellSession
 
-_CHUNK = 1 << 16
 """How much is read at once: the size of a pipe."""
 _PIECES_S = 0.0002
 """How long the rest of a dump is left to gather. Bash writes each line by itself, 60 lines in 0.3 ms, and a reader that
@@ -48,13 +48,7 @@ class Output:
 
     def drain(self, max_bytes: int) -> None:
         """Read without waiting, and keep the first max_bytes."""
-        while True:
-            try:
-                data = os.read(self.fd, _CHUNK)
-            except BlockingIOError:
-                return
-            if not data:
-                return
+        while data := read_available(self.fd):
             room = max(0, max_bytes - len(self.kept))
             self.kept += data[:room]
             self.dropped += max(0, len(data) - room)
@@ -167,9 +161,8 @@ class Shell(ABC):
     def read_dump(self) -> bool:
         """Read what has come of a dump, and wait 0.2 ms if that is only its beginning; return whether it is whole."""
         while True:
-            try:
-                data = os.read(self.dump_fd, _CHUNK)
-            except BlockingIOError:
+            data = read_available(self.dump_fd)
+            if data is None:
                 time.sleep(_PIECES_S)
                 return False
             # The shell has ended. What has come so far is no dump.

@@ -17,6 +17,7 @@ import termios
 from collections.abc import Mapping
 
 from sandboxes.guest.bash import session as session_texts
+from sandboxes.linux.descriptors import close_all
 
 TEXTS = (session_texts.RESTORE_FD, session_texts.LOOP_FD, session_texts.COMMAND_FD)
 """The shell's descriptors of texts."""
@@ -118,8 +119,7 @@ class ShellKit:
 
     def close(self) -> None:
         """Close all."""
-        for fd in (*self.ours.values(), *self.theirs.values()):
-            os.close(fd)
+        close_all((*self.ours.values(), *self.theirs.values()))
         self.ours, self.theirs = {}, {}
 
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from sandboxes.ipc.messages import ServerOrder
+from sandboxes.linux.descriptors import close_all, read_available
 
 TAIL_BYTES = 1 << 14
 """How much of a server's log is kept, from its end. It is only quoted in errors."""
@@ -30,8 +31,8 @@ CONNECT_S = 5.0
 
 The value is an estimate.
 """
-_CHUNK, _CHUNKS = 1 << 16, 16
-"""How much of a log is read at once, and how often. A server that prints without end must not keep the supervisor."""
+_CHUNKS = 16
+"""How many reads of a log follow each other. A server that prints without end must not keep the supervisor."""
 
 
 class ToolServerError(Exception):
@@ -61,10 +62,7 @@ class Log:
     def drain(self, _max_bytes: int = 0) -> None:
         """Read without waiting; not to the end, if the server writes faster than this reads."""
         for _ in range(_CHUNKS if self.fd >= 0 else 0):
-            try:
-                data = os.read(self.fd, _CHUNK)
-            except BlockingIOError:
-                return
+            data = read_available(self.fd)
             if not data:
                 return
             self.kept += data
@@ -121,8 +119,7 @@ class ServerProcess:
     def close(self) -> None:
         """Close all descriptors of it; the process itself is not touched."""
         self.log.close()
-        for fd in (*self.pipes, *([] if self._death is None else [self._death])):
-            os.close(fd)
+        close_all((*self.pipes, *([] if self._death is None else [self._death])))
         self.pipes, self._death = (), None
 
 
@@ -142,8 +139,7 @@ class Servers(ABC):
 
     def start(self, order: ServerOrder, watch: Callable[[], None]) -> None:
         """Start a server and wait until it is ready; see `connect`."""
-        for fd in self.connect(order, watch)[0]:
-            os.close(fd)
+        close_all(self.connect(order, watch)[0])
 
     def connect(self, order: ServerOrder, watch: Callable[[], None], first: bytes = b"") -> tuple[list[int], bool]:
         """Return descriptors that lead to a server, and whether the server was started for that.

@@ -1,6 +1,5 @@
 """Calls to the tool servers that run inside a sandbox, by HTTP or over a WebSocket."""
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +11,7 @@ from sandboxes.host.server_calls import ServerCalls
 from sandboxes.host.translate import execution
 from sandboxes.ipc.codec import Envelope
 from sandboxes.ipc.messages import ServerConnected
+from sandboxes.linux.descriptors import close_all
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.tool_clients import server_orders
@@ -117,8 +117,7 @@ class ToolCalls:
         known = self._sockets.get(name)
         # The known end has the protocol's machine and unread messages; the new descriptors lead to the same pipes.
         if known is not None and not fresh:
-            for fd in connected.fds:
-                os.close(fd)
+            close_all(connected.fds)
             return known
         # The carrier was restarted, so the old end leads nowhere.
         if known is not None:

@@ -67,6 +67,17 @@ def sync_path(path: str | Path, *, within: int | None = None) -> None:
         os.close(descriptor)
 
 
+def boot_id() -> str:
+    """Return the kernel's name of this start of the machine (random(4)); the same text each time where there is none.
+
+    Data that was written without waiting for the disk is lost if the machine, and not only a process, has stopped.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
 def remove_path(path: str) -> None:
     """Delete what is at a path, as `remove_entry` does."""
     folder, _, name = path.rstrip("/").rpartition("/")

@@ -37,6 +37,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.processes import Process
 from sandboxes.linux.socket_queues import SocketQueues, lingering_connections
 
@@ -149,8 +150,7 @@ class LiveState:
 
     def close(self) -> None:
         """End the watch."""
-        for fd in self._watches:
-            os.close(fd)
+        close_all(self._watches)
         self._watches.clear()
 
     def _read(self) -> dict[Any, Any]:

@@ -220,11 +220,7 @@ class LocalDriver:
     async def collect(self, keep: Iterable[str]) -> int:
         """Delete layers and checkpoints that are neither kept nor in use. The layers of root states in use stay.
 
-        Args:
-            keep: The parts of the states that the caller keeps.
-
-        Returns:
-            The bytes that the kept parts occupy.
+        See `sandboxes.driver.Driver.collect`.
         """
         checkpointer = self.machine.checkpointer
         # Both sets are read before the first await. A sandbox that freezes and ends meanwhile makes a state that `keep`

@@ -63,6 +63,7 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux import confine, mounts, processes
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.trees import TOO_DEEP
 
@@ -192,8 +193,7 @@ class Switches:
         The last descriptor of a mount unmounts it. That waits for the kernel's readers (RCU), so it comes last.
         """
         before, self._mounts = self._mounts, mounts
-        for fd in before:
-            os.close(fd)
+        close_all(before)
 
 
 class Init:
@@ -310,12 +310,10 @@ class Init:
             running = Running(ours, stdin, death_of(pid), to, keeps_in=keeps_in, due=due_of(arguments))
             return LocalProcess(running, pid, self._shells, spared)
         except BaseException:
-            for fd in ours.values():
-                os.close(fd)
+            close_all(ours.values())
             raise
         finally:
-            for fd in theirs.values():
-                os.close(fd)
+            close_all(theirs.values())
 
     def become_agent(self) -> None:
         """Do nothing: this process has the agent's rights already."""

@@ -38,6 +38,7 @@ from sandboxes.ipc.state_messages import LayersSwitched
 from sandboxes.linux import confine
 from sandboxes.linux import mounts as rootfs
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.plain_paths import plain_descriptor
 from sandboxes.local import init
 
@@ -88,8 +89,7 @@ class Launcher:
         if sent < len(frame):
             self.driver.sendall(frame[sent:])
         # Sent descriptors are duplicates in the receiver. What stays open here would keep dead mounts alive.
-        for fd in [*fds, *envelope.fds]:
-            os.close(fd)
+        close_all([*fds, *envelope.fds])
 
     def _fork(self, request: ForkSandbox, channel: int, switches: int) -> int:
         """Fork a pid 1 and return its process descriptor. It sets itself up in parallel with the next requests."""
@@ -135,8 +135,7 @@ class Launcher:
             # Never waits: one report at a time fits, and a pid 1 that reads none gives the proxy no answer either.
             socket.send_fds(end, [pack_message(report, fds=len(fds))], fds, socket.MSG_DONTWAIT)
         # Pid 1 has these mounts now. Closing the last descriptor of one would wait for the kernel's readers (RCU).
-        for fd in [*mounts, namespace, table]:
-            os.close(fd)
+        close_all([*mounts, namespace, table])
         if overlay is not None:
             os.close(overlay)
 
@@ -208,8 +207,7 @@ def _mount(stack: LayerStack) -> list[int]:
             same = stack.root == stack.lowers
             fds.append(os.dup(fds[2]) if same else _overlay(stack.root, None, None))
     except OSError:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
         raise
     finally:
         os.close(upper)

@@ -40,6 +40,7 @@ from sandboxes.ipc.state_messages import (
     SandboxStarted,
     StartSandbox,
 )
+from sandboxes.linux.descriptors import close_all
 from sandboxes.local.bases import Base
 from sandboxes.local.layers import MAX_DEPTH, LayerMeta, Upper, copy_upper, mergeable
 from sandboxes.local.machine import Machine, Spare, ended
@@ -175,8 +176,7 @@ class LocalSandbox(MachineSandbox):
                 finished = await self.link.ask(FinishRestore())
                 started, namespaces = finished.message, finished.fds
         finally:
-            for fd in given:
-                os.close(fd)
+            close_all(given)
         # The mount namespace of pid 1, for `_switch`. Pid 1 itself passes it: after this it is confined.
         self._namespace = namespaces[0]
         if started.shell_error is not None and not self.stack:

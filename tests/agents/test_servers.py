@@ -116,7 +116,7 @@ def test_checkpoint_restores_a_random_value_in_memory() -> None:
         running.put("random", files={"/srv.py": PROGRAM}, servers=serve())
         base = "/t/random/r/{}/api"
         drawn = [running.client.post(base.format(r) + "/draw") for r in ("a", "b", "c")]
-        wait_until(lambda: running.engine.counts.snapshots > 1, "no checkpoint was taken")
+        wait_until(lambda: running.engine.counts.snapshots_taken > 1, "no checkpoint was taken")
         for n, rollout in enumerate(("a", "b", "c")):
             running.client.post(base.format(rollout) + "/put", json={"own": str(n)})
         read = [running.client.get(base.format(r) + "/get?key=drawn").json()["value"] for r in ("a", "b", "c")]

@@ -87,7 +87,7 @@ def test_checkpoint_restores_the_connections_memory() -> None:
         lines = [stack.enter_context(opened(running, f"random/r/{n}/api/x")) for n in range(3)]
         drawn = [ask(line, "draw")["drawn"] for line in lines]
         assert len(set(drawn)) == 1
-        wait_until(lambda: running.engine.counts.snapshots > 1, "no checkpoint was taken")
+        wait_until(lambda: running.engine.counts.snapshots_taken > 1, "no checkpoint was taken")
         told = [ask(line, f"add {n}")["said"] for n, line in enumerate(lines)]
         assert told == [[drawn[0], str(n)] for n in range(3)]
         # The connections go on in the restored sandboxes.

@@ -327,7 +327,7 @@ def test_after_a_machine_crash_rollouts_are_refused(tmp_path: Path, monkeypatch:
 
     async def body() -> None:
         await killed_with_steps(tmp_path)
-        monkeypatch.setattr(journal_module, "_boot_id", lambda: "another boot")
+        monkeypatch.setattr(journal_module, "boot_id", lambda: "another boot")
         async with engine(tmp_path) as running:
             assert await positions(running) == {"r0": "rollout-lost", "r1": "rollout-lost"}
 

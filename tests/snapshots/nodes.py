@@ -32,7 +32,7 @@ class FakeTree:
 class Tally:
     """`SnapshotCounters` that only count."""
 
-    snapshots: int = 0
+    snapshots_taken: int = 0
     evictions: int = 0
     failures: list[str] = field(default_factory=list)
     freezes: list[float] = field(default_factory=list)

@@ -74,7 +74,7 @@ def test_a_state_is_frozen_after_its_lease(tmp_path: Path) -> None:
         await rig.capture.drain()
         snapshot = rig.cache.of(node)
         assert snapshot is not None
-        assert (snapshot.node, slot.state, rig.tally.snapshots) == (7, SandboxState.IDLE, 1)
+        assert (snapshot.node, slot.state, rig.tally.snapshots_taken) == (7, SandboxState.IDLE, 1)
         assert rig.cache.costs["memory"].files.freeze.samples == 1
         assert rig.cache.used_bytes == snapshot.size_bytes > 0
 

@@ -6,20 +6,10 @@ from fastapi import APIRouter, Query
 
 from proxy.control.browsing import rollouts_through
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import (
-    ControlDep,
-    EngineDep,
-    NodePath,
-    RootQuery,
-    TaskName,
-    position_of,
-    tree_of,
-)
+from proxy.control.routes.params import ControlDep, EngineDep, NodePath, RootQuery, TaskName, position_of, tree_of
 from proxy.control.routes.states import snapshot_of
 from proxy.control.views.nodes import Forgotten, NodeDetail, NodeView, Pin, TreeView
-from proxy.control.views.resources import (
-    NodeName,
-)
+from proxy.control.views.resources import NodeName
 from proxy.refusals import RefusalError
 from proxy.storage.errors import StoreError
 from sandboxes.errors import NotFreezableError

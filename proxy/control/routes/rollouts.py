@@ -22,9 +22,7 @@ from proxy.control.routes.params import (
     running,
     wanted_labels,
 )
-from proxy.control.views.resources import (
-    NodeName,
-)
+from proxy.control.views.resources import NodeName
 from proxy.control.views.rollouts import RolloutDetail, RolloutView, rollout_view
 from proxy.engine import Engine
 from proxy.refusals import RefusalError

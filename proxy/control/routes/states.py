@@ -8,12 +8,7 @@ from fastapi import APIRouter, Query, Request
 
 from proxy.control.garbage import collect_garbage
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import (
-    ControlDep,
-    EngineDep,
-    TaskQuery,
-    granted,
-)
+from proxy.control.routes.params import ControlDep, EngineDep, TaskQuery, granted
 from proxy.control.views.resources import (
     Collected,
     SandboxView,

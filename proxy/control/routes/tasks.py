@@ -5,21 +5,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from proxy.control.paging import ListQuery, Order, Page, list_query
-from proxy.control.routes.params import (
-    ControlDep,
-    EngineDep,
-    RootQuery,
-    TaskName,
-    confined,
-    granted,
-    tree_of,
-)
-from proxy.control.task_totals import OutcomeTotals
-from proxy.control.views.resources import (
-    Batch,
-    WarmView,
-    node_name,
-)
+from proxy.control.routes.params import ControlDep, EngineDep, RootQuery, TaskName, confined, granted, tree_of
+from proxy.control.task_totals import TaskTotals
+from proxy.control.views.resources import Batch, WarmView, node_name
 from proxy.control.views.rollouts import TaskSummary, TaskView, task_view
 from proxy.engine import Engine
 from proxy.tree.task import Task
@@ -42,12 +30,12 @@ async def list_tasks(
     totals = await control.task_totals.get()
     grant = granted(request)
     tasks = [
-        (name, created_at, totals.get(name) or OutcomeTotals())
+        (name, created_at, totals.get(name) or TaskTotals())
         for name, created_at in engine.store.tasks.all()
         if q in name and grant.sees(name)
     ]
 
-    def order(task: tuple[str, float, OutcomeTotals]) -> Order:
+    def order(task: tuple[str, float, TaskTotals]) -> Order:
         name, created_at, known = task
         return (
             created_at if wanted.key == "created_at" else name if wanted.key == "task" else getattr(known, wanted.key),
@@ -97,10 +85,9 @@ def _task_view(engine: Engine, task: Task) -> TaskView:
     return task_view(task, engine.store.tasks.summary(task.name))
 
 
-def _summary(engine: Engine, name: str, created_at: float, totals: OutcomeTotals) -> TaskSummary:
-    sums = {name: getattr(totals, name) for name in (*OutcomeTotals.__slots__, "hit_rate")}
+def _summary(engine: Engine, name: str, created_at: float, totals: TaskTotals) -> TaskSummary:
     counts = engine.store.tasks.summary(name)
     return TaskSummary(
         task=name, created_at=created_at, nodes=counts["nodes"], rollouts=counts["rollouts"],
-        **{**sums, "used_at": totals.used_at or None},
+        running=totals.running, used_at=totals.used_at or None, **totals.as_dict(),
     )  # fmt: skip

@@ -8,15 +8,7 @@ from fastapi import APIRouter, Query, Response
 
 from proxy.control.browsing import ChildrenView, SearchView, matching, rollouts_through
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import (
-    ControlDep,
-    EngineDep,
-    NodePath,
-    RootQuery,
-    TaskName,
-    position_of,
-    tree_of,
-)
+from proxy.control.routes.params import ControlDep, EngineDep, NodePath, RootQuery, TaskName, position_of, tree_of
 from proxy.control.tree_listing import TreeSummary, summaries
 from proxy.control.tree_reader import rollouts_by_node
 from proxy.control.views.nodes import PassedRollout

@@ -2,22 +2,16 @@
 
 from pydantic import BaseModel
 
+from proxy.control.views.resources import CallTotalsView
 
-class ReportRow(BaseModel):
+
+class ReportRow(CallTotalsView):
     """The totals of one group of rollouts.
 
     Attributes:
         group: What the rollouts have in common: the value of the label, the task or the endpoint; null for rollouts
             without the label.
         rollouts: Number of rollouts that made a call.
-        calls: Number of answered calls.
-        hits: Calls answered from the tree.
-        waits: Calls that shared another rollout's execution.
-        misses: Calls that were executed and recorded.
-        bypasses: Calls whose record serves their own rollout alone.
-        hit_rate: Hits and waits as a share of all calls, from 0 to 1.
-        executed_s: Seconds that tools ran for misses and bypasses.
-        saved_s: Seconds that tools would have run for hits and waits.
         replayed_s: Seconds that bringing sandboxes to the rollouts' states took; null by endpoint.
         restored_s: Seconds that getting sandboxes took; null by endpoint.
         waited_s: Seconds that executed calls waited for other calls; null by endpoint.
@@ -35,14 +29,6 @@ class ReportRow(BaseModel):
 
     group: str | None
     rollouts: int = 0
-    calls: int = 0
-    hits: int = 0
-    waits: int = 0
-    misses: int = 0
-    bypasses: int = 0
-    hit_rate: float = 0.0
-    executed_s: float = 0.0
-    saved_s: float = 0.0
     replayed_s: float | None = None
     restored_s: float | None = None
     waited_s: float | None = None

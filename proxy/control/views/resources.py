@@ -105,12 +105,10 @@ class CostsView(BaseModel):
     measured: dict[str, int]
 
 
-class StatsView(BaseModel):
-    """Totals since this proxy started, and its budgets.
+class CallTotalsView(BaseModel):
+    """Totals of answered calls.
 
     Attributes:
-        since: When the proxy started.
-        uptime_s: Seconds since then.
         calls: Number of answered calls.
         hits: Calls answered from a tree.
         waits: Calls that shared the execution of another rollout's identical call.
@@ -119,6 +117,24 @@ class StatsView(BaseModel):
         hit_rate: Hits and waits as a share of all calls, from 0 to 1.
         executed_s: Seconds that tools ran for misses and bypasses.
         saved_s: Seconds of tool time that hits and waits saved.
+    """
+
+    calls: int
+    hits: int
+    waits: int
+    misses: int
+    bypasses: int
+    hit_rate: float
+    executed_s: float
+    saved_s: float
+
+
+class StatsView(CallTotalsView):
+    """Totals since this proxy started, and its budgets.
+
+    Attributes:
+        since: When the proxy started.
+        uptime_s: Seconds since then.
         replayed_calls: Calls that were replayed.
         replayed_s: Seconds that replays took.
         restores: Sandboxes restored from snapshots.
@@ -155,14 +171,6 @@ class StatsView(BaseModel):
 
     since: UtcTime
     uptime_s: float
-    calls: int
-    hits: int
-    waits: int
-    misses: int
-    bypasses: int
-    hit_rate: float
-    executed_s: float
-    saved_s: float
     replayed_calls: int
     replayed_s: float
     restores: int

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from proxy.control.paging import Page
 from proxy.control.views.nodes import CallView, EffectName
-from proxy.control.views.resources import node_name
+from proxy.control.views.resources import CallTotalsView, node_name
 from proxy.times import UtcTime
 from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task
@@ -38,7 +38,7 @@ class TaskView(BaseModel):
     running: int
 
 
-class TaskSummary(BaseModel):
+class TaskSummary(CallTotalsView):
     """A task with the totals of its rollouts since its creation; the totals may be some seconds old.
 
     Attributes:
@@ -47,14 +47,6 @@ class TaskSummary(BaseModel):
         nodes: Number of nodes in all trees of the task.
         rollouts: Number of rollouts, finished rollouts included.
         running: Number of running rollouts.
-        calls: Number of answered calls.
-        hits: Calls answered from the tree.
-        waits: Calls that shared the execution of another rollout's identical call.
-        misses: Calls that were executed and recorded.
-        bypasses: Calls whose record serves their own rollout alone.
-        hit_rate: Hits and waits as a share of all calls, from 0 to 1.
-        executed_s: Seconds that tools ran.
-        saved_s: Seconds of tool time that hits and waits saved.
         used_at: When a rollout made its latest call, or began; null without a rollout.
     """
 
@@ -63,14 +55,6 @@ class TaskSummary(BaseModel):
     nodes: int
     rollouts: int
     running: int = 0
-    calls: int = 0
-    hits: int = 0
-    waits: int = 0
-    misses: int = 0
-    bypasses: int = 0
-    hit_rate: float = 0.0
-    executed_s: float = 0.0
-    saved_s: float = 0.0
     used_at: UtcTime | None = None
 
 

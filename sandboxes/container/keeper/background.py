@@ -10,6 +10,7 @@ from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
 from sandboxes.container.keeper.shell import RIGHTS
 from sandboxes.guest.background import BackgroundProcess, pending_outputs
 from sandboxes.guest.process_io import death_of
+from sandboxes.linux.descriptors import close_all
 
 NAMES = {0: "go", 1: "out", 2: "err"}
 """The FIFOs of a process, by its stream numbers."""
@@ -95,8 +96,7 @@ class PendingRestore:
             # Closing it below puts a stream that the process had closed at its end.
             with contextlib.suppress(OSError):
                 ends[number] = os.open(self._folder / NAMES[number], _WRITES if number == 0 else _READS)
-        for fd in self._held.values():
-            os.close(fd)
+        close_all(self._held.values())
         # The inner pid is the only number that a restore keeps; the pid on this machine is another one.
         inner = self._stored["inner"]
         pid = members.find(inner) or 0

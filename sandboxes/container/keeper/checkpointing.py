@@ -27,6 +27,7 @@ from sandboxes.guest.supervisor import Supervisor
 from sandboxes.ipc.state_messages import Checkpoint, CopiedState, FreezeContainer, NotFreezable, ProcessTree
 from sandboxes.linux import processes
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.trees import TOO_DEEP
 
 
@@ -95,8 +96,7 @@ class ContainerFreezer:
             # `operate` never returns: it ends the fork together with CRIU.
             self._enter()
             operate(CriuFiles(*fds), arguments, restores=False)
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
 
     def restore(
         self, checkpoint: Checkpoint, arguments: list[str], fds: list[int], await_restored: Callable[[], None]
@@ -137,8 +137,7 @@ class ContainerFreezer:
             os.close(last_pid)
             operate(CriuFiles(*files), arguments, restores=True)
         # The fork has its own copies. While this process held the reply socket, the proxy could not see CRIU's end.
-        for fd in files:
-            os.close(fd)
+        close_all(files)
         await_restored()
         os.waitpid(operator, 0)
         # Step 5. Set the next pid back. A command may print pids, and a restored sandbox must print the same ones as

@@ -23,6 +23,7 @@ from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.exec_script import terminal_text, text
 from sandboxes.guest.process_io import Running, death_of, due_of, open_terminal
 from sandboxes.ipc.messages import RunProcess
+from sandboxes.linux.descriptors import close_all
 
 _START = "start"
 """The FIFO on which the keeper lets the process start."""
@@ -86,8 +87,7 @@ class Launch:
             death = self._start(script)
             return Running(ends, stdin, death, to, keeps_in=keeps_in, due=due_of(arguments))
         except BaseException:
-            for fd in ends.values():
-                os.close(fd)
+            close_all(ends.values())
             raise
 
     def begin_terminal(self, shell: Callable[[str], Sequence[str]], session: bytes, *, rows: int, columns: int) -> int:
@@ -150,8 +150,7 @@ class Launch:
         # A FIFO loses its unread data when its last descriptor closes (pipe(7)), and the shell has opened `start`
         # perhaps not yet.
         self._await_start()
-        for fd in self._held.values():
-            os.close(fd)
+        close_all(self._held.values())
         if not self.keeps_folder:
             remove(self.folder)
 

@@ -21,6 +21,7 @@ from sandboxes.ipc.launch_messages import Forked, ForkKeeper, LauncherReady
 from sandboxes.ipc.messages import Failed
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.cgroups import move_to_roots
+from sandboxes.linux.descriptors import close_all
 
 CONTAINER_MARK = Path("/.dockerenv")
 """Docker makes this file in every container."""
@@ -39,8 +40,7 @@ def _serve(driver: socket.socket) -> set[str]:
             # Without the launcher's own socket: a keeper that held it would keep the driver from seeing the launcher's
             # end.
             _become_keeper(request, fds[0])
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
         # A driver that is gone reads no reply; the next read says so.
         with contextlib.suppress(OSError):
             driver.sendall(pack_message(Forked()))

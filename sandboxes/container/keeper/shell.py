@@ -23,6 +23,7 @@ from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
 from sandboxes.linux import processes
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import close_all
 from sandboxes.shell_text import Jobs, ShellSession, quote
 
 RIGHTS = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -175,8 +176,7 @@ class ContainerShell(Shell):
     def close(self) -> None:
         """Close the keeper's ends and remove the directory. The caller kills the process."""
         # Closing wakes a shell that still waits: its read of `go` then returns end of file, and it exits.
-        for fd in (*self._fds.values(), self.death):
-            os.close(fd)
+        close_all((*self._fds.values(), self.death))
         self._fds.clear()
         for name in (*SHELL_FIFOS, *SHELL_TEXTS):
             (self.folder / name).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from sandboxes.container.keeper.shell import make_files
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.tool_servers import POLL_S, Log, ServerProcess, Servers, ToolServerError, is_open
 from sandboxes.ipc.messages import ServerOrder
+from sandboxes.linux.descriptors import close_all
 from sandboxes.shell_text import quote
 
 
@@ -58,8 +59,7 @@ class ContainerServer(ServerProcess):
     def close(self) -> None:
         """Close all descriptors."""
         super().close()
-        for fd in self._rest:
-            os.close(fd)
+        close_all(self._rest)
         self._rest = []
 
     def remember(self) -> dict[str, Any]:
@@ -159,8 +159,7 @@ class ContainerServers(Servers):
             # Usually the server ended at once, and its log says why.
             # The FIFO still holds what the server wrote, because the keeper has its reading end open.
             output = Log(fds["out"]).tail()
-            for fd in fds.values():
-                os.close(fd)
+            close_all(fds.values())
             what = f"server {order.name!r} ended when it was started: {output}"
             raise ToolServerError("crashed", f"{what} ({error})") from error
         # Only after the new server runs: if it does not start, the log of the old one still says why that one ended.

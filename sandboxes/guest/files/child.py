@@ -18,6 +18,7 @@ from sandboxes.guest.files import operations
 from sandboxes.guest.files.changes import WATCH_S
 from sandboxes.guest.shell import Output
 from sandboxes.ipc.messages import FileOutcome, RunFileOperation
+from sandboxes.linux.descriptors import close_all
 
 
 def run(
@@ -43,16 +44,14 @@ def run(
         pid = os.fork()
     except OSError as error:
         # The sandbox has reached its limit of processes.
-        for fd in (reading, writing, *fds):
-            os.close(fd)
+        close_all((reading, writing, *fds))
         return operations.outcome_of(
             operations.problem(507, "File operation failed", f"no process can be started for it: {error.strerror}")
         )
     if pid == 0:
         _operate(request, body, fds, enter, writing)
     # The child has the last writing end then, so its death shows as the end of the pipe.
-    for fd in (writing, *fds):
-        os.close(fd)
+    close_all((writing, *fds))
     # Not `waitpid`: a child that is stuck would keep the supervisor waiting.
     data, whole = _read_all(reading, request.timeout_s, over_disk)
     os.close(reading)

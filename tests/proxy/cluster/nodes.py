@@ -2,11 +2,8 @@
 
 import asyncio
 import itertools
-import os
 import random
-import signal
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +16,7 @@ import psycopg
 
 from proxy.cluster.lines import decode
 from proxy.storage.copies import RecordCopy
-from proxy.workloads.ephemeral_proxy import free_port
-from tests.machine import wait_until
+from tests.machine import Served
 
 SECRET = "the secret of the tests"
 READ = "SELECT group_concat(value, '') AS history FROM entry"
@@ -30,73 +26,43 @@ WITNESS = f"SELECT hex(randomblob(8)) AS witness, ({READ})"
 
 
 @dataclass
-class Node:
-    """`forkpoint serve --cluster`, which can be killed and started again at its address."""
+class Node(Served):
+    """`forkpoint serve --cluster`: one member, whose data lies in a directory of its name."""
 
     name: str
-    folder: Path
     dsn: str
     options: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
-    port: int = field(default_factory=free_port)
-    process: "subprocess.Popen[bytes] | None" = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def data(self) -> Path:
         return self.folder / self.name
 
-    def launch(self) -> None:
-        """Start the process; `await_ready` says when it answers."""
-        settings = {"FORKPOINT_CLUSTER_SECRET": SECRET, "FORKPOINT_DRIVERS": '["sqlite"]', "FORKPOINT_LOG": "json"}
+    @property
+    def log_file(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def command(self) -> list[str]:
         command = [sys.executable, "-m", "forkpoint", "serve", "--cluster", self.dsn, "--node", self.name]
         command += ["--store", str(self.folder / "store"), "--port", str(self.port), "--data", str(self.data)]
-        with (self.folder / f"{self.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [*command, *self.arguments], env=os.environ | settings | self.options, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+        return [*command, *self.arguments]
 
-    def start(self) -> None:
-        self.launch()
-        wait_until(self.is_ready, f"node {self.name} is not ready", within_s=60)
-
-    def is_ready(self) -> bool:
-        assert self.process is not None
-        assert self.process.poll() is None, self.log()
-        try:
-            return httpx.get(f"{self.url}/readyz", timeout=10).is_success
-        except httpx.TransportError:
-            return False
-
-    def kill(self) -> None:
-        """Kill the process with SIGKILL."""
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self) -> None:
-        """Stop the process with SIGTERM."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
-
-    def log(self) -> str:
-        return (self.folder / f"{self.name}.log").read_text(errors="replace")[-8000:]
+    @property
+    def settings(self) -> dict[str, str]:
+        settings = {"FORKPOINT_CLUSTER_SECRET": SECRET, "FORKPOINT_DRIVERS": '["sqlite"]', "FORKPOINT_LOG": "json"}
+        return settings | self.options
 
 
 @contextmanager
 def nodes(folder: Path, dsn: str, names: str, **options: str) -> Iterator[dict[str, Node]]:
     """Run a member for each character of names."""
-    members = {name: Node(name, folder, dsn, options) for name in names}
+    members = {name: Node(folder, name, dsn, options) for name in names}
     try:
         for node in members.values():
             node.launch()
         for node in members.values():
-            wait_until(node.is_ready, f"node {node.name} is not ready", within_s=60)
+            node.await_ready()
         yield members
     finally:
         for node in members.values():

@@ -63,7 +63,7 @@ def test_incomplete_file_is_refused(tmp_path: Path, damage: str, monkeypatch: py
     elif damage == "changed":
         data[module._START] ^= 1
     else:
-        monkeypatch.setattr(module, "_boot_id", lambda: b"another start of the machine")
+        monkeypatch.setattr(module, "boot_id", lambda: "another start of the machine")
     path.write_bytes(data)
     with pytest.raises(PositionsLostError):
         PositionFile(path)
@@ -73,6 +73,6 @@ def test_synced_file_survives_power_loss(tmp_path: Path, monkeypatch: pytest.Mon
     """A file whose positions waited for the disk may be used on the next start of the machine."""
     with PositionFile(tmp_path / "positions", sync=True) as file:
         file.put(7, Position(1, 101))
-    monkeypatch.setattr(module, "_boot_id", lambda: b"another start of the machine")
+    monkeypatch.setattr(module, "boot_id", lambda: "another start of the machine")
     with PositionFile(tmp_path / "positions", sync=True) as after:
         assert after.get(7) == Position(1, 101)

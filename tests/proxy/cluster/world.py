@@ -13,16 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from proxy.cluster.protocol import (
-    Admission,
-    CopyKind,
-    Entered,
-    IngressTask,
-    Outbox,
-    OwnedTask,
-    Position,
-    TakenCalls,
-)
+from proxy.cluster.protocol import Admission, CopyKind, Entered, IngressTask, Outbox, OwnedTask, Position, TakenCalls
 
 ROLLOUT = 7
 KNOWN, FRESH = "known", "fresh"

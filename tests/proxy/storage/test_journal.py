@@ -113,14 +113,14 @@ def test_an_orderly_end_expects_no_segment(tmp_path: Path) -> None:
 def test_after_a_machine_crash_positions_are_lost(tmp_path: Path, sync: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting for the disk, the last steps of any rollout may be missing after the machine stopped."""
     written(tmp_path, TAKEN, store := FakeStore(), sync=sync)
-    monkeypatch.setattr(module, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(module, "boot_id", lambda: "another boot")
     reopened(tmp_path, store)
     assert [rollouts for rollouts, _ in store.lost] == ([] if sync else [None])
 
 
 def test_a_reboot_after_an_orderly_end_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, TAKEN, store := FakeStore()).close()
-    monkeypatch.setattr(module, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(module, "boot_id", lambda: "another boot")
     reopened(tmp_path, store)
     assert store.lost == []
 

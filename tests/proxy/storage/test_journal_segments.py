@@ -3,14 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.storage.journal_segments import (
-    SEGMENT_BYTES,
-    STEP_BYTES,
-    JournalEntry,
-    checksum,
-    pack_step,
-    read_segment,
-)
+from proxy.storage.journal_segments import SEGMENT_BYTES, STEP_BYTES, JournalEntry, checksum, pack_step, read_segment
 
 steps = st.lists(
     st.builds(JournalEntry, st.integers(1, 9), st.integers(0, 2**32 - 1), st.integers(0, 2**60), st.integers(0, 3)),

@@ -1,7 +1,7 @@
 // The results of a task's audits: rates of wrong answers, the calls that differ, and the noise masks.
 
 import { get, names, send } from "./api.js";
-import { h, put, thead, toast } from "./dom.js";
+import { grid, h, panel, put, showPanels, thead, toast } from "./dom.js";
 import { ago, count, oneLine, percent, plural } from "./format.js";
 import { watch } from "./live.js";
 import { TreeChoice, preferred, treesOf } from "./trees.js";
@@ -48,20 +48,15 @@ export async function auditView({ main, params, signal, setParams }, task) {
     put(masks, maskList(view.masks));
   };
   await look();
-  put(
+  showPanels(
     main,
-    h(
-      "div",
-      { class: "wrap" },
-      h(
-        "section",
-        { class: "panel" },
-        h("header", {}, h("h1", {}, "Audit"), state, h("span", { class: "gap" }), choice.element, h("label", { class: "inline" }, "sample of", sample, "calls"), begin, stop),
-        h("div", { class: "scroll" }, h("table", {}, thead([["Checked"], ["Calls", "num"], ["Differ", "num"], ["Rate", "num"], ["Confidence interval", "num"], ["Confidence", "num"], ["Unreachable", "num"], ["Last", "num"]]), bounds)),
-      ),
-      h("section", { class: "panel" }, h("header", {}, h("h2", {}, "Calls that differ")), h("div", { class: "scroll" }, h("table", {}, thead([["Call"], ["From"], ["Leads to"], ["Why"], ["State"], ["Found", "num"]]), findings)), none),
-      h("section", { class: "panel" }, h("header", {}, h("h2", {}, "Ignored in comparisons")), masks),
+    panel(
+      {},
+      [h("h1", {}, "Audit"), state, h("span", { class: "gap" }), choice.element, h("label", { class: "inline" }, "sample of", sample, "calls"), begin, stop],
+      grid({}, thead([["Checked"], ["Calls", "num"], ["Differ", "num"], ["Rate", "num"], ["Confidence interval", "num"], ["Confidence", "num"], ["Unreachable", "num"], ["Last", "num"]]), bounds),
     ),
+    panel({}, h("h2", {}, "Calls that differ"), grid({}, thead([["Call"], ["From"], ["Leads to"], ["Why"], ["State"], ["Found", "num"]]), findings), none),
+    panel({}, h("h2", {}, "Ignored in comparisons"), masks),
   );
   watch(look, signal, 1000);
 }

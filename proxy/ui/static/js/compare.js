@@ -1,7 +1,7 @@
 // Two rollouts side by side: their common calls, where they diverge, and the calls after that.
 
 import { PAGE, get, names } from "./api.js";
-import { h, icon, put } from "./dom.js";
+import { grid, h, icon, panel, showPanels } from "./dom.js";
 import { count, line, plural, seconds } from "./format.js";
 
 const MOST = 10_000;
@@ -14,25 +14,16 @@ export async function compareView({ main, signal }, task, a, b) {
   const node = fork === 0 ? one.start : one.steps[fork - 1].node;
   const rest = [one, other].map((rollout) => Math.max(0, rollout.steps.length - fork));
   const parts = rest.some(Boolean);
-  put(
+  const states = parts && rest.every(Boolean) && one.root === other.root ? h("a", { class: "button", href: `#/t/${names(task)}/diff/${one.node}/${other.node}` }, "Compare states") : null;
+  showPanels(
     main,
-    h(
-      "div",
-      { class: "wrap" },
-      h(
-        "section",
-        { class: "panel" },
-        h("header", {}, h("h1", {}, link(one), " and ", link(other)), h("span", { class: "note" }, `${plural(fork, "call")} in common`), h("span", { class: "gap" }), parts && rest.every(Boolean) && one.root === other.root ? h("a", { class: "button", href: `#/t/${names(task)}/diff/${one.node}/${other.node}` }, "Compare states") : null),
-        h(
-          "div",
-          { class: "scroll" },
-          h(
-            "table",
-            { class: "compare" },
-            h("thead", {}, h("tr", {}, h("th", { class: "num", scope: "col" }, "#"), h("th", { scope: "col", colspan: 3 }, one.rollout), h("th", { scope: "col", colspan: 3 }, other.rollout))),
-            h("tbody", {}, rows(one.steps, other.steps, fork, () => forkRow(task, node, one, other, rest))),
-          ),
-        ),
+    panel(
+      {},
+      [h("h1", {}, link(one), " and ", link(other)), h("span", { class: "note" }, `${plural(fork, "call")} in common`), h("span", { class: "gap" }), states],
+      grid(
+        { class: "compare" },
+        h("thead", {}, h("tr", {}, h("th", { class: "num", scope: "col" }, "#"), h("th", { scope: "col", colspan: 3 }, one.rollout), h("th", { scope: "col", colspan: 3 }, other.rollout))),
+        h("tbody", {}, rows(one.steps, other.steps, fork, () => forkRow(task, node, one, other, rest))),
       ),
     ),
   );

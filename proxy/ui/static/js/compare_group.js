@@ -4,7 +4,7 @@
 import { get, names } from "./api.js";
 import { answer } from "./answer.js";
 import { withSteps } from "./compare.js";
-import { h, icon, notice, put } from "./dom.js";
+import { h, icon, notice, panel, put, showPanels, thead } from "./dom.js";
 import { line, percent, plural, seconds } from "./format.js";
 import { rewardOf } from "./tree/ways.js";
 
@@ -42,13 +42,15 @@ export async function compareGroup({ main, params, signal }, task) {
     });
     put(body, rows);
   };
-  // What each was told where they part is open from the start.
+  // The answers at the place where they part are open from the start.
   if (common >= 0) opened.set(parting, answersRow(task, rollouts, parting, signal));
-  put(
+  showPanels(
     main,
-    h("div", { class: "wrap" }, h("section", { class: "panel" },
-      h("header", {}, h("h1", {}, `${plural(rollouts.length, "rollout")} compared`), h("span", { class: "note" }, common < 0 ? "all calls in common" : `${plural(parting, "call")} in common`)),
-      h("div", { class: "scroll group-scroll", tabindex: "0" }, h("table", { class: "group-compare" }, h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "num" }, "#"), rollouts.map((r) => h("th", { scope: "col" }, headOf(task, r))))), body)))),
+    panel(
+      {},
+      [h("h1", {}, `${plural(rollouts.length, "rollout")} compared`), h("span", { class: "note" }, common < 0 ? "all calls in common" : `${plural(parting, "call")} in common`)],
+      h("div", { class: "scroll group-scroll", tabindex: "0" }, h("table", { class: "group-compare" }, thead([["#", "num"], ...rollouts.map((r) => [headOf(task, r)])]), body)),
+    ),
   );
   draw();
 }

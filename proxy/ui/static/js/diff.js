@@ -1,7 +1,7 @@
 // The difference between two states: files, shell sessions and databases.
 
 import { get, names } from "./api.js";
-import { h, put } from "./dom.js";
+import { h, panel, put, showPanels } from "./dom.js";
 import { bytes, count, plural, visible } from "./format.js";
 import { sideBySide } from "./sides.js";
 import { languageOf } from "./syntax.js";
@@ -11,7 +11,7 @@ const KEY = "forkpoint-diff";
 export async function diffView({ main, signal }, task, a, b) {
   const link = (node) => h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node);
   const body = h("div", { class: "body" }, h("p", { class: "dim" }, "Comparing two scratch forks …"));
-  put(main, h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "What changed from ", link(a), " to ", link(b))), body)));
+  showPanels(main, panel({}, h("h1", {}, "What changed from ", link(a), " to ", link(b)), body));
   put(body, changes(await get(`tasks/${names(task)}/nodes/${a}/diff/${b}`, { signal })));
 }
 

@@ -28,6 +28,21 @@ export function thead(columns) {
   return h("thead", {}, h("tr", {}, columns.map(([text, kind]) => h("th", { scope: "col", class: kind ?? "" }, text))));
 }
 
+/** Make a table in a frame that scrolls and that the keyboard reaches. */
+export function grid(options, ...parts) {
+  return h("div", { class: "scroll", tabindex: "0" }, h("table", options, parts));
+}
+
+/** Make a panel: a header over its content. */
+export function panel(options, head, ...content) {
+  return h("section", { class: "panel", ...options }, h("header", {}, head), content);
+}
+
+/** Show a view: its panels, one below the other. */
+export function showPanels(main, ...panels) {
+  put(main, h("div", { class: "wrap" }, panels));
+}
+
 /** Replace an element's children. */
 export function put(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter((child) => child !== undefined && child !== null && child !== false));

@@ -1,7 +1,7 @@
 // Live sandboxes and snapshots, with the reason why each exists.
 
 import { get, items } from "./api.js";
-import { h, put, thead } from "./dom.js";
+import { grid, h, panel, put, showPanels, thead } from "./dom.js";
 import { bytes, count, percent, seconds } from "./format.js";
 import { watch } from "./live.js";
 
@@ -75,19 +75,6 @@ async function list({ main, params, signal, setParams }, { title, path, heads, r
     if (!body.contains(document.activeElement)) draw();
   };
   await look();
-  put(
-    main,
-    h(
-      "div",
-      { class: "wrap" },
-      h(
-        "section",
-        { class: "panel" },
-        h("header", {}, h("h1", {}, title), note, h("span", { class: "gap" }), search),
-        h("div", { class: "scroll" }, h("table", {}, thead(heads), body)),
-        none,
-      ),
-    ),
-  );
+  showPanels(main, panel({}, [h("h1", {}, title), note, h("span", { class: "gap" }), search], grid({}, thead(heads), body), none));
   watch(look, signal, 2000);
 }

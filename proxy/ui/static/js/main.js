@@ -35,7 +35,9 @@ const ROUTES = [
   [new RegExp(`^/t/${NAME}/n/${NAME}/terminal$`), terminalView, "Terminal"],
   [new RegExp(`^/t/${NAME}/diff/${NAME}/${NAME}$`), diffView, "What changed"],
 ];
-const THEMES = ["auto", "light", "dark"];
+/** When the dark colours apply, by theme: a media query. */
+const DARK_WHEN = { auto: "(prefers-color-scheme: dark)", light: "not all", dark: "all" };
+const THEMES = Object.keys(DARK_WHEN);
 
 let leaving = new AbortController();
 let current = null;
@@ -161,11 +163,12 @@ function themeSwitch() {
 }
 
 function applyTheme() {
-  const theme = localStorage.getItem("forkpoint-theme") ?? "auto";
-  if (theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
-  document.dispatchEvent(new Event("theme"));
+  DARK.media = DARK_WHEN[localStorage.getItem("forkpoint-theme") ?? "auto"];
+  coloursChanged();
 }
+
+const DARK = document.getElementById("dark");
+const coloursChanged = () => document.dispatchEvent(new Event("theme"));
 
 const taskInAddress = () => /^#\/t\/([^/?]+)/.exec(location.hash)?.[1];
 
@@ -220,7 +223,9 @@ function toTree(under = "") {
 }
 
 applyTheme();
-window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("theme")));
+// A browser may load a style sheet that does not apply after this script.
+DARK.addEventListener("load", coloursChanged);
+window.matchMedia(DARK_WHEN.auto).addEventListener("change", coloursChanged);
 window.addEventListener("hashchange", route);
 window.addEventListener("keydown", keys);
 document.getElementById("skip").addEventListener("click", (event) => {

@@ -1,7 +1,7 @@
 // The overview: live totals, a timeline, and a table of tasks.
 
 import { get, items } from "./api.js";
-import { h, put, say } from "./dom.js";
+import { h, put, say, showPanels } from "./dom.js";
 import { bytes, count, percent, seconds, short } from "./format.js";
 import { watch } from "./live.js";
 import { taskTable } from "./tasks.js";
@@ -38,17 +38,13 @@ export async function overview({ main, params, signal, setParams }) {
     return null;
   };
   const [stats, totals] = await Promise.all([get("stats", { signal }).catch(hidden), tasksOf(signal)]);
-  put(
+  showPanels(
     main,
-    h(
-      "div",
-      { class: "wrap" },
-      h("h1", { class: "sr" }, "Overview"),
-      stats && h("dl", { class: "figures totals", "aria-label": "Totals since this proxy started" }, [...figures.values()].map((f) => f.element)),
-      stats && line.element,
-      stats && videos(signal),
-      table.element,
-    ),
+    h("h1", { class: "sr" }, "Overview"),
+    stats && h("dl", { class: "figures totals", "aria-label": "Totals since this proxy started" }, [...figures.values()].map((f) => f.element)),
+    stats && line.element,
+    stats && videos(signal),
+    table.element,
   );
   let lastTotals = 0;
   let known = totals;

@@ -2,7 +2,7 @@
 
 import { get, names } from "./api.js";
 import { answer } from "./answer.js";
-import { h, notice, put } from "./dom.js";
+import { grid, h, notice, panel, put, showPanels, thead } from "./dom.js";
 import { ago, count, line, percent, seconds } from "./format.js";
 import { flash, watch } from "./live.js";
 import { command } from "./node.js";
@@ -49,19 +49,14 @@ export async function rolloutView({ main, params, signal, setParams }, task, nam
     draw();
     body.querySelector(`[data-turn="${step.turn}"] button`)?.focus();
   };
-  put(
+  showPanels(
     main,
-    h(
-      "div",
-      { class: "wrap" },
-      head,
-      h(
-        "section",
-        { class: "panel", "aria-label": "Calls" },
-        h("header", {}, h("h2", {}, "Calls"), h("div", { class: "group", role: "group", "aria-label": "Time" }, modes), h("span", { class: "gap" }), h("div", { class: "legend" }, LEGEND.map(([kind, text]) => h("span", { class: kind }, text)))),
-        h("div", { class: "scroll", tabindex: "0" }, h("table", { class: "waterfall" }, h("thead", {}, h("tr", {}, h("th", { class: "num", scope: "col" }, "#"), h("th", { scope: "col" }, "Answered"), h("th", { scope: "col" }, "Call"), h("th", { scope: "col" }, "Node"), h("th", { class: "num", scope: "col" }, "Seconds"), h("th", { scope: "col", class: "bars" }, axis))), body)),
-        h("div", { class: "body" }, more),
-      ),
+    head,
+    panel(
+      { "aria-label": "Calls" },
+      [h("h2", {}, "Calls"), h("div", { class: "group", role: "group", "aria-label": "Time" }, modes), h("span", { class: "gap" }), h("div", { class: "legend" }, LEGEND.map(([kind, text]) => h("span", { class: kind }, text)))],
+      grid({ class: "waterfall" }, thead([["#", "num"], ["Answered"], ["Call"], ["Node"], ["Seconds", "num"], [axis, "bars"]]), body),
+      h("div", { class: "body" }, more),
     ),
   );
   draw();

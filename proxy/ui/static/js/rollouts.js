@@ -1,7 +1,7 @@
 // The list of a task's rollouts: how each did, by hit rate, saved seconds and reward, in groups, with any number to compare.
 
 import { PAGE, get, list, names } from "./api.js";
-import { h, put, say } from "./dom.js";
+import { grid, h, panel, put, say, showPanels } from "./dom.js";
 import { ago, count, oneLine, percent, plural, seconds } from "./format.js";
 import { watch } from "./live.js";
 import { compare, rewardOf } from "./tree/ways.js";
@@ -87,9 +87,14 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
     if (!body.contains(document.activeElement)) draw();
   };
   await look();
-  put(
+  showPanels(
     main,
-    h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, h("a", { class: "button", href: `#/t/${names(task)}?lanes=1` }, "As lanes"), button), h("div", { class: "scroll", tabindex: "0" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span", { class: "sr" }, "Compare")), heads, environment, h("th", { scope: "col" }, "At"))), body)), h("div", { class: "body" }, older))),
+    panel(
+      {},
+      [h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, h("a", { class: "button", href: `#/t/${names(task)}?lanes=1` }, "As lanes"), button],
+      grid({}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span", { class: "sr" }, "Compare")), heads, environment, h("th", { scope: "col" }, "At"))), body),
+      h("div", { class: "body" }, older),
+    ),
   );
   watch(look, signal, 2000);
 }

@@ -1,13 +1,13 @@
 // What the cache did by run, step, group, task or endpoint: hit rate, seconds and money saved, percentiles and rewards.
 
 import { get, names } from "./api.js";
-import { h, put, say } from "./dom.js";
+import { grid, h, panel, put, say, showPanels, thead } from "./dom.js";
 import { count, percent, seconds } from "./format.js";
 import { watch } from "./live.js";
 
 const BY = ["run", "step", "group", "task", "endpoint"];
 const PRICE = "forkpoint-price";
-const COLUMNS = [["Rollouts"], ["Calls"], ["Hit rate"], ["Executed"], ["Saved"], ["Saved, money"], ["p95 of tools"], ["p95 with the cache"], ["Reward"]];
+const COLUMNS = ["Rollouts", "Calls", "Hit rate", "Executed", "Saved", "Saved, money", "p95 of tools", "p95 with the cache", "Reward"];
 
 export async function runsView({ main, params, signal, setParams }) {
   const body = h("tbody");
@@ -27,15 +27,14 @@ export async function runsView({ main, params, signal, setParams }) {
     say(note, view.truncated ? "the first groups" : "");
   };
   await look();
-  put(
+  showPanels(
     main,
-    h("div", { class: "wrap" },
-      h("section", { class: "panel" },
-        h("header", {}, h("h1", {}, "Runs"), note, h("span", { class: "gap" }), h("label", { class: "inline" }, "by", by), h("label", { class: "inline" }, "price of an hour of tool time", price)),
-        h("div", { class: "scroll", tabindex: "0" }, h("table", {}, h("thead", {}, h("tr", {}, first, COLUMNS.map(([text]) => h("th", { scope: "col", class: "num" }, text)))), body, total))),
-      h("section", { class: "panel" },
-        h("header", {}, h("h2", {}, "The same calls with other caches")),
-        h("div", { class: "scroll", tabindex: "0" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Cache"), ["Executed calls", "Tool time", "Hit rate", "Wrong answers"].map((text) => h("th", { scope: "col", class: "num" }, text)))), arms)))),
+    panel(
+      {},
+      [h("h1", {}, "Runs"), note, h("span", { class: "gap" }), h("label", { class: "inline" }, "by", by), h("label", { class: "inline" }, "price of an hour of tool time", price)],
+      grid({}, h("thead", {}, h("tr", {}, first, COLUMNS.map((text) => h("th", { scope: "col", class: "num" }, text)))), body, total),
+    ),
+    panel({}, h("h2", {}, "The same calls with other caches"), grid({}, thead([["Cache"], ["Executed calls", "num"], ["Tool time", "num"], ["Hit rate", "num"], ["Wrong answers", "num"]]), arms)),
   );
   watch(look, signal, 5000);
 }

@@ -1,7 +1,7 @@
 // The proxy itself: budgets, the latest warnings with links to what they are about, settings, and the checks of the machine.
 
 import { get, items, names, send } from "./api.js";
-import { h, notice, put, thead } from "./dom.js";
+import { grid, h, notice, panel, put, showPanels, thead } from "./dom.js";
 import { bytes, count, oneLine, percent } from "./format.js";
 import { watch } from "./live.js";
 
@@ -18,16 +18,14 @@ export async function systemView({ main, signal }) {
   };
   const [known] = await Promise.all([items("system/settings", { signal }), look()]);
   put(settings, known.map(settingRow));
-  const part = (title, id, heads, body, ...more) => h("section", { class: "panel", id }, h("header", {}, h("h2", {}, title)), h("div", { class: "scroll", tabindex: "0" }, h("table", {}, thead(heads), body)), more);
-  put(
+  const part = (title, id, heads, body, ...more) => panel({ id }, h("h2", {}, title), grid({}, thead(heads), body), more);
+  showPanels(
     main,
-    h("div", { class: "wrap" },
-      h("h1", {}, "System"),
-      part("Budgets", "budgets", [["Budget"], ["Used", "num"], ["Of", "num"], ["Share"]], budgets),
-      part("Warnings and errors", "events", [["When"], ["Level"], ["Event"], ["Where"], ["Details"]], events, none),
-      doctorPart(signal),
-      part("Settings", "settings", [["Setting"], ["Value"], ["What it does"]], settings),
-    ),
+    h("h1", {}, "System"),
+    part("Budgets", "budgets", [["Budget"], ["Used", "num"], ["Of", "num"], ["Share"]], budgets),
+    part("Warnings and errors", "events", [["When"], ["Level"], ["Event"], ["Where"], ["Details"]], events, none),
+    doctorPart(signal),
+    part("Settings", "settings", [["Setting"], ["Value"], ["What it does"]], settings),
   );
   watch(look, signal, 3000);
 }
@@ -63,7 +61,8 @@ function settingRow({ name, value, usual, about }) {
 /** The checks of `forkpoint doctor`, which run for some seconds when asked for. */
 function doctorPart(signal) {
   const body = h("tbody");
-  const table = h("div", { class: "scroll", tabindex: "0", hidden: true }, h("table", {}, thead([["Check"], ["State"], ["Found"], ["Remedy"]]), body));
+  const table = grid({}, thead([["Check"], ["State"], ["Found"], ["Remedy"]]), body);
+  table.hidden = true;
   const stage = h("div", {});
   const button = h("button", {
     on: {
@@ -83,5 +82,5 @@ function doctorPart(signal) {
       },
     },
   }, "Check the machine");
-  return h("section", { class: "panel", id: "doctor" }, h("header", {}, h("h2", {}, "Doctor"), h("span", { class: "note" }, "what forkpoint doctor finds"), h("span", { class: "gap" }), button), stage, table);
+  return panel({ id: "doctor" }, [h("h2", {}, "Doctor"), h("span", { class: "note" }, "what forkpoint doctor finds"), h("span", { class: "gap" }), button], stage, table);
 }

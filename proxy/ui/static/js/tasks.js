@@ -1,7 +1,7 @@
 // The table of tasks: filter, order, pages and families.
 
 import { importButton } from "./carry.js";
-import { h, put, say } from "./dom.js";
+import { grid, h, panel, put, say } from "./dom.js";
 import { ago, count, percent, seconds } from "./format.js";
 import { flash } from "./live.js";
 
@@ -112,11 +112,10 @@ export function taskTable(params, setParams) {
     "p", { class: "empty", hidden: true },
     "There is no task yet. Set an agent's tool base URL to ", h("code", {}, `${location.origin}/t/demo/r/1`), " and its task appears here.",
   );
-  const element = h(
-    "section",
-    { class: "panel", "aria-labelledby": "tasks-h" },
-    h("header", {}, h("h2", { id: "tasks-h" }, "Tasks"), note, h("span", { class: "gap" }), search, family, importButton()),
-    h("div", { class: "scroll", tabindex: "0" }, h("table", { class: "tasks" }, h("thead", {}, h("tr", {}, heads)), body)),
+  const element = panel(
+    { "aria-labelledby": "tasks-h" },
+    [h("h2", { id: "tasks-h" }, "Tasks"), note, h("span", { class: "gap" }), search, family, importButton()],
+    grid({ class: "tasks" }, h("thead", {}, h("tr", {}, heads)), body),
     pager,
     empty,
   );

@@ -2,7 +2,7 @@
 // last two minutes are live; longer ranges come from what the proxy keeps, and outlive its restarts.
 
 import { get } from "./api.js";
-import { h, put, svg } from "./dom.js";
+import { h, panel, put, svg } from "./dom.js";
 import { count, percent, seconds, unix } from "./format.js";
 import { onSecond, paused, watch } from "./live.js";
 
@@ -85,19 +85,16 @@ export function timeline(signal, params, setParams) {
     load().catch(() => {});
   };
   const buttons = RANGES.map(([length, text]) => h("button", { on: { click: () => choose(length) } }, text));
-  const element = h(
-    "section",
-    { class: "panel", "aria-labelledby": "line-h" },
-    h(
-      "header",
-      {},
+  const element = panel(
+    { "aria-labelledby": "line-h" },
+    [
       h("h2", { id: "line-h" }, "Calls"),
       h("div", { class: "group", role: "group", "aria-label": "Range" }, buttons),
       h("a", { class: "button quiet", href: "#/runs" }, "by run"),
       peak,
       h("span", { class: "gap" }),
       h("div", { class: "legend" }, [...PARTS].reverse().map(([, title, colour]) => h("span", { style: { "--c": colour } }, title)), h("span", { style: { "--c": "var(--text)" } }, "Hit rate")),
-    ),
+    ],
     h("div", { class: "body" }, chart, labels),
   );
   const take = (second) => live.set(Math.floor(unix(second.at)), second);

@@ -1,7 +1,7 @@
 // Progress of preprocessing: the videos in progress and the last that ended. Hidden until there is one.
 
 import { get } from "./api.js";
-import { h, put, thead } from "./dom.js";
+import { grid, h, panel, put, thead } from "./dom.js";
 import { percent, seconds } from "./format.js";
 import { watch } from "./live.js";
 
@@ -11,12 +11,7 @@ const ENDED = ["done", "failed"];
 export function videos(signal) {
   const body = h("tbody");
   const head = thead([["Video"], ["Stage"], ["At", "num"], ["Stage done", "num"], ["Seconds", "num"]]);
-  const element = h(
-    "section",
-    { class: "panel", "aria-labelledby": "videos-h", hidden: true },
-    h("header", {}, h("h2", { id: "videos-h" }, "Videos")),
-    h("div", { class: "scroll" }, h("table", {}, head, body)),
-  );
+  const element = panel({ "aria-labelledby": "videos-h", hidden: true }, h("h2", { id: "videos-h" }, "Videos"), grid({}, head, body));
   const look = async () => {
     const { preprocesses } = await get("videos", { signal });
     element.hidden = preprocesses.length === 0;
