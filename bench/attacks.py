@@ -73,7 +73,7 @@ async def attack_machine(ground: Ground, folder: Path) -> list[Outcome]:
 
 
 async def _commands(ground: Ground, driver: Driver) -> list[Outcome]:
-    found = []
+    results = []
     sandbox = await driver.start(SPEC)
     for name, command in attack_list.COMMANDS.items():
         if name in ground.differs:
@@ -83,13 +83,13 @@ async def _commands(ground: Ground, driver: Driver) -> list[Outcome]:
         contained = True
         with suppress(SandboxError):
             contained = (await run(sandbox, f"{{ {command}\n}} >/dev/null 2>&1", timeout_s=20)).code != 0
-        found.append(Outcome("escapes and privileges", name, contained))
+        results.append(Outcome("escapes and privileges", name, contained))
     await sandbox.close()
-    return found
+    return results
 
 
 async def _probes(ground: Ground, driver: Driver) -> list[Outcome]:
-    found = []
+    results = []
     for area, probe in attack_list.PROBES.items():
         sandbox = await driver.start(SPEC)
         await file(sandbox, "put", "/root/probe.py", probe.script.encode())
@@ -97,14 +97,14 @@ async def _probes(ground: Ground, driver: Driver) -> list[Outcome]:
         through = answer.out.splitlines()
         assert through[-1:] == ["done"], answer.err
         names = [name for name in probe.names if name not in ground.differs]
-        found += [Outcome(area, name, name not in through) for name in names]
+        results += [Outcome(area, name, name not in through) for name in names]
         await sandbox.close()
-    return found
+    return results
 
 
 async def _links(driver: Driver, canary: Path) -> list[Outcome]:
     """Files are put and fetched through links that the agent has made; none may lead out of the sandbox."""
-    found = []
+    results = []
     ways = {
         "a link": "ln -sfn / /root/l",
         "a link of /proc to pid 1": "ln -sfn /proc/1/root /root/l",
@@ -118,18 +118,18 @@ async def _links(driver: Driver, canary: Path) -> list[Outcome]:
         await run(sandbox, command)
         path = f"/root/l{canary}"
         _, body = await file(sandbox, "get", path, limit_bytes=1 << 20)
-        found.append(Outcome("files", f"get through {name}", CANARY.encode() not in body, "read"))
+        results.append(Outcome("files", f"get through {name}", CANARY.encode() not in body, "read"))
         await file(sandbox, "put", path, b"overwritten")
         await file(sandbox, "delete", path)
         whole = await asyncio.to_thread(_is_whole, canary)
-        found.append(Outcome("files", f"put and delete through {name}", whole, "escape"))
+        results.append(Outcome("files", f"put and delete through {name}", whole, "escape"))
         await sandbox.close()
-    return found
+    return results
 
 
 async def _checkpoints(driver: Driver, canary: Path) -> list[Outcome]:
     """A process holds a name, and the agent leads that name elsewhere; CRIU must not follow it."""
-    found = []
+    results = []
     out = f"/proc/1/fd/4{'/..' * 12}{canary.parent}"
     for name, (begin, swap) in REFUSED.items():
         sandbox = await driver.start(SPEC)
@@ -141,9 +141,9 @@ async def _checkpoints(driver: Driver, canary: Path) -> list[Outcome]:
             led.append("it was restored")
             await restored.close()
         contained = not led and await asyncio.to_thread(_is_whole, canary) and not (canary.parent / "planted").exists()
-        found.append(Outcome("checkpoints", name, contained, "escape"))
+        results.append(Outcome("checkpoints", name, contained, "escape"))
         await sandbox.close()
-    return found
+    return results
 
 
 def _is_whole(canary: Path) -> bool:

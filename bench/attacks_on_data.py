@@ -43,15 +43,15 @@ async def attack_database(
     ask: Callable[[str], Awaitable[str | None]], statements: dict[str, str], names: dict[str, str]
 ) -> list[Outcome]:
     """Send statements. `ask` returns the text of a result, or None for an error or a result without rows."""
-    found = []
+    results = []
     for name, statement in statements.items():
         text = await ask(statement.format(**names))
         evil = (Path(names["folder"]) / "evil").exists()
         read = text is not None and CANARY in text
         harm = "escape" if evil else "read" if read else "surface"
-        found.append(Outcome("statements", name, not evil and not read and (text is None or name in HARMLESS), harm))
+        results.append(Outcome("statements", name, not evil and not read and (text is None or name in HARMLESS), harm))
         (Path(names["folder"]) / "evil").unlink(missing_ok=True)
-    return found
+    return results
 
 
 async def attack_sqlite(folder: Path) -> list[Outcome]:
@@ -99,16 +99,16 @@ async def attack_postgres(folder: Path) -> list[Outcome]:
                     return None
                 return None if answer.error or not answer.body.get("rows", True) else json.dumps(answer.body)
 
-            found = await attack_database(send, POSTGRES, names)
+            result = await attack_database(send, POSTGRES, names)
             alive = (await ask(sandbox, "SELECT count(*) FROM item")).error is None
             await sandbox.close()
         with server.connect("other") as connection:
             rows = connection.execute("SELECT t FROM secret").fetchall()
             evil = connection.execute("SELECT rolname FROM pg_roles WHERE rolname = 'evil'").fetchall()
-        found.append(
+        result.append(
             Outcome("statements", "another tenant's database is whole", rows == [(CANARY,)] and not evil, "escape")
         )
-    return [*found, Outcome("statements", "the database answers after all of them", alive)]
+    return [*result, Outcome("statements", "the database answers after all of them", alive)]
 
 
 def _places(folder: Path) -> dict[str, str]:
@@ -127,7 +127,7 @@ async def attack_video(folder: Path, *, files: int = 60, seed: int = 1) -> list[
     from sandboxes.video.driver import VideoDriver  # noqa: PLC0415 - needs the extra `video`
     from tests.sandboxes.videos import ask, make, spec_of  # noqa: PLC0415
 
-    chance, found = random.Random(seed), []  # noqa: S311
+    chance, results = random.Random(seed), []  # noqa: S311
     clips = [make(folder / f"clip{suffix}") for suffix in (".mp4", ".mkv", ".avi")]
     async with opened(VideoDriver(folder / "data")) as driver:
         for number in range(files):
@@ -142,16 +142,16 @@ async def attack_video(folder: Path, *, files: int = 60, seed: int = 1) -> list[
             contained = False
             with suppress(SpecError):
                 sandbox = await driver.start(spec_of(source, limits=Limits(memory_mb=512, timeout_s=60)))
-                said = await ask(sandbox, "load_video", name=source.name)
-                contained = said.status in {200, 422}
+                answer = await ask(sandbox, "load_video", name=source.name)
+                contained = answer.status in {200, 422}
                 await sandbox.close()
-            found.append(Outcome("video files", f"damaged {clip.suffix} {number}", contained))
+            results.append(Outcome("video files", f"damaged {clip.suffix} {number}", contained))
             source.unlink()
         playlist = folder / "list.m3u8"
         playlist.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:8,\n{clips[0]}\n#EXT-X-ENDLIST\n")
-        said = await ask(await driver.start(spec_of(playlist)), "load_video", name=playlist.name)
-        found.append(Outcome("video files", "a playlist that names another file", said.status == 422, "read"))
-    return found
+        answer = await ask(await driver.start(spec_of(playlist)), "load_video", name=playlist.name)
+        results.append(Outcome("video files", "a playlist that names another file", answer.status == 422, "read"))
+    return results
 
 
 def attack_tarballs(folder: Path) -> list[Outcome]:
@@ -159,7 +159,7 @@ def attack_tarballs(folder: Path) -> list[Outcome]:
     from sandboxes.local import root_tar  # noqa: PLC0415
     from tests.sandboxes.local.test_root_tar import ESCAPES, written  # noqa: PLC0415
 
-    found = []
+    results = []
     for number, (name, members) in enumerate(ESCAPES.items()):
         top = folder / str(number)
         outside, target = top / "outside", top / "target"
@@ -170,5 +170,5 @@ def attack_tarballs(folder: Path) -> list[Outcome]:
             root_tar.unpack(written(top / "evil.tar", members, outside), target)
         canary = outside / "canary"
         whole = [path.name for path in outside.iterdir()] == ["canary"] and canary.read_text() == CANARY
-        found.append(Outcome("tarballs", name, whole and canary.stat().st_nlink == 1, "escape"))
-    return found
+        results.append(Outcome("tarballs", name, whole and canary.stat().st_nlink == 1, "escape"))
+    return results

@@ -72,8 +72,8 @@ def theirs(image: str, state: str, count: int) -> Timings:
                 with timed(timings, START):
                     fork = _sleeper(client, str(made.id))
                 with timed(timings, EXEC):
-                    said = fork.exec_run(["bash", "-c", f"test $(cat /tmp/last) = {number}"])
-            assert said.exit_code == 0
+                    answer = fork.exec_run(["bash", "-c", f"test $(cat /tmp/last) = {number}"])
+            assert answer.exit_code == 0
             fork.remove(force=True)
             _forget(client, str(made.id))
     finally:

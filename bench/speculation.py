@@ -198,8 +198,8 @@ class Simulation:
         flights = [(task, place, f) for task in tasks.values() for place, f in task.flights.items()]
         own = [entry for entry in flights if entry[2].speculated and not entry[2].wanted]
         idle = self.cores - len(flights)
-        found = self._candidates(tasks, walkers)
-        likely = {(candidate.node, candidate.key) for candidate in found}
+        answer = self._candidates(tasks, walkers)
+        likely = {(candidate.node, candidate.key) for candidate in answer}
         for task, place, flight in own:
             half = self.now - flight.began > (flight.ends - flight.began) / 2
             if idle < IDLE_TO_GO_ON or not self.budget.may_spend(self.now) or not (place in likely or half):
@@ -210,7 +210,7 @@ class Simulation:
             self.budget.spend(TICK_S, self.now)
             self._credit(task.name).executed(TICK_S, self.now)
         by_tree = {task.tree: task for task in tasks.values()}
-        for candidate in found:
+        for candidate in answer:
             task, place = by_tree[candidate.tree], (candidate.node, candidate.key)
             if idle < IDLE_TO_BEGIN or not self.budget.may_spend(self.now):
                 break
@@ -225,12 +225,12 @@ class Simulation:
             kind = self.names.get(record.key)
             return None if kind is None else PastCall(record.key, replace(kind, changed=not record.observation), 0.0)
 
-        found: list[Candidate] = []
+        results: list[Candidate] = []
         for walker in walkers:
             if not walker.running and self._credit(walker.task).pays(self.now):
                 likely = partial(self.next_calls.likely, "", walker.task, least=LEAST_CHANCE)
-                found += walk(tasks[walker.task].tree, walker.node, walker.history, likely, past)
-        return ranked(found)
+                results += walk(tasks[walker.task].tree, walker.node, walker.history, likely, past)
+        return ranked(results)
 
 
 def simulate(traces: Traces, *, cores: int, speculate: float, think_s: float, at_once: int) -> Totals:
@@ -271,17 +271,17 @@ def main() -> None:
     rows += [(f"{name}, slow tools", slowed(traces)) for name, traces in rows if name.startswith("shell")]
     for name, traces in rows:
         for speculate in (0.0, options.speculate):
-            found = simulate(
+            result = simulate(
                 traces, cores=options.cores, speculate=speculate, think_s=options.think, at_once=options.at_once
             )
-            seconds, missed = sorted(found.seconds), found.misses + found.turned
+            seconds, missed = sorted(result.seconds), result.misses + result.turned
             mean_s = sum(seconds) / len(seconds)
             shown.add_row(
                 f"{name}{' +' if speculate else ''}", str(len(seconds)), str(missed),
-                f"{found.turned / missed:.1%}", f"{found.spent_s:.0f}", f"{found.saved_s:.0f}",
-                f"{found.spent_s / found.saved_s:.1f}" if found.saved_s else "-", f"{median(seconds):.3f}",
+                f"{result.turned / missed:.1%}", f"{result.spent_s:.0f}", f"{result.saved_s:.0f}",
+                f"{result.spent_s / result.saved_s:.1f}" if result.saved_s else "-", f"{median(seconds):.3f}",
                 f"{seconds[int(0.95 * (len(seconds) - 1))]:.2f}", f"{mean_s:.3f}",
-                f"{found.uncached_s / len(seconds) / mean_s:.2f}" if mean_s else "-",
+                f"{result.uncached_s / len(seconds) / mean_s:.2f}" if mean_s else "-",
             )  # fmt: skip
     console.print(shown)
     console.print(

@@ -55,13 +55,13 @@ def large(nodes: int, rounds: int) -> None:
 def _print_vitals(page: Page, base: str, rounds: int) -> None:
     shown = table("Views, median of the rounds", "", "first paint, ms", "layout shift", "heap, MB")
     for view in PAINTED:
-        found = []
+        results = []
         for _ in range(rounds):
             page.goto("about:blank")
             page.goto(f"{base}/ui/#/{view}")
             page.wait_for_selector("main[data-ready]", timeout=60_000)
-            found.append(vitals(page))
-        first, shift, heap = (median([one[name] for one in found]) for name in found[0])
+            results.append(vitals(page))
+        first, shift, heap = (median([one[name] for one in results]) for name in results[0])
         shown.add_row(f"#/{view}", f"{first * 1000:.0f}", f"{shift:.3f}", f"{heap / 1e6:.0f}")
     console.print(shown)
 

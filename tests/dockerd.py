@@ -73,8 +73,8 @@ class Dockerd:
 
     def pids(self) -> list[int]:
         """Return pid 1 of every running container, without asking the daemon."""
-        found = {int(pid) for group in self.groups() for pid in _members(group)}
-        return sorted(pid for pid in found if is_sandbox(pid))
+        results = {int(pid) for group in self.groups() for pid in _members(group)}
+        return sorted(pid for pid in results if is_sandbox(pid))
 
     def groups(self) -> list[Path]:
         """Return the control groups of its containers."""
@@ -83,15 +83,15 @@ class Dockerd:
 
     def living(self) -> list[str]:
         """Return the processes in the daemon's containers, without asking the daemon."""
-        found = {int(pid) for group in self.groups() for pid in _members(group)}
-        return [f"process {pid} in a container" for pid in sorted(found)]
+        results = {int(pid) for group in self.groups() for pid in _members(group)}
+        return [f"process {pid} in a container" for pid in sorted(results)]
 
     def remains(self) -> list[str]:
         """Return what an ended daemon left behind: a daemon that is killed while it starts a container forgets it."""
-        found = [f"process {pid} of dockerd" for pid in _naming(str(self.folder))]
+        results = [f"process {pid} of dockerd" for pid in _naming(str(self.folder))]
         # The daemon's bind mount of its own data stays until the machine shuts down.
         mounts = [line for line in mounts_below(self.folder) if line.split()[4] != str(self.folder / "data")]
-        return found + [f"mount {line}" for line in mounts] + [f"control group {group}" for group in self.groups()]
+        return results + [f"mount {line}" for line in mounts] + [f"control group {group}" for group in self.groups()]
 
     def clear(self) -> None:
         """Remove the daemon's files and everything that it left behind."""
@@ -141,10 +141,10 @@ def _members(group: Path) -> list[str]:
 
 def _naming(text: str) -> list[int]:
     """Return the processes whose command line contains a text."""
-    found = []
+    results = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
                 if text.encode() in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-    return found
+                    results.append(int(entry.name))
+    return results

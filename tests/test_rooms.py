@@ -74,7 +74,7 @@ def room_of(folder: Path) -> Room:
 
 def imported_by(folder: Path, rooms: set[str]) -> tuple[str, ...]:
     """Return the other rooms that the modules of a room import, as their sources say; tests of types included."""
-    found: set[str] = set()
+    results: set[str] = set()
     for module in folder.glob("*.py"):
         for node in ast.walk(ast.parse(module.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -88,8 +88,8 @@ def imported_by(folder: Path, rooms: set[str]) -> tuple[str, ...]:
                 prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
                 room = next((prefix for prefix in prefixes if prefix in rooms), None)
                 if room is not None and room != name_of(folder):
-                    found.add(room)
-    return tuple(sorted(found, key=lambda name: (TOPS.index(name.partition(".")[0]), name)))
+                    results.add(room)
+    return tuple(sorted(results, key=lambda name: (TOPS.index(name.partition(".")[0]), name)))
 
 
 def rooms() -> list[Room]:

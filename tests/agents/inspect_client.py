@@ -29,8 +29,8 @@ from forkpoint.inspect import ForkpointConfig, ForkpointSandbox
 @scorer(metrics=[mean()])
 def files() -> Any:
     async def score(*_: Any) -> Score:
-        found = await sandbox().exec(["sh", "-c", "ls | wc -l"])
-        return Score(value=int(found.stdout))
+        result = await sandbox().exec(["sh", "-c", "ls | wc -l"])
+        return Score(value=int(result.stdout))
 
     return score
 

@@ -21,16 +21,16 @@ def video(path: str, body: dict[str, Any]) -> dict[str, Any]:
             return {"success": True, "sandbox_id": name, "sandbox_path": f"/tmp/{name}"}
         case "/execute":
             sandboxes[name].append(body["argument"])
-            said = " ".join(sandboxes[name]) + f" {random.random()}"  # noqa: S311
-            return {"success": True, "command": body["command"], "result": f"{name}: {said}"}
+            answer = " ".join(sandboxes[name]) + f" {random.random()}"  # noqa: S311
+            return {"success": True, "command": body["command"], "result": f"{name}: {answer}"}
     return {"success": False}
 
 
 def fusion(_path: str, body: dict[str, Any]) -> dict[str, Any]:
     """SandboxFusion's /run_code."""
     done = subprocess.run([sys.executable, "-c", body["code"]], capture_output=True, text=True, check=False)
-    told = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
-    return {"status": "Success" if done.returncode == 0 else "Failed", "message": "", "run_result": told}
+    payload = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+    return {"status": "Success" if done.returncode == 0 else "Failed", "message": "", "run_result": payload}
 
 
 class Handler(BaseHTTPRequestHandler):

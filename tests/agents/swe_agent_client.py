@@ -106,8 +106,8 @@ class Agent:
     async def check(self) -> list[Any]:
         env = {"PATH": ":".join([*(f"/root/tools/{name}/bin" for name in BUNDLES), "/usr/bin:/bin"])}
         commands = [Command(command=f"which {name}", shell=True, check=True, env=env) for name in BUNDLES]  # noqa: S604
-        told = await asyncio.gather(*(self.deployment.runtime.execute(command) for command in commands))
-        return [answer.model_dump() for answer in told]
+        answers = await asyncio.gather(*(self.deployment.runtime.execute(command) for command in commands))
+        return [answer.model_dump() for answer in answers]
 
     def step(self, action: str, timeout: float = 30) -> None:
         """Take one step of the model's: the action, then the state."""

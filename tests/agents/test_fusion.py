@@ -31,14 +31,14 @@ def proxy() -> Iterator[Proxy]:
 
 def test_its_own_client_runs_each_code_once(proxy: Proxy) -> None:
     place = packages(*REQUIREMENTS)
-    told = run(place, "fusion_client.py", f"{proxy.url}/t/fusion/tool")
-    assert [one[:2] for one in told[:3]] == [
+    result = run(place, "fusion_client.py", f"{proxy.url}/t/fusion/tool")
+    assert [one[:2] for one in result[:3]] == [
         ["RunStatus.Success", 0],
         ["RunStatus.Success", 0],
         ["RunStatus.Failed", 1],
     ]
-    assert told[0][2] == "42\n"
-    assert told == told[:3] * 3
+    assert result[0][2] == "42\n"
+    assert result == result[:3] * 3
     assert proxy.engine.counts.outcomes[Outcome.MISS] == 3
     # Nobody is left behind: calls that stand alone are no rollouts.
     assert not proxy.engine.tasks.rollouts.running
@@ -57,9 +57,9 @@ def as_verl_does(url: str) -> tuple[dict[str, Any] | None, int]:
 
 
 def test_verl_is_answered(proxy: Proxy) -> None:
-    told, asked = as_verl_does(f"{proxy.url}/t/fusion/tool/run_code")
-    assert told is not None
-    assert (told["run_result"]["stdout"], asked) == ("1\n", 1)
+    answer, requests = as_verl_does(f"{proxy.url}/t/fusion/tool/run_code")
+    assert answer is not None
+    assert (answer["run_result"]["stdout"], requests) == ("1\n", 1)
 
 
 def test_verl_tries_again_when_the_trouble_is_ours(proxy: Proxy) -> None:
@@ -79,8 +79,8 @@ def test_verl_retries_after_an_upstream_failure(tmp_path: Path) -> None:
 
 
 def _together(client: httpx.Client, there: Elsewhere) -> None:
-    asked, start = len(there.asked), time.monotonic()
+    requests, start = len(there.asked), time.monotonic()
     for n in range(3):
         assert client.post("/t/t/tool/run_code", json={"n": n}).json()["echo"] == {"n": n}
-    assert len(there.asked) == asked + 3
+    assert len(there.asked) == requests + 3
     assert time.monotonic() - start < 20

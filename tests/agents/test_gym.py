@@ -40,13 +40,13 @@ def test_gym_group_shares_its_session_until_it_diverges(proxy: Proxy, form: str)
             stack.enter_context(httpx.Client(base_url=proxy.url + form.format(n=n), trust_env=False, timeout=60))
             for n in range(6)
         ]
-        told = []
+        answers = []
         for client in clients:
             client.post("/seed_session", json={"start": 5, "of": form}).raise_for_status()
-            told.append(client.post("/add", json={"n": 1}))
-        assert [answer.json()["sum"] for answer in told] == [6] * 6
-        assert [answer.headers["cache-status"] == HIT for answer in told] == [False, *[True] * 5]
-        lucky = {answer.json()["luck"] for answer in told}
+            answers.append(client.post("/add", json={"n": 1}))
+        assert [answer.json()["sum"] for answer in answers] == [6] * 6
+        assert [answer.headers["cache-status"] == HIT for answer in answers] == [False, *[True] * 5]
+        lucky = {answer.json()["luck"] for answer in answers}
         assert len(lucky) == 1
         taken = proxy.engine.counts.snapshots_taken
         wait_until(lambda: proxy.engine.counts.snapshots_taken >= max(2, taken), "no checkpoint was taken")

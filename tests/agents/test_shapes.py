@@ -53,9 +53,9 @@ def test_the_authors_wire_is_shared_forked_and_stopped(proxy: Proxy) -> None:
     assert first.post("/start") == {"success": True, "sandbox_id": "task_aaa", "sandbox_path": "/tmp/task_aaa"}
     assert second.post("/start") == {"success": True, "sandbox_id": "task_bbb", "sandbox_path": "/tmp/task_bbb"}
     assert second.hit
-    told = first.execute("load", "film")
-    assert told.startswith("task_aaa: film 0.")
-    assert second.execute("load", "film") == told.replace("task_aaa", "task_bbb")
+    result = first.execute("load", "film")
+    assert result.startswith("task_aaa: film 0.")
+    assert second.execute("load", "film") == result.replace("task_aaa", "task_bbb")
     assert second.hit
     wait_until(lambda: proxy.engine.counts.snapshots_taken > 1, "no checkpoint was taken")
     forked = Video(proxy, second.post("/fork")["sandbox_id"])
@@ -84,13 +84,13 @@ def test_cookie_names_the_gym_servers_session(proxy: Proxy) -> None:
     """A cookie names the session of a gym server."""
     put(proxy, "gym", "gym", "nemo-gym")
     clients = [httpx.Client(base_url=f"{proxy.url}/t/gym/tool", trust_env=False, timeout=30) for _ in range(3)]
-    told = []
+    answers = []
     for client in clients:
         client.post("/seed_session", json={"start": 5}).raise_for_status()
-        told.append(client.post("/add", json={"n": 1}))
-    assert [answer.json()["sum"] for answer in told] == [6, 6, 6]
-    assert len({answer.json()["luck"] for answer in told}) == 1
-    assert [answer.headers["cache-status"] == HIT for answer in told] == [False, True, True]
+        answers.append(client.post("/add", json={"n": 1}))
+    assert [answer.json()["sum"] for answer in answers] == [6, 6, 6]
+    assert len({answer.json()["luck"] for answer in answers}) == 1
+    assert [answer.headers["cache-status"] == HIT for answer in answers] == [False, True, True]
     wait_until(lambda: proxy.engine.counts.snapshots_taken > 2, "no checkpoint was taken")
     sums = [client.post("/add", json={"n": n * 10}).json()["sum"] for n, client in enumerate(clients)]
     assert sums == [6, 16, 26]

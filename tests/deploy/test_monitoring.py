@@ -22,12 +22,12 @@ MONITORING = Path(__file__).parents[2] / "docs" / "monitoring"
 
 def program(name: str) -> str:
     """Return the path of a program of Prometheus, or skip."""
-    found = shutil.which(name)
-    if found is None:
+    result = shutil.which(name)
+    if result is None:
         if os.environ.get("FORKPOINT_NEEDS_PROMETHEUS"):
             raise RuntimeError(f"{name} is missing, and FORKPOINT_NEEDS_PROMETHEUS is set")
         pytest.skip(f"needs {name} of Debian's package prometheus")
-    return found
+    return result
 
 
 def check_rules(rules: Path) -> str:

@@ -153,8 +153,8 @@ def test_sql_tools_return_rows_and_errors(proxy: Proxy, kind: Kind, tmp_path: Pa
         source = str(tmp_path / "shop.sqlite")
         await done(task.put({"driver": "sqlite", "databases": {"main": {"source": source}}}))
         async with entered(task.rollout()) as rollout:
-            found = await done(rollout.sql("SELECT x FROM t WHERE x > ?", params=[1], timeout_s=60))
-            assert (found.columns, found.rows, found.row_count, found.error) == (["x"], [[2]], 1, None)
+            result = await done(rollout.sql("SELECT x FROM t WHERE x > ?", params=[1], timeout_s=60))
+            assert (result.columns, result.rows, result.row_count, result.error) == (["x"], [[2]], 1, None)
             assert (await done(rollout.sql("SELECT y FROM t"))).error["kind"] == "sql"
             assert "x" in (await done(rollout.sql("SELECT x FROM t", format="csv"))).text
             await done(rollout.sql_script("INSERT INTO t VALUES (3); DELETE FROM t WHERE x = 1"))

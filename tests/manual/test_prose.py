@@ -8,8 +8,8 @@ from docs.site.prose import MAX_WORDS, pages, reading_ease, sentences_of, too_lo
 
 
 def test_sentences_are_short() -> None:
-    found = {page.relative_to(ROOT).as_posix(): too_long(page.read_text()) for page in pages()}
-    assert [f"{page}:{sentence.line}: {sentence.text}" for page, long in found.items() for sentence in long] == []
+    entries = {page.relative_to(ROOT).as_posix(): too_long(page.read_text()) for page in pages()}
+    assert [f"{page}:{sentence.line}: {sentence.text}" for page, long in entries.items() for sentence in long] == []
 
 
 def test_words_are_spelt_right() -> None:
@@ -23,8 +23,8 @@ def test_blocks_end_sentences() -> None:
     text = (
         "# Title\nOne `code.span` two. Three\nfour.\n\n- five\n- six\n\n| a | b. C |\n|---|---|\n\n```\nnot this\n```\n"
     )
-    found = [(sentence.line, sentence.text) for sentence in sentences_of(text)]
-    assert found == [
+    results = [(sentence.line, sentence.text) for sentence in sentences_of(text)]
+    assert results == [
         (1, "Title"), (2, "One X two."), (2, "Three four."), (5, "five"), (6, "six"), (8, "a"), (8, "b."), (8, "C"),
     ]  # fmt: skip
 

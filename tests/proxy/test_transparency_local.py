@@ -155,7 +155,7 @@ async def alone(driver: Driver, trajectory: list[ToolCall]) -> list[Told]:
 
 
 async def walk(running: Engine, task: str, name: str, trajectory: list[ToolCall], trouble: Trouble) -> list[Told]:
-    told = []
+    answers = []
     for call in trajectory:
         await trouble.strike(call)
         rollout = await running.tasks.rollout(task, name)
@@ -167,21 +167,21 @@ async def walk(running: Engine, task: str, name: str, trajectory: list[ToolCall]
         else:
             pytest.fail(f"{call} never got an answer")
         result = running.store.records.result(record)
-        told.append((result.status, result.body))
-    return told
+        answers.append((result.status, result.body))
+    return answers
 
 
 def differences(group: list[list[ToolCall]], got: list[list[Told]], truth: list[list[Told]]) -> list[str]:
     """Say in few lines which answers differ, and how."""
-    found = []
-    for name, (trajectory, told, true) in enumerate(zip(group, got, truth, strict=True)):
+    results = []
+    for name, (trajectory, each, true) in enumerate(zip(group, got, truth, strict=True)):
         for turn, call in enumerate(trajectory):
-            if told[turn] != true[turn]:
-                one, two = (answer[1].decode(errors="replace").split("\\n") for answer in (true[turn], told[turn]))
+            if each[turn] != true[turn]:
+                one, two = (answer[1].decode(errors="replace").split("\\n") for answer in (true[turn], each[turn]))
                 changed = "\n".join(difflib.unified_diff(one, two, "alone", "told", n=0, lineterm=""))
-                before = [told.arguments.get("command", told.tool) for told in trajectory[:turn]]
-                found.append(f"rollout {name}, turn {turn}, {call.arguments}, after {before}:\n{changed}")
-    return found
+                before = [result.arguments.get("command", result.tool) for result in trajectory[:turn]]
+                results.append(f"rollout {name}, turn {turn}, {call.arguments}, after {before}:\n{changed}")
+    return results
 
 
 class Bench:
@@ -205,7 +205,7 @@ class Bench:
     async def together(self, group: list[list[ToolCall]], trouble: Trouble) -> list[list[Told]]:
         task = f"task{next(self._tasks)}"
         walks = [walk(self.engine, task, f"r{n}", trajectory, trouble) for n, trajectory in enumerate(group)]
-        told = await asyncio.gather(*walks)
+        answers = await asyncio.gather(*walks)
         await self.engine.capture.drain()
         self.engine.pool.roster.check()
         (await self.engine.tasks.open(task)).tree.check()
@@ -213,7 +213,7 @@ class Bench:
         await self.engine.forgetting.delete_task(task)
         await self.engine.pool.close_where(lambda _: True)
         await self.engine.evict_snapshots()
-        return list(told)
+        return list(answers)
 
     async def apart(self, group: list[list[ToolCall]]) -> list[list[Told]]:
         return [await alone(self.bare, trajectory) for trajectory in group]
@@ -238,5 +238,5 @@ def test_each_rollout_is_answered_as_if_alone(
 ) -> None:
     trouble = Trouble(bench.engine, bench.driver, seed, kill, drop)
     got = bench.runner.run(bench.together(group, trouble))
-    found = differences(group, got, bench.runner.run(bench.apart(group)))
-    assert not found, "\n".join(found)
+    result = differences(group, got, bench.runner.run(bench.apart(group)))
+    assert not result, "\n".join(result)

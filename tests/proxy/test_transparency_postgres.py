@@ -155,15 +155,15 @@ def groups(draw: st.DrawFn) -> list[list[str]]:
 def plainly(connection: psycopg.Connection[Any], statement: str) -> Any:
     """Return what a plain connection answers: the last result's columns and rows, or its error."""
     connection.pgconn.send_query(statement.encode())
-    told: Any = None
+    answer: Any = None
     while (result := connection.pgconn.get_result()) is not None:
         if result.status == pq.ExecStatus.FATAL_ERROR:
-            told = (result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY) or b"").decode()
+            answer = (result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY) or b"").decode()
         else:
             width = range(result.nfields)
             rows = [[_value(result, row, n) for n in width] for row in range(result.ntuples)]
-            told = [[(result.fname(n) or b"").decode() for n in width], rows]
-    return told
+            answer = [[(result.fname(n) or b"").decode() for n in width], rows]
+    return answer
 
 
 def _value(result: Any, row: int, column: int) -> Any:
@@ -190,16 +190,16 @@ class Bench:
     async def together(self, group: list[list[str]], seed: int, harm: float) -> list[list[Any]]:
         task, dice = f"task{next(self._tasks)}", random.Random(seed)  # noqa: S311 - dice of a test
         walks = [self.walk(task, f"r{n}", sequence, dice, harm) for n, sequence in enumerate(group)]
-        told = await asyncio.gather(*walks)
+        answers = await asyncio.gather(*walks)
         await self.engine.capture.drain()
         (await self.engine.tasks.open(task)).tree.check()
         await self.engine.forgetting.delete_task(task)
         await self.engine.pool.close_where(lambda _: True)
         await self.engine.evict_snapshots()
-        return list(told)
+        return list(answers)
 
     async def walk(self, task: str, name: str, sequence: list[str], dice: random.Random, harm: float) -> list[Any]:
-        told = []
+        answers = []
         for statement in sequence:
             await self._harm(dice, harm)
             body = orjson.dumps({"sql": statement, "max_rows": 10_000, "timeout_s": 60})
@@ -215,8 +215,8 @@ class Bench:
                 pytest.fail(f"{statement} never got an answer")
             body = orjson.loads(self.engine.store.records.result(record).body)
             error = body["error"]
-            told.append([body["columns"], body["rows"]] if error is None else error["message"].partition("\n")[0])
-        return told
+            answers.append([body["columns"], body["rows"]] if error is None else error["message"].partition("\n")[0])
+        return answers
 
     async def _harm(self, dice: random.Random, harm: float) -> None:
         """Close sandboxes and drop snapshots between calls: then whoever goes on needs a restore or a replay."""
@@ -257,7 +257,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @given(groups(), st.integers(0, 1 << 32), st.sampled_from([0, 0.2]))
 def test_each_rollout_is_answered_as_if_alone(bench: Bench, group: list[list[str]], seed: int, harm: float) -> None:
     truth = {tuple(sequence): bench.apart(sequence) for sequence in group}
-    told = bench.runner.run(bench.together(group, seed, harm))
-    for sequence, answers in zip(group, told, strict=True):
+    result = bench.runner.run(bench.together(group, seed, harm))
+    for sequence, answers in zip(group, result, strict=True):
         for turn, (mine, true) in enumerate(zip(answers, truth[tuple(sequence)], strict=True)):
             assert mine == true, f"turn {turn}: {sequence[: turn + 1]}"

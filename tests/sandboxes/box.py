@@ -76,8 +76,8 @@ class Ran:
 
 async def ran(sandbox: Sandbox, *argv: str, stdin: bytes = b"", listener: Listener | None = None, **more: Any) -> Ran:
     """Run a process of its own in sandbox."""
-    asked = {"argv": list(argv), "env": {}, "cwd": None, "user": None, "tty": False, "timeout_s": 20.0, **more}
-    return Ran(await execute(sandbox, ToolCall("process", "run", asked, stdin), listener))
+    request = {"argv": list(argv), "env": {}, "cwd": None, "user": None, "tty": False, "timeout_s": 20.0, **more}
+    return Ran(await execute(sandbox, ToolCall("process", "run", request, stdin), listener))
 
 
 @asynccontextmanager

@@ -204,9 +204,9 @@ class CheckpointAttacks:
         async def look_and_receive(conversation: CriuConversation) -> bytes:
             nonlocal looks
             message = await receive(conversation)
-            found = await asyncio.to_thread(lambda: [look for pid in others() for look in leads_to_host(pid)])
+            result = await asyncio.to_thread(lambda: [look for pid in others() for look in leads_to_host(pid)])
             looks += 1
-            led.update(found)
+            led.update(result)
             return message
 
         def others() -> list[int]:
@@ -232,7 +232,7 @@ class CheckpointAttacks:
 
 def leads_to_host(pid: int) -> list[str]:
     """Return the links of a process in /proc through which a process with all rights could reach the host's files."""
-    found = []
+    results = []
     try:
         for link in ("cwd", "root", *(f"fd/{entry.name}" for entry in Path(f"/proc/{pid}/fd").iterdir())):
             path = f"/proc/{pid}/{link}"
@@ -250,10 +250,10 @@ def leads_to_host(pid: int) -> list[str]:
                 continue
             if leads:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()[:40]
-                found.append(f"{link} of {command!r}: {text}")
+                results.append(f"{link} of {command!r}: {text}")
     except (FileNotFoundError, ProcessLookupError):
         pass
-    return found
+    return results
 
 
 def _is_foreign(pid: int, link: str) -> bool:

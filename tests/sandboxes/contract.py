@@ -47,8 +47,8 @@ class DriverContract:
 
         async def test(driver: Driver) -> None:
             sandbox = await driver.start(SPEC)
-            said = await run(sandbox, "echo hi; false")
-            assert (said.out, said.code, said.timed_out, said.truncated) == ("hi\n", 1, False, False)
+            answer = await run(sandbox, "echo hi; false")
+            assert (answer.out, answer.code, answer.timed_out, answer.truncated) == ("hi\n", 1, False, False)
             assert (await run(sandbox, "no-such-command")).code == 127
             assert (await run(sandbox, "exit 7")).code == 7
 
@@ -82,14 +82,14 @@ class DriverContract:
             assert isinstance(sandbox, InspectableSandbox)
             twin = await driver.restore(SPEC, await sandbox.freeze())
             assert isinstance(twin, InspectableSandbox)
-            told, again = await sandbox.inspect(), await twin.inspect()
-            assert told.files is not None
-            assert {"/tmp/f", "/tmp/d"} <= told.files.keys()
-            assert (told.sessions["main"].cwd, "x" in told.sessions["main"].variables) == ("/tmp", True)
-            assert (again.files, again.sessions) == (told.files, told.sessions)
-            found = await twin.entries(["/tmp/f", "/tmp/d", "/tmp/none"], content_bytes=100)
-            assert [found[path].kind for path in found] == ["file", "directory", "gone"]
-            assert found["/tmp/f"].content == b"one\n"
+            answer, again = await sandbox.inspect(), await twin.inspect()
+            assert answer.files is not None
+            assert {"/tmp/f", "/tmp/d"} <= answer.files.keys()
+            assert (answer.sessions["main"].cwd, "x" in answer.sessions["main"].variables) == ("/tmp", True)
+            assert (again.files, again.sessions) == (answer.files, answer.sessions)
+            result = await twin.entries(["/tmp/f", "/tmp/d", "/tmp/none"], content_bytes=100)
+            assert [result[path].kind for path in result] == ["file", "directory", "gone"]
+            assert result["/tmp/f"].content == b"one\n"
             assert (await twin.entries(["/tmp/f"], content_bytes=1))["/tmp/f"].content is None
             assert (await run(sandbox, "pwd; cat f")).out == "/tmp\none\n", "looking changes nothing"
 
@@ -105,9 +105,9 @@ class DriverContract:
     def test_sessions_share_files_and_nothing_else(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             sandbox = await after(driver, "x=5; cd /tmp; echo shared > /tmp/f")
-            said = await run(sandbox, "pwd; echo $x; cat /tmp/f", session="other")
-            assert said.out == "/root\n\nshared\n"
-            assert said.effect is Effect.NONE
+            answer = await run(sandbox, "pwd; echo $x; cat /tmp/f", session="other")
+            assert answer.out == "/root\n\nshared\n"
+            assert answer.effect is Effect.NONE
 
         driven(driver, test)
 
@@ -149,11 +149,11 @@ class DriverContract:
 
         async def test(driver: Driver) -> None:
             sandbox = await driver.start(SPEC)
-            said = await run(sandbox, "echo a > a; x=1")
+            answer = await run(sandbox, "echo a > a; x=1")
             frozen = await sandbox.freeze()
             restored = await driver.restore(SPEC, frozen)
-            assert said.state is not None
-            assert [frozen.state, (await run(restored, "true")).state] == [said.state] * 2
+            assert answer.state is not None
+            assert [frozen.state, (await run(restored, "true")).state] == [answer.state] * 2
 
         driven(driver, test)
 
@@ -186,9 +186,9 @@ class DriverContract:
     def test_what_still_runs_is_an_effect_without_digest(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             sandbox = await driver.start(SPEC)
-            said = await run(sandbox, "sleep 1000 &")
-            assert said.effect is Effect.PROCESSES
-            assert said.state is None
+            answer = await run(sandbox, "sleep 1000 &")
+            assert answer.effect is Effect.PROCESSES
+            assert answer.state is None
             if not self.checkpoints:
                 with pytest.raises(NotFreezableError):
                     await sandbox.freeze()
@@ -206,17 +206,17 @@ class DriverContract:
             frozen = await sandbox.freeze()
             assert (frozen.kind, frozen.state) == ("processes", None)
             look = "cat kept later; echo $x; kill -0 %1; echo $?; jobs"
-            said = (await run(sandbox, look)).said
-            assert said[0].startswith("a\nb\n1\n0\n[1]+  Running")
+            answer = (await run(sandbox, look)).said
+            assert answer[0].startswith("a\nb\n1\n0\n[1]+  Running")
             others = [await driver.restore(SPEC, frozen) for _ in range(2)]
             for other in others:
-                assert (await run(other, look)).said == said
+                assert (await run(other, look)).said == answer
             # What happens in one is nothing to the others.
             assert (await run(others[0], "kill %1; wait %1; echo $?; echo c > kept")).out == "143\n"
-            assert (await run(sandbox, look)).said == said
-            assert (await run(others[1], look)).said == said
+            assert (await run(sandbox, look)).said == answer
+            assert (await run(others[1], look)).said == answer
             again = await driver.restore(SPEC, await others[1].freeze())
-            assert (await run(again, look)).said == said
+            assert (await run(again, look)).said == answer
             # The shell knows the job's exit code, which no file holds.
             assert (await others[0].freeze()).kind == "processes"
 
@@ -257,9 +257,9 @@ class DriverContract:
                 files={"/tmp/given": "text\n"}, setup=("echo made > /tmp/made", "x=lost"), env={"E": "e"}
             )
             sandbox = await driver.start(spec)
-            said = await run(sandbox, "cat /tmp/given; cat /tmp/made; echo $E $x")
-            assert said.out.split() == ["text", "made", "e"]
-            assert said.effect is Effect.NONE
+            answer = await run(sandbox, "cat /tmp/given; cat /tmp/made; echo $E $x")
+            assert answer.out.split() == ["text", "made", "e"]
+            assert answer.effect is Effect.NONE
 
         driven(driver, test)
 
@@ -318,8 +318,8 @@ class DriverContract:
         async def test(driver: Driver) -> None:
             one, two = await asyncio.gather(driver.start(SPEC), driver.start(SPEC))
             await asyncio.gather(run(one, "echo one > /tmp/f"), run(two, "echo two > /tmp/f"))
-            said = await asyncio.gather(run(one, "cat /tmp/f"), run(two, "cat /tmp/f"))
-            assert [answer.out for answer in said] == ["one\n", "two\n"]
+            answers = await asyncio.gather(run(one, "cat /tmp/f"), run(two, "cat /tmp/f"))
+            assert [answer.out for answer in answers] == ["one\n", "two\n"]
 
         driven(driver, test)
 
@@ -328,12 +328,12 @@ class DriverContract:
 
         async def test(driver: Driver) -> None:
             sandbox = await after(driver, "x=5; cd /tmp")
-            told = await ran(sandbox, "/bin/sh", "-c", "pwd; echo $x$y > made; exit 3", env={"y": "6"})
-            assert (told.out, told.err, told.ending.exit_code) == (b"/root\n", b"", 3)
-            assert told.effect is Effect.FILES
+            result = await ran(sandbox, "/bin/sh", "-c", "pwd; echo $x$y > made; exit 3", env={"y": "6"})
+            assert (result.out, result.err, result.ending.exit_code) == (b"/root\n", b"", 3)
+            assert result.effect is Effect.FILES
             assert (await run(sandbox, "cat /root/made; pwd; echo $x")).out == "6\n/tmp\n5\n"
-            told = await ran(sandbox, "cat", "made", cwd="/root")
-            assert (told.out, told.effect) == (b"6\n", Effect.NONE)
+            result = await ran(sandbox, "cat", "made", cwd="/root")
+            assert (result.out, result.effect) == (b"6\n", Effect.NONE)
             assert (await ran(sandbox, "no-such-program")).ending.exit_code in {126, 127}
 
         driven(driver, test)
@@ -347,23 +347,23 @@ class DriverContract:
             sandbox = await after(driver, "x=5")
             waiting = "for i in 1 2 3 4 5 6 7 8; do (sleep 60; echo never) & done; echo soon; sleep 60; echo never"
             for _ in range(3):
-                told = await ran(sandbox, "/bin/sh", "-c", waiting, timeout_s=0.3)
-                assert (told.out, told.ending.timed_out) == (b"soon\n", True)
+                result = await ran(sandbox, "/bin/sh", "-c", waiting, timeout_s=0.3)
+                assert (result.out, result.ending.timed_out) == (b"soon\n", True)
 
         driven(driver, test)
 
     def test_what_a_process_leaves_running_is_state(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             sandbox = await driver.start(SPEC)
-            told = await ran(sandbox, "/bin/sh", "-c", "sleep 1000 >/dev/null 2>&1 &")
-            assert (told.ending.exit_code, told.effect, told.state) == (0, Effect.PROCESSES, None)
+            result = await ran(sandbox, "/bin/sh", "-c", "sleep 1000 >/dev/null 2>&1 &")
+            assert (result.ending.exit_code, result.effect, result.state) == (0, Effect.PROCESSES, None)
             if not self.checkpoints:
                 with pytest.raises(NotFreezableError):
                     await sandbox.freeze()
                 return
             restored = await driver.restore(SPEC, await sandbox.freeze())
             count = "grep -scax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1"
-            told = await ran(restored, "/bin/sh", "-c", count)
-            assert (told.out, told.err) == (b"1\n", b"")
+            result = await ran(restored, "/bin/sh", "-c", count)
+            assert (result.out, result.err) == (b"1\n", b"")
 
         driven(driver, test)

@@ -94,13 +94,13 @@ def _missing() -> str:
         return "needs root, to look into containers from outside"
     daemon = Daemon()
     try:
-        told = daemon.check()
+        answer = daemon.check()
     except SandboxError as error:
         return str(error)
     finally:
         daemon.close()
-    if told.get("Driver") != "overlay2":
-        return f"Docker's storage driver is {told.get('Driver')}, not overlay2"
+    if answer.get("Driver") != "overlay2":
+        return f"Docker's storage driver is {answer.get('Driver')}, not overlay2"
     make_bash_image()
     _make_image(SH_IMAGE, "dash", [name for name in COMMANDS if name != "python3"])
     if shutil.which("busybox"):
@@ -155,10 +155,10 @@ def _folders(tar: tarfile.TarFile) -> None:
 def _programs(tar: tarfile.TarFile, shell: str, commands: list[str]) -> None:
     files: set[str] = set()
     for name in (shell, *commands):
-        found = shutil.which(name, path=":".join(f"/{path}" for path in _PATHS))
-        if found is None:
+        result = shutil.which(name, path=":".join(f"/{path}" for path in _PATHS))
+        if result is None:
             continue
-        real = str(Path(found).resolve())
+        real = str(Path(result).resolve())
         tar.add(real, f"usr/bin/{name}")
         files |= _libraries(real)
         if name == "python3":
@@ -172,15 +172,15 @@ def _programs(tar: tarfile.TarFile, shell: str, commands: list[str]) -> None:
 
 
 def _libraries(program: str) -> set[str]:
-    said = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
-    return set(re.findall(r"(/\S+) \(0x", said))
+    output = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    return set(re.findall(r"(/\S+) \(0x", output))
 
 
 def _python(real: str) -> set[str]:
     program = "import sys, ctypes, socket, json, sqlite3, py_compile, random, base64, hashlib, socketserver, typing, array, fcntl, mmap, resource, select, signal, struct, termios, tty; print('\\n'.join(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"  # noqa: E501
-    said = subprocess.run([real, "-I", "-S", "-c", program], capture_output=True, text=True, check=True).stdout
-    folder = Path(said.splitlines()[0]).parent
-    modules = {line for line in said.splitlines() if line.startswith("/")}
+    output = subprocess.run([real, "-I", "-S", "-c", program], capture_output=True, text=True, check=True).stdout
+    folder = Path(output.splitlines()[0]).parent
+    modules = {line for line in output.splitlines() if line.startswith("/")}
     modules |= {str(path) for path in (folder / "encodings").glob("*.py")}
     natives = {library for module in modules if module.endswith(".so") for library in _libraries(module)}
     return modules | natives
@@ -188,8 +188,8 @@ def _python(real: str) -> set[str]:
 
 def _busybox(tar: tarfile.TarFile) -> None:
     tar.add(str(Path(shutil.which("busybox") or "").resolve()), "usr/bin/busybox")
-    said = subprocess.run(["busybox", "--list"], capture_output=True, text=True, check=True).stdout
-    for name in said.split():
+    output = subprocess.run(["busybox", "--list"], capture_output=True, text=True, check=True).stdout
+    for name in output.split():
         if name != "busybox":
             _link(tar, f"usr/bin/{name}", "busybox")
 

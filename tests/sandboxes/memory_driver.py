@@ -279,16 +279,16 @@ class MemorySandbox:
         session.cwd = arguments.get("cwd") or session.cwd
         session.variables |= arguments.get("env") or {}
         command = argv[-1] if "-c" in argv[1:-1] or argv[1:2] == ["-lc"] else shlex.join(argv)
-        told = _Shell(self._state, session, self._driver).run(command)
+        result = _Shell(self._state, session, self._driver).run(command)
         frames = process.Frames()
-        frames.add(process.OUT, told["stdout"].encode() + call.body)
-        frames.add(process.ERR, told["stderr"].encode())
-        return ToolResult(200, process.MEDIA_TYPE, frames.end(told["exit_code"]))
+        frames.add(process.OUT, result["stdout"].encode() + call.body)
+        frames.add(process.ERR, result["stderr"].encode())
+        return ToolResult(200, process.MEDIA_TYPE, frames.end(result["exit_code"]))
 
     def _file(self, call: ToolCall) -> ToolResult:
         path, state = str(call.arguments["path"]), self._state
-        told = {"type": "about:blank", "title": "No such file", "status": 404, "detail": f"{path} does not exist"}
-        missing = ToolResult(404, "application/problem+json", orjson.dumps(told))
+        payload = {"type": "about:blank", "title": "No such file", "status": 404, "detail": f"{path} does not exist"}
+        missing = ToolResult(404, "application/problem+json", orjson.dumps(payload))
         if call.tool == "put":
             existed = path in state.files
             state.files[path] = call.body

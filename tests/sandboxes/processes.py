@@ -60,8 +60,8 @@ class Audience:
 
 async def leave(sandbox: Sandbox, text: str, **more: Any) -> Ran:
     """Start process 7, and leave it running once it has said something."""
-    asked = {"argv": ["sh", "-c", text], "env": {}, "cwd": None, "user": None, "timeout_s": 20.0, "tag": "", **more}
-    return Ran(await execute(sandbox, ToolCall("process", "run", {**asked, "process": 7}), Audience()))
+    request = {"argv": ["sh", "-c", text], "env": {}, "cwd": None, "user": None, "timeout_s": 20.0, "tag": "", **more}
+    return Ran(await execute(sandbox, ToolCall("process", "run", {**request, "process": 7}), Audience()))
 
 
 class ProcessesSuite:
@@ -81,19 +81,19 @@ class ProcessesSuite:
 
         async def test(sandbox: Sandbox) -> None:
             data = b"0123456789abcdef" * (1 << 16)
-            told = await ran(sandbox, "sh", "-c", "cat; echo err >&2", stdin=data)
-            assert (told.out == data, told.err, told.ending.truncated) == (True, b"err\n", False)
+            result = await ran(sandbox, "sh", "-c", "cat; echo err >&2", stdin=data)
+            assert (result.out == data, result.err, result.ending.truncated) == (True, b"err\n", False)
             assert (await ran(sandbox, "cat")).out == b""
 
         self.driven(driver, test)
 
     def test_its_environment_is_what_docker_gives_one(self, driver: Driver) -> None:
         async def test(sandbox: Sandbox) -> None:
-            told = (await ran(sandbox, "env", env={"A": "b c'd\n", "É": "ü"})).out.decode()
-            lines = told.splitlines()
+            result = (await ran(sandbox, "env", env={"A": "b c'd\n", "É": "ü"})).out.decode()
+            lines = result.splitlines()
             assert lines[0].startswith("PATH=")
             assert lines[1] == "HOSTNAME=sandbox"
-            assert told.endswith("A=b c'd\n\nÉ=ü\nHOME=/root\n")
+            assert result.endswith("A=b c'd\n\nÉ=ü\nHOME=/root\n")
             assert not {"_", "SHLVL", "PWD", "TERM"} & {line.partition("=")[0] for line in lines}
             assert (await ran(sandbox, "sh", "-c", 'echo "$0" "$#" "$@"', "zero", "a b", "'")).out == b"zero 2 a b '\n"
 
@@ -102,14 +102,14 @@ class ProcessesSuite:
     def test_what_cannot_start_says_why_as_docker_does(self, driver: Driver) -> None:
         async def test(sandbox: Sandbox) -> None:
             start = b"OCI runtime exec failed: exec failed: unable to start container process: "
-            told = [
+            answers = [
                 await ran(sandbox, "nosuch"),
                 await ran(sandbox, "/no/such"),
                 await ran(sandbox, "/etc/passwd"),
                 await ran(sandbox, "pwd", cwd="/no/such"),
                 await ran(sandbox, "id", user="nosuch"),
             ]
-            assert [(t.out, t.ending.exit_code) for t in told] == [
+            assert [(t.out, t.ending.exit_code) for t in answers] == [
                 (start + b'exec: "nosuch": executable file not found in $PATH: unknown\r\n', 126),
                 (start + b'exec: "/no/such": stat /no/such: no such file or directory: unknown\r\n', 126),
                 (start + b'exec: "/etc/passwd": permission denied: unknown\r\n', 126),
@@ -129,8 +129,8 @@ class ProcessesSuite:
             assert (await run(sandbox, large, timeout_s=60.0)).effect is Effect.FILES | Effect.SESSION
             for _ in range(2):
                 assert (await run(sandbox, "cat /tmp/f")).effect is Effect.NONE
-                told = await ran(sandbox, "cat", "/tmp/f")
-                assert (told.out, told.effect) == (b"text\n", Effect.NONE)
+                result = await ran(sandbox, "cat", "/tmp/f")
+                assert (result.out, result.effect) == (b"text\n", Effect.NONE)
 
         self.driven(driver, test)
 
@@ -144,8 +144,8 @@ class ProcessesSuite:
 
     def test_a_terminal_is_its_own(self, driver: Driver) -> None:
         async def test(sandbox: Sandbox) -> None:
-            told = await ran(sandbox, "sh", "-c", "test -t 0 && test -t 2 && echo $TERM >/dev/tty; exit 4", tty=True)
-            assert (told.out, told.err, told.ending.exit_code) == (b"xterm\r\n", b"", 4)
+            result = await ran(sandbox, "sh", "-c", "test -t 0 && test -t 2 && echo $TERM >/dev/tty; exit 4", tty=True)
+            assert (result.out, result.err, result.ending.exit_code) == (b"xterm\r\n", b"", 4)
 
         self.driven(driver, test)
 
@@ -154,8 +154,8 @@ class ProcessesSuite:
 
         async def test(sandbox: Sandbox) -> None:
             text = "trap 'echo resized' WINCH; sleep 1000 & echo up; while :; do read -r line && echo heard $line; done"
-            told = await leave(sandbox, text, tty=True, size=[24, 80])
-            assert (told.out, told.ending.exit_code, told.shareable) == (b"up\r\n", None, False)
+            answer = await leave(sandbox, text, tty=True, size=[24, 80])
+            assert (answer.out, answer.ending.exit_code, answer.shareable) == (b"up\r\n", None, False)
             with pytest.raises(NotFreezableError):
                 await sandbox.freeze()
             assert await tend(sandbox, "resize", size=[30, 100]) == 200
@@ -165,8 +165,8 @@ class ProcessesSuite:
             heard = (await said(sandbox, b"heard it\r\n")).split()
             assert sorted(heard) == [b"heard", b"it", b"it", b"resized"]
             assert await tend(sandbox, "signal", signal=9) == 200
-            asked = {"process": 7, "until": {"1": 0, "2": 0, "ended": True}}
-            ended = await sandbox.execute(ToolCall("process", "attend", asked))
+            request = {"process": 7, "until": {"1": 0, "2": 0, "ended": True}}
+            ended = await sandbox.execute(ToolCall("process", "attend", request))
             assert ending(ended.result.body).signal == 9
             assert (await run(sandbox, "grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1")).out == "0\n"
 
@@ -178,8 +178,8 @@ class ProcessesSuite:
         async def test(sandbox: Sandbox) -> None:
             text = "(sleep 0.6; echo on >/tmp/on) >/dev/null 2>&1 & echo up; sleep 1.5; echo late >/tmp/late"
             assert (await leave(sandbox, text, tty=False, stdin=False, timeout_s=0.3)).ending.exit_code is None
-            asked = {"process": 7, "until": {"1": 0, "2": 0, "ended": True}}
-            ended = await sandbox.execute(ToolCall("process", "attend", asked))
+            request = {"process": 7, "until": {"1": 0, "2": 0, "ended": True}}
+            ended = await sandbox.execute(ToolCall("process", "attend", request))
             assert ending(ended.result.body).signal == 9
             assert (await run(sandbox, "until [ -s /tmp/on ]; do sleep 0.02; done; sleep 1; ls /tmp")).out == "on\n"
 
@@ -190,8 +190,8 @@ class ProcessesSuite:
 
         async def test(sandbox: Sandbox) -> None:
             await run(sandbox, "mkdir -p /tmp/w/sub; mkdir -m 700 /tmp/own; ln -s /tmp/w /tmp/to; echo old >/tmp/w/old")
-            asked = {"path": "/tmp/to", "user": "", "recursive": True, "process": 7}
-            begun = await sandbox.execute(ToolCall("process", "watch", asked))
+            request = {"path": "/tmp/to", "user": "", "recursive": True, "process": 7}
+            begun = await sandbox.execute(ToolCall("process", "watch", request))
             assert (begun.result.status, begun.effect, begun.shareable) == (200, Effect.PROCESSES, False)
             with pytest.raises(NotFreezableError):
                 await sandbox.freeze()
@@ -214,8 +214,8 @@ class ProcessesSuite:
                 ("/tmp/none", "", "not_found"), ("/tmp/w/old", "", "invalid"), ("/tmp/own", "daemon", "denied"),
                 ("/tmp/w", "nobody-here", "user"),
             ):  # fmt: skip
-                told = await sandbox.execute(ToolCall("process", "watch", {**asked, "path": path, "user": user}))
-                assert (json.loads(told.result.body)["kind"], told.effect) == (kind, Effect.NONE)
+                answer = await sandbox.execute(ToolCall("process", "watch", {**request, "path": path, "user": user}))
+                assert (json.loads(answer.result.body)["kind"], answer.effect) == (kind, Effect.NONE)
             await sandbox.freeze()
 
         self.driven(driver, test)
@@ -224,11 +224,11 @@ class ProcessesSuite:
         """A write to a background process is a change, although the process reads nothing."""
 
         async def test(sandbox: Sandbox) -> None:
-            told = await leave(sandbox, "echo up; sleep 1000", tty=False, stdin=True)
-            assert (told.out, told.ending.exit_code, told.shareable) == (b"up\n", None, True)
-            asked = {"process": 7}
+            answer = await leave(sandbox, "echo up; sleep 1000", tty=False, stdin=True)
+            assert (answer.out, answer.ending.exit_code, answer.shareable) == (b"up\n", None, True)
+            request = {"process": 7}
             for _ in range(2):
-                done = await sandbox.execute(ToolCall("process", "write", asked, b"same\n"))
+                done = await sandbox.execute(ToolCall("process", "write", request, b"same\n"))
                 assert (done.result.status, done.effect) == (200, Effect.PROCESSES)
             assert (await sandbox.execute(ToolCall("process", "list", {}))).effect is Effect.NONE
 
@@ -238,8 +238,8 @@ class ProcessesSuite:
         """A child that keeps the output open does not delay the end of its process."""
 
         async def test(sandbox: Sandbox) -> None:
-            told = await ran(sandbox, "sh", "-c", "sleep 1000 & echo started")
-            assert (told.out, told.ending.exit_code, told.effect) == (b"started\n", 0, Effect.PROCESSES)
+            result = await ran(sandbox, "sh", "-c", "sleep 1000 & echo started")
+            assert (result.out, result.ending.exit_code, result.effect) == (b"started\n", 0, Effect.PROCESSES)
             assert (await run(sandbox, "grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1")).out == "1\n"
 
         self.driven(driver, test)
@@ -248,8 +248,8 @@ class ProcessesSuite:
         """A process that exceeds its time limit is killed together with all processes that it started."""
 
         async def test(sandbox: Sandbox) -> None:
-            told = await ran(sandbox, "sh", "-c", "echo on; sleep 1000 & sleep 1000", timeout_s=0.5)
-            assert (told.out, told.ending.timed_out, told.shareable) == (b"on\n", True, False)
+            result = await ran(sandbox, "sh", "-c", "echo on; sleep 1000 & sleep 1000", timeout_s=0.5)
+            assert (result.out, result.ending.timed_out, result.shareable) == (b"on\n", True, False)
             assert (await run(sandbox, "grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1")).out == "0\n"
 
         self.driven(driver, test)
@@ -266,9 +266,9 @@ class ProcessesSuite:
         async def test(sandbox: Sandbox) -> None:
             audience = Audience()
             loop = "echo go; while :; do echo tick; echo t >>/tmp/ticks; sleep 0.05; done"
-            told = await ran(sandbox, "sh", "-c", loop, listener=audience)
-            assert (audience.heard[0][8:].startswith(b"go\n"), told.ending.exit_code) == (True, None)
-            assert (told.shareable, told.effect & Effect.PROCESSES) == (False, Effect.PROCESSES)
+            result = await ran(sandbox, "sh", "-c", loop, listener=audience)
+            assert (audience.heard[0][8:].startswith(b"go\n"), result.ending.exit_code) == (True, None)
+            assert (result.shareable, result.effect & Effect.PROCESSES) == (False, Effect.PROCESSES)
             look = "a=$(wc -l </tmp/ticks); while [ $(wc -l </tmp/ticks) = $a ]; do sleep 0.02; done; echo more"
             assert (await run(sandbox, look)).out == "more\n"
 
@@ -276,8 +276,8 @@ class ProcessesSuite:
 
     def test_a_detached_one_is_only_started(self, driver: Driver) -> None:
         async def test(sandbox: Sandbox) -> None:
-            told = await ran(sandbox, "sleep", "1000", detach=True)
-            assert (told.ending.exit_code, told.shareable, told.effect) == (None, True, Effect.PROCESSES)
+            result = await ran(sandbox, "sleep", "1000", detach=True)
+            assert (result.ending.exit_code, result.shareable, result.effect) == (None, True, Effect.PROCESSES)
             assert (await ran(sandbox, "nosuch", detach=True)).ending.exit_code == 126
 
         self.driven(driver, test)
@@ -301,8 +301,8 @@ class ProcessesSuite:
             assert (await archive(sandbox, "extract", "/tmp/in/f", _tar()))[0] == 400
             assert (await archive(sandbox, "extract", "/tmp/in", _tar()[:700]))[0] == 400
             assert (await archive(sandbox, "extract", "/tmp", b"no archive"))[0] == 400
-            told = json.loads((await archive(sandbox, "stat", "/tmp/in/link"))[1])
-            assert (told["name"], told["link"]) == ("link", "/tmp/in/f")
+            payload = json.loads((await archive(sandbox, "stat", "/tmp/in/link"))[1])
+            assert (payload["name"], payload["link"]) == ("link", "/tmp/in/f")
             assert await archive(sandbox, "extract", "/tmp/in/sub", gzip.compress(_tar())) == (200, b"")
             assert await archive(sandbox, "extract", "/tmp/in/sub", lzma.compress(_tar())) == (200, b"")
             assert (await run(sandbox, "cat /tmp/in/sub/f")).out == "new\n"

@@ -45,9 +45,9 @@ async def sleeping(terminal: Terminal, sandbox: Sandbox) -> None:
 
 
 async def sleepers(sandbox: Sandbox, count: int) -> None:
-    found = "$(grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline 2>/dev/null | grep -c :1)"
-    told = await run(sandbox, f"while [ {found} != {count} ]; do :; done; echo so", timeout_s=WITHIN_S)
-    assert told.out == "so\n"
+    entry = "$(grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline 2>/dev/null | grep -c :1)"
+    result = await run(sandbox, f"while [ {entry} != {count} ]; do :; done; echo so", timeout_s=WITHIN_S)
+    assert result.out == "so\n"
 
 
 def open_terminals() -> list[str]:

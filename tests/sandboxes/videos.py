@@ -107,8 +107,8 @@ def spec_of(
 ) -> EnvironmentSpec:
     """Return a spec; members of `video` that more names go there."""
     outside = {name: more.pop(name) for name in ("limits", "cache", "share") if name in more}
-    told = {"source": str(source) if isinstance(source, Path) else source, "model": model, **more}
-    return EnvironmentSpec.model_validate({"driver": "video", "video": told, **outside})
+    payload = {"source": str(source) if isinstance(source, Path) else source, "model": model, **more}
+    return EnvironmentSpec.model_validate({"driver": "video", "video": payload, **outside})
 
 
 class Said:
@@ -138,8 +138,8 @@ async def ask(sandbox: Sandbox, tool: str, **arguments: Any) -> Said:
 async def prepared(driver: VideoDriver, spec: EnvironmentSpec, name: str = "clip.mp4") -> Sandbox:
     """Return a sandbox with a video loaded and preprocessed."""
     sandbox = await driver.start(spec)
-    for said in (await ask(sandbox, "load_video", name=name), await ask(sandbox, "preprocess")):
-        assert said.status == 200, said.json
+    for line in (await ask(sandbox, "load_video", name=name), await ask(sandbox, "preprocess")):
+        assert line.status == 200, line.json
     return sandbox
 
 

@@ -105,5 +105,5 @@ def _call(store: Store, execute: Any, drawn: random.Random) -> int:
 
 
 def _answer(store: Store, execute: Any, code: int) -> int:
-    told = {"stdout": "x" * 300, "stderr": "", "exit_code": code, "timed_out": False, "truncated": False}
-    return store.blobs.insert(execute, b"200 application/json\n" + orjson.dumps(told))
+    payload = {"stdout": "x" * 300, "stderr": "", "exit_code": code, "timed_out": False, "truncated": False}
+    return store.blobs.insert(execute, b"200 application/json\n" + orjson.dumps(payload))

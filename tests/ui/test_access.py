@@ -71,9 +71,9 @@ def test_page_of_another_origin_changes_nothing(proxy: Running, browser: Browser
     page = browser.new_page()
     with somebody_else() as url:
         page.goto(url)
-        told = page.evaluate(ATTACKS, str(proxy.client.base_url).rstrip("/"))
+        result = page.evaluate(ATTACKS, str(proxy.client.base_url).rstrip("/"))
     page.close()
-    assert set(told) == {"opaque", "failed", "refused"}, "nothing could be read"
+    assert set(result) == {"opaque", "failed", "refused"}, "nothing could be read"
     after = proxy.client.get("/api/v1/stats").json()
     assert all(after[name] == before[name] for name in ("calls", "starts", "restores"))
     assert proxy.client.get("/api/v1/tasks/task/nodes/n2").json()["flags"] == []

@@ -42,8 +42,8 @@ def addresses(proxy: Running) -> list[str]:
 
 def violations(page: Page) -> list[str]:
     """Return what axe-core finds on the page: the rule, and the first elements that break it."""
-    found = Axe().run(page).response["violations"]
-    return [f"{one['id']}: {[node['target'] for node in one['nodes'][:3]]}" for one in found]
+    result = Axe().run(page).response["violations"]
+    return [f"{one['id']}: {[node['target'] for node in one['nodes'][:3]]}" for one in result]
 
 
 def visit(page: Page, address: str) -> None:
@@ -57,15 +57,15 @@ def test_every_view_passes_axe(proxy: Running, page: Page, scheme: str) -> None:
     """axe-core's rules, among them names, roles and contrast; the description of the REST API is a view too."""
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
     page.set_viewport_size(DESK)  # type: ignore[arg-type]
-    found = {}
+    entries = {}
     page.goto(f"{proxy.client.base_url}/docs")
     expect(page.locator("main details").first).to_be_visible()
-    found["/docs"] = violations(page)
+    entries["/docs"] = violations(page)
     page.goto(f"{proxy.client.base_url}/ui/")
     for address in addresses(proxy):
         visit(page, address)
-        found[address] = violations(page)
-    assert {address: broken for address, broken in found.items() if broken} == {}
+        entries[address] = violations(page)
+    assert {address: broken for address, broken in entries.items() if broken} == {}
 
 
 def test_no_view_is_wider_than_a_phone(proxy: Running, page: Page) -> None:

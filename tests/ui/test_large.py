@@ -85,17 +85,17 @@ def test_nodes_do_not_overlap(proxy: Running, page: Page, seed: int, fold: bool)
         state = (state * 1103515245 + 12345) % 2**31
         # Mostly the last one, so that there are chains; now and then any.
         parents.append(number if state % 10 < 8 else 1 + state % number)
-    told = page.evaluate(_LAYOUT, {"parents": parents, "fold": fold})
-    places = list(zip(told["col"], told["row"], strict=True))
+    result = page.evaluate(_LAYOUT, {"parents": parents, "fold": fold})
+    places = list(zip(result["col"], result["row"], strict=True))
     assert len(set(places)) == len(places)
-    assert sum(told["count"]) == 400
-    assert all(item >= 0 for item in told["of"])
-    assert sorted(told["sorted"]) == list(range(len(places)))
-    assert [told["row"][item] for item in told["sorted"]] == sorted(told["row"])
-    for item, up in enumerate(told["up"]):
+    assert sum(result["count"]) == 400
+    assert all(item >= 0 for item in result["of"])
+    assert sorted(result["sorted"]) == list(range(len(places)))
+    assert [result["row"][item] for item in result["sorted"]] == sorted(result["row"])
+    for item, up in enumerate(result["up"]):
         if item:
-            assert told["col"][item] == told["col"][up] + 1
-            assert told["row"][item] >= told["row"][up]
-    folded = [count for kind, count in zip(told["kind"], told["count"], strict=True) if kind]
+            assert result["col"][item] == result["col"][up] + 1
+            assert result["row"][item] >= result["row"][up]
+    folded = [count for kind, count in zip(result["kind"], result["count"], strict=True) if kind]
     assert all(count >= 7 for count in folded)
     assert bool(folded) == fold

@@ -188,5 +188,5 @@ def check_log(dsn: str, truth: Truth) -> None:
                 calls.add(call)
                 logged.setdefault(task, set()).add(line.answer)
     for task, witness in truth.witnesses:
-        told = [answer for answer in logged[task] if witness.encode() in answer]
-        assert len(told) == 1, f"{witness} was answered in {task}, and is in the log {len(told)} times"
+        answers = [answer for answer in logged[task] if witness.encode() in answer]
+        assert len(answers) == 1, f"{witness} was answered in {task}, and is in the log {len(answers)} times"

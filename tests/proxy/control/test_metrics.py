@@ -69,11 +69,11 @@ def test_calls_are_counted_by_run(tmp_path: Path) -> None:
         proxy.exec("c", "X=1").raise_for_status()
         proxy.client.patch("/api/v1/tasks/task/rollouts/c/labels", json={"run": attack}).raise_for_status()
         proxy.exec("c", "cat seed").raise_for_status()
-        found = scrape(proxy)
-    assert [found["forkpoint_run_calls_total", kind, "r7"] for kind in ("hit", "miss")] == [1, 1]
-    assert found["forkpoint_run_tool_seconds_total", "saved", "r7"] > 0
-    assert found["forkpoint_run_calls_total", "miss", attack] == 1
-    assert found["forkpoint_run_calls_total", "miss", "(other)"] == 0
+        result = scrape(proxy)
+    assert [result["forkpoint_run_calls_total", kind, "r7"] for kind in ("hit", "miss")] == [1, 1]
+    assert result["forkpoint_run_tool_seconds_total", "saved", "r7"] > 0
+    assert result["forkpoint_run_calls_total", "miss", attack] == 1
+    assert result["forkpoint_run_calls_total", "miss", "(other)"] == 0
     with serving(tmp_path) as proxy:
         proxy.exec("c", "cat seed").raise_for_status()
         assert scrape(proxy)["forkpoint_run_calls_total", "hit", attack] == 1

@@ -347,8 +347,8 @@ def test_states_of_databases_travel(tmp_path: Path) -> None:
             assert taken.snapshots > 1
             outcomes = [(await sql_walks.ask(there, "b", statement))["outcome"] for statement in statements]
             assert outcomes == [Outcome.HIT, Outcome.HIT]
-            found = await sql_walks.ask(there, "b", ("query", "SELECT id, stock FROM item"))
-            assert (found["outcome"], found["rows"]) == (Outcome.MISS, [[1, 9], [2, 9], [3, 9]])
+            result = await sql_walks.ask(there, "b", ("query", "SELECT id, stock FROM item"))
+            assert (result["outcome"], result["rows"]) == (Outcome.MISS, [[1, 9], [2, 9], [3, 9]])
             assert there.counts.replayed_calls == 0
 
     asyncio.run(go())

@@ -89,9 +89,9 @@ def test_labels_task_and_name_choose_rollouts(proxy: Running) -> None:
 def test_any_output_stays_on_its_line(proxy: Running) -> None:
     """Line separators of Unicode and NUL are text; other bytes become base64."""
     (line,) = read(proxy, "tasks/hostile/trajectories")
-    told = [message["content"] for message in line["messages"] if message["role"] == "tool"]
-    assert told[1] == SEPARATORS
-    assert b64decode(told[3]) == PICTURE
+    answers = [message["content"] for message in line["messages"] if message["role"] == "tool"]
+    assert answers[1] == SEPARATORS
+    assert b64decode(answers[3]) == PICTURE
     assert [call["encoding"] for call in line["calls"]][3] == "base64"
     uploads = [json.loads(m["tool_calls"][0]["function"]["arguments"]) for m in line["messages"][::2]]
     assert (uploads[0]["body"], b64decode(uploads[2]["body_base64"])) == (SEPARATORS, PICTURE)

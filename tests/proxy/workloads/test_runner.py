@@ -51,36 +51,36 @@ def run(stub: Stub, work: Workload, *, cached: bool = True, at_once: int = 1, na
 
 def test_second_rollout_hits_records_of_first() -> None:
     with stub_proxy() as stub:
-        found = figures(run(stub, workload(["ls", "pwd"], ["ls", "pwd", "id"])))
-    assert (found.calls, found.hits, found.misses, found.errors) == (5, 2, 3, 0)
-    assert found.hit_rate == pytest.approx(0.4)
-    assert (found.executed_s, found.saved_s, found.replays) == (1.5, 1.0, 0)
+        result = figures(run(stub, workload(["ls", "pwd"], ["ls", "pwd", "id"])))
+    assert (result.calls, result.hits, result.misses, result.errors) == (5, 2, 3, 0)
+    assert result.hit_rate == pytest.approx(0.4)
+    assert (result.executed_s, result.saved_s, result.replays) == (1.5, 1.0, 0)
 
 
 def test_shared_execution_counts_as_a_wait() -> None:
     with stub_proxy() as stub:
-        found = figures(run(stub, workload(["shared"])))
-    assert (found.hits, found.waits, found.misses, found.hit_rate) == (0, 1, 0, 1.0)
+        result = figures(run(stub, workload(["shared"])))
+    assert (result.hits, result.waits, result.misses, result.hit_rate) == (0, 1, 0, 1.0)
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 64])
 def test_calls_of_a_rollout_are_sent_in_order(at_once: int) -> None:
     rollouts = [[f"step {number}.{at}" for at in range(5)] for number in range(12)]
     with stub_proxy() as stub:
-        found = run(stub, workload(*rollouts), at_once=at_once)
+        result = run(stub, workload(*rollouts), at_once=at_once)
         assert sorted(stub.trajectories.values()) == sorted(rollouts)
-    assert [(call.rollout, call.index) for call in found.outcomes] == [
+    assert [(call.rollout, call.index) for call in result.outcomes] == [
         (f"r{n}", at) for n in range(12) for at in range(5)
     ]
 
 
 def test_uncached_run_deletes_its_tasks() -> None:
     with stub_proxy() as stub:
-        found = run(stub, workload(["ls"], ["ls"]), cached=False)
+        result = run(stub, workload(["ls"], ["ls"]), cached=False)
         ((task, spec),) = stub.specs.items()
         assert spec["cache"] == "never"
         assert stub.deleted[-1] == f"/api/v1/tasks/{task}"
-    assert figures(found).bypasses == 2
+    assert figures(result).bypasses == 2
 
 
 def test_cached_run_finishes_rollouts_and_keeps_tasks() -> None:
@@ -99,30 +99,30 @@ def test_kept_names_share_the_tree_between_replays() -> None:
 
 def test_rollout_continues_after_an_error() -> None:
     with stub_proxy() as stub:
-        found = run(stub, workload(["ls", "fail", "garbage", "pwd"]))
-    assert [outcome.answer is not None for outcome in found.outcomes.values()] == [True, False, False, True]
-    assert errors_of(found) == [
+        result = run(stub, workload(["ls", "fail", "garbage", "pwd"]))
+    assert [outcome.answer is not None for outcome in result.outcomes.values()] == [True, False, False, True]
+    assert errors_of(result) == [
         "t/1 r0 call 1 (fail): 503 The sandbox failed: It died. Send the call again.",
         "t/1 r0 call 2 (garbage): not a shell result: '[\"?\"]'",
     ]
-    assert figures(found).errors == 2
+    assert figures(result).errors == 2
 
 
 def test_refused_call_is_retried_and_counted() -> None:
     with stub_proxy() as stub:
-        found = run(stub, workload(["busy"]))
-    assert (figures(found).errors, figures(found).refusals) == (0, 1)
+        result = run(stub, workload(["busy"]))
+    assert (figures(result).errors, figures(result).refusals) == (0, 1)
 
 
 def test_comparison_lists_only_different_answers() -> None:
     work = workload(["ls", "random", "pwd"], ["ls", "random"], ["fail"])
     with stub_proxy() as stub:
-        found = compare(run(stub, work), run(stub, work, cached=False, names=Names("-u", "-u")))
-    assert [(difference.call.rollout, difference.call.index) for difference in found.differences] == [
+        result = compare(run(stub, work), run(stub, work, cached=False, names=Names("-u", "-u")))
+    assert [(difference.call.rollout, difference.call.index) for difference in result.differences] == [
         ("r0", 1),
         ("r1", 1),
     ]
-    assert (found.compared, found.rate) == (5, 0.4)
+    assert (result.compared, result.rate) == (5, 0.4)
 
 
 def test_unreachable_proxy_error_names_remedy() -> None:

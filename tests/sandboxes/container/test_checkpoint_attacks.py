@@ -31,11 +31,11 @@ class TestContainerCheckpointAttacks(CheckpointAttacks):
         inspect = ["docker", "inspect", "-f", "{{.State.Pid}}", *containers(self._data_dir)]
         first = subprocess.run(inspect, capture_output=True, text=True, check=False).stdout.split()
         spaces = {str(Path(f"/proc/{pid}/ns/pid").readlink()) for pid in first if Path(f"/proc/{pid}").exists()}
-        found = []
+        results = []
         for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
             try:
                 if str(Path(f"/proc/{pid}/ns/pid").readlink()) in spaces:
-                    found.append(pid)
+                    results.append(pid)
             except OSError:
                 continue
-        return found
+        return results

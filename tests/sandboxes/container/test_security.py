@@ -72,8 +72,8 @@ class TestContainerSecurity(SecurityContract):
 
 def test_rights_are_few_and_can_not_grow(container_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
-        said = (await run(sandbox, "grep -E '^(Cap|NoNew|Seccomp:)' /proc/self/status")).out.splitlines()
-        facts = dict(line.split(":\t") for line in said)
+        answer = (await run(sandbox, "grep -E '^(Cap|NoNew|Seccomp:)' /proc/self/status")).out.splitlines()
+        facts = dict(line.split(":\t") for line in answer)
         assert facts["NoNewPrivs"] == "1"
         assert facts["Seccomp"] == "2"
         allowed = sum(1 << capability for capability in (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 29, 31))
@@ -87,13 +87,13 @@ def test_host_environment_and_files_stay_outside(container_dir: Path, monkeypatc
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
 
     async def test(sandbox: Sandbox) -> None:
-        said = await run(sandbox, "env; cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'; id; hostname")
-        assert "hunter2" not in said.out
-        assert str(container_dir) not in said.out
-        assert os.uname().nodename not in said.out.splitlines()
+        answer = await run(sandbox, "env; cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'; id; hostname")
+        assert "hunter2" not in answer.out
+        assert str(container_dir) not in answer.out
+        assert os.uname().nodename not in answer.out.splitlines()
         # Of the machine's disk only the box is there, and it holds pipes and the texts of its own shells.
-        found = await run(sandbox, "cat /proc/self/mountinfo | grep -v -e overlay -e proc -e sysfs -e cgroup")
-        places = [line.split()[4] for line in found.out.splitlines()]
+        result = await run(sandbox, "cat /proc/self/mountinfo | grep -v -e overlay -e proc -e sysfs -e cgroup")
+        places = [line.split()[4] for line in result.out.splitlines()]
         assert set(places) <= {"/dev", "/dev/pts", "/dev/.box", "/sys/firmware"}
         assert (
             "hosts"
@@ -206,8 +206,8 @@ def test_the_machine_survives_the_removal_of_everything(container_dir: Path) -> 
         async with opened(OnImage(container_dir, spares=0)) as driver:
             sandbox = await driver.start(EnvironmentSpec())
             assert isinstance(sandbox, ContainerSandbox)
-            said = await run(sandbox, "cd /; rm -rf --no-preserve-root / 2>/dev/null; echo done", timeout_s=60)
-            assert said.out == "done\n"
+            answer = await run(sandbox, "cd /; rm -rf --no-preserve-root / 2>/dev/null; echo done", timeout_s=60)
+            assert answer.out == "done\n"
             gone = await run(sandbox, "echo on")
             assert gone.code == 127
             frozen = await sandbox.freeze()

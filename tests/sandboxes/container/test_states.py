@@ -117,11 +117,11 @@ def test_a_damaged_copy_is_never_served(container_dir: Path, large: str) -> None
 
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
-        said = await run(sandbox, f"echo alpha > f; {large}")
-        assert said.state is not None
+        answer = await run(sandbox, f"echo alpha > f; {large}")
+        assert answer.state is not None
         frozen = await sandbox.freeze()
         restored = await driver.restore(SPEC, frozen)
-        assert (await run(restored, "cat f")).state == said.state
+        assert (await run(restored, "cat f")).state == answer.state
         (damaged,) = set((driver.states.folder / frozen.parts[0]).glob("diff/**/f"))
         status = damaged.stat()
         damaged.write_text("alphb\n")
@@ -160,8 +160,8 @@ def test_what_the_live_bash_holds_comes_back(container_dir: Path) -> None:
         ):
             assert (await run(sandbox, command)).effect is Effect.SESSION
         restored = await driver.restore(SPEC, await sandbox.freeze())
-        asked = "f x; echo ${a[1]} ${m[k]} $R $E $-; hi; trap; dirs; echo $@ ; umask; ulimit -n; shopt extglob; cd -"
-        live, back = await run(sandbox, asked), await run(restored, asked)
+        commands = "f x; echo ${a[1]} ${m[k]} $R $E $-; hi; trap; dirs; echo $@ ; umask; ulimit -n; shopt extglob; cd -"
+        live, back = await run(sandbox, commands), await run(restored, commands)
         assert back.told == live.told
         assert "f x\n2 3 v w r multi line" in back.out
         assert "\n300\n" in back.out
@@ -180,9 +180,9 @@ def test_invalid_command_keeps_options_and_traps(container_dir: Path, image: str
         await run(sandbox, "set -u; trap 'echo one' USR1; trap 'echo two' USR2")
         assert (await run(sandbox, "if true")).effect is Effect.NONE
         assert (await run(sandbox, "kill -USR1 $$; kill -USR2 $$; true")).out == "one\ntwo\n"
-        told = await run(sandbox, "echo ${never}; echo on")
-        assert (told.out, told.effect) == ("", Effect.NONE)
-        assert said in told.err
+        result = await run(sandbox, "echo ${never}; echo on")
+        assert (result.out, result.effect) == ("", Effect.NONE)
+        assert said in result.err
 
     driven(OnImage(container_dir, image, spares=0), test)
 
@@ -198,8 +198,10 @@ def test_posix_session_is_restored_without_functions(container_dir: Path, image:
         # A function cannot be printed: it is gone after the call, live or restored, so it is no effect either.
         assert (await run(sandbox, "f() { echo f; }; f")).told == ("f\n", "", 0, Effect.NONE)
         restored = await driver.restore(SPEC, await sandbox.freeze())
-        asked = 'echo "$x" $y $-; hi; trap; umask; pwd; for i in "$@"; do echo "$i"; done; env | grep ^y; command -v f'
-        live, back = await run(sandbox, asked), await run(restored, asked)
+        commands = (
+            'echo "$x" $y $-; hi; trap; umask; pwd; for i in "$@"; do echo "$i"; done; env | grep ^y; command -v f'
+        )
+        live, back = await run(sandbox, commands), await run(restored, commands)
         assert back.told == live.told
         assert back.out.startswith("a  b it's ")
         assert "\nhi\n" in back.out
@@ -224,8 +226,8 @@ def test_root_state_is_one_image_layer_built_once(container_dir: Path, tmp_path:
 
     async def test(driver: ContainerDriver) -> None:
         one, two = await driver.start(spec), await driver.start(spec)
-        asked = "pwd; cat f copy once; stat -c %Y *; ls /dev/shm"
-        first, second = await run(one, asked), await run(two, asked)
+        commands = "pwd; cat f copy once; stat -c %Y *; ls /dev/shm"
+        first, second = await run(one, commands), await run(two, commands)
         assert first.told == second.told
         assert first.out.startswith("/work\nfrom the archive\nfrom the archive\n")
         assert (first.effect, first.state) == (Effect.NONE, second.state)
@@ -315,8 +317,8 @@ def test_cancelled_call_kills_the_sandbox(container_dir: Path) -> None:
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "x=1")
-        said = await run(sandbox, "y=2; echo part; sleep 1000 & sleep 1000", timeout_s=0.5)
-        assert (said.out, said.code, said.timed_out, said.effect) == ("part\n", 124, True, Effect.NONE)
+        answer = await run(sandbox, "y=2; echo part; sleep 1000 & sleep 1000", timeout_s=0.5)
+        assert (answer.out, answer.code, answer.timed_out, answer.effect) == ("part\n", 124, True, Effect.NONE)
         assert (await run(sandbox, "echo $x $y; ps -e | grep -c sleep")).out == "1\n0\n"
         call = asyncio.create_task(run(sandbox, "sleep 30"))
         await asyncio.sleep(0.2)
@@ -355,10 +357,10 @@ def killed(container_dir: Path) -> Callable[..., None]:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         assert len(containers(container_dir)) == 2
-        found = [pid for doorman in children(process.pid) for pid in children(doorman)]
-        assert len(found) == 2
+        results = [pid for doorman in children(process.pid) for pid in children(doorman)]
+        assert len(results) == 2
         if keepers is not None:
-            for pid in found:
+            for pid in results:
                 os.kill(pid, keepers)
         doormen = children(process.pid)
         process.kill()
@@ -366,7 +368,7 @@ def killed(container_dir: Path) -> Callable[..., None]:
         process.stdout.close()
         wait_until(lambda: not any(Path(f"/proc/{doorman}").exists() for doorman in doormen), "the doorman lives")
         if keepers == signal.SIGSTOP:
-            for pid in found:
+            for pid in results:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 

@@ -59,8 +59,8 @@ SOCKETS = (Path(__file__).parents[2] / "agents" / "socket_server.py").read_text(
 
 
 def spec(**more: Any) -> EnvironmentSpec:
-    told = {"driver": "container", "files": {"/srv.py": PROGRAM}, "servers": {"api": API}, **more}
-    return EnvironmentSpec(**told)
+    payload = {"driver": "container", "files": {"/srv.py": PROGRAM}, "servers": {"api": API}, **more}
+    return EnvironmentSpec(**payload)
 
 
 def driven(folder: Path, test: Callable[[OnImage], Awaitable[None]], *, checkpoints: bool = False) -> None:
@@ -143,8 +143,8 @@ async def say(sandbox: Sandbox, text: str, *, first: bool = False) -> dict[str, 
         "method": "WS", "target": "/x", "headers": [], "connection": 0, "first": first, "binary": False,
         "subprotocols": [], "answers": 1,
     }  # fmt: skip
-    said = await sandbox.execute(ToolCall("api", "x", arguments, text.encode()))
-    (message,) = orjson.loads(said.result.body)["messages"]
+    answer = await sandbox.execute(ToolCall("api", "x", arguments, text.encode()))
+    (message,) = orjson.loads(answer.result.body)["messages"]
     return dict(orjson.loads(message["text"]))
 
 

@@ -49,8 +49,8 @@ class TestContainerTerminalsOnBusybox(TerminalsSuite):
 class TestContainerTerminalsOfAnotherUser:
     def test_a_terminal_is_its_users(self, container_dir: Path) -> None:
         async def test(sandbox: Sandbox) -> None:
-            told = await ran(sandbox, "sh", "-c", "id -u; test -t 1 && echo seen >/dev/tty", tty=True)
-            assert told.out == b"1\r\nseen\r\n"
+            result = await ran(sandbox, "sh", "-c", "id -u; test -t 1 && echo seen >/dev/tty", tty=True)
+            assert result.out == b"1\r\nseen\r\n"
             terminal = await opened_in(sandbox)
             await typed(terminal, b"echo as-$(id -u); stty size; echo own >/dev/tty\n", "as-1", "24 80", "own")
 

@@ -124,8 +124,8 @@ def test_what_lives_comes_back_any_number_of_times(data_dir: Path, name: str) ->
         assert frozen.kind == "processes"
         clones = await asyncio.gather(*(driver.restore(SPEC, frozen) for _ in range(3)))
         for box in (*clones, sandbox):
-            said = await run(box, look)
-            assert said.out == expected, said.err
+            answer = await run(box, look)
+            assert answer.out == expected, answer.err
 
     driven(data_dir, test)
 
@@ -137,10 +137,10 @@ def test_sixteen_clones_of_one_checkpoint_answer_at_once(data_dir: Path) -> None
         await run(sandbox, ASK)
         frozen = await sandbox.freeze()
         clones = await asyncio.gather(*(driver.restore(SPEC, frozen) for _ in range(16)))
-        said = await asyncio.gather(
+        answers = await asyncio.gather(
             *(run(box, f"echo {n} > site/page; {ASK}", timeout_s=30) for n, box in enumerate(clones))
         )
-        assert [answer.out for answer in said] == [f"{n}\n" for n in range(16)]
+        assert [answer.out for answer in answers] == [f"{n}\n" for n in range(16)]
 
     driven(data_dir, test)
 
@@ -374,11 +374,11 @@ def test_kept_state_survives_a_killed_driver(data_dir: Path) -> None:
 
 
 def _running_below(data_dir: Path) -> list[str]:
-    found = []
+    results = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and str(data_dir) in os.readlink(entry / "exe"):  # noqa: PTH115
-                found.append(entry.name)
+                results.append(entry.name)
         except OSError:
             continue
-    return found
+    return results

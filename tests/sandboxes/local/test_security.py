@@ -41,9 +41,9 @@ def test_nothing_of_the_host_s_environment_comes_in(data_dir: Path, monkeypatch:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
 
     async def test(sandbox: Sandbox) -> None:
-        said = await run(sandbox, "env; cat /proc/*/environ /proc/*/cmdline 2>/dev/null | tr '\\0' '\\n'")
-        assert "hunter2" not in said.out
-        assert str(data_dir) not in said.out
+        answer = await run(sandbox, "env; cat /proc/*/environ /proc/*/cmdline 2>/dev/null | tr '\\0' '\\n'")
+        assert "hunter2" not in answer.out
+        assert str(data_dir) not in answer.out
         assert "forkpoint" not in (await run(sandbox, "cat /proc/1/cmdline /proc/1/comm /proc/self/cgroup")).out
         names = (await run(sandbox, "env | cut -d= -f1 | sort | tr '\\n' ' '")).out.split()
         assert set(names) <= {
@@ -95,8 +95,8 @@ def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
     async def go() -> None:
         async with opened(local_driver(data_dir)) as driver:
             sandbox = await driver.start(EnvironmentSpec(limits=Limits(timeout_s=600)))
-            said = await run(sandbox, "cd /; rm -rf / --no-preserve-root 2>/dev/null; echo done", timeout_s=600)
-            assert said.out == "done\n"
+            answer = await run(sandbox, "cd /; rm -rf / --no-preserve-root 2>/dev/null; echo done", timeout_s=600)
+            assert answer.out == "done\n"
             gone = await run(sandbox, "echo on")
             assert gone.code == 127
             assert "/bin/bash" in gone.err

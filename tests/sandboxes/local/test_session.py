@@ -91,9 +91,9 @@ def test_invalid_command_keeps_options_and_traps(data_dir: Path) -> None:
         traps = ["trap -- 'echo one' SIGUSR1", "trap -- 'echo two' SIGUSR2", "trap -- 'many\nlines' SIGALRM"]
         await run(sandbox, f"set -u -o pipefail; IFS=dt; {'; '.join(traps)}")
         for broken in ("if true", "fi", "echo 'open", "$(", "((", "f() {"):
-            told = await run(sandbox, broken)
-            assert told.code != 0, broken
-            assert told.effect is Effect.NONE, broken
+            result = await run(sandbox, broken)
+            assert result.code != 0, broken
+            assert result.effect is Effect.NONE, broken
         assert (await run(sandbox, "trap -p; echo $-")).out == "\n".join([*sorted(traps, key=_number), "huBc\n"])
         assert (await run(sandbox, "nope\nnope")).err == (
             "bash: line 1: nope: command not found\nbash: line 2: nope: command not found\n"
@@ -125,11 +125,11 @@ def test_signal_dispositions_are_the_defaults(data_dir: Path) -> None:
 
     async def test(sandbox: Sandbox) -> None:
         assert (await run(sandbox, "trap -p")).out == ""
-        for told in (
+        for answer in (
             (await run(sandbox, "grep -E 'Sig(Ign|Blk)' /proc/self/status")).out,
             (await ran(sandbox, "grep", "-E", "Sig(Ign|Blk)", "/proc/self/status")).out.decode(),
         ):
-            assert [int(line.split()[1], 16) for line in told.splitlines()] == [0, 0]
+            assert [int(line.split()[1], 16) for line in answer.splitlines()] == [0, 0]
         interrupted = await run(sandbox, "python3 -c 'import os; os.kill(os.getpid(), 2)'")
         assert interrupted.code == 130
         assert "KeyboardInterrupt" in interrupted.err
@@ -148,8 +148,8 @@ def test_next_shell_has_other_pipes_than_what_was_left(data_dir: Path) -> None:
 
     async def test(sandbox: Sandbox) -> None:
         assert (await run(sandbox, f"({late}) & exit 3")).code == 3
-        said = await run(sandbox, "touch go; until [ -e printed ]; do sleep 0.01; done; echo now", timeout_s=30.0)
-        assert said.out == "now\n"
+        answer = await run(sandbox, "touch go; until [ -e printed ]; do sleep 0.01; done; echo now", timeout_s=30.0)
+        assert answer.out == "now\n"
 
     in_sandbox(data_dir, test)
 
@@ -177,8 +177,8 @@ def test_what_ends_the_shell_ends_the_call_only(data_dir: Path) -> None:
             ("x=5; exec true", 0),
             ("x=6; exec /nonexistent", 127),
         ):
-            said = await run(sandbox, command)
-            assert (said.code, said.out) == (code, "")
+            answer = await run(sandbox, command)
+            assert (answer.code, answer.out) == (code, "")
             assert (await run(sandbox, "echo $x")).out == "kept\n"
 
     in_sandbox(data_dir, test)
@@ -194,9 +194,9 @@ def test_overdue_call_is_killed_with_its_children(data_dir: Path) -> None:
             "echo begun; while :; do :; done",
             "echo begun; (setsid sleep 60 &) ; sleep 60",
         ):
-            said = await run(sandbox, command, timeout_s=0.3)
-            assert (said.timed_out, said.code, said.out) == (True, 124, "begun\n")
-            assert "Killed" not in said.err
+            answer = await run(sandbox, command, timeout_s=0.3)
+            assert (answer.timed_out, answer.code, answer.out) == (True, 124, "begun\n")
+            assert "Killed" not in answer.err
         assert (await run(sandbox, "echo $x; ps -e -o comm= | grep -c sleep")).out == "1\n0\n"
         await sandbox.freeze()
 
@@ -221,8 +221,8 @@ def test_a_timeout_is_not_for_other_rollouts(data_dir: Path) -> None:
 
 def test_background_processes_live_until_they_end(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
-        said = await run(sandbox, "mkfifo /tmp/p; (cat /tmp/p; echo done > /tmp/done) & x=1")
-        assert said.effect == Effect.PROCESSES | Effect.FILES | Effect.SESSION
+        answer = await run(sandbox, "mkfifo /tmp/p; (cat /tmp/p; echo done > /tmp/done) & x=1")
+        assert answer.effect == Effect.PROCESSES | Effect.FILES | Effect.SESSION
         with pytest.raises(NotFreezableError, match="process"):
             await sandbox.freeze()
         assert (await run(sandbox, "jobs | wc -l; kill -0 $! && echo there")).out == "1\nthere\n"
@@ -282,8 +282,8 @@ def test_server_that_ran_counts_as_a_change(
 def test_restored_session_shows_the_same_variables(data_dir: Path, call: str) -> None:
     async def test(sandbox: Sandbox) -> None:
         look = "declare -p PWD OLDPWD SHLVL Z 2>/dev/null; true"
-        said = (await run(sandbox, f"{call}; {look}")).out
-        assert (await run(sandbox, look)).out == said
+        output = (await run(sandbox, f"{call}; {look}")).out
+        assert (await run(sandbox, look)).out == output
 
     in_sandbox(data_dir, test)
 
@@ -307,8 +307,8 @@ def test_background_output_comes_with_the_next_call(data_dir: Path) -> None:
 
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, "mkfifo /tmp/p; (cat /tmp/p >/dev/null; echo late; cat /tmp/p) &")
-        said = await run(sandbox, "echo > /tmp/p; sleep 0.1")
-        assert said.out == "late\n"
+        answer = await run(sandbox, "echo > /tmp/p; sleep 0.1")
+        assert answer.out == "late\n"
 
     in_sandbox(data_dir, test)
 
@@ -316,9 +316,9 @@ def test_background_output_comes_with_the_next_call(data_dir: Path) -> None:
 @pytest.mark.parametrize("held", ["exec 7</etc/passwd", "exec 3>/tmp/log", "exec 2>/tmp/log", "ipcmk -M 4096"])
 def test_what_no_file_holds_counts_as_processes(data_dir: Path, held: str) -> None:
     async def test(sandbox: Sandbox) -> None:
-        said = await run(sandbox, held)
-        assert Effect.PROCESSES in said.effect
-        assert said.state is None
+        answer = await run(sandbox, held)
+        assert Effect.PROCESSES in answer.effect
+        assert answer.state is None
         with pytest.raises(NotFreezableError):
             await sandbox.freeze()
         # What is behind it may be another now, though nothing shows.
@@ -340,11 +340,11 @@ def test_an_open_descriptor_works_in_the_next_call(data_dir: Path) -> None:
 
 def test_long_output_is_cut_and_says_so(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
-        said = await run(sandbox, "head -c 300000 /dev/zero | tr '\\0' x; echo err >&2")
-        assert said.truncated
-        assert said.out.startswith("x" * 1000)
-        assert said.out.splitlines()[-1] == "[forkpoint: 299000 more bytes left out]"
-        assert said.err == "err\n"
+        answer = await run(sandbox, "head -c 300000 /dev/zero | tr '\\0' x; echo err >&2")
+        assert answer.truncated
+        assert answer.out.startswith("x" * 1000)
+        assert answer.out.splitlines()[-1] == "[forkpoint: 299000 more bytes left out]"
+        assert answer.err == "err\n"
 
     in_sandbox(data_dir, test, limits=Limits(output_bytes=1000))
 

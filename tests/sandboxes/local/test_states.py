@@ -84,18 +84,18 @@ def test_every_change_of_files_is_told_apart(data_dir: Path) -> None:
             seen = {frozen.state}
             for name, change in CHANGES.items():
                 sandbox = await driver.restore(SPEC, frozen)
-                said = await run(sandbox, change)
-                if said.code == 127 or (name == "owner" and os.geteuid() != 0):
+                answer = await run(sandbox, change)
+                if answer.code == 127 or (name == "owner" and os.geteuid() != 0):
                     continue
-                assert (said.effect, said.code) == (Effect.FILES, 0), change
-                assert said.state not in seen, change
-                seen.add(said.state)
+                assert (answer.effect, answer.code) == (Effect.FILES, 0), change
+                assert answer.state not in seen, change
+                seen.add(answer.state)
                 if name == "hard link":
                     with pytest.raises(NotFreezableError, match="hard links"):
                         await sandbox.freeze()
                     continue
                 again = await driver.restore(SPEC, await sandbox.freeze())
-                assert (await run(again, "true")).state == said.state, change
+                assert (await run(again, "true")).state == answer.state, change
                 await sandbox.close()
                 await again.close()
 
@@ -114,8 +114,8 @@ def test_command_without_difference_has_no_effect(data_dir: Path, frozen: bool) 
                 await sandbox.freeze()
             state = (await run(sandbox, "true")).state
             for name, command in NO_CHANGES.items():
-                said = await run(sandbox, command)
-                assert (said.effect, said.state) == (Effect.NONE, state), name
+                answer = await run(sandbox, command)
+                assert (answer.effect, answer.state) == (Effect.NONE, state), name
 
     asyncio.run(go())
 
@@ -174,16 +174,16 @@ def test_witness_excludes_files_that_processes_write(
 
     async def go() -> None:
         async with opened(local_driver(data_dir)) as driver:
-            told = []
+            answers = []
             for command in ("echo one > f", "echo one > f", "echo two > f"):
                 sandbox = await driver.start(SPEC)
                 assert (await run(sandbox, noise)).state is None
-                said = await run(sandbox, command)
-                assert said.state is None
-                assert said.witness is not None
-                told.append(said.witness)
+                answer = await run(sandbox, command)
+                assert answer.state is None
+                assert answer.witness is not None
+                answers.append(answer.witness)
                 await sandbox.close()
-            assert told[0] == told[1] != told[2]
+            assert answers[0] == answers[1] != answers[2]
 
     asyncio.run(go())
 
@@ -235,11 +235,11 @@ def test_rebuilt_root_state_must_be_equal(data_dir: Path) -> None:
         async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             first = await driver.start(spec)
-            told = (await run(first, "md5sum random")).told
+            result = (await run(first, "md5sum random")).told
             await first.close()
             await driver.collect([])
             second = await driver.start(spec)
-            assert (await run(second, "md5sum random")).told == told, "built once, whoever asks"
+            assert (await run(second, "md5sum random")).told == result, "built once, whoever asks"
             await second.close()
             driver.machine.layers.drop(driver.machine.layers.all())
             with pytest.raises(SpecError, match="gave another one than its tree was"):
@@ -342,10 +342,10 @@ def test_archives_files_and_setup_make_the_root(data_dir: Path, tmp_path: Path) 
     async def go() -> None:
         async with opened(local_driver(data_dir)) as driver:
             one = await driver.start(spec)
-            said = await run(one, "pwd; cat made /srv/tree/sub/f; stat -c %a /t/f; echo $lost")
-            assert said.out == "/work\ngiven\ntar!\nfrom a directory\n640\n\n"
+            answer = await run(one, "pwd; cat made /srv/tree/sub/f; stat -c %a /t/f; echo $lost")
+            assert answer.out == "/work\ngiven\ntar!\nfrom a directory\n640\n\n"
             two = await driver.start(spec)
-            assert (await run(two, "true")).state == said.state
+            assert (await run(two, "true")).state == answer.state
             identity = await driver.identity(spec)
             (source / "sub" / "g").write_text("more")
             assert await driver.identity(spec) != identity

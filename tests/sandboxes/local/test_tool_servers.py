@@ -45,8 +45,8 @@ def test_first_call_starts_the_server(data_dir: Path) -> None:
 def test_a_request_of_any_size_comes_whole(data_dir: Path, size: int) -> None:
     async def test(sandbox: Sandbox) -> None:
         for _ in range(3):
-            said = (await ask(sandbox, "POST", "/length", bytes(size))).result
-            assert json.loads(said.body)["length"] == size
+            answer = (await ask(sandbox, "POST", "/length", bytes(size))).result
+            assert json.loads(answer.body)["length"] == size
 
     in_sandbox(data_dir, test, **SPEC)
 
@@ -89,8 +89,8 @@ def test_server_output_never_blocks_or_mixes(data_dir: Path) -> None:
 
     async def test(sandbox: Sandbox) -> None:
         assert (await ask(sandbox, "GET", "/echo")).result.status == 200
-        told = await run(sandbox, "echo mine; sleep .2")
-        assert told.out == "mine\n"
+        answer = await run(sandbox, "echo mine; sleep .2")
+        assert answer.out == "mine\n"
         assert (await ask(sandbox, "GET", "/echo")).result.status == 200
 
     in_sandbox(data_dir, test, **{**SPEC, "servers": {"api": API.model_copy(update={"command": loud})}})

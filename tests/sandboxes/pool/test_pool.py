@@ -305,10 +305,10 @@ def test_close_victim_closes_one_idle_sandbox() -> None:
 
 
 def test_a_sandbox_whose_state_cannot_be_kept_is_closed_last() -> None:
-    asked: list[int | None] = []
+    requests: list[int | None] = []
 
     async def keep(slot: Slot) -> bool:
-        asked.append(slot.owner)
+        requests.append(slot.owner)
         return slot.owner != 1
 
     async def test(pool: Pool, driver: Slow) -> None:
@@ -321,7 +321,7 @@ def test_a_sandbox_whose_state_cannot_be_kept_is_closed_last() -> None:
             assert await pool.close_victim()
             closed += [slot.owner for slot in slots if slot.state is SandboxState.CLOSED and slot.owner not in closed]
         assert closed == [2, 3, 1]
-        assert asked == [1, 2, 3]
+        assert requests == [1, 2, 3]
 
     pooled(test, budget=3)
 

@@ -39,16 +39,16 @@ async def ask(sandbox: Sandbox, path: str, body: dict[str, Any] | None = None, *
 
 
 async def begun(sandbox: Sandbox) -> Sandbox:
-    said = await ask(sandbox, "/open", session="opens", names="body:session")
-    assert orjson.loads(said.result.body) == {"session": "forkpoint-rollout", "note": "as forkpoint-rollout"}
-    assert (said.effect, said.state, said.shareable) == (Effect.UNKNOWN, None, True)
+    answer = await ask(sandbox, "/open", session="opens", names="body:session")
+    assert orjson.loads(answer.result.body) == {"session": "forkpoint-rollout", "note": "as forkpoint-rollout"}
+    assert (answer.effect, answer.state, answer.shareable) == (Effect.UNKNOWN, None, True)
     return sandbox
 
 
 async def words(sandbox: Sandbox) -> list[str]:
-    said = await ask(sandbox, "/list", effect="read")
-    assert said.effect is Effect.NONE
-    return list(orjson.loads(said.result.body)["words"])
+    answer = await ask(sandbox, "/list", effect="read")
+    assert answer.effect is Effect.NONE
+    return list(orjson.loads(answer.result.body)["words"])
 
 
 def test_sandboxes_have_separate_sessions(tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ def test_state_without_sessions_is_restored(tmp_path: Path) -> None:
 def test_stateless_call_keeps_the_root_state(tmp_path: Path) -> None:
     async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
         sandbox = await driver.start(spec)
-        said = await ask(sandbox, "/search", stateless=True)
-        assert (said.effect, said.shareable) == (Effect.NONE, True)
-        assert said.state == (await sandbox.freeze()).state
+        answer = await ask(sandbox, "/search", stateless=True)
+        assert (answer.effect, answer.shareable) == (Effect.NONE, True)
+        assert answer.state == (await sandbox.freeze()).state
 
     driven(tmp_path, test)
 

@@ -17,19 +17,19 @@ from tests.sandboxes.videos import CLIP_S, Said, ask, driven, entries, make, par
 
 def loaded(tmp_path: Path, source: Path, **spec: Any) -> Said:
     """Return what loading source says; one that fails leaves nothing."""
-    found: list[Said] = []
+    results: list[Said] = []
 
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(source, **spec))
-        said = await ask(sandbox, "load_video", name=source.name)
-        if said.fault:
-            assert (said.status, said.effect) == (422, Effect.NONE)
+        answer = await ask(sandbox, "load_video", name=source.name)
+        if answer.fault:
+            assert (answer.status, answer.effect) == (422, Effect.NONE)
             assert parts(driver) == set()
             assert entries(driver.store.folder / "work") == []
-        found.append(said)
+        results.append(answer)
 
     driven(tmp_path / "data", test)
-    return found[0]
+    return results[0]
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def remade(source: Path, target: Path, wanted: Callable[[Any], bool], **options:
 @pytest.mark.parametrize("content", [b"#!/bin/sh\necho no video\n", bytes(range(256)) * 64])
 def test_file_without_video_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "notes.mp4").write_bytes(content)
-    said = loaded(tmp_path, tmp_path / "notes.mp4")
-    assert (said.fault, said.shareable) == ("not-a-video", True)
+    answer = loaded(tmp_path, tmp_path / "notes.mp4")
+    assert (answer.fault, answer.shareable) == ("not-a-video", True)
 
 
 def test_playlist_is_no_video(tmp_path: Path, clip: Path) -> None:
@@ -71,8 +71,8 @@ def test_sound_file_is_no_video(tmp_path: Path, clip: Path) -> None:
             if packet.dts is not None:
                 packet.stream = stream
                 out.mux(packet)
-    said = loaded(tmp_path, sound)
-    assert (said.fault, "no video stream" in said.message) == ("not-a-video", True)
+    answer = loaded(tmp_path, sound)
+    assert (answer.fault, "no video stream" in answer.message) == ("not-a-video", True)
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv", ".ts", ".avi"])
@@ -82,27 +82,27 @@ def test_cut_off_file_is_truncated_or_shorter(tmp_path: Path, suffix: str, share
     cut = tmp_path / f"cut{suffix}"
     shutil.copyfile(whole, cut)
     os.truncate(cut, int(whole.stat().st_size * share))
-    said = loaded(tmp_path, cut)
-    if said.status == 200:
+    answer = loaded(tmp_path, cut)
+    if answer.status == 200:
         # Without a word in it about its length, what is left is all that there is to know.
-        assert (suffix, said.json["duration_s"] < CLIP_S) == (".ts", True)
+        assert (suffix, answer.json["duration_s"] < CLIP_S) == (".ts", True)
     else:
-        assert said.fault in {"truncated", "not-a-video", "empty", "damaged"}
+        assert answer.fault in {"truncated", "not-a-video", "empty", "damaged"}
 
 
 def test_cut_off_file_with_leading_index_is_truncated(tmp_path: Path, clip: Path) -> None:
     front = tmp_path / "front.mp4"
     remade(clip, front, lambda _: True, movflags="+faststart")
     os.truncate(front, front.stat().st_size // 2)
-    said = loaded(tmp_path, front)
-    assert (said.fault, f"{CLIP_S:.1f} s" in said.message) == ("truncated", True)
+    answer = loaded(tmp_path, front)
+    assert (answer.fault, f"{CLIP_S:.1f} s" in answer.message) == ("truncated", True)
 
 
 def test_video_without_pictures_is_an_error(tmp_path: Path, clip: Path) -> None:
     none = tmp_path / "none.mkv"
     remade(clip, none, lambda packet: packet.stream.type == "audio")
-    said = loaded(tmp_path, none)
-    assert (said.fault, "0 frames" in said.message) == ("empty", True)
+    answer = loaded(tmp_path, none)
+    assert (answer.fault, "0 frames" in answer.message) == ("empty", True)
 
 
 def test_unknown_codec_is_an_error(tmp_path: Path) -> None:
@@ -130,13 +130,13 @@ def test_damaged_pictures_are_skipped(tmp_path: Path, clip: Path) -> None:
 
 
 def test_too_long_or_large_video_is_refused(tmp_path: Path, clip: Path) -> None:
-    said = loaded(tmp_path, clip, max_duration_s=5)
-    assert (said.fault, "max_duration_s" in said.message, said.shareable) == ("limit", True, True)
+    answer = loaded(tmp_path, clip, max_duration_s=5)
+    assert (answer.fault, "max_duration_s" in answer.message, answer.shareable) == ("limit", True, True)
     large = tmp_path / "large.mp4"
     shutil.copyfile(clip, large)
     os.truncate(large, 3 << 20)
-    said = loaded(tmp_path, large, limits={"disk_mb": 2})
-    assert (said.fault, "disk_mb" in said.message) == ("limit", True)
+    answer = loaded(tmp_path, large, limits={"disk_mb": 2})
+    assert (answer.fault, "disk_mb" in answer.message) == ("limit", True)
 
 
 def test_limits_apply_to_known_videos_too(tmp_path: Path, clip: Path) -> None:
@@ -159,8 +159,8 @@ def test_claimed_length_over_limit_is_refused_unread(tmp_path: Path) -> None:
             frame.pts = n
             out.mux(stream.encode(frame))
         out.mux(stream.encode(None))
-    said = loaded(tmp_path, long)
-    assert (said.fault, "36001" in said.message or "36000" in said.message) == ("limit", True)
+    answer = loaded(tmp_path, long)
+    assert (answer.fault, "36001" in answer.message or "36000" in answer.message) == ("limit", True)
 
 
 def test_out_of_memory_is_not_shared(tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_out_of_memory_is_not_shared(tmp_path: Path) -> None:
         stream.width, stream.height, stream.pix_fmt = 6000, 4000, "yuv420p"
         out.mux(stream.encode(av.VideoFrame(6000, 4000, "yuv420p")))
         out.mux(stream.encode(None))
-    said = loaded(tmp_path, wide, limits={"memory_mb": 16})
-    assert (said.fault, said.shareable) == ("memory", False)
+    answer = loaded(tmp_path, wide, limits={"memory_mb": 16})
+    assert (answer.fault, answer.shareable) == ("memory", False)
 
 
 def test_made_files_respect_disk_limit(tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def test_made_files_respect_disk_limit(tmp_path: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(source, frame_s=0.1, limits={"disk_mb": 1}))
         assert (await ask(sandbox, "load_video", name="clip.mp4")).status == 200
-        said = await ask(sandbox, "preprocess")
-        assert (said.fault, "disk_mb" in said.message, said.shareable) == ("limit", True, True)
+        answer = await ask(sandbox, "preprocess")
+        assert (answer.fault, "disk_mb" in answer.message, answer.shareable) == ("limit", True, True)
         assert parts(driver, "m-") == set()
 
     driven(tmp_path / "data", test)
@@ -192,8 +192,8 @@ def test_preprocess_has_a_time_limit(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(clip, preprocess_s=0.001))
         await ask(sandbox, "load_video", name="clip.mp4")
-        said = await ask(sandbox, "preprocess")
-        assert (said.fault, said.shareable, said.effect) == ("timeout", False, Effect.NONE)
+        answer = await ask(sandbox, "preprocess")
+        assert (answer.fault, answer.shareable, answer.effect) == ("timeout", False, Effect.NONE)
         assert parts(driver, "m-") == set()
         assert [job.stage for job in driver.jobs] == ["failed"]
         assert (await ask(await prepared(driver, spec_of(clip)), "detect_shots")).status == 200
@@ -206,8 +206,8 @@ def test_limits_of_one_task_end_no_other_job(tmp_path: Path, clip: Path) -> None
         strict, other = await driver.start(spec_of(clip, preprocess_s=0.001)), await driver.start(spec_of(clip))
         for sandbox in (strict, other):
             await ask(sandbox, "load_video", name="clip.mp4")
-        said = await asyncio.gather(ask(strict, "preprocess"), ask(other, "preprocess"))
-        assert [answer.fault for answer in said] == ["timeout", ""]
+        answers = await asyncio.gather(ask(strict, "preprocess"), ask(other, "preprocess"))
+        assert [answer.fault for answer in answers] == ["timeout", ""]
 
     driven(tmp_path / "data", test)
 
@@ -237,8 +237,8 @@ def test_time_out_of_range_names_the_range(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec_of(clip))
         for tool, arguments in OUTSIDE:
-            said = await ask(sandbox, tool, **arguments)
-            assert (said.fault, said.effect, said.shareable) == ("range", Effect.NONE, True), (tool, arguments)
+            answer = await ask(sandbox, tool, **arguments)
+            assert (answer.fault, answer.effect, answer.shareable) == ("range", Effect.NONE, True), (tool, arguments)
 
     driven(tmp_path / "data", test)
 
@@ -248,8 +248,8 @@ def test_calls_in_wrong_order_are_errors(tmp_path: Path, clip: Path) -> None:
         sandbox = await driver.start(spec_of(clip))
         assert (await ask(sandbox, "preprocess")).fault == "not-loaded"
         assert (await ask(sandbox, "video_info")).fault == "not-loaded"
-        said = await ask(sandbox, "load_video", name="other.mp4")
-        assert (said.fault, "clip.mp4" in said.message) == ("no-such-video", True)
+        answer = await ask(sandbox, "load_video", name="other.mp4")
+        assert (answer.fault, "clip.mp4" in answer.message) == ("no-such-video", True)
         await ask(sandbox, "load_video", name="clip.mp4")
         assert (await ask(sandbox, "caption_retrieval", start=0, end=0)).fault == "not-preprocessed"
 

@@ -63,10 +63,10 @@ def test_only_load_and_preprocess_have_effects(tmp_path: Path, clip: Path) -> No
         again = await ask(sandbox, "load_video", name="clip.mp4")
         made = await ask(sandbox, "preprocess")
         more = await ask(sandbox, "preprocess")
-        assert [said.effect for said in (loaded, again, made, more)] == [Effect.FILES, Effect.NONE] * 2
+        assert [line.effect for line in (loaded, again, made, more)] == [Effect.FILES, Effect.NONE] * 2
         for tool, arguments in READS:
-            said = await ask(sandbox, tool, **arguments)
-            assert (said.status, said.effect, said.state) == (200, Effect.NONE, made.state), tool
+            answer = await ask(sandbox, tool, **arguments)
+            assert (answer.status, answer.effect, answer.state) == (200, Effect.NONE, made.state), tool
 
     driven(tmp_path, test)
 
@@ -91,7 +91,7 @@ def test_restored_state_gives_equal_results(tmp_path: Path, clip: Path) -> None:
         await sandbox.close()
         restored = await driver.restore(spec, frozen)
         after = [await ask(restored, tool, **arguments) for tool, arguments in READS]
-        assert [said.body for said in after] == [said.body for said in before]
+        assert [output.body for output in after] == [line.body for line in before]
         assert frozen.state == after[0].state
 
     driven(tmp_path, test)
@@ -121,7 +121,7 @@ def test_equal_states_have_equal_digests(tmp_path: Path, clip: Path, other: Path
             await ask(detour, "load_video", name="clip.mp4"), await ask(detour, "preprocess"),
         ]  # fmt: skip
         assert seen[-1].state == (await ask(direct, "video_info")).state
-        assert len({said.state for said in seen}) == 4
+        assert len({line.state for line in seen}) == 4
 
     driven(tmp_path, test)
 
@@ -270,8 +270,8 @@ def test_concurrent_preprocesses_run_once(tmp_path: Path, clip: Path) -> None:
         sandboxes = [await driver.start(spec_of(clip)) for _ in range(6)]
         for sandbox in sandboxes:
             await ask(sandbox, "load_video", name="clip.mp4")
-        said = await asyncio.gather(*(ask(sandbox, "preprocess") for sandbox in sandboxes))
-        assert len({answer.state for answer in said}) == 1
+        answers = await asyncio.gather(*(ask(sandbox, "preprocess") for sandbox in sandboxes))
+        assert len({answer.state for answer in answers}) == 1
         assert len(list(driver.jobs)) == 1
 
     driven(tmp_path, test)
@@ -296,7 +296,7 @@ def test_slots_limit_concurrent_decoding(tmp_path: Path) -> None:
             return making.done()
 
         await until(done)
-        assert ({said.status for said in await making}, most) == ({200}, 1)
+        assert ({line.status for line in await making}, most) == ({200}, 1)
         assert len(list(driver.jobs)) == 4
 
     driven(tmp_path / "data", test)
@@ -393,16 +393,16 @@ def test_workers_are_confined(tmp_path: Path, clip: Path) -> None:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory, clip: Path) -> dict[str, Said]:
     """What each tool says of the clip."""
-    found: dict[str, Said] = {}
+    entries: dict[str, Said] = {}
 
     async def test(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec_of(clip))
         for tool, arguments in READS:
-            found.setdefault(tool, await ask(sandbox, tool, **arguments))
-        found["subtitles early"] = await ask(sandbox, "get_subtitles", start=0.3, end=1.0)
+            entries.setdefault(tool, await ask(sandbox, tool, **arguments))
+        entries["subtitles early"] = await ask(sandbox, "get_subtitles", start=0.3, end=1.0)
 
     driven(tmp_path_factory.mktemp("told"), test)
-    return found
+    return entries
 
 
 def test_info_matches_the_synthetic_clip(told: dict[str, Said]) -> None:
@@ -429,13 +429,13 @@ def test_answers_without_model_state_measurements(told: dict[str, Said]) -> None
     for name, each in zip(COLOURS, captions["captions"], strict=True):
         assert each["caption"].startswith("[no model] ")
         assert f"colours {name}" in each["caption"]
-    found = told["segment_localization"].json
-    assert found["found"][0]["segment"] == 2
+    result = told["segment_localization"].json
+    assert result["found"][0]["segment"] == 2
     question = told["visual_question_answering"].json
     assert (question["answered"], question["answer"].startswith("[no model]")) == (False, True)
     memory = told["object_memory_querying"].json
     assert (memory["answered"], memory["segments"][0]["segment"]) == (False, 3)
-    assert {said.json["label"] for said in told.values() if said.json} == {"pure"}
+    assert {line.json["label"] for line in told.values() if line.json} == {"pure"}
 
 
 def dominant(data: bytes) -> str:
@@ -454,12 +454,12 @@ def test_pictures_show_the_scene_of_their_time(tmp_path: Path, clip: Path) -> No
         # Also the first and last picture of a scene: the nearest kept one may be on the other side of the cut.
         for t in (0.0, 1.95, 2.0, 2.4, 3.9, 5.99, 6.0, 7.99, 8.0):
             for sandbox, exact in ((loaded, False), (ready, False), (ready, True)):
-                said = await ask(sandbox, "get_frame", t=t, exact=exact)
-                assert dominant(said.body) == names[min(3, int(t / SCENE_S))], (t, exact)
+                answer = await ask(sandbox, "get_frame", t=t, exact=exact)
+                assert dominant(answer.body) == names[min(3, int(t / SCENE_S))], (t, exact)
                 if exact or sandbox is loaded:
-                    assert said.frame_t == pytest.approx(min(int(t * 10 + 1e-6), 79) / 10)
+                    assert answer.frame_t == pytest.approx(min(int(t * 10 + 1e-6), 79) / 10)
                 else:
-                    assert abs(said.frame_t - t) <= 1.0
+                    assert abs(answer.frame_t - t) <= 1.0
 
     driven(tmp_path, test)
 

@@ -208,12 +208,12 @@ def test_each_segment_is_described_once(tmp_path: Path, clip: Path, server: Mode
 def test_questions_send_pictures_and_object_lists(tmp_path: Path, clip: Path, server: ModelServer) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec_of(clip, model=model(server)))
-        said = await ask(sandbox, "visual_question_answering", **QUESTION)
-        assert (said.json["answered"], said.json["label"], said.json["model"]) == (True, "sampled", "seer")
+        answer = await ask(sandbox, "visual_question_answering", **QUESTION)
+        assert (answer.json["answered"], answer.json["label"], answer.json["model"]) == (True, "sampled", "seer")
         shown = server.chats()[-1]["messages"][0]["content"]
         assert "What is seen?" in shown[0]["text"]
         assert 2 <= len(shown) - 1 <= 6
-        assert said.json["answer"].startswith("answer")
+        assert answer.json["answer"].startswith("answer")
         await ask(sandbox, "object_memory_querying", question="Where is the square?")
         (memory,) = server.chats()[-1]["messages"][0]["content"]
         assert "square: 0-3" in memory["text"]
@@ -221,7 +221,7 @@ def test_questions_send_pictures_and_object_lists(tmp_path: Path, clip: Path, se
         again = await ask(
             await prepared(driver, spec_of(clip, model=model(server))), "visual_question_answering", **QUESTION
         )
-        assert (again.body, len(server.asked)) == (said.body, before)
+        assert (again.body, len(server.asked)) == (answer.body, before)
 
     driven(tmp_path, test)
 
@@ -232,12 +232,12 @@ def test_vectors_localize_described_segment(tmp_path: Path, clip: Path, server: 
         sandbox = await prepared(driver, spec_of(clip, model=told))
         captions = (await ask(sandbox, "caption_retrieval", start=0, end=3)).json["captions"]
         for each in captions:
-            found = (await ask(sandbox, "segment_localization", description=each["caption"], k=4)).json
-            assert (found["by"], found["label"], len(found["found"])) == ("vectors", "sampled", 4)
+            result = (await ask(sandbox, "segment_localization", description=each["caption"], k=4)).json
+            assert (result["by"], result["label"], len(result["found"])) == ("vectors", "sampled", 4)
         text_only = await prepared(driver, spec_of(clip, model=model(server, embed_model="embedder")))
         for each in captions:
-            found = (await ask(text_only, "segment_localization", description=each["caption"])).json
-            assert found["found"][0]["segment"] == each["segment"]
+            result = (await ask(text_only, "segment_localization", description=each["caption"])).json
+            assert result["found"][0]["segment"] == each["segment"]
 
     driven(tmp_path, test)
 
@@ -245,8 +245,8 @@ def test_vectors_localize_described_segment(tmp_path: Path, clip: Path, server: 
 def test_other_model_shares_measurements(tmp_path: Path, clip: Path, server: ModelServer) -> None:
     async def test(driver: VideoDriver) -> None:
         states = []
-        for told in (None, model(server), model(server, seed=5), model(server, model="prophet")):
-            sandbox = await prepared(driver, spec_of(clip, model=told))
+        for answer in (None, model(server), model(server, seed=5), model(server, model="prophet")):
+            sandbox = await prepared(driver, spec_of(clip, model=answer))
             states.append((await ask(sandbox, "video_info")).state)
         assert len(set(states)) == 4
         assert len(parts(driver, "m-")) == 1
@@ -304,9 +304,9 @@ def test_each_variant_is_recorded(tmp_path: Path, clip: Path, server: ModelServe
                 await sandbox.execute(type(call)(call.endpoint, call.tool, {**call.arguments, "variant": variant}))
             )
 
-        said = [(await draw(variant)).json["answer"] for variant in (0, 1, 2, 0, 1, 2)]
-        assert said[:3] == said[3:]
-        assert len(set(said)) == 3
+        answers = [(await draw(variant)).json["answer"] for variant in (0, 1, 2, 0, 1, 2)]
+        assert answers[:3] == answers[3:]
+        assert len(set(answers)) == 3
         assert [body["seed"] for body in server.chats()[-3:]] == [0, 1, 2]
 
     driven(tmp_path, test)

@@ -110,10 +110,10 @@ def test_writes_outside_the_state_are_refused(data_dir: Path, source: Path, stat
     """What would last from call to call without being part of the state is refused."""
 
     async def test(_driver: Driver, sandbox: Sandbox) -> None:
-        said = await ask(sandbox, statement, database="app")
-        assert said.error is not None
-        assert (said.error["kind"], said.effect) == ("refused", Effect.NONE)
-        assert "shared with the shell" in said.message
+        answer = await ask(sandbox, statement, database="app")
+        assert answer.error is not None
+        assert (answer.error["kind"], answer.effect) == ("refused", Effect.NONE)
+        assert "shared with the shell" in answer.message
 
     local(data_dir / "refused", spec_of(source), test)
 
@@ -121,18 +121,18 @@ def test_writes_outside_the_state_are_refused(data_dir: Path, source: Path, stat
 def test_hostile_statements_reach_nothing(data_dir: Path, source: Path) -> None:
     async def test(_driver: Driver, sandbox: Sandbox) -> None:
         for statement in ("ATTACH '/etc/passwd' AS p", "VACUUM INTO '/tmp/x'", "SELECT load_extension('x')"):
-            said = await ask(sandbox, statement, database="app")
-            assert said.error is not None
-            assert said.effect is Effect.NONE
+            answer = await ask(sandbox, statement, database="app")
+            assert answer.error is not None
+            assert answer.effect is Effect.NONE
         endless = "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELECT count(*) FROM n"
-        said = await ask(sandbox, endless, database="app", timeout_s=0.2)
-        assert said.error is not None
-        assert (said.error["kind"], said.shareable) == ("timeout", False)
+        answer = await ask(sandbox, endless, database="app", timeout_s=0.2)
+        assert answer.error is not None
+        assert (answer.error["kind"], answer.shareable) == ("timeout", False)
         assert not (await ask(sandbox, "SELECT random()", database="app")).shareable
         # What only looks like a database is the agent's affair, and an answer.
         await run(sandbox, "echo nonsense nonsense nonsense > new.db")
-        said = await ask(sandbox, "SELECT 1", database="new")
-        assert "not a database" in said.message
+        answer = await ask(sandbox, "SELECT 1", database="new")
+        assert "not a database" in answer.message
 
     local(data_dir / "hostile", spec_of(source), test)
 
