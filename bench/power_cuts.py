@@ -47,7 +47,7 @@ def main() -> None:
                         target = Path(name) / "data"
                         disk.build(target, variant, random.Random(chosen.seed + cut))  # noqa: S311 - no secret
                         try:
-                            seen += asyncio.run(cut_scenario.verify(target, durability, disk.told))
+                            seen += asyncio.run(cut_scenario.verify(target, durability, disk.answered))
                         except Exception as error:  # noqa: BLE001 - whatever it is, this disk was not read rightly
                             seen["false"] += 1
                             console.print(f"cut {cut} ({variant}): {error!r}")

@@ -43,7 +43,7 @@ async def opened(data: Path, durability: str) -> AsyncIterator[Engine]:
 
 
 async def step(running: Engine, name: str) -> None:
-    """Take the next call of a rollout, and mark that it was told the answer."""
+    """Take the next call of a rollout, and mark that it received the answer."""
     rollout = await running.tasks.rollout("task", name)
     turn = rollout.calls
     answer, _ = await ask(running, rollout, WALK[turn])
@@ -89,7 +89,7 @@ async def copy_tree(running: Engine) -> None:
     await running.transfer.take("copy", body())
 
 
-async def verify(data: Path, durability: str, told: Mapping[str, int]) -> Counter[str]:
+async def verify(data: Path, durability: str, answered: Mapping[str, int]) -> Counter[str]:
     """Open a disk after a cut and check every promise; return how often each outcome came.
 
     A running rollout continues where its agent saw it, or is refused. With `process`, one that began just before the
@@ -100,7 +100,7 @@ async def verify(data: Path, durability: str, told: Mapping[str, int]) -> Counte
         for tree in running.trees:
             tree.check()
         names = {row["name"] for row in running.store.rollouts.of_task("task")}
-        for name, count in told.items():
+        for name, count in answered.items():
             if name not in names:
                 assert durability == "process", f"{name!r} is unknown after {count} answers"
                 seen["unknown"] += 1

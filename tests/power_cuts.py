@@ -37,14 +37,14 @@ class Operation:
     """One recorded operation.
 
     Attributes:
-        kind: What it does; `told` marks that a rollout was told an answer.
-        path: The path below the directory, empty for the directory itself; for `told` the rollout.
-        start: Offset of a write, new size of a truncation, or number of answers that were told.
+        kind: What it does; `answered` marks that a rollout received an answer.
+        path: The path below the directory, empty for the directory itself; for `answered` the rollout.
+        start: Offset of a write, new size of a truncation, or number of answers.
         data: What is written.
         to: New path of a rename.
     """
 
-    kind: Literal["create", "write", "truncate", "rename", "unlink", "mkdir", "sync", "told"]
+    kind: Literal["create", "write", "truncate", "rename", "unlink", "mkdir", "sync", "answered"]
     path: str
     start: int = 0
     data: bytes = b""
@@ -78,7 +78,7 @@ def report_mappings(module: Any) -> None:
 
 
 def tell(rollout: str, answers: int) -> None:
-    """Mark that a rollout has been told so many answers."""
+    """Mark that a rollout has received so many answers."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     os.write(descriptor, f"TOLD {rollout} {answers}".encode())
     os.close(descriptor)
@@ -159,7 +159,7 @@ class _Trace:
         word, _, rest = text.partition(b" ")
         if word == b"TOLD":
             rollout, _, answers = rest.decode().partition(" ")
-            yield Operation("told", rollout, int(answers))
+            yield Operation("answered", rollout, int(answers))
             return
         name, _, store = rest.partition(b" ")
         path = name.decode().removeprefix(self.top)
@@ -210,18 +210,18 @@ class Disk:
     """What a prefix of the operations may have left on a disk.
 
     Attributes:
-        told: How many answers each rollout had been told.
+        answered: Number of answers that each rollout had received.
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._names: list[tuple[Operation, _File | None]] = []
         self._certain_names = 0
-        self.told: dict[str, int] = {}
+        self.answered: dict[str, int] = {}
         # The files and directories (None) of this moment, by path.
         now: dict[str, _File | None] = {}
         for operation in operations:
-            if operation.kind == "told":
-                self.told[operation.path] = operation.start
+            if operation.kind == "answered":
+                self.answered[operation.path] = operation.start
             else:
                 self._apply(operation, now)
 

@@ -1,4 +1,4 @@
-"""Power is cut at every write: what opens afterwards is consistent, and no rollout is told anything false."""
+"""Power is cut at every write: what opens afterwards is consistent, and no rollout receives a wrong answer."""
 
 import asyncio
 import random
@@ -46,7 +46,7 @@ def outcomes(
         for variant in VARIANTS:
             with tempfile.TemporaryDirectory(dir=folder) as name:
                 disk.build(Path(name) / "data", variant, random.Random(cut))  # noqa: S311 - the same disk each time
-                seen += asyncio.run(cut_scenario.verify(Path(name) / "data", durability, disk.told))
+                seen += asyncio.run(cut_scenario.verify(Path(name) / "data", durability, disk.answered))
     return seen
 
 
@@ -69,7 +69,7 @@ def test_no_cut_tells_anything_false(
 def test_a_missing_sync_is_noticed(
     recorded: tuple[str, list[Operation]], folder: Path, monkeypatch: pytest.MonkeyPatch, lazy: str
 ) -> None:
-    """The test can fail: without the syncs of one file, a cut with `power` loses what a rollout was told."""
+    """The test can fail: without the syncs of one file, a cut with `power` loses answers that a rollout received."""
     durability, operations = recorded
     if durability == "process":
         pytest.skip("nothing waits for the disk there")

@@ -43,14 +43,14 @@ class Answer:
         self.restless = execution.restless
 
     @property
-    def said(self) -> tuple[str, str, int]:
-        """What two equal runs must have in common, where something else lives: that may have worked meanwhile."""
+    def printed(self) -> tuple[str, str, int]:
+        """What two equal runs must have in common beside background processes, which may have worked meanwhile."""
         return self.out, self.err, self.code
 
     @property
-    def told(self) -> tuple[str, str, int, Effect]:
+    def outcome(self) -> tuple[str, str, int, Effect]:
         """What two equal runs must have in common."""
-        return *self.said, self.effect
+        return *self.printed, self.effect
 
 
 async def run(sandbox: Sandbox, command: str, *, session: str = "main", timeout_s: float = 10.0) -> Answer:

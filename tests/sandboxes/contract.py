@@ -206,17 +206,17 @@ class DriverContract:
             frozen = await sandbox.freeze()
             assert (frozen.kind, frozen.state) == ("processes", None)
             look = "cat kept later; echo $x; kill -0 %1; echo $?; jobs"
-            answer = (await run(sandbox, look)).said
+            answer = (await run(sandbox, look)).printed
             assert answer[0].startswith("a\nb\n1\n0\n[1]+  Running")
             others = [await driver.restore(SPEC, frozen) for _ in range(2)]
             for other in others:
-                assert (await run(other, look)).said == answer
+                assert (await run(other, look)).printed == answer
             # What happens in one is nothing to the others.
             assert (await run(others[0], "kill %1; wait %1; echo $?; echo c > kept")).out == "143\n"
-            assert (await run(sandbox, look)).said == answer
-            assert (await run(others[1], look)).said == answer
+            assert (await run(sandbox, look)).printed == answer
+            assert (await run(others[1], look)).printed == answer
             again = await driver.restore(SPEC, await others[1].freeze())
-            assert (await run(again, look)).said == answer
+            assert (await run(again, look)).printed == answer
             # The shell knows the job's exit code, which no file holds.
             assert (await others[0].freeze()).kind == "processes"
 

@@ -111,8 +111,8 @@ def spec_of(
     return EnvironmentSpec.model_validate({"driver": "video", "video": payload, **outside})
 
 
-class Said:
-    """What a tool answered, and what running it taught."""
+class VideoAnswer:
+    """The answer of a video tool, and what its execution reported."""
 
     def __init__(self, execution: Execution) -> None:
         result = execution.result
@@ -131,8 +131,8 @@ def call_of(tool: str, **arguments: Any) -> ToolCall:
     return video.call_of(tool, arguments, spec_of("/"))
 
 
-async def ask(sandbox: Sandbox, tool: str, **arguments: Any) -> Said:
-    return Said(await sandbox.execute(call_of(tool, **arguments)))
+async def ask(sandbox: Sandbox, tool: str, **arguments: Any) -> VideoAnswer:
+    return VideoAnswer(await sandbox.execute(call_of(tool, **arguments)))
 
 
 async def prepared(driver: VideoDriver, spec: EnvironmentSpec, name: str = "clip.mp4") -> Sandbox:

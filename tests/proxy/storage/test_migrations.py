@@ -130,7 +130,7 @@ def test_a_cut_of_power_leaves_the_old_or_the_new() -> None:
         folder = Path(name)
         arguments = ["-m", "tests.proxy.storage.migration_scenario", str(folder / "data")]
         operations = record(arguments, folder / "data", folder / "trace")
-        begin = next(index for index, operation in enumerate(operations) if operation.kind == "told")
+        begin = next(index for index, operation in enumerate(operations) if operation.kind == "answered")
         dice = random.Random(8)  # noqa: S311 - the same cuts each time
         seen = set()
         for cut in [*dice.sample(range(begin + 1, len(operations)), CUTS), len(operations)]:

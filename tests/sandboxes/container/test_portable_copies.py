@@ -101,7 +101,7 @@ def test_imported_states_answer_as_the_frozen_ones(container_dir: Path, program:
         look = LISTING.replace("%T@", "") + "; cat /mnt/once; [ /root/w/old -ef /root/w/twin ]; echo $? $V; pwd"
         for command in (LISTING, look, *further, look):
             before, after = await run(sandbox, command), await run(copy, command)
-            assert before.told == after.told, command
+            assert before.outcome == after.outcome, command
             # Not `exact`: a tick of the clock may come between two writes in one of the two.
             assert (before.state and before.state.content) == (after.state and after.state.content), command
         # What was imported can be exported again.

@@ -162,7 +162,7 @@ def test_what_the_live_bash_holds_comes_back(container_dir: Path) -> None:
         restored = await driver.restore(SPEC, await sandbox.freeze())
         commands = "f x; echo ${a[1]} ${m[k]} $R $E $-; hi; trap; dirs; echo $@ ; umask; ulimit -n; shopt extglob; cd -"
         live, back = await run(sandbox, commands), await run(restored, commands)
-        assert back.told == live.told
+        assert back.outcome == live.outcome
         assert "f x\n2 3 v w r multi line" in back.out
         assert "\n300\n" in back.out
 
@@ -196,13 +196,13 @@ def test_posix_session_is_restored_without_functions(container_dir: Path, image:
             await run(sandbox, "umask 027; cd /tmp; set -u; set -- p 'q r'; trap 'echo bye' USR1")
         ).effect is Effect.SESSION
         # A function cannot be printed: it is gone after the call, live or restored, so it is no effect either.
-        assert (await run(sandbox, "f() { echo f; }; f")).told == ("f\n", "", 0, Effect.NONE)
+        assert (await run(sandbox, "f() { echo f; }; f")).outcome == ("f\n", "", 0, Effect.NONE)
         restored = await driver.restore(SPEC, await sandbox.freeze())
         commands = (
             'echo "$x" $y $-; hi; trap; umask; pwd; for i in "$@"; do echo "$i"; done; env | grep ^y; command -v f'
         )
         live, back = await run(sandbox, commands), await run(restored, commands)
-        assert back.told == live.told
+        assert back.outcome == live.outcome
         assert back.out.startswith("a  b it's ")
         assert "\nhi\n" in back.out
         assert back.out.endswith("0027\n/tmp\np\nq r\ny=it's\n") or back.out.endswith("027\n/tmp\np\nq r\ny=it's\n")
@@ -228,7 +228,7 @@ def test_root_state_is_one_image_layer_built_once(container_dir: Path, tmp_path:
         one, two = await driver.start(spec), await driver.start(spec)
         commands = "pwd; cat f copy once; stat -c %Y *; ls /dev/shm"
         first, second = await run(one, commands), await run(two, commands)
-        assert first.told == second.told
+        assert first.outcome == second.outcome
         assert first.out.startswith("/work\nfrom the archive\nfrom the archive\n")
         assert (first.effect, first.state) == (Effect.NONE, second.state)
         written = await run(one, "echo x > x")
@@ -530,7 +530,7 @@ def test_a_session_stays_in_its_directory(container_dir: Path, image: str) -> No
         ):
             await run(sandbox, before)
             assert (await run(sandbox, after)).state is None
-            assert (await run(sandbox, "ls; pwd")).told == (out, "", 0, Effect.NONE)
+            assert (await run(sandbox, "ls; pwd")).outcome == (out, "", 0, Effect.NONE)
             assert (await run(sandbox, "cd /tmp")).state is not None
         await run(sandbox, "mkdir /tmp/g; cd /tmp/g; rmdir /tmp/g")
         await run(sandbox, "exit 3")

@@ -322,11 +322,11 @@ def test_criu_leaves_nothing_behind(data_dir: Path) -> None:
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "sleep 1000 &")
-        before = (await run(sandbox, "ls /; ls -a /run /tmp; cat /proc/mounts | wc -l; ps -e | wc -l")).said
+        before = (await run(sandbox, "ls /; ls -a /run /tmp; cat /proc/mounts | wc -l; ps -e | wc -l")).printed
         frozen = await sandbox.freeze()
         back = await driver.restore(SPEC, frozen)
         for box in (sandbox, back):
-            assert (await run(box, "ls /; ls -a /run /tmp; cat /proc/mounts | wc -l; ps -e | wc -l")).said == before
+            assert (await run(box, "ls /; ls -a /run /tmp; cat /proc/mounts | wc -l; ps -e | wc -l")).printed == before
         assert (await run(back, "exec 9>&1; sleep .01 & echo $!")).out.strip().isdigit()
 
     driven(data_dir, test)

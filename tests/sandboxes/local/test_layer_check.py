@@ -73,7 +73,7 @@ def frozen_once(data_dir: Path, command: str, damage: Callable[[Path], object] |
     async def restore(frozen: FrozenState) -> None:
         async with opened(LocalDriver(data_dir)) as driver:
             sandbox = await driver.restore(SPEC, frozen)
-            assert (await run(sandbox, "cat d/f; ls /etc/alternatives")).told[:2] == ("alpha\n", "")
+            assert (await run(sandbox, "cat d/f; ls /etc/alternatives")).outcome[:2] == ("alpha\n", "")
             assert (await run(sandbox, "true")).state == frozen.state
 
     async def refuse(frozen: FrozenState) -> None:

@@ -60,7 +60,7 @@ def test_a_session_keeps(data_dir: Path, before: str, after: str, out: str | Non
             restored = await driver.restore(spec, frozen)
             assert (await run(restored, "true")).state == frozen.state
             live, back = await run(sandbox, after), await run(restored, after)
-            assert live.told == back.told
+            assert live.outcome == back.outcome
             assert out is None or live.out == out
 
     asyncio.run(go())
@@ -77,7 +77,7 @@ def test_commands_run_at_the_shells_top_level(data_dir: Path) -> None:
         assert (await run(sandbox, "echo $v; cat <<E\nhere\nE\necho $((1+1))\n")).out == "1\nhere\n2\n"
         assert (await run(sandbox, "cat; read x; echo $?")).out == "1\n"
         assert (await run(sandbox, "echo $?")).out == "0\n"
-        assert (await run(sandbox, "echo e >&2; echo $0")).told == ("bash\n", "e\n", 0, Effect.NONE)
+        assert (await run(sandbox, "echo e >&2; echo $0")).outcome == ("bash\n", "e\n", 0, Effect.NONE)
         assert (await run(sandbox, "nope")).err == "bash: line 1: nope: command not found\n"
         assert (await run(sandbox, "ls /proc/self/fd")).out == "0\n1\n2\n3\n"
 
@@ -110,10 +110,10 @@ def _number(trap: str) -> int:
 
 def test_what_is_traced_is_the_command(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
-        assert (await run(sandbox, "set -x; echo a")).told == ("a\n", "+++ echo a\n", 0, Effect.SESSION)
-        assert (await run(sandbox, "echo b")).told == ("b\n", "+++ echo b\n", 0, Effect.NONE)
+        assert (await run(sandbox, "set -x; echo a")).outcome == ("a\n", "+++ echo a\n", 0, Effect.SESSION)
+        assert (await run(sandbox, "echo b")).outcome == ("b\n", "+++ echo b\n", 0, Effect.NONE)
         assert (await run(sandbox, "set +x; set -v")).err == "+++ set +x\n"
-        assert (await run(sandbox, "echo c")).told == ("c\n", "", 0, Effect.NONE)
+        assert (await run(sandbox, "echo c")).outcome == ("c\n", "", 0, Effect.NONE)
 
     in_sandbox(data_dir, test)
 
@@ -162,7 +162,7 @@ def test_changed_pipes_are_not_the_next_shells(data_dir: Path) -> None:
         before = await run(sandbox, shows)
         for change in ("chmod 600 /dev/stdout", "chown 7 /dev/stderr"):
             await run(sandbox, change)
-            assert (await run(sandbox, shows)).said == before.said
+            assert (await run(sandbox, shows)).printed == before.printed
 
     in_sandbox(data_dir, test)
 
@@ -408,7 +408,7 @@ def test_a_session_stays_in_its_directory(data_dir: Path, before: str, after: st
         moved = await run(sandbox, after)
         assert (moved.state, Effect.PROCESSES in moved.effect) == (None, True)
         for _ in range(2):
-            assert (await run(sandbox, "ls; pwd")).told == (out, "", 0, Effect.NONE)
+            assert (await run(sandbox, "ls; pwd")).outcome == (out, "", 0, Effect.NONE)
         with pytest.raises(NotFreezableError):
             await sandbox.freeze()
         assert (await run(sandbox, "cd /tmp")).state is not None

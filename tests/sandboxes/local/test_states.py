@@ -160,7 +160,7 @@ def test_deep_stacks_are_merged_and_mean_the_same(data_dir: Path) -> None:
             assert len(frozen.parts) < 30
             look = "find . -exec stat -c '%n %F %h %s %a' {} + | sort; cat d*/f*"
             one, two = await run(sandbox, look), await run(await driver.restore(SPEC, frozen), look)
-            assert one.told == two.told
+            assert one.outcome == two.outcome
             assert one.state == two.state
             assert one.state is not None
 
@@ -235,11 +235,11 @@ def test_rebuilt_root_state_must_be_equal(data_dir: Path) -> None:
         async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             first = await driver.start(spec)
-            result = (await run(first, "md5sum random")).told
+            result = (await run(first, "md5sum random")).outcome
             await first.close()
             await driver.collect([])
             second = await driver.start(spec)
-            assert (await run(second, "md5sum random")).told == result, "built once, whoever asks"
+            assert (await run(second, "md5sum random")).outcome == result, "built once, whoever asks"
             await second.close()
             driver.machine.layers.drop(driver.machine.layers.all())
             with pytest.raises(SpecError, match="gave another one than its tree was"):
@@ -565,7 +565,7 @@ commands = st.one_of(
 
 
 def _told(answers: list[Answer]) -> list[tuple[str, str, int, Effect]]:
-    return [answer.told for answer in answers]
+    return [answer.outcome for answer in answers]
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

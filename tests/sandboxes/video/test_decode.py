@@ -12,12 +12,12 @@ import pytest
 
 from sandboxes.effects import Effect
 from sandboxes.video.driver import VideoDriver
-from tests.sandboxes.videos import CLIP_S, Said, ask, driven, entries, make, parts, prepared, spec_of
+from tests.sandboxes.videos import CLIP_S, VideoAnswer, ask, driven, entries, make, parts, prepared, spec_of
 
 
-def loaded(tmp_path: Path, source: Path, **spec: Any) -> Said:
+def loaded(tmp_path: Path, source: Path, **spec: Any) -> VideoAnswer:
     """Return what loading source says; one that fails leaves nothing."""
-    results: list[Said] = []
+    results: list[VideoAnswer] = []
 
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(source, **spec))

@@ -22,7 +22,7 @@ from tests.sandboxes.videos import (
     SCENE_S,
     TONES,
     WIDTH,
-    Said,
+    VideoAnswer,
     ask,
     call_of,
     driven,
@@ -391,9 +391,9 @@ def test_workers_are_confined(tmp_path: Path, clip: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, clip: Path) -> dict[str, Said]:
+def answers(tmp_path_factory: pytest.TempPathFactory, clip: Path) -> dict[str, VideoAnswer]:
     """What each tool says of the clip."""
-    entries: dict[str, Said] = {}
+    entries: dict[str, VideoAnswer] = {}
 
     async def test(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec_of(clip))
@@ -401,41 +401,41 @@ def told(tmp_path_factory: pytest.TempPathFactory, clip: Path) -> dict[str, Said
             entries.setdefault(tool, await ask(sandbox, tool, **arguments))
         entries["subtitles early"] = await ask(sandbox, "get_subtitles", start=0.3, end=1.0)
 
-    driven(tmp_path_factory.mktemp("told"), test)
+    driven(tmp_path_factory.mktemp("answers"), test)
     return entries
 
 
-def test_info_matches_the_synthetic_clip(told: dict[str, Said]) -> None:
-    info = told["video_info"].json
+def test_info_matches_the_synthetic_clip(answers: dict[str, VideoAnswer]) -> None:
+    info = answers["video_info"].json
     assert (info["duration_s"], info["frames"], info["fps"]) == (CLIP_S, 80, 10)
     assert (info["width"], info["height"], info["codec"]) == (WIDTH, HEIGHT, "mpeg4")
     assert info["audio"] == {"codec": "aac", "sample_rate": 16_000, "channels": 1}
     assert (info["segments"], info["shots"], info["model"]) == (4, 4, "none")
 
 
-def test_measurements_match_the_synthetic_scenes(told: dict[str, Said]) -> None:
-    shots = told["detect_shots"].json["shots"]
+def test_measurements_match_the_synthetic_scenes(answers: dict[str, VideoAnswer]) -> None:
+    shots = answers["detect_shots"].json["shots"]
     assert [shot["start_s"] for shot in shots] == [n * SCENE_S for n in range(4)]
-    heard = told["audio_profile"].json["segments"]
+    heard = answers["audio_profile"].json["segments"]
     assert [segment["tone_hz"] for segment in heard] == pytest.approx(TONES[1:], abs=1)
-    texts = [(s["start_s"], s["text"]) for s in told["get_subtitles"].json["subtitles"]]
+    texts = [(s["start_s"], s["text"]) for s in answers["get_subtitles"].json["subtitles"]]
     assert texts == [(n * SCENE_S + 0.2, f"This is {name}.") for n, name in enumerate(COLOURS)]
-    assert len(told["subtitles early"].json["subtitles"]) == 1
+    assert len(answers["subtitles early"].json["subtitles"]) == 1
 
 
-def test_answers_without_model_state_measurements(told: dict[str, Said]) -> None:
-    captions = told["caption_retrieval"].json
+def test_answers_without_model_state_measurements(answers: dict[str, VideoAnswer]) -> None:
+    captions = answers["caption_retrieval"].json
     assert captions["model"] == "none"
     for name, each in zip(COLOURS, captions["captions"], strict=True):
         assert each["caption"].startswith("[no model] ")
         assert f"colours {name}" in each["caption"]
-    result = told["segment_localization"].json
+    result = answers["segment_localization"].json
     assert result["found"][0]["segment"] == 2
-    question = told["visual_question_answering"].json
+    question = answers["visual_question_answering"].json
     assert (question["answered"], question["answer"].startswith("[no model]")) == (False, True)
-    memory = told["object_memory_querying"].json
+    memory = answers["object_memory_querying"].json
     assert (memory["answered"], memory["segments"][0]["segment"]) == (False, 3)
-    assert {line.json["label"] for line in told.values() if line.json} == {"pure"}
+    assert {answer.json["label"] for answer in answers.values() if answer.json} == {"pure"}
 
 
 def dominant(data: bytes) -> str:

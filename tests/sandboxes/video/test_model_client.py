@@ -13,7 +13,7 @@ from sandboxes.video.driver import VideoDriver
 from sandboxes.video.model_client import ModelClient
 from sandboxes.video_spec import VideoModel
 from tests.model_server import ModelServer, Mood, model_server
-from tests.sandboxes.videos import Said, ask, call_of, driven, entries, make, parts, prepared, spec_of, until
+from tests.sandboxes.videos import VideoAnswer, ask, call_of, driven, entries, make, parts, prepared, spec_of, until
 
 QUESTION = {"question": "What is seen?", "segment": 1}
 
@@ -298,9 +298,9 @@ def test_each_variant_is_recorded(tmp_path: Path, clip: Path, server: ModelServe
     async def test(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec_of(clip, model=model(server), variants=3))
 
-        async def draw(variant: int) -> Said:
+        async def draw(variant: int) -> VideoAnswer:
             call = call_of("visual_question_answering", **QUESTION)
-            return Said(
+            return VideoAnswer(
                 await sandbox.execute(type(call)(call.endpoint, call.tool, {**call.arguments, "variant": variant}))
             )
 
