@@ -14,25 +14,23 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from sandboxes.guest import terminal
 from sandboxes.guest.anchor import ShellStartError
-from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses, pending_outputs
+from sandboxes.guest.background import BackgroundProcesses
 from sandboxes.guest.checkpoint_restore import Restored, Restoring
 from sandboxes.guest.driver_link import DriverLink
-from sandboxes.guest.exec_script import PROGRAM, TEXT_FD, text
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.changes import Changes
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.guest.local_servers import LocalServers
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.platform import Performed, not_started
-from sandboxes.guest.process_io import Running, death_of, due_of, new_pipes, open_terminal
+from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.shell_pool import known
 from sandboxes.guest.supervisor import CallRequest, Supervisor
 from sandboxes.ipc.codec import pack_message
 from sandboxes.ipc.messages import (
@@ -66,6 +64,7 @@ from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.trees import TOO_DEEP
+from sandboxes.local.call_process import LocalProcess, background_process, start
 
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
@@ -149,32 +148,6 @@ def report_failure(channel: int, error: BaseException) -> None:
     """Tell the proxy why this process ends; the proxy may be gone already."""
     with contextlib.suppress(OSError):
         os.write(channel, pack_message(Failed(f"{type(error).__name__}: {error}")))
-
-
-@dataclass(frozen=True)
-class LocalProcess:
-    """A `StartedProcess` in a local sandbox, which the anchor has started."""
-
-    running: Running
-    pid: int
-    shells: LocalShells
-    spared: set[processes.Process]
-
-    def status(self) -> int:
-        """Return its exit code once it has ended."""
-        return known(self.shells.status_of(self.pid))
-
-    def kill(self) -> None:
-        """Kill it and all processes that were not there before it."""
-        self.shells.kill_except(self.spared)
-
-    def keep(self, description: Mapping[str, Any]) -> BackgroundProcess:
-        """Turn it into a background process."""
-        ends, death = self.running.hand_over()
-        return _background_process(self.shells, description, ends, death, self.pid)
-
-    def close(self) -> None:
-        """Do nothing: its start has left nothing behind."""
 
 
 class Switches:
@@ -287,33 +260,7 @@ class Init:
 
     def start_process(self, request: RunProcess, stdin: bytes, to: socket.socket) -> LocalProcess:
         """Start a process of its own under the anchor."""
-        # A timeout kills what is not in this list. It is taken before the start, so no process that the start makes is
-        # spared.
-        spared = processes.list_processes()
-        arguments, terminal_path = request.arguments, ""
-        if arguments.get("tty"):
-            master, terminal_path = open_terminal("/dev/ptmx", arguments.get("size"))
-            ours, theirs = {1: master}, {0: os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)}
-        else:
-            ours, theirs = new_pipes(stdin=bool(stdin or arguments.get("stdin")))
-        # The script may be longer than an argument can be, so bash reads it from memory.
-        theirs[TEXT_FD] = os.memfd_create("text", os.MFD_CLOEXEC)
-        redirections = f"0<>{terminal_path} 1>&0 2>&0 {TEXT_FD}<&-" if terminal_path else f"{TEXT_FD}<&-"
-        # The terminal's path is one of this sandbox's /dev/pts, so the script can open it by name.
-        script = text(
-            arguments, request.environment, uid=os.getuid(), redirections=redirections, terminal=terminal_path
-        )
-        os.pwrite(theirs[TEXT_FD], script, 0)
-        try:
-            pid = self._shells.launch({}, theirs, PROGRAM)
-            keeps_in = bool(arguments.get("stdin"))
-            running = Running(ours, stdin, death_of(pid), to, keeps_in=keeps_in, due=due_of(arguments))
-            return LocalProcess(running, pid, self._shells, spared)
-        except BaseException:
-            close_all(ours.values())
-            raise
-        finally:
-            close_all(theirs.values())
+        return start(self._shells, request, stdin, to)
 
     def become_agent(self) -> None:
         """Do nothing: this process has the agent's rights already."""
@@ -455,7 +402,7 @@ class Init:
         self._servers.adopt(restored.servers, restored.server_ends)
         for remembered, ends in restored.background:
             pid = remembered["pid"]
-            process = _background_process(self._shells, remembered["told"], ends, death_of(pid), pid)
+            process = background_process(self._shells, remembered["told"], ends, death_of(pid), pid)
             # Output that was not polled before the checkpoint is polled now.
             process.recall(remembered)
             self._background.add(process)
@@ -479,11 +426,3 @@ class Init:
 def _opened(mount: int) -> int:
     """Return a descriptor by which the root of a mount can be listed."""
     return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount)
-
-
-def _background_process(
-    shells: LocalShells, description: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int
-) -> BackgroundProcess:
-    return BackgroundProcess(
-        description, pending_outputs(ends), ends.get(0, -1), death, pid, lambda: known(shells.status_of(pid))
-    )
