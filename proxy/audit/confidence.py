@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
-"""Default probability with which an interval contains the true rate: the convention in statistics."""
+"""Probability with which an interval contains the true rate: the convention in statistics."""
 _BISECTIONS = 60
 """Halvings of [0, 1] that find a bound: 2^-60 is below the precision of a float near 1."""
 
@@ -17,15 +17,13 @@ class Interval:
     Attributes:
         low: Lower bound, from 0 to 1.
         high: Upper bound, from 0 to 1.
-        confidence: The rate is between the bounds with at least this probability.
     """
 
     low: float
     high: float
-    confidence: float = CONFIDENCE
 
 
-def clopper_pearson(differing: int, checked: int, confidence: float = CONFIDENCE) -> Interval:
+def clopper_pearson(differing: int, checked: int) -> Interval:
     """Return the exact (Clopper-Pearson) interval of the rate behind a sample.
 
     The exact interval covers the true rate at least as often as it states, for every rate and sample size. Wilson's
@@ -34,14 +32,13 @@ def clopper_pearson(differing: int, checked: int, confidence: float = CONFIDENCE
     Args:
         differing: How many of the sample differ.
         checked: Size of the sample; 0 gives the interval from 0 to 1.
-        confidence: Probability that the interval must have.
     """
     if checked == 0:
-        return Interval(0.0, 1.0, confidence)
-    tail = (1 - confidence) / 2
+        return Interval(0.0, 1.0)
+    tail = (1 - CONFIDENCE) / 2
     low = 0.0 if differing == 0 else _solve(lambda p: 1 - _at_most(differing - 1, checked, p) - tail)
     high = 1.0 if differing == checked else _solve(lambda p: tail - _at_most(differing, checked, p))
-    return Interval(low, high, confidence)
+    return Interval(low, high)
 
 
 def _at_most(successes: int, trials: int, p: float) -> float:

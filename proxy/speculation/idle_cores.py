@@ -7,8 +7,7 @@ from pathlib import Path
 class IdleCores:
     """Counts the cores that were idle between two looks. A look takes 30 µs."""
 
-    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
-        self._stat = stat
+    def __init__(self) -> None:
         self._before = self._read()
 
     def since_last(self) -> float:
@@ -23,7 +22,7 @@ class IdleCores:
     def _read(self) -> tuple[int, int]:
         """Return the idle and all ticks of all cores. Waiting for a disk is idle: the core could do something else."""
         try:
-            fields = [int(field) for field in self._stat.read_text().split("\n", 1)[0].split()[1:9]]
+            fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         except (OSError, ValueError):
             return 0, 0
         # user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5)); guest time is part of user time.

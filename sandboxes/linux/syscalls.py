@@ -121,7 +121,7 @@ def setns(fd: int, kind: int) -> None:
     _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
 
 
-def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     """Mount a file system, or change or bind a mount, as the flags say."""
     _check(
         _libc.mount(
@@ -131,9 +131,9 @@ def mount(source: str, target: str, kind: str, flags: int = 0, options: str = ""
     )
 
 
-def unmount(target: str, flags: int = MNT_DETACH) -> None:
-    """Unmount what is mounted at a path; by default it is detached at once, even if it is busy."""
-    _check(_libc.umount2(os.fsencode(target), ctypes.c_int(flags)), f"umount {target}")
+def unmount(target: str) -> None:
+    """Detach what is mounted at a path at once, even if it is busy."""
+    _check(_libc.umount2(os.fsencode(target), ctypes.c_int(MNT_DETACH)), f"umount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:

@@ -24,6 +24,9 @@ from sandboxes.pool.lifecycle import LifecycleEvent, SandboxState
 from sandboxes.pool.roster import Roster, Slot
 from sandboxes.task_owner import start as start_task
 
+_STARTS = 4
+"""How many sandboxes may be starting at once."""
+
 
 class OverloadedError(RuntimeError):
     """Every sandbox of the budget was busy for too long. A later attempt may succeed."""
@@ -39,20 +42,19 @@ class Pool:
             returns False if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
     """
 
-    def __init__(self, *, budget: int, patience_s: float, starts: int = 4) -> None:
+    def __init__(self, *, budget: int, patience_s: float) -> None:
         """Make an empty pool.
 
         Args:
             budget: How many sandboxes may be alive at once, closing ones included.
             patience_s: How long a caller waits for room before it gets `OverloadedError`.
-            starts: How many sandboxes may be starting at once.
         """
         self.roster = Roster()
         self.waiting = 0
         self.keep: Callable[[Slot], Awaitable[bool]] = _need_not_keep
         self._budget, self._patience_s = budget, patience_s
         self._changed = asyncio.Condition()
-        self._starts = asyncio.Semaphore(starts)
+        self._starts = asyncio.Semaphore(_STARTS)
         self._closing = 0
 
     async def start(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable, owner: int | None) -> Slot:

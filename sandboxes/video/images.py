@@ -45,9 +45,9 @@ def converted(data: bytes, form: ImageFormat, max_side: int) -> bytes:
     return encoded(decoded(data, max_side), form)
 
 
-def sheet(images: Sequence[Image.Image], labels: Sequence[str], columns: int | None = None) -> Image.Image:
+def sheet(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
     """Return images side by side in rows, each with its label below it."""
-    across = columns or math.ceil(math.sqrt(len(images)))
+    across = math.ceil(math.sqrt(len(images)))
     down = math.ceil(len(images) / across)
     width, height = max(i.width for i in images), max(i.height for i in images)
     step_x, step_y = width + _MARGIN, height + _MARGIN + _LABEL

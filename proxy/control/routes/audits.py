@@ -6,7 +6,7 @@ from fastapi import APIRouter, Body, Response
 from pydantic import BaseModel, Field
 
 from proxy.audit.auditor import SampleSource, Tally
-from proxy.audit.confidence import clopper_pearson
+from proxy.audit.confidence import CONFIDENCE, clopper_pearson
 from proxy.audit.noise_masks import Masks
 from proxy.control.call_titles import TITLE_CHARS, title
 from proxy.control.routes.params import EngineDep, RootQuery, TaskName, position_of, tree_of
@@ -136,7 +136,7 @@ def bounds(rows: list[tuple[str, int, int, int, float]]) -> list[Bound]:
                 rate=differing / checked if checked else 0.0,
                 low=interval.low,
                 high=interval.high,
-                confidence=interval.confidence,
+                confidence=CONFIDENCE,
                 last_at=at,
             )
         )

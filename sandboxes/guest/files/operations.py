@@ -98,9 +98,9 @@ def problem(status: int, title: str, detail: str) -> FileAnswer:
     return status, "application/problem+json", json.dumps(body).encode()
 
 
-def _open_regular(path: str, flags: int, mode: int = 0o644) -> int:
+def _open_regular(path: str, flags: int) -> int:
     # O_NONBLOCK: opening a FIFO would wait for its other end. O_NOCTTY: a terminal must not become this process's.
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o644)
     # The check before was of the path. Here it is of the open file, which the agent cannot exchange any more.
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

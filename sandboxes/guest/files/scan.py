@@ -20,7 +20,6 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Container
 from typing import NamedTuple
 
 from sandboxes.guest.files import facts
@@ -251,15 +250,11 @@ class UpperScan:
 
     # -- manifests ---------------------------------------------------------------------------------------------------
 
-    def manifest(self, skipped: Container[str] = ()) -> Manifest:
-        """Return the manifest of a layer with these entries.
-
-        Args:
-            skipped: Paths that the layer does not have.
-        """
+    def manifest(self) -> Manifest:
+        """Return the manifest of a layer with these entries."""
         items = []
         for path, signature in self.signatures.items():
-            if path and path not in skipped:
+            if path:
                 mode, size, mtime_ns = _facts(signature)
                 inside = self._entries[path].content if path in self._entries else b""
                 if stat.S_ISDIR(mode) and inside:
