@@ -192,7 +192,7 @@ def show_reads(task: Task) -> None:
         if median(tools[1:]) >= 20 and not arguments.get("exact"):
             slow.append(name)
     console.print(rows)
-    promise(not slow, f"less than 20 ms each, those that decode anew (`exact`) aside {slow or ''}")
+    promise(not slow, f"less than 20 ms each, those that decode again (`exact`) aside {slow or ''}")
 
 
 def varied(tool: str, arguments: dict[str, Any], number: int) -> dict[str, Any]:

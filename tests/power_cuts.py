@@ -80,7 +80,7 @@ def report_mappings(module: Any) -> None:
 def tell(rollout: str, answers: int) -> None:
     """Mark that a rollout has received so many answers."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
-    os.write(descriptor, f"TOLD {rollout} {answers}".encode())
+    os.write(descriptor, f"ANSWERED {rollout} {answers}".encode())
     os.close(descriptor)
 
 
@@ -157,7 +157,7 @@ class _Trace:
     def _reported(self, text: bytes) -> Iterator[Operation]:
         """Return the operation that the scenario reported itself."""
         word, _, rest = text.partition(b" ")
-        if word == b"TOLD":
+        if word == b"ANSWERED":
             rollout, _, answers = rest.decode().partition(" ")
             yield Operation("answered", rollout, int(answers))
             return
@@ -254,7 +254,7 @@ class Disk:
             place = target / path
             if file is None:
                 place.mkdir(parents=True, exist_ok=True)
-            # SQLite makes this file anew after every crash.
+            # SQLite makes this file again after every crash.
             elif not path.endswith("-shm"):
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(file.content(variant, dice))

@@ -1,6 +1,6 @@
 """What speculation has learnt from the steps of rollouts: their histories, their calls, and the statistics of both.
 
-Everything is in memory, bounded, and dropped with its task. After a restart it is learnt anew.
+Everything is in memory, bounded, and dropped with its task. After a restart it is learnt again.
 """
 
 from collections import OrderedDict

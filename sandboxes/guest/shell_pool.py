@@ -35,7 +35,7 @@ def known(status: int | None) -> int:
         ShellStartError: It is not known, so the call has no result.
     """
     if status is None:
-        raise ShellStartError("the process that had collected an exit code was killed before it told the code")
+        raise ShellStartError("the process that had collected an exit code was killed before it reported the code")
     return status
 
 
@@ -89,7 +89,7 @@ class Shells(ABC):
     def status_of(self, pid: int) -> int | None:
         """Return how a process ended that was started as the shells are; it has or is about to.
 
-        None if the process that had collected it was killed before it told.
+        None if the process that had collected it was killed before it reported the code.
         """
 
     @abstractmethod

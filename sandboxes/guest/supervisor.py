@@ -428,9 +428,9 @@ class Supervisor:
 
 
 def _too_deep(performed: Performed, disk_bytes: int) -> Performed:
-    """Return what came of a call that leaves directories nested too deeply: the agent is told, each time.
+    """Return what came of a call that leaves directories nested too deeply: the agent gets a line about it each time.
 
-    Such a state can be neither digested nor frozen. A process has been told already, on its stderr.
+    Such a state can be neither digested nor frozen. A process has received that line on its stderr already.
     """
     note = limit_note("depth", disk_bytes)
     match performed.outcome:

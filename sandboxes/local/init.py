@@ -100,7 +100,7 @@ def run(channel: int, switches: int, cgroups: list[str], *, privileged: bool) ->
     kernel.bring_up_loopback()
     os.umask(0o022)
     mounts.prepare(devices_from_host=not privileged)
-    # The proxy's own output may be a file of the host, and whoever has all rights in the sandbox could write to it.
+    # The proxy's own output may be a file of the host, and a process with all rights in the sandbox could write to it.
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for stream in (0, 1, 2):
         os.dup2(null, stream)

@@ -21,7 +21,7 @@ class Reaper:
         """Remove nothing yet.
 
         Args:
-            background: Owns the task that removes; whoever waits for it waits until everything is removed.
+            background: Owns the task that removes; a wait for it lasts until everything is removed.
         """
         self._background = background
         self._paths: list[Path] = []

@@ -54,7 +54,7 @@ class CriuBinary:
         """Copy the machine's CRIU into a directory, and probe the kernel with it. Blocking: 0.2 s.
 
         Args:
-            directory: Where to put the copy, its libraries and the cache; made anew.
+            directory: Where to put the copy, its libraries and the cache; made again.
             criu: The program to copy; None looks for an installed one.
 
         Raises:

@@ -31,7 +31,7 @@ class Elsewhere:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1
-    told: Elsewhere
+    state: Elsewhere
 
     def log_message(self, *_: object) -> None: ...
 
@@ -51,20 +51,20 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve(self.rfile.read(int(self.headers.get("Content-Length", 0))))
 
     def _serve(self, raw: bytes) -> None:
-        told = self.told
-        told.asked.append(f"{self.command} {self.path}")
-        told.headers.append({name.lower(): value for name, value in self.headers.items()})
+        state = self.state
+        state.asked.append(f"{self.command} {self.path}")
+        state.headers.append({name.lower(): value for name, value in self.headers.items()})
         path = urlsplit(self.path).path.removeprefix("/api")
         match path:
             case "/fail":
-                return self._say({"error": "as asked"}, told.fails or 500)
+                return self._say({"error": "as asked"}, state.fails or 500)
             case "/half":
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
                 self.close_connection = True
                 return None
             case "/silent":
-                told.reached.set()
-                told.gate.wait(30)
+                state.reached.set()
+                state.gate.wait(30)
                 self.close_connection = True
                 return None
             case "/away":
@@ -83,13 +83,13 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._events(int(urlsplit(self.path).query))
         body = json.loads(raw) if raw else {}
         if path.startswith("/session/") and self.command == "DELETE":
-            told.sessions.pop(path.removeprefix("/session/"))
+            state.sessions.pop(path.removeprefix("/session/"))
             return self._say({})
         return self._session(path, body)
 
     def _session(self, path: str, body: dict[str, Any]) -> None:
-        """Sessions by a name in bodies, which the server gives; and by a cookie, signed anew with each answer."""
-        sessions = self.told.sessions
+        """Sessions by a name in bodies, which the server gives; and by a cookie, signed again with each answer."""
+        sessions = self.state.sessions
         if path == "/open":
             name = f"s{random.randrange(1 << 40)}"  # noqa: S311
             sessions[name] = []
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
             self.wfile.flush()
             # The test opens the gate when it has seen what came before.
-            self.told.gate.wait(10)
+            self.state.gate.wait(10)
         self.wfile.write(b"0\r\n\r\n")
 
     def _big(self, megabytes: int) -> None:
@@ -148,15 +148,15 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def elsewhere() -> Iterator[Elsewhere]:
     """Serve on a free port."""
-    told = Elsewhere()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"told": told}))
-    told.port = server.server_address[1]
+    state = Elsewhere()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"state": state}))
+    state.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield told
+        yield state
     finally:
-        told.gate.set()
+        state.gate.set()
         server.shutdown()
         thread.join()
         server.server_close()

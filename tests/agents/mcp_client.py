@@ -35,7 +35,7 @@ async def connected(stack: AsyncExitStack, target: str, mode: str) -> Any:
     return session
 
 
-async def told(coming: Any) -> Any:
+async def outcome(coming: Any) -> Any:
     """Return what is answered, or the error that the SDK raises for it."""
     try:
         answer = (await coming).model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -54,19 +54,19 @@ async def main(target: str, mode: str, part: str) -> list[Any]:
             progress.append([at, total, message])
 
         def call(name: str, **arguments: Any) -> Any:
-            return told(session.call_tool(name, arguments))
+            return outcome(session.call_tool(name, arguments))
 
         tools = [tool.name for tool in (await session.list_tools()).tools]
         answers = [
             await call("remember", key="x", value="1"),
             await call("draw"),
             await call("recall", key="x"),
-            await told(session.call_tool("count", {"to": 3}, progress_callback=heard)),
+            await outcome(session.call_tool("count", {"to": 3}, progress_callback=heard)),
             await call("recall", key="no such"),
             await call("remember", key=1),
             await call("no such tool"),
-            await told(session.read_resource("memory://all" if MODERN else _url("memory://all"))),
-            await told(session.get_prompt("greet", {"name": "you"})),
+            await outcome(session.read_resource("memory://all" if MODERN else _url("memory://all"))),
+            await outcome(session.get_prompt("greet", {"name": "you"})),
         ]
         shared = len(answers)
         answers += [

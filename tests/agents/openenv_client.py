@@ -11,7 +11,7 @@ from typing import Any
 from openenv.core import GenericEnvClient  # type: ignore[import-not-found]
 
 PREFIX = ["one", "two", "draw", "three"]
-told: list[list[Any]] = []
+episodes: list[list[Any]] = []
 clients = [GenericEnvClient(base_url=url).sync() for url in sys.argv[2:]]
 for client in clients:
     client.connect()
@@ -26,22 +26,22 @@ for n, client in enumerate(clients):
         episode.append([seen.observation, seen.reward, seen.done])
     episode.append(client.state())
     seconds.append(time.monotonic() - started)
-    told.append(episode)
+    episodes.append(episode)
     if n == 0:
         # What was kept meanwhile is the proxy's business; it has the time in which a model would think.
         time.sleep(float(sys.argv[1]))
 for n, client in enumerate(clients):
     for word in (f"of {n}", "draw" if n == len(clients) - 1 else "same", "end"):
         seen = client.step({"word": word})
-        told[n].append([seen.observation, seen.reward, seen.done])
-    told[n].append(client.state())
+        episodes[n].append([seen.observation, seen.reward, seen.done])
+    episodes[n].append(client.state())
 try:
     clients[0].step({"word": "fail"})
 except RuntimeError as error:
-    told[0].append(str(error))
+    episodes[0].append(str(error))
 # Another episode on the same connection.
 again = clients[1].reset(seed=7, episode_id="again")
-told[1].append([again.observation, clients[1].step({"word": "one"}).observation, clients[1].state()])
+episodes[1].append([again.observation, clients[1].step({"word": "one"}).observation, clients[1].state()])
 for client in clients:
     client.close()
-print(json.dumps({"told": told, "seconds": seconds}))
+print(json.dumps({"episodes": episodes, "seconds": seconds}))

@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
         cookie = {}
         if sys.argv[2] == "gym":
-            # Its session is a cookie, as it is signed anew with each answer.
+            # Its session is a cookie, as it is signed again with each answer.
             session = self.headers.get("Cookie", "").partition("session=")[2].partition(";")[0].partition(".")[0]
             if self.path == "/seed_session":
                 session = f"s{len(sums)}"

@@ -29,7 +29,7 @@ from swerex.runtime.remote import RemoteRuntime
 WORK = "/tmp/forkpoint-swe-rex"
 
 
-async def told(coming: Any) -> Any:
+async def outcome(coming: Any) -> Any:
     """Return what an action answers, or the exception that the client raises for it."""
     try:
         answer = await coming
@@ -54,18 +54,18 @@ async def main(url: str, part: str, *, steady: bool) -> list[Any]:
     runtime = RemoteRuntime(host=url, auth_token="token", timeout=0.15)  # noqa: S106
 
     def bash(command: str, **more: Any) -> Any:
-        return told(runtime.run_in_session(BashAction(command=command, **{"timeout": 20, **more})))
+        return outcome(runtime.run_in_session(BashAction(command=command, **{"timeout": 20, **more})))
 
     drawn = "7" if steady else "random.random()"
     tick = "while [ -d . ]; do date +%s%N > tick; sleep .05; done"
     ticking = "echo none" if steady else f"({tick}) > /dev/null 2>&1 & echo started"
     answers = [
-        await told(runtime.is_alive()),
-        await told(runtime.create_session(CreateBashSessionRequest(startup_source=[]))),
+        await outcome(runtime.is_alive()),
+        await outcome(runtime.create_session(CreateBashSessionRequest(startup_source=[]))),
         await bash(f"mkdir -p {WORK} && cd {WORK} && pwd"),
         await bash('x=5; greet() { echo "greet $x $1"; }; greet one'),
-        await told(runtime.write_file(WriteFileRequest(path=f"{WORK}/file", content="written\n"))),
-        await told(runtime.upload(UploadRequest(source_path=str(bundle()), target_path=f"{WORK}/bundle"))),
+        await outcome(runtime.write_file(WriteFileRequest(path=f"{WORK}/file", content="written\n"))),
+        await outcome(runtime.upload(UploadRequest(source_path=str(bundle()), target_path=f"{WORK}/bundle"))),
         await bash("chmod +x bundle/bin/tool; bundle/bin/tool hello; cat bundle/notes.txt"),
         await bash(f"python3 -c 'import random; print({drawn})' > drawn; cat drawn", check="raise"),
         await bash("python3 -c 'import sys; sys.exit(3)'", check="silent"),
@@ -75,19 +75,19 @@ async def main(url: str, part: str, *, steady: bool) -> list[Any]:
         await bash("print(memory + 1)", is_interactive_command=True, expect=[">>> "]),
         await bash("quit()", is_interactive_quit=True),
         await bash("sleep 60", timeout=0.5),
-        await told(runtime.run_in_session(BashInterruptAction())),
+        await outcome(runtime.run_in_session(BashInterruptAction())),
         await bash(ticking),
-        await told(runtime.execute(Command(command=["echo", "executed"], check=True))),
-        await told(runtime.execute(Command(command="exit 4", shell=True))),  # noqa: S604
-        await told(runtime.read_file(ReadFileRequest(path=f"{WORK}/file"))),
-        await told(runtime.read_file(ReadFileRequest(path=f"{WORK}/missing"))),
-        await told(runtime.create_session(CreateBashSessionRequest(session="second"))),
-        await told(runtime.create_session(CreateBashSessionRequest(session="second"))),
+        await outcome(runtime.execute(Command(command=["echo", "executed"], check=True))),
+        await outcome(runtime.execute(Command(command="exit 4", shell=True))),  # noqa: S604
+        await outcome(runtime.read_file(ReadFileRequest(path=f"{WORK}/file"))),
+        await outcome(runtime.read_file(ReadFileRequest(path=f"{WORK}/missing"))),
+        await outcome(runtime.create_session(CreateBashSessionRequest(session="second"))),
+        await outcome(runtime.create_session(CreateBashSessionRequest(session="second"))),
     ]
     shared = len(answers)
     answers += await asyncio.gather(
-        told(runtime.execute(Command(command=["echo", f"left {part}"]))),
-        told(runtime.execute(Command(command=["echo", f"right {part}"]))),
+        outcome(runtime.execute(Command(command=["echo", f"left {part}"]))),
+        outcome(runtime.execute(Command(command=["echo", f"right {part}"]))),
     )
     answers += [
         await bash(f"greet {part}; pwd; cat file drawn"),
@@ -97,10 +97,10 @@ async def main(url: str, part: str, *, steady: bool) -> list[Any]:
             '[ "$(cat tick)" != "$a" ] && echo it ticks; kill %1; disown %1'
         ),
         await bash(f"x={part}; echo {part} > own; greet again; cat own"),
-        await told(runtime.read_file(ReadFileRequest(path=f"{WORK}/own"))),
-        await told(runtime.run_in_session(BashAction(command="echo in the second", session="second", timeout=20))),
-        await told(runtime.close_session(CloseSessionRequest(session="second"))),
-        await told(runtime.close()),
+        await outcome(runtime.read_file(ReadFileRequest(path=f"{WORK}/own"))),
+        await outcome(runtime.run_in_session(BashAction(command="echo in the second", session="second", timeout=20))),
+        await outcome(runtime.close_session(CloseSessionRequest(session="second"))),
+        await outcome(runtime.close()),
     ]
     return [shared, answers]
 

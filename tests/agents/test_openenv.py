@@ -48,7 +48,7 @@ def _answers(url: str) -> bool:
 
 
 def lucky(episode: list[Any]) -> list[str]:
-    """Return the lots that an episode was told, in their order."""
+    """Return the lots that an episode received, in their order."""
     return [one[0]["luck"] for one in episode if isinstance(one, list) and one[0].get("luck")]
 
 
@@ -66,7 +66,7 @@ def test_group_runs_its_prefix_once(version: str, size: int) -> None:
     require_criu()
     place = packages(*NEEDED, bare=(version,))
     with directly(place) as url:
-        alone = run(place, "openenv_client.py", "0", *[url] * size)["told"]
+        alone = run(place, "openenv_client.py", "0", *[url] * size)["episodes"]
     with real_proxy(checkpoints=True) as proxy:
         server = {
             "command": "exec python3 /srv/env.py 9000", "port": 9000, "dialect": "openenv", "ready": "/health",
@@ -81,12 +81,12 @@ def test_group_runs_its_prefix_once(version: str, size: int) -> None:
         # Half of them have their rollout in the URL, for the others it is that of their connection.
         urls = [f"{proxy.url}/t/env/{f'r/{n}/' if n % 2 else ''}env" for n in range(size)]
         through = run(place, "openenv_client.py", "2", *urls)
-        told = through["told"]
+        episodes = through["episodes"]
         outcomes = proxy.engine.counts.outcomes
-    assert plain(told) == plain(alone)
+    assert plain(episodes) == plain(alone)
     # All of the prefix, from the second rollout on; and the second episode of one of them.
     assert outcomes[Outcome.HIT] == (size - 1) * SHARED + 2
-    drawn = {lucky(episode)[0] for episode in told}
+    drawn = {lucky(episode)[0] for episode in episodes}
     assert len(drawn) == 1, "the prefix ran more than once"
-    assert all(set(lucky(episode)[:-2]) == drawn for episode in told), "another server's memory"
-    assert lucky(told[-1])[-1] not in drawn
+    assert all(set(lucky(episode)[:-2]) == drawn for episode in episodes), "another server's memory"
+    assert lucky(episodes[-1])[-1] not in drawn

@@ -25,19 +25,19 @@ def place() -> Path:
 def test_group_shares_its_prefix_then_diverges(place: Path) -> None:
     """A group shares its prefix, and after it each rollout has its own state."""
     server = {"command": SERVER, "port": 9000, "dialect": "swe-rex", "env": {"PYTHONPATH": "/opt/x"}, "ready": "/"}
-    told = {}
+    answers_by_part = {}
     with real_proxy(checkpoints=True, keeps_all=False, warm_sandboxes=8) as proxy:
         archives = [{"source": str(place), "target": "/opt/x"}]
         proxy.put("swe", archives=archives, setup=[REPOSITORY], servers={"rex": server})
         for part in GROUP:
-            shared, told[part] = run(place, "swe_agent_client.py", f"{proxy.url}/t/swe/r/{part}/rex", part)
+            shared, answers_by_part[part] = run(place, "swe_agent_client.py", f"{proxy.url}/t/swe/r/{part}/rex", part)
         steps = {part: outcomes(proxy, part) for part in GROUP}
         counts = proxy.client.get("/api/v1/stats").json()
-    first = told["a1"]
+    first = answers_by_part["a1"]
     behind = [answer["output"] for answer in first[shared:] if "output" in answer]
     drawn = next(answer["output"] for answer in first if "0." in answer.get("output", "")).strip()
     assert behind[0].split()[:5] == ["note", "1:", "a1", "/root/repo", "here"]
-    for part, answers in told.items():
+    for part, answers in answers_by_part.items():
         assert plain(answers, part) == plain(first, "a1")
         assert answers[:shared] == first[:shared]
         assert drawn in answers[shared]["output"]

@@ -93,7 +93,7 @@ def test_a_damaged_step_leads_to_the_same_state(tmp_path: Path) -> None:
 
 
 def test_a_damaged_call_is_not_replayed(tmp_path: Path) -> None:
-    """A recorded command is damaged and its state has no snapshot. The rollout is told, and nothing else runs."""
+    """A recorded command is damaged and its state has no snapshot. The rollout gets an error, and nothing else runs."""
 
     async def body() -> None:
         async with engine(tmp_path) as running:

@@ -118,7 +118,7 @@ def groups(draw: st.DrawFn) -> list[list[ToolCall]]:
     return [trunk[:cut] + suffix + look for cut, suffix in draw(st.lists(leaves, min_size=1, max_size=3))]
 
 
-Told = tuple[int, bytes]
+Answer = tuple[int, bytes]
 
 
 class Trouble:
@@ -136,7 +136,7 @@ class Trouble:
         if self.dice.random() < 0.3:
             await self.running.capture.drain()
         if self.dice.random() < self.kill and (running := list(self.driver.sandboxes)):
-            # One, or all: then whoever goes on needs a restore or a replay.
+            # One, or all: the next call then needs a restore or a replay.
             for victim in running if self.dice.random() < 0.5 else self.dice.sample(running, 1):
                 victim._kill()
         for snapshot in self.running.snapshots:
@@ -145,7 +145,7 @@ class Trouble:
                 self.running.cache.drop(node)
 
 
-async def alone(driver: Driver, trajectory: list[ToolCall]) -> list[Told]:
+async def alone(driver: Driver, trajectory: list[ToolCall]) -> list[Answer]:
     sandbox = await driver.start(SPEC)
     try:
         results = [(await sandbox.execute(call)).result for call in trajectory]
@@ -154,7 +154,7 @@ async def alone(driver: Driver, trajectory: list[ToolCall]) -> list[Told]:
     return [(result.status, result.body) for result in results]
 
 
-async def walk(running: Engine, task: str, name: str, trajectory: list[ToolCall], trouble: Trouble) -> list[Told]:
+async def walk(running: Engine, task: str, name: str, trajectory: list[ToolCall], trouble: Trouble) -> list[Answer]:
     answers = []
     for call in trajectory:
         await trouble.strike(call)
@@ -171,14 +171,14 @@ async def walk(running: Engine, task: str, name: str, trajectory: list[ToolCall]
     return answers
 
 
-def differences(group: list[list[ToolCall]], got: list[list[Told]], truth: list[list[Told]]) -> list[str]:
+def differences(group: list[list[ToolCall]], got: list[list[Answer]], truth: list[list[Answer]]) -> list[str]:
     """Say in few lines which answers differ, and how."""
     results = []
     for name, (trajectory, each, true) in enumerate(zip(group, got, truth, strict=True)):
         for turn, call in enumerate(trajectory):
             if each[turn] != true[turn]:
                 one, two = (answer[1].decode(errors="replace").split("\\n") for answer in (true[turn], each[turn]))
-                changed = "\n".join(difflib.unified_diff(one, two, "alone", "told", n=0, lineterm=""))
+                changed = "\n".join(difflib.unified_diff(one, two, "alone", "together", n=0, lineterm=""))
                 before = [result.arguments.get("command", result.tool) for result in trajectory[:turn]]
                 results.append(f"rollout {name}, turn {turn}, {call.arguments}, after {before}:\n{changed}")
     return results
@@ -202,7 +202,7 @@ class Bench:
         await self.engine.aclose()
         await self.bare.aclose()
 
-    async def together(self, group: list[list[ToolCall]], trouble: Trouble) -> list[list[Told]]:
+    async def together(self, group: list[list[ToolCall]], trouble: Trouble) -> list[list[Answer]]:
         task = f"task{next(self._tasks)}"
         walks = [walk(self.engine, task, f"r{n}", trajectory, trouble) for n, trajectory in enumerate(group)]
         answers = await asyncio.gather(*walks)
@@ -215,7 +215,7 @@ class Bench:
         await self.engine.evict_snapshots()
         return list(answers)
 
-    async def apart(self, group: list[list[ToolCall]]) -> list[list[Told]]:
+    async def apart(self, group: list[list[ToolCall]]) -> list[list[Answer]]:
         return [await alone(self.bare, trajectory) for trajectory in group]
 
 

@@ -219,7 +219,7 @@ class Bench:
         return answers
 
     async def _harm(self, dice: random.Random, harm: float) -> None:
-        """Close sandboxes and drop snapshots between calls: then whoever goes on needs a restore or a replay."""
+        """Close sandboxes and drop snapshots between calls: the next call then needs a restore or a replay."""
         if dice.random() < 0.3:
             await self.engine.capture.drain()
         if dice.random() < harm:

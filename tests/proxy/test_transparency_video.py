@@ -74,7 +74,7 @@ async def walk(engine: Engine, name: str, walked: list[Word], trouble: Trouble) 
             except (SandboxError, OverloadedError):
                 continue
             result = engine.store.records.result(record)
-            # A decoder that was killed twice looks broken by its file: who asks is told, and asks again.
+            # A decoder that was killed twice looks broken by its file: the caller gets an error, and repeats the call.
             if b'"kind":"crashed"' not in result.body:
                 answers.append(result)
                 break

@@ -195,7 +195,7 @@ class CheckpointAttacks:
         self._with(test)
 
     def test_nothing_in_a_sandbox_leads_to_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whoever has all rights in the sandbox, as CRIU has, reaches no directory of the host through /proc."""
+        """A process with all rights in the sandbox, as CRIU has, reaches no host directory through /proc."""
         looks = 0
         led: set[str] = set()
         drivers: list[Any] = []
@@ -241,7 +241,7 @@ def leads_to_host(pid: int) -> list[str]:
                 if stat.S_ISDIR(status.st_mode):
                     leads = _has_root_above(path)
                 elif stat.S_ISREG(status.st_mode) and not text.startswith("/memfd:"):
-                    # The one file of the host that a restore needs. It changes the pids of whoever writes to it.
+                    # The one file of the host that a restore needs. It changes the writing process's pids.
                     known = text == "/proc/sys/kernel/ns_last_pid"
                     leads = not known and _is_foreign(pid, link) and _is_writable(path)
                 else:

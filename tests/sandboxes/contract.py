@@ -1,4 +1,4 @@
-"""What every driver promises, told in the few shell words that the in-memory one knows too.
+"""What every driver promises, in the few shell words that the in-memory one knows too.
 
 A driver's test module subclasses `DriverContract` and gives it a `driver` fixture.
 """
@@ -57,7 +57,7 @@ class DriverContract:
     def test_only_what_changes_something_has_an_effect(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             sandbox = await after(driver, "echo a > kept")
-            told = [
+            effects = [
                 (await run(sandbox, command)).effect
                 for command in (
                     "cat kept",
@@ -70,7 +70,7 @@ class DriverContract:
                 )
             ]
             none, files, session = Effect.NONE, Effect.FILES, Effect.SESSION
-            assert told == [none, files, session, session, none, none, none]
+            assert effects == [none, files, session, session, none, none, none]
 
         driven(driver, test)
 

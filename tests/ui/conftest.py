@@ -29,7 +29,7 @@ def page(browser: BrowserContext) -> Iterator[Page]:
     faults: list[str] = []
 
     def hear(message: ConsoleMessage) -> None:
-        # What the proxy refuses is told on the page, and the browser notes it here; anything else is a fault of ours.
+        # The page shows what the proxy refuses, and the browser notes it here; anything else is a fault of ours.
         if message.type == "error" and "Failed to load resource" not in message.text:
             faults.append(message.text)
 

@@ -46,7 +46,7 @@ def somebody_else() -> Iterator[str]:
 
 
 ATTACKS = """async (base) => {
-    const told = [];
+    const outcomes = [];
     for (const [method, path, body] of [
         ["POST", "/api/v1/tasks/task/nodes/n2/pin", null],
         ["POST", "/api/v1/tasks/task/nodes/n2/exec", '{"command": "rm f"}'],
@@ -54,15 +54,16 @@ ATTACKS = """async (base) => {
         ["GET", "/api/v1/tasks/task/nodes/n1/diff/n2", null],
     ]) {
         for (const mode of ["no-cors", "cors"]) {
-            told.push(await fetch(base + path, { method, body, mode }).then((answer) => answer.type, () => "failed"));
+            const request = fetch(base + path, { method, body, mode });
+            outcomes.push(await request.then((answer) => answer.type, () => "failed"));
         }
     }
-    told.push(await new Promise((resolve) => {
+    outcomes.push(await new Promise((resolve) => {
         const wire = new WebSocket(base.replace("http", "ws") + "/api/v1/tasks/task/nodes/n2/terminal");
         wire.onopen = () => resolve("open");
         wire.onerror = () => resolve("refused");
     }));
-    return told;
+    return outcomes;
 }"""
 
 
@@ -130,7 +131,7 @@ def test_token_is_requested_once_and_always_sent(
         assert download.value.suggested_filename == "task.forkpoint.tar"
         page.evaluate("location.hash = '#/t/task/n/n2/terminal'")
         expect(page.get_by_role("status").filter(has_text="offers no terminals")).to_be_visible()
-        # Another tab has not been told it.
+        # Another tab has not received it.
         another = browser.new_page()
         another.goto(f"{proxy.client.base_url}/ui/")
         expect(another.get_by_role("dialog", name="Token")).to_be_visible()

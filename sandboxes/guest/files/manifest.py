@@ -1,7 +1,7 @@
 """Manifests: two digests of a frozen directory tree, by which damage on disk is noticed.
 
 The supervisor of a sandbox knows both without reading anything again, because it has looked at every entry already.
-Whoever uses the tree later computes them from the disk and compares. Owners and extended attributes are not part of a
+Each later use of the tree computes them from the disk and compares. Owners and extended attributes are not part of a
 manifest: they read differently in a user namespace.
 """
 

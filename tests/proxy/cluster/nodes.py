@@ -84,7 +84,7 @@ def put_task(node: Node, task: str) -> None:
 
 @dataclass
 class Truth:
-    """What all agents together were told.
+    """The answers that all agents received.
 
     Attributes:
         witnesses: The random numbers that were answered, each with its task.
@@ -172,7 +172,7 @@ async def until(true: Callable[[], bool], within_s: float = 60.0) -> None:
 
 
 def check_log(dsn: str, truth: Truth) -> None:
-    """Compare the log of every task with what agents were told: each answer is in it, and no call is in it twice."""
+    """Compare each task's log with the answers that agents received: it has each answer, and no call twice."""
     logged: dict[str, set[bytes]] = {}
     with psycopg.connect(dsn) as connection:
         rows = connection.execute("SELECT task, row, body FROM forkpoint.lines ORDER BY task, row").fetchall()

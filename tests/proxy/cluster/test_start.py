@@ -94,9 +94,9 @@ def test_member_keeps_its_number(dsn: str, tmp_path: Path) -> None:
     (tmp_path / "b" / "cluster" / "positions").write_bytes(b"damaged")
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("UPDATE forkpoint.members SET until = '-infinity'")
-    anew = join(settings(dsn, tmp_path))
-    close(anew)
-    assert anew.membership.number != first.membership.number
+    again = join(settings(dsn, tmp_path))
+    close(again)
+    assert again.membership.number != first.membership.number
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class Member:
 
 @dataclass
 class Agent:
-    """What the agent was told. `again` counts the calls of the current key that it gave up."""
+    """The answers that the agent received. `again` counts the calls of the current key that it gave up."""
 
     node: int = 0
     asked: int = 0

@@ -41,7 +41,7 @@ def kept(running: Engine) -> int:
 
 
 def test_random_content_survives_eviction(tmp_path: Path) -> None:
-    """Two rollouts stand at a random state when all snapshots are over budget. Both still read what they read."""
+    """Two rollouts are at a random state when all snapshots are over budget. Both still read what they read."""
 
     async def body() -> None:
         async with engine(tmp_path, RandomDriver(), snapshot_bytes=1) as running:

@@ -65,10 +65,13 @@ def test_line_has_messages_labels_and_timings(proxy: Running) -> None:
     first, second = read(proxy, "tasks/demo/trajectories")
     assert (first["task"], first["rollout"], first["complete"], first["finished"]) == ("demo", "r0", True, False)
     assert (second["labels"]["run"], second["reward"]) == ("a", 0.5)
-    asked, told = first["messages"][2:]
-    function = asked["tool_calls"][0]["function"]
+    request, answer = first["messages"][2:]
+    function = request["tool_calls"][0]["function"]
     assert (function["name"], json.loads(function["arguments"])["command"]) == ("shell_exec", "cat f")
-    assert (told["tool_call_id"], json.loads(told["content"])["stdout"]) == (asked["tool_calls"][0]["id"], "one\n")
+    assert (answer["tool_call_id"], json.loads(answer["content"])["stdout"]) == (
+        request["tool_calls"][0]["id"],
+        "one\n",
+    )
     assert [call["outcome"] for call in first["calls"] + second["calls"]] == ["miss", "miss", "hit", "hit"]
     assert first["calls"][0]["effect"] == ["files"]
     assert first["calls"][1]["exit_code"] == 0

@@ -1,4 +1,4 @@
-"""Labels are bounded, whoever sends them, and are kept in one form."""
+"""Labels of every sender are bounded and kept in one form."""
 
 from typing import Any
 from urllib.parse import quote

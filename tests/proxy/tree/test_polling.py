@@ -64,7 +64,7 @@ def test_answers_hold_for_rollouts_of_their_age(recorded_s: float, asked_s: floa
 
 
 def test_each_age_finds_its_own_answer() -> None:
-    """A job that ends after 9 s: who asks after 6.5 s, after 12 s and after an hour has an answer of that time."""
+    """A job that ends after 9 s: polls after 6.5 s, after 12 s and after an hour have answers of that time."""
     node = live_node()
     for nth, age_s in enumerate((6.5, 12.0, 3600.0)):
         assert key_for(rollout_at(node), KEY, age_s) == again_key(KEY, nth)

@@ -219,7 +219,7 @@ def test_the_machine_survives_the_removal_of_everything(container_dir: Path) -> 
 
 
 def test_deep_folders_end_the_call_only(container_dir: Path) -> None:
-    """A command nests folders deeper than a tree is walked. It is told so, the sandbox lives, and `rm` mends it."""
+    """A command nests folders deeper than a tree is walked. It gets an error, the sandbox lives, and `rm` mends it."""
 
     async def go() -> None:
         async with opened(OnImage(container_dir, spares=0)) as driver:

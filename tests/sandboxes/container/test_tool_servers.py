@@ -40,8 +40,8 @@ while True:
             open("/root/touched", "a").write("x")
         if target == "/put":
             memory.update(json.loads(body))
-        told = json.dumps(memory).encode()
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(told) + told)
+        body = json.dumps(memory).encode()
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
 """
 API = Server(command="exec python3 /srv.py 9000", port=9000, timeout_s=2)
 ECHO = """
@@ -153,12 +153,12 @@ def test_websocket_server_is_restored_with_its_memory(container_dir: Path) -> No
 
     async def test(driver: OnImage) -> None:
         server = Server(command="exec python3 /ws.py 9000", port=9000, timeout_s=5)
-        told = spec(files={"/ws.py": SOCKETS}, servers={"api": server})
-        sandbox = await driver.start(told)
+        sockets = spec(files={"/ws.py": SOCKETS}, servers={"api": server})
+        sandbox = await driver.start(sockets)
         drawn = (await say(sandbox, "draw", first=True))["drawn"]
         frozen = await sandbox.freeze()
         assert (await say(sandbox, "add one"))["said"] == [drawn, "one"]
-        other = await driver.restore(told, frozen)
+        other = await driver.restore(sockets, frozen)
         assert (await say(other, "add two"))["said"] == [drawn, "two"]
         assert (await say(sandbox, "get"))["said"] == [drawn, "one"]
 

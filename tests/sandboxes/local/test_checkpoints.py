@@ -47,12 +47,12 @@ import sys
 while True:
     with open('in') as asked:
         text = asked.read()
-    with open('out', 'w') as told:
+    with open('out', 'w') as output:
         try:
-            print(eval(text), file=told)
+            print(eval(text), file=output)
         except SyntaxError:
             exec(text)
-            print('ok', file=told)
+            print('ok', file=output)
 E
 python3 repl.py &
 """
@@ -67,8 +67,8 @@ while True:
     with open('in') as asked:
         os.write(fd, asked.read().encode())
     time.sleep(.2)
-    with open('out', 'wb') as told:
-        told.write(os.read(fd, 65536))
+    with open('out', 'wb') as output:
+        output.write(os.read(fd, 65536))
 E
 mkfifo in out; python3 term.py &
 """

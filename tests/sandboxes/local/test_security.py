@@ -128,7 +128,7 @@ NEST = "import os\nfor i in range({levels}):\n os.mkdir('d'); os.chdir('d')"
 
 @pytest.mark.parametrize("levels", [300, 1_500, 100_000])
 def test_deep_folders_end_the_call_only(data_dir: Path, levels: int) -> None:
-    """A command nests folders deeper than a tree is walked. It is told so, the sandbox lives, and `rm` mends it."""
+    """A command nests folders deeper than a tree is walked. It gets an error, the sandbox lives, and `rm` mends it."""
 
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, "cd /tmp; mkdir top; cd top")

@@ -122,7 +122,7 @@ def test_command_without_difference_has_no_effect(data_dir: Path, frozen: bool) 
 
 @pytest.mark.parametrize("large", ["mkdir many; cd many; seq 6000 | xargs touch; cd ..", "head -c 70M /dev/zero > f"])
 def test_large_state_has_a_digest(data_dir: Path, large: str) -> None:
-    """A state of many files, or of a large one, is told apart, restored and merged as any other."""
+    """A state of many files, or of a large one, is recognized, restored and merged as any other."""
 
     async def go() -> None:
         async with opened(local_driver(data_dir)) as driver:
@@ -239,7 +239,7 @@ def test_rebuilt_root_state_must_be_equal(data_dir: Path) -> None:
             await first.close()
             await driver.collect([])
             second = await driver.start(spec)
-            assert (await run(second, "md5sum random")).outcome == result, "built once, whoever asks"
+            assert (await run(second, "md5sum random")).outcome == result, "built once for all"
             await second.close()
             driver.machine.layers.drop(driver.machine.layers.all())
             with pytest.raises(SpecError, match="gave another one than its tree was"):

@@ -1,4 +1,4 @@
-"""Files that are no videos, broken ones, and requests outside what there is: told so, and nothing of them is kept."""
+"""Files that are no videos, broken ones, and requests outside the video get errors, and nothing of them is kept."""
 
 import asyncio
 import os
@@ -149,7 +149,7 @@ def test_limits_apply_to_known_videos_too(tmp_path: Path, clip: Path) -> None:
 
 
 def test_claimed_length_over_limit_is_refused_unread(tmp_path: Path) -> None:
-    """Ten hours, told by the header of a file of some kilobytes."""
+    """Ten hours, according to the header of a file of some kilobytes."""
     long = tmp_path / "long.mkv"
     with av.open(str(long), "w") as out:
         stream = out.add_stream("mpeg4", rate=1)

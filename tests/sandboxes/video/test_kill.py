@@ -40,7 +40,7 @@ def test_killed_proxy_leaves_no_incomplete_part(tmp_path: Path) -> None:
     repository = Path(__file__).parents[3]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=repository) as proxy:
         assert proxy.stdout is not None
-        # The log is told there, too.
+        # The log is checked there, too.
         worker = process(next(int(line) for line in proxy.stdout if line.strip().isdigit()))
         assert worker is not None
         assert entries(data / "work") != []

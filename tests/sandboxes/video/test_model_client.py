@@ -228,8 +228,8 @@ def test_questions_send_pictures_and_object_lists(tmp_path: Path, clip: Path, se
 
 def test_vectors_localize_described_segment(tmp_path: Path, clip: Path, server: ModelServer) -> None:
     async def test(driver: VideoDriver) -> None:
-        told = model(server, embed_model="embedder", image_embed_model="seer-embedder")
-        sandbox = await prepared(driver, spec_of(clip, model=told))
+        spec = model(server, embed_model="embedder", image_embed_model="seer-embedder")
+        sandbox = await prepared(driver, spec_of(clip, model=spec))
         captions = (await ask(sandbox, "caption_retrieval", start=0, end=3)).json["captions"]
         for each in captions:
             result = (await ask(sandbox, "segment_localization", description=each["caption"], k=4)).json

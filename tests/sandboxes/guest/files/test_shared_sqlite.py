@@ -1,4 +1,4 @@
-"""A database of a sandbox that the shell and the sql endpoint share: one state, whoever looks."""
+"""A database of a sandbox that the shell and the sql endpoint share and have the same state."""
 
 import asyncio
 import sqlite3
