@@ -1,5 +1,5 @@
 """Snapshots: which sandbox states are kept, where they are stored, and what they cost.
 
 Process: the proxy.
-May import: sandboxes, sandboxes.pool.
+May import: sandboxes, sandboxes.linux, sandboxes.pool.
 """

@@ -23,10 +23,10 @@ import orjson
 
 from sandboxes.driver import Driver, FrozenState, VersionedDriver
 from sandboxes.effects import StateDigest
+from sandboxes.linux.files import boot_id
 from snapshots.snapshot import Snapshot
 
 _MANIFEST, _DRAFT, _PAYLOAD = "manifest.json", "draft", "payload.json"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SnapshotStore:
@@ -53,7 +53,7 @@ class SnapshotStore:
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         # The kernel makes a new boot id at each start of the machine.
-        boot, mark = _boot_id(), self._directory / "boot-id"
+        boot, mark = boot_id(), self._directory / "boot-id"
         # Without a mark the directory is new, or a loss of power took the mark: what is in it is not to be trusted.
         rebooted = not mark.exists() or mark.read_text() != boot
         for entry in sorted(self._directory.iterdir()):
@@ -196,11 +196,3 @@ def _remove(directory: Path) -> None:
         for name in (_MANIFEST, _DRAFT, _PAYLOAD):
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()
-
-
-def _boot_id() -> str:
-    try:
-        return _BOOT_ID.read_text().strip()
-    # Without /proc there is no boot to compare; the text is equal each time, so snapshots stay.
-    except OSError:
-        return "unknown"
