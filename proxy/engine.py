@@ -99,6 +99,7 @@ class Lifecycle:
         background: Repeated while the engine is open. Rooms append their work before `Engine.open`.
         at_open: Awaited when the engine has opened, before it answers calls.
         at_hang_up: Called when the server stops accepting requests; each ends streams that would never end.
+        at_drop: Called with the name of a task before it goes from memory because another proxy may change it.
         before_close: Awaited first when the engine closes; each ends what a protocol has in flight.
         start_error: Why the engine could not open, if the reason was foreseen; empty otherwise.
     """
@@ -108,6 +109,7 @@ class Lifecycle:
     background: list[BackgroundWork] = field(default_factory=list)
     at_open: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     at_hang_up: list[Callable[[], None]] = field(default_factory=list)
+    at_drop: list[Callable[[str], None]] = field(default_factory=list)
     before_close: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     start_error: str = ""
     _running: TaskOwner = field(default_factory=TaskOwner)

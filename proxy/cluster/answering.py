@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
+from proxy.cluster.channels import Channel
 from proxy.cluster.database import DatabaseError
 from proxy.cluster.frames import Hello
 from proxy.cluster.links import LinkServer
@@ -14,9 +16,11 @@ from proxy.cluster.messages import (
     ConfirmQuestion,
     DrainQuestion,
     ElsewhereAnswer,
+    Kind,
     MessageError,
     ReportAnswer,
     ReportQuestion,
+    StreamedAnswer,
     TakeQuestion,
     pack,
     unpack,
@@ -24,6 +28,7 @@ from proxy.cluster.messages import (
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, Owned, TakenCall
 from proxy.cluster.protocol import CopyKind, TakenCalls
+from proxy.cluster.streams import Begin
 
 
 class PeerQuestions:
@@ -38,7 +43,8 @@ class PeerQuestions:
         member: Member,
         secret: bytes,
         known: Callable[[CallQuestion], bytes | None],
-        answer: Callable[[CallQuestion], Awaitable[bytes]],
+        answer: Callable[[CallQuestion, Owned, Begin], Awaitable[bytes | None]],
+        converse: Callable[[CallQuestion, Owned, Channel], Awaitable[None]],
     ) -> None:
         """Answer for a member.
 
@@ -46,9 +52,10 @@ class PeerQuestions:
             member: The member.
             secret: The secret that all members share.
             known: Returns the HTTP response to a call that the tree knows; None for any other call.
-            answer: Returns the HTTP response to any other call.
+            answer: Returns the HTTP response to any other call; None after it has sent a stream.
+            converse: Serves a connection that is a stream from the beginning.
         """
-        self._member, self._known, self._answer = member, known, answer
+        self._member, self._known, self._answer, self._converse = member, known, answer, converse
         self.server = LinkServer(secret, member.database.membership, self.handle)
 
     async def aclose(self) -> None:
@@ -58,11 +65,11 @@ class PeerQuestions:
             await asyncio.wait(calls, timeout=LEAVE_S)
         await self.server.aclose()
 
-    async def handle(self, hello: Hello, content: bytes) -> bytes:
+    async def handle(self, hello: Hello, content: bytes, begin: Callable[[], Channel]) -> bytes:
         """Answer a question of a peer."""
         match unpack(content):
             case CallQuestion() as question:
-                return await self._take(hello, question)
+                return await self._take(hello, question, begin)
             case ReportQuestion() as question:
                 return pack(self._report(question))
             case TakeQuestion() as question:
@@ -80,7 +87,7 @@ class PeerQuestions:
         known = {number: position for number in question.rollouts if (position := get(number)) is not None}
         return ReportAnswer(accepted, known)
 
-    async def _take(self, hello: Hello, question: CallQuestion) -> bytes:
+    async def _take(self, hello: Hello, question: CallQuestion, begin: Callable[[], Channel]) -> bytes:
         """Take a call of a peer, once for all its copies."""
         owned = self._member.gate.owned.get(question.task)
         if owned is None or owned.rules.view != question.view:
@@ -104,14 +111,13 @@ class PeerQuestions:
                 )
                 # This task answers no other call.
                 ORIGIN.set(origin)
-                try:
-                    response = self._known(question)
-                except Exception:  # noqa: BLE001 - the regular path meets the same error and reports it
-                    response = None
+                response = self._known_whole(question)
                 if response is not None:
                     call.answer.set_result(pack(CallAnswer(owned.rules.view, origin.positions, response)))
                 else:
-                    owned.tasks.spawn("call of a peer", self._run(owned, name, call, question, origin))
+                    taken_call = _Taken(owned, name, call, origin, begin)
+                    work = self._run if question.kind == Kind.CALL else self._serve_stream
+                    owned.tasks.spawn("call of a peer", work(taken_call, question))
             case CopyKind.COPY:
                 call = owned.answers[name]
                 call.link = hello
@@ -145,26 +151,105 @@ class PeerQuestions:
             return ElsewhereAnswer(owner.rules.view)
         return ElsewhereAnswer(0 if owner is None else owner.view)
 
-    async def _run(
-        self, owned: Owned, name: tuple[int, int, int], call: TakenCall, question: CallQuestion, origin: Origin
-    ) -> None:
-        """Answer a call that was taken, and that the tree does not know."""
-        ingress, _, number = name
+    def _known_whole(self, question: CallQuestion) -> bytes | None:
+        if question.kind != Kind.CALL:
+            return None
         try:
-            response = await self._answer(question)
-            # What the call has written besides its record: the beginning or the end of a rollout, for example.
-            for written in origin.pending:
-                await asyncio.shield(written)
+            return self._known(question)
+        except Exception:  # noqa: BLE001 - the regular path meets the same error and reports it
+            return None
+
+    async def _run(self, taken: "_Taken", question: CallQuestion) -> None:
+        """Answer a call that was taken, and that the tree does not know."""
+        owned, call, origin = taken.owned, taken.call, taken.origin
+        try:
+            response = await self._answer(question, owned, taken.begin_response)
+            if response is not None:
+                await taken.written()
         except DroppedError:
             response = b""
         except BaseException as error:
-            owned.answers.pop(name, None)
-            call.answer.set_exception(error if isinstance(error, Exception) else RuntimeError("the call was cancelled"))
+            taken.fail(error)
             raise
-        if owned.is_dropped or origin.is_stale:
-            # The call has come to nothing here.
-            owned.answers.pop(name, None)
-            owned.taken[ingress].release(number)
-            call.answer.set_result(pack(ElsewhereAnswer(0)))
+        if response is None:
+            # A stream: `begin_response` has answered.
+            origin.end()
+        elif owned.is_dropped or origin.is_stale:
+            taken.release()
         else:
             call.answer.set_result(pack(CallAnswer(owned.rules.view, origin.positions, response)))
+            origin.end()
+
+    async def _serve_stream(self, taken: "_Taken", question: CallQuestion) -> None:
+        """Serve a connection that is a stream from the beginning."""
+        try:
+            channel = await taken.begin_response(b"")
+        except DroppedError:
+            taken.release()
+            return
+        except BaseException as error:
+            taken.fail(error)
+            raise
+        try:
+            with taken.owned.cutting(channel.abort):
+                await self._converse(question, taken.owned, channel)
+        finally:
+            taken.origin.end()
+            channel.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A call that was taken, and that an application answers.
+
+    Attributes:
+        owned: The task.
+        name: Its ingress, the start of the ingress, and its number.
+        call: Where its answer goes.
+        origin: What its code works for.
+        begin: Begins the channel of the question that brought it first.
+    """
+
+    owned: Owned
+    name: tuple[int, int, int]
+    call: TakenCall
+    origin: Origin
+    begin: Callable[[], Channel]
+
+    async def begin_response(self, head: bytes) -> Channel:
+        """Answer with the beginning of a stream.
+
+        Raises:
+            DroppedError: The call has come to nothing here.
+            ChannelEndedError: The link is closed, or has too many streams.
+        """
+        await self.written()
+        if self.owned.is_dropped or self.origin.is_stale:
+            raise DroppedError(self.owned.task)
+        channel = self.begin()
+        # What this answer does not carry must be in the log, and the answer cannot be sent again.
+        self.origin.in_log = True
+        channel.write(pack(CallAnswer(self.owned.rules.view, self.origin.positions, head)))
+        self.call.answer.set_result(pack(StreamedAnswer()))
+        return channel
+
+    async def written(self) -> None:
+        """Wait for what the call has written besides its record: the beginning or the end of a rollout, for example."""
+        for written in self.origin.pending:
+            await asyncio.shield(written)
+        await self.owned.settled()
+
+    def release(self) -> None:
+        """Note that the call has come to nothing here, so that a copy of it is taken as new."""
+        ingress, _, number = self.name
+        self.owned.answers.pop(self.name, None)
+        self.owned.taken[ingress].release(number)
+        if not self.call.answer.done():
+            self.call.answer.set_result(pack(ElsewhereAnswer(0)))
+
+    def fail(self, error: BaseException) -> None:
+        """Note a defect."""
+        self.owned.answers.pop(self.name, None)
+        if not self.call.answer.done():
+            failure = error if isinstance(error, Exception) else RuntimeError("the call was cancelled")
+            self.call.answer.set_exception(failure)

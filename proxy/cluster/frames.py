@@ -18,7 +18,7 @@ from enum import IntEnum
 from hashlib import blake2b, sha256
 from typing import NamedTuple
 
-VERSION = 1
+VERSION = 2
 """Version of the bytes. Members of another version refuse the link."""
 NONCE_BYTES = 32
 """Size of a nonce: two links never have the same keys."""
@@ -46,6 +46,14 @@ class FrameKind(IntEnum):
     FAILED = 3
     PING = 4
     PONG = 5
+    DATA = 6
+    """The last piece of a message of a channel."""
+    PIECE = 7
+    """Any other piece."""
+    CREDIT = 8
+    """How many more bytes of a channel the peer may send."""
+    CLOSE = 9
+    """A channel ends."""
 
 
 class Frame(NamedTuple):

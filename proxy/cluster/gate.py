@@ -11,7 +11,7 @@ from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.positions import PositionFile
 from proxy.cluster.protocol import Admission, Ended, Entered, Position
 from proxy.refusals import RefusalError
-from proxy.storage.copies import CopyStore
+from proxy.storage.copies import CopyStore, NoteCopy
 from proxy.storage.trees import TreeStore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record, Tree
@@ -76,6 +76,9 @@ class ClusterGate:
         origin = ORIGIN.get()
         if origin is None:
             return line.ingress == self.number
+        if origin.in_log and origin.ingress != self.number:
+            # The log must have the step first.
+            return False
         return line.ingress == origin.ingress and origin.is_current()
 
     async def admit(self, rollout: Rollout) -> None:
@@ -101,27 +104,30 @@ class ClusterGate:
                     confirmed = await self._confirm(rollout)
                 case Admission.ENTER:
                     self._require_current()
-                    line = Entered(rollout.id, ingress, Position(rollout.calls, rollout.node.id))
-                    owned.rules.enter(line)
-                    await asyncio.shield(owned.write([line]))
-                    owned.require()
+                    await self._enter(owned, rollout, ingress, Position(rollout.calls, rollout.node.id))
                     return
                 case Admission.SERVE:
                     self._require_current()
+                    if owned.rules.entered[rollout.id].position.turn > rollout.calls:
+                        # A step that is in the log (`logged`) was not taken, because its answer could not be read.
+                        await self._enter(owned, rollout, ingress, Position(rollout.calls, rollout.node.id))
                     return
 
     async def logged(self, rollout: Rollout, record: Record) -> None:
-        """Wait until a record is in the log.
+        """Wait until a record is in the log, and the step to it if no answer carries the position to the ingress.
 
         Raises:
             DroppedError: This member does not own the task any more.
         """
-        owned = self._owner_of(rollout)
+        owned, origin = self._owner_of(rollout), ORIGIN.get()
         written = owned.unlogged.get(record.id)
         if written is not None:
             # Several calls may wait for it, and each of them may be cancelled.
             await asyncio.shield(written)
         owned.require()
+        if origin is not None and origin.in_log and origin.ingress != self.number:
+            # The caller takes the step without another await.
+            await self._enter(owned, rollout, origin.ingress, Position(rollout.calls + 1, record.target.id))
 
     def step(self, rollout: Rollout, record: Record) -> None:
         """Note where a rollout will be, for the ingress of the call."""
@@ -167,6 +173,12 @@ class ClusterGate:
         if origin is not None and origin.ingress != self.number:
             origin.positions[rollout] = None
 
+    def noted(self, rollout: Rollout, protocol: str, value: str) -> None:
+        """Write to the log what a protocol remembers of a rollout."""
+        owned = self.owned.get(rollout.task)
+        if owned is not None:
+            owned.note([NoteCopy(rollout.id, protocol, value)])
+
     def recorded(self, tree: Tree, record: Record, *, is_first: bool) -> None:
         """Write a record to the log. It answers no call until it is there."""
         assert self._copies is not None
@@ -186,13 +198,24 @@ class ClusterGate:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    async def _enter(self, owned: Owned, rollout: Rollout, ingress: int, position: Position) -> None:
+        """Write the ingress and the position of a rollout to the log.
+
+        Raises:
+            DroppedError: This member does not own the task any more.
+        """
+        line = Entered(rollout.id, ingress, position)
+        owned.rules.enter(line)
+        await asyncio.shield(owned.write([line]))
+        owned.require()
+
     def _keep(self, rollout: Rollout, position: Position) -> None:
         origin = ORIGIN.get()
         if origin is None or origin.ingress == self.number:
             self.positions.put(rollout.id, position)
             if origin is not None:
                 origin.is_accepted = True
-        else:
+        elif not origin.in_log:
             origin.positions[rollout.id] = position
 
     def _owner_of(self, rollout: Rollout) -> Owned:
@@ -234,7 +257,8 @@ class ClusterGate:
 
     def _require_current(self) -> None:
         origin = ORIGIN.get()
-        if origin is not None and not origin.is_current():
+        # What an answered call does in the background is no late copy of it.
+        if origin is not None and not origin.is_over and not origin.is_current():
             origin.is_stale = True
             raise StaleCallError
 
@@ -244,8 +268,10 @@ class ClusterGate:
         if owned is None:
             return
         written = owned.write(lines)
-        if origin is not None:
+        if origin is not None and not origin.in_log:
             origin.pending.append(written)
+        else:
+            owned.note_written(written)
 
     def _tree_lines(self, owned: Owned, tree: Tree) -> list[Line]:
         """Return the line of a tree if the log lacks it, or has it without the digest of its root state."""

@@ -22,18 +22,21 @@ class WaitingCall:
 
     Attributes:
         number: Its number among the calls of this start.
-        receive: Returns the next event of the agent's connection, whose request was read to the end.
+        receive: Returns the next event of the agent's connection, whose request was read to the end; None for a
+            connection whose events say more than that it has ended.
         is_over: Whether the agent has its answer, or has hung up.
     """
 
     number: int
-    receive: Receive
+    receive: Receive | None
     is_over: bool = False
 
     async def waits(self) -> bool:
         """Return whether the agent still waits for the answer. 10 ms, or less if it has hung up."""
-        if not self.is_over:
-            hangup = start(self._hung_up())
+        if self.receive is None:
+            await asyncio.sleep(LOOK_S)
+        elif not self.is_over:
+            hangup = start(_hung_up(self.receive))
             await asyncio.wait({hangup}, timeout=LOOK_S)
             if not hangup.done():
                 hangup.cancel()
@@ -43,10 +46,11 @@ class WaitingCall:
                 self.is_over = True
         return not self.is_over
 
-    async def _hung_up(self) -> bool:
-        message = await self.receive()
-        is_disconnect: bool = message["type"] == "http.disconnect"
-        return is_disconnect
+
+async def _hung_up(receive: Receive) -> bool:
+    message = await receive()
+    is_disconnect: bool = message["type"] == "http.disconnect"
+    return is_disconnect
 
 
 @dataclass(slots=True, eq=False)
@@ -94,8 +98,12 @@ class Ingress:
         for task in self._tasks.values():
             task.owner = None
 
+    def became_stream(self, task: TaskIngress, call: WaitingCall) -> None:
+        """Note that a call is never sent again, so that its owner may forget the answers of the calls after it."""
+        task.waiting.pop(call.number, None)
+
     @contextmanager
-    def calling(self, task: TaskIngress, receive: Receive) -> Iterator[WaitingCall]:
+    def calling(self, task: TaskIngress, receive: Receive | None) -> Iterator[WaitingCall]:
         """Number a call; it is over at the end of the block."""
         call = WaitingCall(next(self._numbers), receive)
         task.waiting[call.number] = self._calls[call.number] = call
@@ -103,4 +111,5 @@ class Ingress:
             yield call
         finally:
             call.is_over = True
-            del task.waiting[call.number], self._calls[call.number]
+            task.waiting.pop(call.number, None)
+            del self._calls[call.number]

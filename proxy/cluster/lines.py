@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from proxy.cluster.protocol import Ended, Entered, Position
-from proxy.storage.copies import Copy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+from proxy.storage.copies import Copy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
 Line = Copy | Entered | Ended
 """A line. The position of an `Entered` is part of its array."""
@@ -19,7 +19,7 @@ Line = Copy | Entered | Ended
 _HEAD = struct.Struct("!II")
 _KINDS: dict[str, type[Any]] = {
     "task": TaskCopy, "tree": TreeCopy, "record": RecordCopy, "rollout": RolloutCopy, "entered": Entered,
-    "ended": Ended,
+    "ended": Ended, "note": NoteCopy,
 }  # fmt: skip
 """The kinds of lines. Their fields are part of the format (`database.FORMAT`)."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}

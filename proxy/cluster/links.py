@@ -1,5 +1,7 @@
 """Links between members: one TCP connection to each peer carries all questions to it, answered in any order.
 
+An answer may be a stream, which goes on in both directions (`channels`).
+
 A question has no time limit: tools may run for hours. A link that is silent for `SILENT_S` is dead, and so is one that
 breaks. Its questions then fail with `LinkLostError`, and nobody knows whether they were taken: the asker sends them
 again, under the same numbers, to whoever answers them now.
@@ -12,11 +14,13 @@ import secrets
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import cast
 
 import structlog
 from typing_extensions import override
 
+from proxy.cluster.channels import Channel, ChannelEndedError, Channels
 from proxy.cluster.database import Membership, Peer
 from proxy.cluster.frames import (
     HELLO_BYTES,
@@ -46,8 +50,11 @@ HANDSHAKE_S = 5.0
 MAX_UNPROVEN = 256
 """Most connections at once that have not proven the secret yet. Further ones are closed."""
 
-Handler = Callable[[Hello, bytes], Awaitable[bytes]]
-"""Answers a question of a peer, which has proven that it is the member it says it is."""
+Handler = Callable[[Hello, bytes, Callable[[], Channel]], Awaitable[bytes]]
+"""Answers a question of a peer, which has proven that it is the member it says it is.
+
+The third argument begins a channel, whose first message is the answer then; what the handler returns is not read.
+"""
 
 
 class LinkLostError(RuntimeError):
@@ -71,6 +78,7 @@ class _Connection(asyncio.Protocol, ABC):
         self._timer: asyncio.TimerHandle | None = None
         self._writable = asyncio.Event()
         self._writable.set()
+        self._channels = Channels(self.send, self.drain)
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -85,7 +93,8 @@ class _Connection(asyncio.Protocol, ABC):
                 self._greeting += data
                 data = self._greet()
             for frame in self._frames(data):
-                self._got(frame)
+                if not self._channels.got(frame):
+                    self._got(frame)
         except LinkError as error:
             log.warning("a link was closed", reason=str(error))
             self.abort()
@@ -101,6 +110,7 @@ class _Connection(asyncio.Protocol, ABC):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._writable.set()
+        self._channels.lose()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -114,7 +124,7 @@ class _Connection(asyncio.Protocol, ABC):
         self._transport.abort()
 
     def send(self, frame: Frame) -> None:
-        """Send a frame. Frames of one turn of the event loop go out in one write."""
+        """Send a frame. Frames of one turn of the event loop go out in one write; those of a closed link are lost."""
         assert self._writer is not None
         if not self._out:
             self._loop.call_soon(self._flush)
@@ -160,7 +170,7 @@ class Link(_Connection):
     def __init__(self, secret: bytes, cluster: str, hello: Hello, peer: Peer) -> None:
         super().__init__()
         self._secret, self._cluster, self._hello, self._peer = secret, cluster, hello, peer
-        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._asked: dict[int, asyncio.Future[bytes | Channel]] = {}
         self._last = 0
         self.opened: asyncio.Future[None] = self._loop.create_future()
 
@@ -181,8 +191,8 @@ class Link(_Connection):
             if not answer.done():
                 answer.set_exception(lost)
 
-    async def ask(self, question: bytes) -> bytes:
-        """Return the peer's answer.
+    async def ask(self, question: bytes) -> bytes | Channel:
+        """Return the peer's answer, or the channel that it has begun; the caller closes it.
 
         Raises:
             LinkLostError: The link broke, and nobody knows whether the peer has taken the question.
@@ -193,12 +203,17 @@ class Link(_Connection):
         # Four bytes; a link that lives for four billion questions begins again.
         self._last = self._last % 0xFFFFFFFF + 1
         stream = self._last
-        answer: asyncio.Future[bytes] = self._loop.create_future()
+        answer: asyncio.Future[bytes | Channel] = self._loop.create_future()
         self._asked[stream] = answer
         try:
             self.send(Frame(FrameKind.ASK, stream, question))
             await self.drain()
             return await answer
+        except asyncio.CancelledError:
+            # Both may happen in one turn of the event loop, and then nobody else would close the channel.
+            if answer.done() and not answer.cancelled() and isinstance(begun := answer.result(), Channel):
+                begun.close()
+            raise
         finally:
             self._asked.pop(stream, None)
 
@@ -223,8 +238,19 @@ class Link(_Connection):
         answer = self._asked.get(frame.stream)
         # Nobody waits for the answer to a question that was cancelled.
         if answer is None or answer.done():
+            if frame.kind in (FrameKind.DATA, FrameKind.PIECE):
+                self.send(Frame(FrameKind.CLOSE, frame.stream, b""))
             return
-        if frame.kind is FrameKind.ANSWER:
+        if frame.kind in (FrameKind.DATA, FrameKind.PIECE):
+            try:
+                channel = self._channels.open(frame.stream)
+            except ChannelEndedError as error:
+                self.send(Frame(FrameKind.CLOSE, frame.stream, b""))
+                answer.set_exception(PeerFailedError(str(error)))
+                return
+            channel.got(frame)
+            answer.set_result(channel)
+        elif frame.kind is FrameKind.ANSWER:
             answer.set_result(frame.content)
         elif frame.kind is FrameKind.FAILED:
             answer.set_exception(PeerFailedError(f"member {self._peer.name!r} failed. Its log has the reason."))
@@ -250,6 +276,18 @@ class Links:
         Raises:
             LinkLostError: The peer cannot be reached, or the link broke.
             PeerFailedError: The peer met a defect.
+        """
+        answer = await self.call(peer, question)
+        if isinstance(answer, Channel):
+            answer.close()
+            raise PeerFailedError(f"member {peer.name!r} has answered with a stream")
+        return answer
+
+    async def call(self, peer: Peer, question: bytes) -> bytes | Channel:
+        """Ask a peer as `ask` does; it may begin a channel, which the caller closes.
+
+        Raises:
+            LinkLostError, PeerFailedError: See `ask`.
         """
         return await (await self._to(peer)).ask(question)
 
@@ -394,7 +432,8 @@ class _Accepted(_Connection):
     async def _answer(self, frame: Frame) -> None:
         assert self.hello is not None
         try:
-            content = await self._server.handler(self.hello, frame.content)
+            begin = partial(self._channels.open, frame.stream)
+            content = await self._server.handler(self.hello, frame.content, begin)
             if self.is_open:
                 self.send(Frame(FrameKind.ANSWER, frame.stream, content))
         # The link carries all calls, and must not end for the defect of one.

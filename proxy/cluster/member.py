@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from proxy.cluster.channels import Channel
 from proxy.cluster.database import LEASE_S, ClusterDatabase, DatabaseError, Ownership, Peer
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress
@@ -32,6 +33,7 @@ from proxy.cluster.messages import (
     MessageError,
     ReportAnswer,
     ReportQuestion,
+    StreamedAnswer,
     TakeQuestion,
     pack,
     unpack,
@@ -167,17 +169,25 @@ class Member:
                 return self.adopt(name, answer.view)
         return False
 
-    async def forward(self, owner: Ownership, question: CallQuestion) -> CallAnswer | ElsewhereAnswer:
-        """Ask the owner of a task.
+    async def forward(
+        self, owner: Ownership, question: CallQuestion
+    ) -> tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, Channel | None]:
+        """Ask the owner of a task. With a channel, the answer is the beginning of a stream.
 
         Raises:
             LinkLostError: The link broke. Whether the owner has taken the call is not known.
             PeerFailedError: The owner met a defect.
         """
-        answer = unpack(await self._links.ask(owner.peer, pack(question)))
-        if not isinstance(answer, CallAnswer | ElsewhereAnswer):
-            raise MessageError("a peer answered a call with another message")
-        return answer
+        content = await self._links.call(owner.peer, pack(question))
+        if not isinstance(content, Channel):
+            return _answer_to_call(content), None
+        # The channel has begun with the frame that is its first message.
+        first = await content.receive()
+        try:
+            return _answer_to_call(first or b""), content
+        except MessageError:
+            content.abort()
+            raise
 
     def accept(self, name: str, answer: CallAnswer) -> bool:
         """Keep the positions of an answer; return False if it comes from a view that was replaced.
@@ -296,6 +306,8 @@ class Member:
         for rollout in () if task is None else tuple(task.rollouts.values()):
             # A call that waits for its turn sees it and gives up.
             rollout.finished = True
+        for forget in engine.lifecycle.at_drop:
+            forget(owned.task)
         if task is not None:
             engine.tasks.close(task)
         for number in trees:
@@ -356,6 +368,13 @@ class Member:
                 self._note_peer(found)
                 return answer
         return None
+
+
+def _answer_to_call(data: bytes) -> CallAnswer | ElsewhereAnswer | StreamedAnswer:
+    answer = unpack(data)
+    if not isinstance(answer, CallAnswer | ElsewhereAnswer | StreamedAnswer):
+        raise MessageError("a peer answered a call with another message")
+    return answer
 
 
 def _now() -> float:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from proxy.cluster.protocol import Position
+from proxy.http.asgi import AsgiMessage
 
 _SIZE = struct.Struct("!I")
 
@@ -27,6 +28,7 @@ class CallQuestion(NamedTuple):
         number: Number of the call among those of this start of the ingress.
         oldest: Number of the oldest call of the task that the ingress still waits for.
         method, path, query, headers, scheme: The request; path is the raw path.
+        kind: What the connection becomes; a `Kind`.
         body: Its body.
     """
 
@@ -39,7 +41,19 @@ class CallQuestion(NamedTuple):
     query: str
     headers: list[tuple[str, str]]
     scheme: str
+    kind: str
     body: bytes
+
+
+class Kind:
+    """What the connection of a request becomes."""
+
+    CALL = "call"
+    """It gets a response, which is a stream if the owner does not have it whole."""
+    SOCKET = "socket"
+    """A WebSocket."""
+    HIJACKED, UPGRADED = "hijacked", "upgraded"
+    """A stream of bytes (Docker), after a request without or with an upgrade."""
 
 
 class ReportQuestion(NamedTuple):
@@ -108,6 +122,10 @@ class CallAnswer(NamedTuple):
     response: bytes
 
 
+class StreamedAnswer(NamedTuple):
+    """The answer was a stream, which went to the link that brought the call. Nobody can have it again."""
+
+
 class ElsewhereAnswer(NamedTuple):
     """The task has another view, or another owner, than the asker knows.
 
@@ -142,11 +160,12 @@ class ConfirmAnswer(NamedTuple):
 
 Message = (
     CallQuestion | ReportQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion
-    | CallAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer
+    | CallAnswer | StreamedAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {
     "call": CallQuestion, "report": ReportQuestion, "confirm": ConfirmQuestion, "take": TakeQuestion,
-    "drain": DrainQuestion, "answer": CallAnswer, "elsewhere": ElsewhereAnswer, "reported": ReportAnswer,
+    "drain": DrainQuestion, "answer": CallAnswer, "streamed": StreamedAnswer,
+    "elsewhere": ElsewhereAnswer, "reported": ReportAnswer,
     "confirmed": ConfirmAnswer, "drained": DrainAnswer,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
@@ -154,6 +173,40 @@ _WITH_BYTES = (CallQuestion, CallAnswer)
 """Messages whose last value is bytes."""
 _WITH_POSITIONS = (CallAnswer, ReportAnswer)
 """Messages whose second value is positions."""
+
+
+def pack_event(event: AsgiMessage) -> bytes:
+    """Return an ASGI message of a stream as bytes. One of its values may be bytes."""
+    values, name, rest = dict[str, Any](), "", b""
+    for key, value in event.items():
+        if isinstance(value, bytes | bytearray):
+            name, rest = key, bytes(value)
+        elif key == "headers":
+            values[key] = [(header.decode("latin-1"), text.decode("latin-1")) for header, text in value]
+        else:
+            values[key] = value
+    array = orjson.dumps([values, name])
+    return _SIZE.pack(len(array)) + array + rest
+
+
+def unpack_event(data: bytes) -> AsgiMessage:
+    """Return the ASGI message that bytes hold.
+
+    Raises:
+        MessageError: They hold none.
+    """
+    try:
+        (size,) = _SIZE.unpack_from(data)
+        end = _SIZE.size + size
+        values, name = orjson.loads(data[_SIZE.size : end])
+        event: AsgiMessage = {**values, "type": str(values["type"])}
+        if name:
+            event[name] = data[end:]
+        if "headers" in event:
+            event["headers"] = [(key.encode("latin-1"), text.encode("latin-1")) for key, text in event["headers"]]
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise MessageError(f"an event of a peer's stream is malformed: {error}") from error
+    return event
 
 
 def pack(message: Message) -> bytes:

@@ -1,7 +1,8 @@
 """A task that this member owns: its log, and what is known of its rollouts and of the calls that were taken."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from proxy.cluster.database import DatabaseError
@@ -48,6 +49,7 @@ class Owned:
         taken: Which calls were taken, by ingress.
         tasks: What runs for it.
         answers: The calls that were taken, by ingress, start of the ingress, and number.
+        cuts: Called when the task is dropped: they end streams that would never end otherwise.
     """
 
     def __init__(self, task: str, rules: OwnedTask, append: Append, failed: Callable[["Owned", str], None]) -> None:
@@ -65,6 +67,8 @@ class Owned:
         self.trees: dict[int, bytes | None] = {}
         self.taken: dict[int, TakenCalls] = {}
         self.answers: dict[tuple[int, int, int], TakenCall] = {}
+        self.cuts: set[Callable[[], None]] = set()
+        self._noted: asyncio.Future[None] | None = None
         self._append, self._failed = append, failed
         self._outbox: Outbox[tuple[Sequence[Line], int, asyncio.Future[None]]] = Outbox(rules.view)
         self._changed = asyncio.Event()
@@ -100,6 +104,55 @@ class Owned:
             self.tasks.spawn("task log", self._send())
         return written
 
+    def note(self, lines: Sequence[Line]) -> asyncio.Future[None]:
+        """Write lines, as `write` does, that every later answer depends on: `settled` waits for them."""
+        written = self.write(lines)
+        self.note_written(written)
+        return written
+
+    def note_written(self, written: asyncio.Future[None]) -> None:
+        """Let `settled` wait for lines that were written; all earlier ones are in the log before them."""
+        self._noted = written
+
+    async def settled(self) -> None:
+        """Wait until the lines that `note` has written are in the log.
+
+        Raises:
+            DroppedError: They never will be.
+        """
+        if self._noted is not None:
+            await asyncio.shield(self._noted)
+            self._noted = None if self._noted.done() else self._noted
+
+    @contextmanager
+    def cutting(self, cut: Callable[[], None]) -> Iterator[None]:
+        """Call `cut` if the task is dropped while the context lasts."""
+        self.cuts.add(cut)
+        try:
+            yield
+        finally:
+            self.cuts.discard(cut)
+
+    @contextmanager
+    def ending(self, is_stream: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """End the current task's block if the task is dropped while the block is a stream. See `cutting`."""
+        serving, is_cut = asyncio.current_task(), False
+        assert serving is not None
+
+        def cut() -> None:
+            nonlocal is_cut
+            if is_stream():
+                is_cut = True
+                serving.cancel()
+
+        try:
+            with self.cutting(cut):
+                yield
+        except asyncio.CancelledError:
+            if not is_cut:
+                raise
+            serving.uncancel()
+
     def fail(self, reason: str) -> None:
         """Own the task no more, because memory and log differ."""
         self._failed(self, reason)
@@ -131,6 +184,9 @@ class Owned:
         for _, _, written in lost:
             if not written.done():
                 written.set_exception(DroppedError(self.task))
+        cuts, self.cuts = self.cuts, set()
+        for cut in cuts:
+            cut()
         self.note_change()
 
     async def _send(self) -> None:

@@ -6,44 +6,52 @@ again if the task has changed hands meanwhile. Requests that name no task are an
 
 import asyncio
 import re
+from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
 import orjson
-import structlog
 from typing_extensions import override
 
 from proxy.cluster.answering import PeerQuestions
+from proxy.cluster.channels import Channel
 from proxy.cluster.database import DatabaseError, Ownership
-from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.links import LinkLostError, PeerFailedError
+from proxy.cluster.forwarding import Forwarder
+from proxy.cluster.ingress import WaitingCall
 from proxy.cluster.member import Member
-from proxy.cluster.messages import CallAnswer, CallQuestion, DrainAnswer, DrainQuestion, MessageError
+from proxy.cluster.messages import CallQuestion, Kind
+from proxy.cluster.operations import PATHS, Operations
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import Owned
+from proxy.cluster.streams import (
+    Begin,
+    HijackedConnection,
+    HijackingEndpoint,
+    PeerExchange,
+    PeerSocket,
+    head_of,
+    never,
+    relay_response,
+    relay_socket,
+    send_whole,
+    serve_hijacked,
+)
+from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
 from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
+from proxy.http.address import Address
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
+from proxy.http.exchange import Exchange
 from proxy.http.problems import problem_of
 from proxy.refusals import RefusalError
 
-log = structlog.get_logger()
-
-PATIENCE_S = 8.0
-"""How long a request waits for an owner that can answer, in seconds, before it gets 503. A takeover takes a lease, 3 s.
-A call that an owner works on has no such limit."""
-PAUSE_S = 0.1
-"""Between two attempts to find an owner, in seconds."""
 _WAY = re.compile(r"/api/v1/tasks/([^/]+)(/.*)?")
-_CLUSTER = re.compile(r"/api/v1/cluster(?:/([^/]+)/drain)?")
-"""The cluster itself: its members, and the drain of one."""
 _CHANGES = re.compile(r"(?:/rollouts(?:/[^/]+(?:/fork)?)?)?")
 """Paths below a task that may be changed in a cluster: the task, its rollouts, and forks of them."""
-_APIS = frozenset({"docker", "e2b"})
-"""Endpoints that keep notes of their own on one machine, which do not travel."""
 
 
 class ClusterPlane(DataPlane):
@@ -56,9 +64,12 @@ class ClusterPlane(DataPlane):
     def __init__(self, engine: Engine, behind: AsgiApp, member: Member, secret: bytes) -> None:
         super().__init__(engine, behind)
         self._member = member
-        self.questions = PeerQuestions(member, secret, self._known_to_peer, self._answer_peer)
-        # Connections that become streams cannot be passed on.
-        self.streaming = None
+        self._forwarder, self._operations = Forwarder(member), Operations(member)
+        self.questions = PeerQuestions(member, secret, self._known_to_peer, self._answer_peer, self._converse_peer)
+        # Docker's: the connections that it takes over are first brought to the owner of their task.
+        self._hijacking = self.streaming
+        if self._hijacking is not None:
+            self.streaming = HijackingEndpoint(self._hijacking, self._hijack)
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +77,7 @@ class ClusterPlane(DataPlane):
         if scope["type"] not in ("http", "websocket"):
             await super().__call__(scope, receive, send)
             return
-        if scope["type"] == "http" and _CLUSTER.fullmatch(scope["path"]):
+        if scope["type"] == "http" and PATHS.fullmatch(scope["path"]):
             await self._operate(scope, receive, send)
             return
         try:
@@ -76,10 +87,11 @@ class ClusterPlane(DataPlane):
             return
         if task is None:
             await super().__call__(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await self._converse_here(task, scope, receive, send)
         else:
             try:
+                if scope["type"] == "websocket":
+                    await self._converse_anywhere(task, scope, receive, send, creates=creates)
+                    return
                 body = await self._body(receive)
                 if body is not None:
                     await self._answer(task, scope, body, receive, send, creates=creates)
@@ -115,13 +127,6 @@ class ClusterPlane(DataPlane):
                     "the headers X-Forkpoint-Task and X-Forkpoint-Rollout.",
                 ) from None
             raise
-        if address.endpoint in _APIS:
-            raise RefusalError(
-                501,
-                "not-in-a-cluster",
-                f"the endpoint {address.endpoint!r} is not available on a member of a cluster yet. Run it on a proxy "
-                "without --cluster.",
-            )
         return address.task, not grant.rollout
 
     async def _body(self, receive: Receive) -> bytes | None:
@@ -152,117 +157,175 @@ class ClusterPlane(DataPlane):
         Raises:
             RefusalError: 503, no owner could be found or reached for a while.
         """
-        member, loop = self._member, asyncio.get_running_loop()
-        task = member.ingress.task(name)
-        with member.ingress.calling(task, receive) as call:
-            trouble_since: float | None = None
-            while trouble_since is None or loop.time() - trouble_since < PATIENCE_S:
-                if trouble_since is not None:
-                    await asyncio.sleep(PAUSE_S)
-                    if not await call.waits():
-                        return
-                trouble_since = trouble_since or loop.time()
-                try:
-                    owner = await member.locate(name, creates=creates)
-                except DatabaseError as error:
-                    log.debug("no owner", task=name, error=str(error))
-                    continue
-                if owner is None:
-                    # Nobody owns a task that does not exist.
-                    await super().__call__(scope, _replaying(body, receive), send)
-                    return
-                if isinstance(owner, Owned):
-                    if await self._answer_here(owner, call, scope, body, send):
-                        return
-                    continue
-                began = loop.time()
-                answer = await self._ask(owner, task, call, scope, body)
-                if loop.time() - began > PATIENCE_S:
-                    trouble_since = None
-                if answer is not None and member.accept(name, answer):
-                    await _send_whole(answer.response, send)
-                    return
-        raise RefusalError(
-            503,
-            "no-owner",
-            f"no member of the cluster can answer for task {name!r} now, or this member cannot reach it. Try again.",
-        )
+        task = self._member.ingress.task(name)
+        with self._member.ingress.calling(task, receive) as call:
+
+            async def here(owned: Owned) -> bool:
+                return await self._answer_here(owned, call, scope, body, send)
+
+            async def away(owner: Ownership) -> bool:
+                answer, channel = await self._forwarder.ask(owner, task, call, scope, Kind.CALL, body)
+                if answer is None or not self._member.accept(name, answer):
+                    if channel is not None:
+                        channel.abort()
+                    return False
+                if channel is None:
+                    await send_whole(answer.response, send)
+                else:
+                    self._member.ingress.became_stream(task, call)
+                    await relay_response(answer.response, channel, receive, send)
+                return True
+
+            if not await self._forwarder.route(task, call, here, away, creates=creates):
+                # Nobody owns a task that does not exist.
+                await super().__call__(scope, _replaying(body, receive), send)
 
     async def _answer_here(self, owned: Owned, call: WaitingCall, scope: Scope, body: bytes, send: Send) -> bool:
         """Answer a request of an owned task; return False if the task was dropped before the call was taken."""
         origin = Origin(self._member.number, lambda: True, call.waits)
+        assert call.receive is not None
         ORIGIN.set(origin)
-        is_over = False
+        is_over = is_stream = False
 
         async def sending(message: AsgiMessage) -> None:
-            nonlocal is_over
+            nonlocal is_over, is_stream
             if message["type"] == "http.response.start":
-                for written in origin.pending:
-                    # A failure shows in `is_dropped`.
-                    with suppress(RefusalError):
+                # A failure shows in `is_dropped`.
+                with suppress(RefusalError):
+                    for written in origin.pending:
                         await asyncio.shield(written)
+                    await owned.settled()
                 # The own ingress has kept the position: made again, the call would be a step more.
                 is_over = owned.is_dropped and not origin.is_accepted
+            else:
+                # It may never end by itself, but it ends with the task.
+                is_stream = bool(message.get("more_body"))
             if not is_over:
                 await send(message)
 
         # A copy: it is given to the application again if the task is dropped meanwhile.
         own: Scope = {**scope, "headers": list(scope["headers"])}
-        await super().__call__(own, _replaying(body, call.receive), sending)
+        with owned.ending(lambda: is_stream):
+            # The server closes the connection of a response that has no end.
+            await super().__call__(own, _replaying(body, call.receive), sending)
         return not is_over
 
-    async def _ask(
-        self, owner: Ownership, task: TaskIngress, call: WaitingCall, scope: Scope, body: bytes
-    ) -> CallAnswer | None:
-        """Ask the owner of a task; None if it did not answer.
+    # -- WebSockets, and connections without HTTP --------------------------------------------------------------------
+
+    async def _converse_anywhere(self, name: str, scope: Scope, receive: Receive, send: Send, *, creates: bool) -> None:
+        """Serve a WebSocket here or elsewhere.
 
         Raises:
-            RefusalError: 501 for a stream, 502 for a defect of the owner.
+            RefusalError: 503, no owner could be found or reached for a while.
         """
-        if _wants_events(scope):
-            raise RefusalError(
-                501,
-                "not-in-a-cluster",
-                f"streams of events are served by the owner of a task alone. Member {owner.peer.name!r} owns it; "
-                "connect there.",
-            )
-        question = CallQuestion(
-            task.name, owner.view, call.number, task.oldest, scope["method"], scope["raw_path"].decode("latin-1"),
-            scope["query_string"].decode("latin-1"),
-            [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]],
-            scope.get("scheme", "http"), body,
-        )  # fmt: skip
+        task = self._member.ingress.task(name)
+        with self._member.ingress.calling(task, None) as call:
+
+            async def here(owned: Owned) -> bool:
+                ORIGIN.set(Origin(self._member.number, lambda: True, call.waits))
+                with owned.ending():
+                    await super(ClusterPlane, self).__call__(scope, receive, send)
+                return True
+
+            async def away(owner: Ownership) -> bool:
+                _, channel = await self._forwarder.ask(owner, task, call, scope, Kind.SOCKET, b"")
+                if channel is None:
+                    return False
+                self._member.ingress.became_stream(task, call)
+                await receive()
+                await relay_socket(channel, receive, send)
+                return True
+
+            if not await self._forwarder.route(task, call, here, away, creates=creates):
+                await super().__call__(scope, receive, send)
+
+    async def _hijack(self, scope: Scope, body: bytes, connection: HijackedConnection, is_upgraded: bool) -> None:
+        """Serve a connection without HTTP, here or elsewhere."""
+        transport, kind = connection.transport, Kind.UPGRADED if is_upgraded else Kind.HIJACKED
+
+        async def here(owned: Owned) -> bool:
+            ORIGIN.set(Origin(self._member.number, lambda: True, call.waits))
+            with owned.cutting(transport.abort):
+                stream, answering = self._open_stream(scope, body, is_upgraded, transport)
+                connection.give(stream)
+                if answering is not None:
+                    await answering
+            return True
+
+        async def away(owner: Ownership) -> bool:
+            _, channel = await self._forwarder.ask(owner, task, call, scope, kind, body)
+            if channel is None:
+                return False
+            self._member.ingress.became_stream(task, call)
+            await connection.relay(channel)
+            return True
+
         try:
-            answer = await self._member.forward(owner, question)
-        except PeerFailedError as error:
-            raise RefusalError(502, "peer", str(error)) from error
-        except (LinkLostError, MessageError) as error:
-            log.debug("a call was not answered", owner=owner.peer.name, error=str(error))
-            task.owner = None
-            return None
-        if isinstance(answer, CallAnswer):
-            return answer
-        if answer.view:
-            self._member.adopt(question.task, answer.view)
-        task.owner = None
-        return None
+            name, creates = self._task_of(scope)
+            task = self._member.ingress.task(name or "")
+            with self._member.ingress.calling(task, connection.receive) as call:
+                if not await self._forwarder.route(task, call, here, away, creates=creates):
+                    _refuse_unknown(name)
+        except RefusalError as refusal:
+            transport.write(await self._refusal_of_hijacked(scope, refusal))
+            transport.close()
+
+    def _open_stream(
+        self, scope: Scope, body: bytes, is_upgraded: bool, transport: StreamTransport
+    ) -> tuple[Stream, Coroutine[Any, Any, None] | None]:
+        """Take a connection of an owned task over."""
+        assert self._hijacking is not None
+        refusal = self._authorise(scope)
+        if refusal is None:
+            return self._hijacking.open_stream(scope, body, transport, upgrade=is_upgraded, rest=b"")
+
+        async def refuse() -> None:
+            transport.write(await self._refusal_of_hijacked(scope, refusal))
+            transport.close()
+
+        return HijackedConnection(transport, b""), refuse()
+
+    async def _refusal_of_hijacked(self, scope: Scope, refusal: RefusalError) -> bytes:
+        """Return the HTTP response to the request of a connection that is not taken over."""
+        assert self._hijacking is not None
+        problem, parts = problem_of(refusal), list[bytes]()
+        self._count(problem)
+
+        async def send(message: AsgiMessage) -> None:
+            is_head = message["type"] == "http.response.start"
+            parts.append(head_of(message) if is_head else message.get("body", b""))
+
+        await self._hijacking.refuse(scope, Address("", "", "", ""), problem, Exchange(send, never))
+        return b"".join(parts)
+
+    async def _converse_peer(self, question: CallQuestion, owned: Owned, channel: Channel) -> None:
+        """Serve a connection that a peer has passed on."""
+        scope = _scope_of(question)
+        if question.kind == Kind.SOCKET:
+            socket = PeerSocket(owned, channel)
+            await super().__call__(scope, socket.receive, socket.send)
+        else:
+            is_upgraded = question.kind == Kind.UPGRADED
+            await serve_hijacked(channel, partial(self._open_stream, scope, question.body, is_upgraded))
 
     def _known_to_peer(self, question: CallQuestion) -> bytes | None:
         """Return the HTTP response to a peer's request that the tree knows, and take its step; None for any other."""
         return self.known(_scope_of(question), question.body)
 
-    async def _answer_peer(self, question: CallQuestion) -> bytes:
-        """Return the HTTP response to a request that a peer has passed on."""
-        parts: list[bytes] = []
+    async def _answer_peer(self, question: CallQuestion, owned: Owned, begin: Begin) -> bytes | None:
+        """Return the HTTP response to a request that a peer has passed on; None after it was sent as a stream."""
+        exchange = PeerExchange(owned, question.body, begin)
+        try:
+            with owned.cutting(exchange.cut):
+                await super().__call__(_scope_of(question), exchange.receive, exchange.send)
+        finally:
+            whole = exchange.close()
+        return whole
 
-        async def send(message: AsgiMessage) -> None:
-            if message["type"] == "http.response.start":
-                parts.append(_head(message))
-            elif message["type"] == "http.response.body":
-                parts.append(message.get("body", b""))
-
-        await super().__call__(_scope_of(question), _replaying(question.body, _never), send)
-        return b"".join(parts)
+    @override
+    def may_stream(self, scope: Scope) -> bool:
+        """Return whether a request may take its connection over; its owner authorises it."""
+        return self._hijacking is not None and self._hijacking.may_stream(scope)
 
     async def _operate(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Show the members of the cluster, or drain one."""
@@ -272,7 +335,7 @@ class ClusterPlane(DataPlane):
             if refusal is not None:
                 raise refusal
             scope.get(GRANT, ALL).require_whole()
-            value = await self._operation(scope)
+            value = await self._operations.answer(scope["method"], scope["path"])
         except (RefusalError, DatabaseError) as error:
             refusal = error if isinstance(error, RefusalError) else RefusalError(503, "database", str(error))
             await self._refuse(scope, receive, send, refusal)
@@ -281,58 +344,6 @@ class ClusterPlane(DataPlane):
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-    async def _operation(self, scope: Scope) -> dict[str, Any]:
-        found = _CLUSTER.fullmatch(scope["path"])
-        node = None if found is None else found[1]
-        if scope["method"] != ("GET" if node is None else "POST"):
-            raise RefusalError(405, "method", "GET shows the cluster, and POST drains a member.")
-        return await (self._members() if node is None else self._drain(unquote(node)))
-
-    async def _members(self) -> dict[str, Any]:
-        """Return the members of the cluster, as the database knows them."""
-        own, known = self._member.database.membership, await self._member.database.members()
-        return {
-            "cluster": own.cluster,
-            "members": [
-                {"name": peer.name, "number": peer.number, "link": peer.url, "alive": peer.alive, "tasks": tasks}
-                for peer, tasks in known
-            ],
-        }
-
-    async def _drain(self, node: str) -> dict[str, Any]:
-        """Let a member hand over its tasks.
-
-        Raises:
-            RefusalError: 404 or 409 for a member that is not there or has no other member beside it, 503 for one that
-                does not answer.
-        """
-        alive = [peer for peer, _ in await self._member.database.members() if peer.alive]
-        chosen = next((peer for peer in alive if peer.name == node), None)
-        if chosen is None:
-            raise RefusalError(404, "no-such-member", f"no member named {node!r} is running.")
-        if len(alive) < 2:
-            raise RefusalError(409, "last-member", f"no other member could take over the tasks of {node!r}.")
-        own = chosen.number == self._member.number
-        answer = await self._member.drain() if own else await self._member.ask(chosen.number, DrainQuestion())
-        if not isinstance(answer, DrainAnswer):
-            raise RefusalError(503, "member", f"member {node!r} does not answer. Try again.")
-        return {"name": node, "handed": answer.handed, "kept": answer.kept}
-
-    async def _converse_here(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a WebSocket of a task that this member owns, and refuse any other."""
-        try:
-            owner = await self._member.locate(name)
-        except DatabaseError:
-            owner = None
-        if isinstance(owner, Owned):
-            await super().__call__(scope, receive, send)
-            return
-        url = "" if owner is None else f" Member {owner.peer.name!r} owns it; connect there."
-        await self._refuse(
-            scope, receive, send,
-            RefusalError(503, "other-member", f"WebSockets are served by the owner of a task alone.{url}"),
-        )  # fmt: skip
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, refusal: RefusalError) -> None:
         problem = problem_of(refusal)
@@ -369,36 +380,13 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
     return replaying
 
 
-async def _never() -> AsgiMessage:
-    """Wait for the disconnect of a client that is at another member."""
-    await asyncio.Event().wait()
-    return {"type": "http.disconnect"}
-
-
-def _head(message: AsgiMessage) -> bytes:
-    """Return the head of an HTTP response."""
-    lines = [b"HTTP/1.1 %d " % message["status"], *(name + b": " + value for name, value in message.get("headers", ()))]
-    return b"\r\n".join(lines) + b"\r\n\r\n"
-
-
-async def _send_whole(response: bytes, send: Send) -> None:
-    """Send a whole HTTP response. 5 us for ten headers."""
-    head, _, body = response.partition(b"\r\n\r\n")
-    first, *lines = head.split(b"\r\n")
-    headers = [(name.lower(), value) for name, _, value in (line.partition(b": ") for line in lines)]
-    await send({"type": "http.response.start", "status": int(first.split(b" ", 2)[1]), "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _refuse_unknown(task: str | None) -> None:
+    raise RefusalError(404, "no-such-task", f"there is no task {task!r}.")
 
 
 def _decoded(raw_path: bytes) -> str:
     """Return a path as a server decodes it."""
     return unquote(raw_path.decode("ascii", "replace"))
-
-
-def _wants_events(scope: Scope) -> bool:
-    """Return whether a request asks for a stream of events, which has no end."""
-    accepted = (value for name, value in scope["headers"] if name == b"accept")
-    return scope["method"] == "GET" and any(b"event-stream" in value for value in accepted)
 
 
 def _require_change(scope: Scope, below: str) -> bool:
@@ -418,8 +406,13 @@ def _require_change(scope: Scope, below: str) -> bool:
 def _scope_of(question: CallQuestion) -> Scope:
     """Return the ASGI scope of a request that a peer has passed on."""
     path = question.path.encode("latin-1")
+    if question.kind == Kind.SOCKET:
+        offered = (value for name, value in question.headers if name == "sec-websocket-protocol")
+        more = {"type": "websocket", "subprotocols": [name.strip() for each in offered for name in each.split(",")]}
+    else:
+        more = {"type": "http"}
     return {
-        "type": "http", "http_version": "1.1", "method": question.method, "raw_path": path,
+        **more, "http_version": "1.1", "method": question.method, "raw_path": path,
         "path": _decoded(path), "query_string": question.query.encode("latin-1"), "root_path": "",
         "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in question.headers],
         "scheme": question.scheme, "server": None, "client": None, "state": {},

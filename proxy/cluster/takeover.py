@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from proxy.cluster.database import LogRow
 from proxy.cluster.lines import decode
 from proxy.cluster.protocol import Ended, Entered, Position
-from proxy.storage.copies import Copy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+from proxy.storage.copies import Copy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 from proxy.tree.keys import CallKey, private_key
 
 
@@ -20,6 +20,7 @@ class TaskLogReading:
         trees: Its trees by number.
         records: Its records, in the order in which they were written.
         rollouts: Its running rollouts by number.
+        notes: What protocols remember of them, by rollout and protocol.
         entered: Lines that name the ingress and the position of each running rollout, in order.
     """
 
@@ -28,6 +29,7 @@ class TaskLogReading:
     trees: dict[int, TreeCopy] = field(default_factory=dict)
     records: list[RecordCopy] = field(default_factory=list)
     rollouts: dict[int, RolloutCopy] = field(default_factory=dict)
+    notes: dict[tuple[int, str], NoteCopy] = field(default_factory=dict)
     entered: dict[int, Entered] = field(default_factory=dict)
 
     def copies(self, reported: Mapping[int, Position]) -> list[Copy]:
@@ -43,7 +45,8 @@ class TaskLogReading:
             position = max(position, reported.get(number, position))
             rollouts.append(rollout._replace(node=position.node, calls=position.turn))
         task = [] if self.task is None else [self.task]
-        return [*task, *self.trees.values(), *self._records(), *rollouts]
+        notes = [note for note in self.notes.values() if note.rollout in self.rollouts]
+        return [*task, *self.trees.values(), *self._records(), *rollouts, *notes]
 
     def _records(self) -> list[RecordCopy]:
         """Return the records. A call that was executed again has two, of which the later one answers.
@@ -78,6 +81,8 @@ def read_log(rows: Iterable[LogRow]) -> TaskLogReading:
                     reading.records.append(line)
                 case RolloutCopy():
                     reading.rollouts[line.rollout] = line
+                case NoteCopy():
+                    reading.notes[line.rollout, line.protocol] = line
                 case Entered():
                     reading.entered[line.rollout] = line
                 case Ended():

@@ -121,12 +121,14 @@ class StreamTransport:
         drain: Returns once the client accepts more bytes.
         hold: Stops (True) or resumes (False) reading from the client.
         close: Closes the connection.
+        abort: Closes it at once, so that the client gets an error.
     """
 
     write: Callable[[bytes], None]
     drain: Callable[[], Awaitable[None]]
     hold: Callable[[bool], None]
     close: Callable[[], None]
+    abort: Callable[[], None]
 
 
 def make_endpoints(context: EndpointContext) -> dict[str, Endpoint]:

@@ -20,6 +20,8 @@ therefore ignores `close` in READING, where only `HitFirst` closes an idle conne
 """
 
 import asyncio
+import socket
+import struct
 from enum import Enum
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -47,6 +49,8 @@ MAX_STREAM_REQUEST_BYTES = 32 << 10
 """Limits a request that may take its connection over; the JSON of an exec start has less than 200 bytes."""
 MAX_HELD_BYTES = 64 << 10
 """Limits the bytes of a head that are held until it is complete. uvicorn gets a longer head piece by piece."""
+_RESET = struct.pack("ii", 1, 0)
+"""On, and 0 seconds: unsent bytes are dropped."""
 _CONNECTION = "forkpoint.connection"
 """The key of a connection's `HitFirst` in the `state` of its ASGI scopes."""
 
@@ -457,7 +461,8 @@ class HitFirst(asyncio.Protocol):
             self._serve(_State.SERVED)
             return
         self._held, self._state = b"", _State.STREAM
-        transport = StreamTransport(self._transport.write, self._drain, self._hold, self._transport.close)
+        write, close = self._transport.write, self._transport.close
+        transport = StreamTransport(write, self._drain, self._hold, close, self._reset)
         self._stream, answering = streaming.open_stream(scope, body, transport, upgrade=upgrade, rest=rest)
         if answering is not None:
             task = self.tasks.spawn("stream", answering)
@@ -467,6 +472,14 @@ class HitFirst(asyncio.Protocol):
 
     async def _drain(self) -> None:
         await self._writable.wait()
+
+    def _reset(self) -> None:
+        """Close the connection at once, so that the client gets an error and does not see the end of a stream."""
+        if not self._transport.is_closing():
+            # With this option the kernel sends a reset when the socket is closed (socket(7), SO_LINGER).
+            own: socket.socket = self._transport.get_extra_info("socket")
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._transport.abort()
 
     def _hold(self, on: bool) -> None:
         """Stop reading from a client that sends faster than its process reads, or go on."""

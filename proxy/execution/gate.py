@@ -66,6 +66,10 @@ class Gate(Protocol):
         """Note that a rollout has ended, by its number."""
         ...
 
+    def noted(self, rollout: Rollout, protocol: str, value: str) -> None:
+        """Note what a protocol remembers of a rollout, as JSON."""
+        ...
+
     def recorded(self, tree: Tree, record: Record, *, is_first: bool) -> None:
         """Note that a record was written to the store.
 

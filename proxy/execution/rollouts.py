@@ -110,6 +110,12 @@ class Rollouts:
         rollout.note_all_polled()
         rollout.begin(rollout.arrived_at)
 
+    def note(self, rollout: Rollout, protocol: str, value: str) -> None:
+        """Store what a protocol remembers of a running rollout, as JSON; see `NoteStore.put`."""
+        self._store.notes.put(rollout.id, protocol, value)
+        if self._gate is not None:
+            self._gate.noted(rollout, protocol, value)
+
     async def finish(self, rollout: Rollout) -> None:
         """End a rollout. Its name is free again, and other rollouts may use its sandbox if their records may."""
         # Set before anything awaits: a call that waits for its turn sees it and gives up (`Step._answer`).

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from proxy.storage.blobs import BlobStore
 from proxy.storage.database import Execute, StoreDatabase
+from proxy.storage.notes import PUT_NOTE
 from proxy.storage.schema import is_whole
 from proxy.storage.trees import TREES_OF
 
@@ -119,7 +120,21 @@ class RolloutCopy(NamedTuple):
     labels: str
 
 
-Copy = TaskCopy | TreeCopy | RecordCopy | RolloutCopy
+class NoteCopy(NamedTuple):
+    """What a protocol remembers of a running rollout.
+
+    Attributes:
+        rollout: Number of the rollout.
+        protocol: Name of the protocol.
+        value: What it remembers, as JSON.
+    """
+
+    rollout: int
+    protocol: str
+    value: str
+
+
+Copy = TaskCopy | TreeCopy | RecordCopy | RolloutCopy | NoteCopy
 
 
 class CopyStore:
@@ -194,6 +209,7 @@ class CopyStore:
             for table, column in (("records", "tree"), ("nodes", "tree"), ("trees", "id")):
                 execute(f"DELETE FROM {table} WHERE {column} IN ({trees})", (task,))
             execute("DELETE FROM shares WHERE task = ?", (task,))
+            execute("DELETE FROM notes WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (task,))
             execute("DELETE FROM rollouts WHERE task = ? AND finished = 0", (task,))
             execute("DELETE FROM tasks WHERE name = ?", (task,))
             for copy in copies:
@@ -206,6 +222,8 @@ class CopyStore:
                         self._write_record(execute, copy)
                     case RolloutCopy():
                         self._write_rollout(execute, copy)
+                    case NoteCopy():
+                        execute(PUT_NOTE, copy)
             own = "SELECT id FROM rollouts WHERE task = ?"
             running = f"{own} AND finished = 0"
             # Steps that were taken by an owner which had been replaced.

@@ -2,6 +2,12 @@
 
 from proxy.storage.database import StoreDatabase
 
+PUT_NOTE = (
+    "INSERT INTO notes VALUES (?1, json_object(?2, json(?3))) "
+    "ON CONFLICT DO UPDATE SET value = json_set(value, '$.' || ?2, json(?3))"
+)
+"""Writes what a protocol remembers; other protocols' notes stay. Values: the rollout, the protocol, and JSON."""
+
 
 class NoteStore:
     """The notes of the store, as JSON, by rollout and protocol. They end with their rollout."""
@@ -12,12 +18,8 @@ class NoteStore:
 
     def put(self, rollout: int, protocol: str, value: str) -> None:
         """Write what a protocol remembers of a running rollout, as JSON; other protocols' notes stay. 0.1 ms."""
-        sql = (
-            "INSERT INTO notes VALUES (?1, json_object(?2, json(?3))) "
-            "ON CONFLICT DO UPDATE SET value = json_set(value, '$.' || ?2, json(?3))"
-        )
         with self._database.transaction() as execute:
-            execute(sql, (rollout, protocol, value))
+            execute(PUT_NOTE, (rollout, protocol, value))
 
     def of_task(self, task: str, protocol: str) -> dict[str, str]:
         """Return a protocol's notes on a task's running rollouts, by the rollouts' names."""

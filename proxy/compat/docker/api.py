@@ -63,6 +63,7 @@ class DockerApi:
     def __init__(self, engine: Engine, answers: Answers) -> None:
         self._engine = engine
         self._registry = ContainerRegistry(engine.store, engine.tasks)
+        engine.lifecycle.at_drop.append(self._registry.forget)
         max_stdin_bytes = engine.settings.max_body_bytes
         self._listed_images = LruCache[str, str](_LISTED_IMAGES)
         self._calls = ContainerCalls(engine, answers)

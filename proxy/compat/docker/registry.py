@@ -74,6 +74,13 @@ class ContainerRegistry:
             containers = [_decode(task, rollout, note) for rollout, note in notes.items()]
             self._by_task[task] = {container.id: container for container in containers}
 
+    def forget(self, task: str) -> None:
+        """Forget a task that another proxy may change from now on; it is read again when it is used."""
+        for container in self._by_task.pop(task, {}).values():
+            activity = self._activities.pop(container.id, None)
+            if activity is not None:
+                activity.detach()
+
     def of(self, task: str, owner: str) -> list[Container]:
         """Return the containers that a URL shows.
 
@@ -133,7 +140,7 @@ class ContainerRegistry:
             return
         note = {name: getattr(container, name) for name in _STORED}
         note["made"] = {name: getattr(container.spec, name) for name in _STORED_OF_SPEC}
-        self._store.notes.put(rollout.id, _PROTOCOL, orjson.dumps(note).decode())
+        self._tasks.rollouts.note(rollout, _PROTOCOL, orjson.dumps(note).decode())
 
     async def remove(self, container: Container) -> None:
         """Remove a container and finish its rollout, once the calls under way have ended."""

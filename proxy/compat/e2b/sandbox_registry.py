@@ -38,6 +38,7 @@ class SandboxRegistry:
         self._engine, self._processes = engine, processes
         self._lifetimes = Lifetimes(self._end_if_over)
         engine.lifecycle.before_close.append(self._lifetimes.aclose)
+        engine.lifecycle.at_drop.append(self.forget)
         self._notes: dict[int, SandboxNote] = {}
         self._read_tasks: set[str] = set()
 
@@ -84,7 +85,7 @@ class SandboxRegistry:
         """Store what is known about a sandbox, and set its timer accordingly."""
         self._notes[rollout.id] = note
         self._lifetimes.watch(rollout, note)
-        self._engine.store.notes.put(rollout.id, _PROTOCOL, note.encode())
+        self._engine.tasks.rollouts.note(rollout, _PROTOCOL, note.encode())
 
     def pause(self, sandbox: RunningSandbox) -> None:
         """Pause a sandbox and end its streams. The state stays in the tree; nothing else needs to be kept."""
@@ -99,6 +100,14 @@ class SandboxRegistry:
             note = replace(note, paused=False, ends_at=time.time() + note.timeout_s)
             self.write(rollout, note)
         return RunningSandbox(rollout, note)
+
+    def forget(self, task: str) -> None:
+        """Forget a task that another proxy may change from now on; it is read again when it is used."""
+        self._read_tasks.discard(task)
+        for (owner, _), rollout in self._engine.tasks.rollouts.running.items():
+            if owner == task and self._notes.pop(rollout.id, None) is not None:
+                self._lifetimes.forget(rollout)
+                self._processes.end(rollout, "another proxy serves it now")
 
     async def end(self, rollout: Rollout, reason: str) -> None:
         """End a sandbox.

@@ -16,7 +16,7 @@ ASKER = Membership("cluster", 1, 7)
 ANSWERER = Membership("cluster", 2, 3)
 
 
-async def echo(hello: Hello, question: bytes) -> bytes:
+async def echo(hello: Hello, question: bytes, _begin: object = None) -> bytes:
     return b"%d.%d:%b" % (hello.member, hello.boot, question)
 
 
@@ -47,7 +47,7 @@ def test_one_link_carries_many_questions() -> None:
         first_waits = asyncio.Event()
         connections = set()
 
-        async def handler(hello: Hello, question: bytes) -> bytes:
+        async def handler(hello: Hello, question: bytes, _begin: object) -> bytes:
             connections.add(hello.link)
             if question == b"0":
                 await first_waits.wait()
@@ -113,7 +113,7 @@ def test_a_defect_ends_one_question() -> None:
     """The link carries the calls of all agents."""
 
     async def run() -> None:
-        async def handler(hello: Hello, question: bytes) -> bytes:
+        async def handler(hello: Hello, question: bytes, _begin: object) -> bytes:
             if question == b"bad":
                 raise ZeroDivisionError
             return await echo(hello, question)
@@ -134,7 +134,7 @@ def test_a_broken_link_fails_its_questions() -> None:
     async def run() -> None:
         taken, release = asyncio.Event(), asyncio.Event()
 
-        async def handler(hello: Hello, question: bytes) -> bytes:
+        async def handler(hello: Hello, question: bytes, _begin: object) -> bytes:
             if hello.link == 1:
                 taken.set()
                 await release.wait()

@@ -10,6 +10,7 @@ from proxy.cluster.messages import (
     DrainAnswer,
     DrainQuestion,
     ElsewhereAnswer,
+    Kind,
     Message,
     MessageError,
     ReportAnswer,
@@ -24,7 +25,7 @@ from proxy.cluster.protocol import Position
 @pytest.mark.parametrize(
     "message",
     [
-        CallQuestion("t", 3, 9, 7, "POST", "/t/t/r/1/x", "a=%20", [], "http", b"\0body"),
+        CallQuestion("t", 3, 9, 7, "POST", "/t/t/r/1/x", "a=%20", [], "http", Kind.CALL, b"\0body"),
         ReportQuestion("t", 3, [1, 2]),
         ConfirmQuestion(4),
         CallAnswer(3, {7: Position(2, 1 << 40), 8: None}, b"HTTP/1.1 200 \r\n\r\n"),

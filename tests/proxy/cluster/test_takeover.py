@@ -4,7 +4,7 @@ from proxy.cluster.database import LogRow
 from proxy.cluster.lines import encode
 from proxy.cluster.protocol import Ended, Entered, Position
 from proxy.cluster.takeover import read_log
-from proxy.storage.copies import RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+from proxy.storage.copies import NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
 TASK = TaskCopy("t", None, 1.0)
 TREE = TreeCopy(1, "t", "key", "{}", 10, None, None, 1.0)
@@ -34,6 +34,16 @@ def test_positions_of_log_and_report() -> None:
     assert TREE._replace(exact=b"e", content=b"c") in copies
     placed = {copy.rollout: (copy.calls, copy.node) for copy in copies if isinstance(copy, RolloutCopy)}
     assert placed == {5: (1, 11), 6: (3, 12)}
+
+
+def test_latest_notes_of_running_rollouts() -> None:
+    """What protocols remember comes with its rollout, as it was written last; it ends with it."""
+    first, latest, other = (
+        NoteCopy(5, name, value) for name, value in (("docker", "1"), ("docker", "2"), ("e2b", "3"))
+    )
+    rows = [LogRow(1, 1, encode([rollout(5), rollout(6), first, NoteCopy(6, "e2b", "4"), other, latest, Ended(6)]))]
+    notes = [copy for copy in read_log(rows).copies({}) if isinstance(copy, NoteCopy)]
+    assert sorted(notes) == [latest, other]
 
 
 def test_later_record_of_a_call_answers() -> None:
