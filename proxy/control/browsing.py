@@ -126,7 +126,7 @@ class Browser:
     def brief(self, node: Node, standing: dict[Node, list[str]]) -> NodeBrief:
         """Return a node in one line."""
         origin, names = node.origin, standing.get(node, [])
-        text, code = ("", None) if origin is None else self._titles.of(origin)
+        text, code, _ = ("", None, False) if origin is None else self._titles.of(origin)
         return NodeBrief(
             id=node_name(node),
             parent=None if origin is None else node_name(origin.source),
@@ -203,7 +203,7 @@ class Browser:
         return SearchView(items=part.entries, total=part.total if whole else None, next=part.next)
 
     def _match(self, record: Record, target: int) -> SearchMatch:
-        text, _ = self._titles.of(record)
+        text = self._titles.of(record).text
         return SearchMatch(
             record=record.id, node=f"n{target}", observation=record.observation, title=text, hits=record.hits
         )

@@ -1,5 +1,7 @@
 """Titles: each call in one line, with its exit code, for lists of thousands of nodes."""
 
+from typing import NamedTuple
+
 import orjson
 
 from proxy.dialects.shell import exit_code
@@ -28,18 +30,32 @@ def title(call: ToolCall) -> str:
     return f"{call.endpoint}/{call.tool} {arguments}".rstrip()
 
 
+class Title(NamedTuple):
+    """A call in one line.
+
+    Attributes:
+        text: The call, cut to `TITLE_CHARS`.
+        exit_code: The exit code in its answer; None if the answer has none.
+        speculated: Whether the proxy executed the call before any rollout made it.
+    """
+
+    text: str
+    exit_code: int | None
+    speculated: bool
+
+
 class Titles:
-    """Titles and exit codes of records, read from the store once."""
+    """Titles of records, read from the store once."""
 
     def __init__(self, records: RecordStore) -> None:
         self._records = records
-        self._known = LruCache[int, tuple[str, int | None]](_REMEMBERED)
+        self._known = LruCache[int, Title](_REMEMBERED)
 
-    def of(self, record: Record) -> tuple[str, int | None]:
-        """Return a record's title, cut to `TITLE_CHARS`, and its exit code. The first read takes 30 µs."""
+    def of(self, record: Record) -> Title:
+        """Return a record's title. The first read takes 30 µs."""
         known = self._known.get(record.id)
         if known is None:
-            text = title(self._records.call(record))
-            known = text[:TITLE_CHARS], exit_code(self._records.result(record))
+            call, speculated = self._records.call_and_maker(record)
+            known = Title(title(call)[:TITLE_CHARS], exit_code(self._records.result(record)), speculated)
             self._known[record.id] = known
         return known

@@ -90,7 +90,8 @@ class Reader:
 
     def call(self, record: Record) -> CallView:
         """Return the view of a record's call."""
-        return CallView.of(self._store.records.call(record))
+        call, speculated = self._store.records.call_and_maker(record)
+        return CallView.of(call, speculated=speculated)
 
     def steps(self, rollout: dict[str, Any], tree: Tree, wanted: ListQuery) -> Page[StepView]:
         """Return a page of a rollout's calls. O(limit), and O(1) in the size of the tree.

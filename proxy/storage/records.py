@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -145,8 +145,14 @@ class RecordStore:
 
     def call(self, record: Record) -> ToolCall:
         """Return the recorded call."""
-        call = self.call_without_upload(record.call)
-        return replace(call, body=self._blobs.read(record.upload)) if record.upload else call
+        return self.call_and_maker(record)[0]
+
+    def call_and_maker(self, record: Record) -> tuple[ToolCall, bool]:
+        """Return the recorded call, and whether the proxy executed it before any rollout made it."""
+        value = orjson.loads(self._blobs.read(record.call))
+        body = self._blobs.read(record.upload) if record.upload else b""
+        call = ToolCall(value["endpoint"], value["tool"], value["arguments"], body)
+        return call, value.get("speculated") is True
 
     def order(self, record: Record) -> bytes | None:
         """Return the order in which the recorded call wrote files; None if it is not known."""

@@ -54,6 +54,7 @@ class TitleView(BaseModel):
         exit_code: The exit code in the answer; null if the answer has none.
         seconds: How long the tool ran.
         hits: Number of hits that it has answered.
+        speculated: Whether the proxy executed the call before any rollout made it.
     """
 
     node: str
@@ -62,6 +63,7 @@ class TitleView(BaseModel):
     exit_code: int | None
     seconds: float
     hits: int
+    speculated: bool = False
 
 
 class RecordView(BaseModel):
@@ -241,14 +243,15 @@ async def get_call(
     """Show a call that was made at a node or led to it, with its answer and its rollouts."""
     _, at_node = position_of(engine, await engine.tasks.find(task), node)
     recorded = _record(at_node, record)
-    call, result = engine.store.records.call(recorded), engine.store.records.result(recorded)
+    call, speculated = engine.store.records.call_and_maker(recorded)
+    result = engine.store.records.result(recorded)
     engine.journal.fold()
     passed = await page.lookups.passages(recorded.id, _PASSAGES)
     return RecordView(
         record=recorded.id,
         node=f"n{recorded.source.id}",
         leads_to=f"n{recorded.target.id}",
-        call=CallView.of(call),
+        call=CallView.of(call, speculated=speculated),
         upload_bytes=len(call.body),
         effect=recorded.effect.names,  # type: ignore[arg-type]
         seconds=recorded.seconds,
@@ -294,7 +297,7 @@ async def _titles(titles: Titles, records: Iterable[Record]) -> list[TitleView]:
     for number, record in enumerate(records):
         if number % _TITLES_PER_SLICE == _TITLES_PER_SLICE - 1:
             await asyncio.sleep(0)
-        text, code = titles.of(record)
+        text, code, speculated = titles.of(record)
         views.append(
             TitleView(
                 node=f"n{record.target.id}",
@@ -303,6 +306,7 @@ async def _titles(titles: Titles, records: Iterable[Record]) -> list[TitleView]:
                 exit_code=code,
                 seconds=record.seconds,
                 hits=record.hits,
+                speculated=speculated,
             )
         )
     return views
