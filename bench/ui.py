@@ -23,7 +23,7 @@ from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 from tests.proxy.serving import serving
 from tests.ui.browser import chromium
 from tests.ui.forest import plant
-from tests.ui.measure import frames_per_s, open_tree, seconds_per_draw, vitals, zoom
+from tests.ui.measure import frames_per_s, open_tree, process_bytes, seconds_per_draw, vitals, zoom
 
 PAINTED = ("", "runs", "t/big", "t/big/rollouts", "system")
 VIEWS = ("", "t/hotpath", "t/hotpath?view=table", "t/hotpath/rollouts", "sandboxes")
@@ -48,6 +48,9 @@ def large(nodes: int, rounds: int) -> None:
                 shown.add_row(f"pans, frames/s, {name}", f"{frames_per_s(page):.0f}")
                 shown.add_row("… a frame is drawn in, ms", f"{seconds_per_draw(page) * 1000:.1f}")
             shown.add_row("heap, MB", f"{vitals(page)['heap_bytes'] / 1e6:.0f}")
+            used = process_bytes()
+            shown.add_row("memory of the page's processes (PSS of renderers), MB", f"{used['renderer'] / 1e6:.0f}")
+            shown.add_row("… of all of Chromium, MB", f"{used.total() / 1e6:.0f}")
             console.print(shown)
             _print_vitals(page, base, rounds)
 

@@ -162,10 +162,6 @@ class RecordStore:
             return None if order is None else bytes.fromhex(order)
         return None
 
-    def speculated(self, record: Record) -> bool:
-        """Return whether the call was executed before any rollout made it."""
-        return orjson.loads(self._blobs.read(record.call)).get("speculated") is True
-
     def call_without_upload(self, blob: int) -> ToolCall:
         """Return a call by the number of its blob, without the bytes that were uploaded with it."""
         value = orjson.loads(self._blobs.read(blob))

@@ -1,5 +1,11 @@
 """What a page measures of itself: how long a tree takes to open, and how many frames a second it pans with."""
 
+import contextlib
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
 from playwright.sync_api import Page
 
 _PAN = """async ([seconds, step]) => {
@@ -86,6 +92,30 @@ def vitals(page: Page) -> dict[str, float]:
     measured["heap_bytes"] = float(session.send("Runtime.getHeapUsage")["usedSize"])
     session.detach()
     return measured
+
+
+def process_bytes() -> Counter[str]:
+    """Return the memory of Chromium's processes below this one, by their type: `renderer`, `gpu-process`, `browser` ….
+
+    Memory that processes share counts in parts (PSS, proc_pid_smaps(5)). Pages run in renderers, one for each site, and
+    Chromium keeps one more in reserve.
+    """
+    parents, used = dict[int, int](), Counter[str]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        # A process may end while it is looked at.
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    for pid in parents:
+        above = pid
+        while above not in (0, os.getpid()):
+            above = parents.get(above, 0)
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+            if above and "chromium" in command.partition("\0")[0]:
+                kind = re.search(r"--type=([a-z-]+)", command)
+                pss = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+                used[kind[1] if kind else "browser"] += int(pss[1]) * 1024 if pss else 0
+    return used
 
 
 def seconds_per_draw(page: Page, rounds: int = 60) -> float:

@@ -4,6 +4,7 @@ Fonts are those of the machine; Debian's fonts-inter and fonts-jetbrains-mono lo
 """
 
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +22,9 @@ from tests.ui.measure import open_tree
 FOLDER = Path(__file__).parents[2] / "docs" / "screenshots"
 SIZE = (1440, 900)
 PHONE = (390, 844)
-DRIVERS = ["local", "sqlite", "video", "http"]
+SCHEMES = ("light", "dark")
+SETTINGS = {"drivers": ["local", "sqlite", "video", "http"], "sandbox_idle_s": 3600.0}
+"""Sandboxes are there until the last picture is taken."""
 
 
 def shots(page: Page, base: str, scheme: str) -> None:
@@ -62,7 +65,6 @@ def shots(page: Page, base: str, scheme: str) -> None:
     save("audit")
     go("/snapshots", "tbody tr")
     save("snapshots")
-    # Sandboxes may have been closed for being idle.
     go("/sandboxes", "main[data-ready]")
     save("sandboxes")
     go("/t/fix-ledger/rollouts", "tbody tr")
@@ -108,26 +110,38 @@ def audit(base: str) -> None:
             time.sleep(0.2)
 
 
-def main() -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as made, ephemeral_proxy(settings={"drivers": DRIVERS}) as proxy:
+def views() -> None:
+    """Take the views of the tasks of `demo`."""
+    with tempfile.TemporaryDirectory() as made, ephemeral_proxy(settings=SETTINGS) as proxy:
         populate(proxy.url, folder=Path(made))
         audit(proxy.url)
-        for scheme in ("light", "dark"):
+        for scheme in SCHEMES:
             with chromium(*SIZE, scheme=scheme) as browser:
                 shots(browser.pages[0], proxy.url, scheme)
             with chromium(*PHONE, scheme=scheme) as browser:
                 phone_shots(browser.pages[0], proxy.url, scheme)
+
+
+def large() -> None:
+    """Take a tree of 50,000 nodes."""
     with tempfile.TemporaryDirectory() as folder:
         plant(Path(folder), "large", 50_000)
         with serving(Path(folder)) as running:
-            for scheme in ("light", "dark"):
+            for scheme in SCHEMES:
                 with chromium(*SIZE, scheme=scheme) as browser:
                     page = browser.pages[0]
                     open_tree(page, str(running.client.base_url), "large")
                     page.get_by_role("button", name="Show all").click()
                     page.wait_for_timeout(1500)
                     page.screenshot(path=FOLDER / f"large-{scheme}.png")
+
+
+def main() -> None:
+    """Take the pictures; `views` or `large` as an argument takes only these."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for take in (views, large):
+        if take.__name__ in (sys.argv[1:] or [take.__name__]):
+            take()
     for picture in FOLDER.glob("*.png"):
         # Fewer colours, where a tool for it is there: a third of the size.
         os.system(f"command -v pngquant >/dev/null && pngquant --force --ext .png --quality 70-95 {picture}")  # noqa: S605

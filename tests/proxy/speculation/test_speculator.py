@@ -69,11 +69,11 @@ def test_the_record_says_that_it_was_speculated(tmp_path: Path) -> None:
         await taught(running)
         pupil = await walked(running, "pupil", "echo new > mine")
         await speculated(running, pupil)
-        flags = {running.store.records.call(r).arguments["command"]: running.store.records.speculated(r)
+        flags = {running.store.records.call(r).arguments["command"]: running.store.records.call_and_maker(r)[1]
                  for r in pupil.node.records.values()}  # fmt: skip
         assert flags == {"ls": True}
         assert pupil.node.origin is not None
-        assert not running.store.records.speculated(pupil.node.origin)
+        assert not running.store.records.call_and_maker(pupil.node.origin)[1]
 
     with_engine(tmp_path, test)
 

@@ -64,7 +64,7 @@ export async function auditView({ main, params, signal, setParams }, task) {
 function boundRow(bound) {
   const words = { hits: "hits that were given", records: "recorded calls" };
   const exact = (x) => (x > 0 && x < 0.001 ? `${(x * 100).toPrecision(2)} %` : percent(x));
-  return h("tr", {}, h("td", {}, words[bound.kind] ?? bound.kind), [count(bound.checked), count(bound.differing), exact(bound.rate), `${exact(bound.low)} and ${exact(bound.high)}`, percent(bound.confidence), count(bound.unreachable), bound.last_at ? ago(bound.last_at) : "–"].map((text) => h("td", { class: "num" }, text)));
+  return h("tr", {}, h("td", {}, words[bound.kind] ?? bound.kind), [count(bound.checked), count(bound.differing), exact(bound.rate), `${exact(bound.low)} to ${exact(bound.high)}`, percent(bound.confidence), count(bound.unreachable), bound.last_at ? ago(bound.last_at) : "–"].map((text) => h("td", { class: "num" }, text)));
 }
 
 function findingRow(task, found) {

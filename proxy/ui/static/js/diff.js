@@ -21,7 +21,8 @@ export function changes(view) {
   const stage = h("div", { class: "stack" });
   const modes = ["Side by side", "Unified"].map((text, i) => h("button", { on: { click: () => { localStorage.setItem(KEY, i ? "unified" : "sides"); draw(); } } }, text));
   const draw = () => {
-    const sides = localStorage.getItem(KEY) !== "unified";
+    // Two columns of code do not fit a phone.
+    const sides = (localStorage.getItem(KEY) ?? (window.innerWidth < 640 ? "unified" : "sides")) === "sides";
     modes.forEach((mode, i) => mode.setAttribute("aria-pressed", String(sides === (i === 0))));
     put(stage, parts(view, sides));
   };

@@ -7,7 +7,7 @@ import { MARK } from "./model.js";
 const HEIGHT = 26;
 const SPARE = 8;
 const MARKS = [
-  [MARK.snapshot, "snapshot"], [MARK.pinned, "pinned"], [MARK.diverged, "diverged"], [MARK.unreproducible, "not reproducible"],
+  [MARK.pinned, "pinned"], [MARK.diverged, "diverged"], [MARK.unreproducible, "not reproducible"],
   [MARK.private, "private"], [MARK.unfreezable, "not freezable"], [MARK.speculated, "speculated"],
 ];
 const HEADS = [["Call", ""], ["Seconds", "num"], ["Hits", "num"], ["Reads", "num"], ["Saved", "num"], ["Below", "num"], ["Marks", ""]];
@@ -128,5 +128,7 @@ export function marksOf({ marks, failed, standing, places }, names) {
   if (places === 2) words.push(["warm fork", ""]);
   else if (places === 1) words.push(["sandbox", ""]);
   if (standing) words.push([names?.length === 1 ? `▸ ${names[0]}` : `▸ ${count(standing)} rollouts`, "live"]);
+  // Last, because most nodes have one and narrow tables cut the end.
+  if (marks & MARK.snapshot) words.push(["snapshot", ""]);
   return words;
 }
