@@ -150,7 +150,12 @@ class Settings(BaseSettings):
         description="The secret that all members of the cluster share: 16 characters or more.",
     )
     store: str | None = Field(
-        default=None, description="The directory that all members of the cluster share. Required with cluster."
+        default=None,
+        description="What all members of the cluster share: a directory, or the URL of a bucket, such as "
+        "s3://bucket/folder. Required with cluster.",
+    )
+    store_bytes_per_s: int = Field(
+        default=100 << 20, ge=1 << 20, description="Most bytes of kept states that are sent to store in a second."
     )
     node: str | None = Field(
         default=None,
@@ -173,7 +178,7 @@ class Settings(BaseSettings):
         if self.cluster_secret is None:
             raise ValueError("cluster needs the secret that its members share. Set FORKPOINT_CLUSTER_SECRET")
         if self.store is None:
-            raise ValueError("cluster needs a directory that all members share. Set store")
+            raise ValueError("cluster needs a directory or a bucket that all members share. Set store")
         return self
 
     @model_validator(mode="after")
@@ -197,7 +202,9 @@ class Settings(BaseSettings):
     def source_rules(self) -> SourceRules:
         """What specs may name, and which files of this proxy none may reach."""
         # A TOML file may hold the token.
-        files = (self.data, self.token_file, self.checkpoint_dir, self.store, self.model_config.get("toml_file"))
+        # A bucket is no file, and the URL of one names none.
+        store = None if self.store is None else self.store.removeprefix("file://")
+        files = (self.data, self.token_file, self.checkpoint_dir, store, self.model_config.get("toml_file"))
         private = (Path(file).resolve() for file in files if isinstance(file, str | Path))
         return SourceRules(tuple(private), self.sources)
 

@@ -74,3 +74,8 @@ class PortableDriver(Protocol):
     def porter(self) -> Porter:
         """The part of the driver that exports and imports."""
         ...
+
+
+def porter_of(driver: object) -> Porter | None:
+    """Return the porter of a driver; None if its states cannot travel, or for no driver."""
+    return driver.porter if isinstance(driver, PortableDriver) else None

@@ -51,7 +51,11 @@ class StateTree(Protocol):
 
 
 class Capture(Generic[N]):
-    """Freezes sandboxes into snapshots."""
+    """Freezes sandboxes into snapshots.
+
+    Attributes:
+        taken: Called when a node has got a snapshot that was taken here.
+    """
 
     def __init__(
         self, cache: SnapshotCache, pool: Pool, counters: SnapshotCounters, save_node: Callable[[N], None]
@@ -66,6 +70,7 @@ class Capture(Generic[N]):
         """
         self._cache, self._pool, self._counters, self._save_node = cache, pool, counters, save_node
         self._freezes = TaskOwner()
+        self.taken: Callable[[StateTree, N], None] = lambda _tree, _node: None
 
     async def give_back(self, slot: Slot, tree: StateTree, node: N, *, freeze: bool) -> None:
         """End the lease on a sandbox.
@@ -134,7 +139,8 @@ class Capture(Generic[N]):
         # The node may have been forgotten, or got a snapshot, during the awaits above: `attach` drops this one then.
         self._counters.snapshots_taken += 1
         # 4. Attached without an await between its check and its set, so two freezes cannot both attach.
-        self._cache.attach(snapshot, node)
+        if self._cache.attach(snapshot, node):
+            self.taken(tree, node)
 
     def adopt(self, frozen: FrozenState, tree: StateTree, node: N, *, cost_s: float) -> bool:
         """Make a state from another machine the snapshot of a node; return False if the node goes without. Blocking."""

@@ -75,7 +75,9 @@ def serve(
     cluster: Annotated[
         str | None, typer.Option(help="PostgreSQL URL of the cluster to be a member of (docs/cluster.md).")
     ] = None,
-    store: Annotated[str | None, typer.Option(help="Directory that all members of the cluster share.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Directory or bucket that all members of the cluster share.")
+    ] = None,
     node: Annotated[
         str | None, typer.Option(help="Name of this member of the cluster.", show_default="the host's name")
     ] = None,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from proxy.cluster.lines import Line
+from proxy.cluster.lines import Kept, Line
 from proxy.cluster.origin import ORIGIN
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.positions import PositionFile
@@ -182,11 +182,9 @@ class ClusterGate:
     def recorded(self, tree: Tree, record: Record, *, is_first: bool) -> None:
         """Write a record to the log. It answers no call until it is there."""
         assert self._copies is not None
-        assert self._trees is not None
-        task = self._tasks_of.get(tree.id) or self._tasks_of.setdefault(tree.id, self._trees.task_of(tree.id))
-        owned = self.owned.get(task)
+        owned = self.owned_tree(tree.id)
         if owned is None:
-            raise DroppedError(task)
+            raise DroppedError(self._tasks_of[tree.id])
         try:
             copy = self._copies.record(record.id, is_first=is_first)
             assert copy is not None, "the record was written a moment ago"
@@ -195,6 +193,23 @@ class ClusterGate:
             # The tree has a record that the log lacks, so nothing of it may be answered any more.
             owned.fail("a record could not be written to the log")
             raise
+
+    # -- kept states -------------------------------------------------------------------------------------------------
+
+    def owned_tree(self, tree: int) -> Owned | None:
+        """Return the task of a tree if this member owns it."""
+        assert self._trees is not None
+        task = self._tasks_of.get(tree) or self._tasks_of.setdefault(tree, self._trees.task_of(tree))
+        return self.owned.get(task)
+
+    async def write_kept(self, owned: Owned, tree: Tree, line: Kept) -> None:
+        """Write to the log that the store has a state, behind the digest of the tree's root state.
+
+        Raises:
+            DroppedError: This member does not own the task any more.
+        """
+        await owned.write([*self._tree_lines(owned, tree), line])
+        owned.kept[line.node] = line
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

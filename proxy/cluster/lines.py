@@ -6,20 +6,45 @@ kind and its values, and then the bytes of those values that are bytes, whose pl
 
 import struct
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from proxy.cluster.protocol import Ended, Entered, Position
 from proxy.storage.copies import Copy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
-Line = Copy | Entered | Ended
+
+class Kept(NamedTuple):
+    """The store has the state of a node.
+
+    Attributes:
+        node: Number of the node.
+        name: Name of the state's manifest, relative to the task's objects.
+        size_bytes: Bytes of the state's units.
+    """
+
+    node: int
+    name: str
+    size_bytes: int
+
+
+class Unkept(NamedTuple):
+    """The store may lose the state of a node from here on.
+
+    Attributes:
+        node: Number of the node.
+    """
+
+    node: int
+
+
+Line = Copy | Entered | Ended | Kept | Unkept
 """A line. The position of an `Entered` is part of its array."""
 
 _HEAD = struct.Struct("!II")
 _KINDS: dict[str, type[Any]] = {
     "task": TaskCopy, "tree": TreeCopy, "record": RecordCopy, "rollout": RolloutCopy, "entered": Entered,
-    "ended": Ended, "note": NoteCopy,
+    "ended": Ended, "note": NoteCopy, "kept": Kept, "unkept": Unkept,
 }  # fmt: skip
 """The kinds of lines. Their fields are part of the format (`database.FORMAT`)."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -46,7 +46,7 @@ from proxy.tree.tree import Node
 from sandboxes.task_owner import TaskOwner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
 log = structlog.get_logger()
 
@@ -67,12 +67,14 @@ class Member:
         gate: The tasks that this member owns.
         ingress: The tasks that its agents ask for.
         replaced: Called when a later start of this member has taken its place.
+        hands_over: Awaited before a task is handed over, so that the next owner finds its kept states.
         is_leaving: Whether this member takes no task over any more, because it is drained or stops.
     """
 
     def __init__(self, database: ClusterDatabase, gate: ClusterGate, secret: bytes, engine: Engine) -> None:
         self.database, self.gate, self.ingress = database, gate, Ingress()
         self.replaced: Callable[[], None] = lambda: None
+        self.hands_over: Callable[[Owned], Awaitable[None]] | None = None
         self.is_leaving = False
         self._engine = engine
         self._links = Links(secret, database.membership)
@@ -222,6 +224,8 @@ class Member:
         handed, until = 0, asyncio.get_running_loop().time() + LEAVE_S
         for owned in tuple(self.gate.owned.values()):
             await self._await_calls(owned.task, until)
+            if self.hands_over is not None:
+                await self.hands_over(owned)
             with suppress(DatabaseError):
                 handed += await self.give(owned.task, owned.rules.view)
         return DrainAnswer(handed, len(self.gate.owned))
@@ -250,6 +254,7 @@ class Member:
         self._engine.store.copies.replace(name, reading.copies(settled))
         owned = Owned(name, task, self.database.append, self.failed)
         owned.trees = {number: copy.exact for number, copy in reading.trees.items()}
+        owned.kept = reading.kept
         self.gate.owned[name] = owned
         if reading.last:
             # Rollouts come into memory at the positions of the store.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from proxy.cluster.database import DatabaseError
 from proxy.cluster.frames import Hello
-from proxy.cluster.lines import Line, encode
+from proxy.cluster.lines import Kept, Line, encode
 from proxy.cluster.protocol import Outbox, OwnedTask, TakenCalls
 from proxy.refusals import RefusalError
 from sandboxes.task_owner import TaskOwner
@@ -46,6 +46,7 @@ class Owned:
         is_dropped: Whether this member owns it no more.
         unlogged: For each record whose line is not in the log yet, by number: completed when it is there.
         trees: For each tree in the log: the digest of its root state there.
+        kept: The states that the store has, by node, as the log says.
         taken: Which calls were taken, by ingress.
         tasks: What runs for it.
         answers: The calls that were taken, by ingress, start of the ingress, and number.
@@ -65,6 +66,7 @@ class Owned:
         self.is_ready = self.is_dropped = False
         self.unlogged: dict[int, asyncio.Future[None]] = {}
         self.trees: dict[int, bytes | None] = {}
+        self.kept: dict[int, Kept] = {}
         self.taken: dict[int, TakenCalls] = {}
         self.answers: dict[tuple[int, int, int], TakenCall] = {}
         self.cuts: set[Callable[[], None]] = set()

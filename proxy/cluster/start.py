@@ -1,12 +1,9 @@
 """The start of a member: what is wrong with its configuration is said in one sentence before it answers anything."""
 
 import asyncio
-import os
 import signal
 import socket
 import time
-import uuid
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +15,9 @@ from proxy.cluster.gate import ClusterGate
 from proxy.cluster.member import Member
 from proxy.cluster.plane import ClusterPlane
 from proxy.cluster.positions import PositionFile, PositionsLostError
+from proxy.cluster.states.objects import ObjectStore, open_store
+from proxy.cluster.states.service import SharedStates
+from proxy.cluster.states.store_mark import name_of_store, shared_store
 from proxy.engine import Engine
 from proxy.http.asgi import AsgiApp
 from proxy.settings import Settings
@@ -31,7 +31,6 @@ CLOCKS_APART_S = 60.0
 Nothing that is answered depends on clocks. Times in views would be wrong, and clocks that differ by a minute are a
 mistake in the set-up of a machine.
 """
-_MARK = "forkpoint-cluster.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,6 @@ def join(settings: Settings) -> Joined:
     """
     assert settings.cluster is not None
     assert settings.cluster_secret is not None
-    assert settings.store is not None
-    store = _shared_directory(settings.store)
     make_private(settings.data)
     own = settings.data / "cluster"
     own.mkdir(exist_ok=True)
@@ -79,7 +76,7 @@ def join(settings: Settings) -> Joined:
         (own / "positions").rename(own / f"positions.lost-{time.time_ns()}")
         positions = PositionFile(own / "positions", sync=settings.durability == "power")
     try:
-        membership, listener = asyncio.run(_join(ClusterDatabase(dsn, secret), settings, name, store, known))
+        membership, listener = asyncio.run(_join(ClusterDatabase(dsn, secret), settings, name, known))
     except BaseException:
         positions.close()
         raise
@@ -101,8 +98,11 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     joined.gate.attach(engine.store.copies, engine.store.trees)
     member = Member(database, joined.gate, joined.secret, engine)
     plane = ClusterPlane(engine, behind, member, joined.secret)
+    assert engine.settings.store is not None
+    states = SharedStates(open_store(engine.settings.store), engine, joined.gate)
 
     async def opened() -> None:
+        states.open()
         await plane.questions.server.serve(joined.listener)
         member.start()
 
@@ -111,11 +111,12 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
         signal.raise_signal(signal.SIGTERM)
 
     async def closed() -> None:
+        await states.aclose()
         await plane.questions.aclose()
         await member.aclose()
         joined.gate.positions.close()
 
-    member.replaced = replaced
+    member.replaced, member.hands_over = replaced, states.flush
     joined.gate.name_of = member.name_of
     engine.lifecycle.at_open.append(opened)
     engine.lifecycle.before_close.append(closed)
@@ -123,9 +124,10 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
 
 
 async def _join(
-    database: ClusterDatabase, settings: Settings, name: str, store: Path, known: tuple[str, int] | None
+    database: ClusterDatabase, settings: Settings, name: str, known: tuple[str, int] | None
 ) -> tuple[Membership, socket.socket]:
-    listener = None
+    assert settings.store is not None
+    store, listener = await shared_store(settings.store), None
     try:
         host = await _check_database(database)
         listener = _listen(settings.link, host)
@@ -155,14 +157,14 @@ async def _check_database(database: ClusterDatabase) -> str:
     return host
 
 
-async def _use_store(database: ClusterDatabase, store: Path, cluster: str) -> None:
+async def _use_store(database: ClusterDatabase, store: ObjectStore, cluster: str) -> None:
     try:
-        is_same = await database.use_store(_name_of_store(store, cluster))
+        is_same = await database.use_store(await name_of_store(store, cluster))
     except DatabaseError as error:
         raise ClusterError(str(error)) from error
     if not is_same:
         raise ClusterError(
-            f"the cluster of this database uses another --store than {store}. Use the same one on all members, or "
+            f"the cluster of this database uses another --store than {store.url}. Use the same one on all members, or "
             "another database for another cluster."
         )
 
@@ -176,59 +178,6 @@ def _known(own: Path) -> tuple[str, int] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ClusterError(f"{own / 'member.json'} cannot be read: {error}. Use another --data.") from error
-
-
-def _shared_directory(store: str) -> Path:
-    """Return the directory that all members share.
-
-    Raises:
-        ClusterError: It is none, or two members could both create a file in it.
-    """
-    if "://" in store and not store.startswith("file://"):
-        raise ClusterError(f"--store {store!r} is no directory, and no other store is supported yet. Use a directory.")
-    directory = Path(store.removeprefix("file://"))
-    probe = directory / f".forkpoint-probe-{uuid.uuid4().hex}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        try:
-            os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        except FileExistsError:
-            return directory
-        finally:
-            probe.unlink()
-    except OSError as error:
-        raise ClusterError(f"--store {store!r} cannot be used: {error}. Use one that can be written.") from error
-    raise ClusterError(
-        f"--store {store!r} lets two members create the same file, so it cannot be shared. Use another file system."
-    )
-
-
-def _name_of_store(store: Path, cluster: str) -> str:
-    """Return the random name of a store, which belongs to one cluster.
-
-    Raises:
-        ClusterError: It belongs to another cluster.
-    """
-    mark = store / _MARK
-    draft = store / f".{_MARK}-{uuid.uuid4().hex}"
-    draft.write_bytes(orjson.dumps({"cluster": cluster, "store": uuid.uuid4().hex}))
-    try:
-        # A link appears whole or not at all, and only one of several members makes it.
-        with suppress(FileExistsError):
-            os.link(draft, mark)
-    finally:
-        draft.unlink()
-    try:
-        value = orjson.loads(mark.read_bytes())
-        owner, name = str(value["cluster"]), str(value["store"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ClusterError(f"{mark} cannot be read: {error}. Use another --store.") from error
-    if owner != cluster:
-        raise ClusterError(
-            f"--store {store} belongs to another cluster. Use another --store, or that cluster's database."
-        )
-    return name
 
 
 def _listen(link: str, database: str) -> socket.socket:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from proxy.cluster.database import LogRow
-from proxy.cluster.lines import decode
+from proxy.cluster.lines import Kept, Line, Unkept, decode
 from proxy.cluster.protocol import Ended, Entered, Position
 from proxy.storage.copies import Copy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 from proxy.tree.keys import CallKey, private_key
@@ -22,6 +22,7 @@ class TaskLogReading:
         rollouts: Its running rollouts by number.
         notes: What protocols remember of them, by rollout and protocol.
         entered: Lines that name the ingress and the position of each running rollout, in order.
+        kept: The states that the store has, by node.
     """
 
     last: int = 0
@@ -31,6 +32,30 @@ class TaskLogReading:
     rollouts: dict[int, RolloutCopy] = field(default_factory=dict)
     notes: dict[tuple[int, str], NoteCopy] = field(default_factory=dict)
     entered: dict[int, Entered] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
+
+    def take(self, line: Line) -> None:
+        """Take the next line."""
+        match line:
+            case TaskCopy():
+                self.task = line
+            case TreeCopy():
+                self.trees[line.tree] = line
+            case RecordCopy():
+                self.records.append(line)
+            case RolloutCopy():
+                self.rollouts[line.rollout] = line
+            case NoteCopy():
+                self.notes[line.rollout, line.protocol] = line
+            case Entered():
+                self.entered[line.rollout] = line
+            case Ended():
+                self.rollouts.pop(line.rollout, None)
+                self.entered.pop(line.rollout, None)
+            case Kept():
+                self.kept[line.node] = line
+            case Unkept():
+                self.kept.pop(line.node, None)
 
     def copies(self, reported: Mapping[int, Position]) -> list[Copy]:
         """Return the rows of the store.
@@ -72,20 +97,5 @@ def read_log(rows: Iterable[LogRow]) -> TaskLogReading:
     for row in rows:
         reading.last = row.row
         for line in decode(row.body or b""):
-            match line:
-                case TaskCopy():
-                    reading.task = line
-                case TreeCopy():
-                    reading.trees[line.tree] = line
-                case RecordCopy():
-                    reading.records.append(line)
-                case RolloutCopy():
-                    reading.rollouts[line.rollout] = line
-                case NoteCopy():
-                    reading.notes[line.rollout, line.protocol] = line
-                case Entered():
-                    reading.entered[line.rollout] = line
-                case Ended():
-                    reading.rollouts.pop(line.rollout, None)
-                    reading.entered.pop(line.rollout, None)
+            reading.take(line)
     return reading

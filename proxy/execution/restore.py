@@ -49,7 +49,12 @@ class Owner(IntEnum):
 
 
 class Restorer:
-    """Leases sandboxes in the states of nodes."""
+    """Leases sandboxes in the states of nodes.
+
+    Attributes:
+        fetch: Fetches a snapshot that makes the way to a node cheaper than a plan, or possible if there is no plan.
+            Returns whether one was fetched. None if no other machine keeps states of this proxy's tasks.
+    """
 
     def __init__(
         self,
@@ -66,6 +71,7 @@ class Restorer:
         self._drivers, self._pool, self._cache, self._capture, self._value = drivers, pool, cache, capture, value
         self._records, self._counts = records, counts
         self._replayer = Replayer(pool, cache, records, counts)
+        self.fetch: Callable[[Tree, Node, RestorePlan | None], Awaitable[bool]] | None = None
 
     @asynccontextmanager
     async def lease_at(self, rollout: Rollout, node: Node, timing: Timing) -> AsyncIterator[Slot]:
@@ -224,7 +230,7 @@ class Restorer:
         driver_of(self._drivers, tree.spec)
         # Only within this lease: a snapshot that failed once may well be restored by the next one.
         failed: dict[Node, SandboxError] = {}
-        demand_noted, patient = not _is_rollout(owner), False
+        demand_noted, patient, may_fetch = not _is_rollout(owner), False, not without
         while True:
             # 1. Plan the cheapest way: a sandbox at the node or above it, a snapshot, or a fresh sandbox at the root;
             # then the replay of the calls in between. No await: what the plan saw is true until the next line that
@@ -235,6 +241,11 @@ class Restorer:
                 costs=self._cache.costs[tree.spec.driver],
                 avoid={*failed, *without},
             )
+            # Once for each lease: what was fetched and fails is not fetched again.
+            if may_fetch and self.fetch is not None:
+                may_fetch = False
+                if await self.fetch(tree, node, plan):
+                    continue
             if plan is None:
                 # A snapshot that the machine failed to restore is an error of the machine, not a lost state.
                 raise next(iter(failed.values()), None) or self._lost(tree, node, owner)

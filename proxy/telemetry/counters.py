@@ -11,6 +11,23 @@ from proxy.tree.rollout import Outcome
 
 
 @dataclass(slots=True)
+class StateCounters:
+    """What a member of a cluster did with the store of kept states.
+
+    Attributes:
+        sent: States that were sent.
+        fetched: States that were fetched.
+        bytes_sent: Bytes of the objects that were written.
+        bytes_fetched: Bytes of the units that were read.
+    """
+
+    sent: int = 0
+    fetched: int = 0
+    bytes_sent: int = 0
+    bytes_fetched: int = 0
+
+
+@dataclass(slots=True)
 class Counters(CallTotals):
     """Totals since this process started. `GET /api/v1/stats` shows the numbers; `StatsView` says what each counts.
 
@@ -22,6 +39,7 @@ class Counters(CallTotals):
         restore_s: Seconds that restores took.
         replay_s: Seconds that replays of whole suffixes took.
         freeze_s: Seconds that captures took.
+        states: Kept states that were sent to the store of a cluster, and fetched from there.
         failures: Failures of the infrastructure by kind. Such a call is not recorded.
         refusals: Requests that could not be served, by problem type.
     """
@@ -50,6 +68,7 @@ class Counters(CallTotals):
     restore_s: Histogram = field(default_factory=Histogram)
     replay_s: Histogram = field(default_factory=Histogram)
     freeze_s: Histogram = field(default_factory=Histogram)
+    states: StateCounters = field(default_factory=StateCounters)
     failures: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
 

@@ -26,7 +26,7 @@ from proxy.transfer.validate import check
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver, FrozenState
 from sandboxes.errors import ForbiddenSourceError, SpecError
-from sandboxes.portability import PortableDriver, Unpacking
+from sandboxes.portability import PortableDriver, Unpacking, porter_of
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 from snapshots.cache import SnapshotCache
@@ -126,9 +126,7 @@ class TransferService:
             yield {tree: self._exported(of_tree[0].driver, of_tree) for tree, of_tree in trees.items()}
 
     def _exported(self, driver: str, snapshots: Sequence[Snapshot]) -> ExportedStates:
-        known = self._drivers.get(driver)
-        porter = known.porter if isinstance(known, PortableDriver) else None
-        return ExportedStates(snapshots, porter, self._cache.load)
+        return ExportedStates(snapshots, porter_of(self._drivers.get(driver)), self._cache.load)
 
     async def adopt_restored(self, folder: Path) -> None:
         """Adopt the states that a restored backup has left, and remove their files.

@@ -142,7 +142,7 @@ class ExportedStates:
                     sent[name] = yield from self._unit(writer, name)
             units = [unit for name in frozen.parts if (unit := sent[name]) is not None]
             if len(units) == len(frozen.parts):
-                yield writer.json("snapshot", _state_line(frozen, snapshot, node, units))
+                yield writer.json("snapshot", state_line(frozen, units, node=node, cost_s=snapshot.cost_s).model_dump())
 
     def _chosen(self, number: NodeNumber) -> Iterator[tuple[Snapshot, int]]:
         """Yield the snapshots that can travel, each with its node's number, in the order of their nodes."""
@@ -171,14 +171,21 @@ class ExportedStates:
         return UnitRef(name=name, sha256=digest.hexdigest(), size_bytes=size)
 
 
-def _state_line(frozen: FrozenState, snapshot: Snapshot, node: int, units: list[UnitRef]) -> dict[str, Any]:
+def state_line(frozen: FrozenState, units: Sequence[UnitRef], *, node: int, cost_s: float) -> StateLine:
+    """Return what travels of a frozen state beside its units.
+
+    Args:
+        frozen: The state.
+        units: Its units, in the order of its parts.
+        node: Number of its node where it goes.
+        cost_s: Seconds that a replay of its state takes.
+    """
     state = frozen.state
     exact, content = (None, None) if state is None else (state.exact.hex(), state.content.hex())
-    return {
-        "node": node, "driver": frozen.driver, "kind": frozen.kind, "payload": frozen.payload,
-        "exact": exact, "content": content,
-        "cost_s": snapshot.cost_s, "units": [unit.model_dump() for unit in units],
-    }  # fmt: skip
+    return StateLine(
+        node=node, driver=frozen.driver, kind=frozen.kind, payload=frozen.payload, exact=exact, content=content,
+        cost_s=cost_s, units=tuple(units),
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

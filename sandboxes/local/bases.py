@@ -87,7 +87,7 @@ class Bases:
         for unfinished in self._folder.glob("*.part"):
             remove_tree(unfinished)
         # The number is part of the name, so that a changed skeleton gets another directory and old states keep theirs.
-        self._make("skeleton-1", hostbase.skeleton)
+        self._make("skeleton-2", hostbase.skeleton)
 
     def base(self, name: str, *, confined: bool = False) -> Base:
         """Return a base by its name in specs, as `refresh` last saw it."""
@@ -166,16 +166,16 @@ class Bases:
         identity = hashlib.blake2b(self._host_fingerprint.value() + hole, digest_size=16).hexdigest()
         if self._privileged:
             # Over the host's root: whiteouts in the mask hide what sandboxes must not see.
-            mask = self._make(f"mask-{identity}", lambda target: hostbase.build_mask(target, self._hidden))
+            mask = self._make(f"mask-2-{identity}", lambda target: hostbase.build_mask(target, self._hidden))
             return Base(f"host:{identity}", (str(mask), str(self.host_view / "root")))
-        copy = self._make(f"host-{identity}", lambda target: hostbase.build_copy(target, self._hidden))
+        copy = self._make(f"host-2-{identity}", lambda target: hostbase.build_copy(target, self._hidden))
         # The kernel refuses an overlay of `/` in a user namespace, so these directories come as bind mounts.
         binds = tuple(folder for folder in hostbase.BOUND if Path(folder).is_dir())
         return Base(f"host-user:{identity}", (str(copy), self._skeleton), binds, tuple(map(str, self._hidden)))
 
     @property
     def _skeleton(self) -> str:
-        return str(self._folder / "skeleton-1")
+        return str(self._folder / "skeleton-2")
 
     def _named(self, name: Path, *, confined: bool) -> Base:
         real = Path(self._rules.real(name, confined=confined))

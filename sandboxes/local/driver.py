@@ -38,6 +38,8 @@ _MAX_PRISTINE = 256
 """The most specs whose new sessions are remembered, 2 kB each. A start of another spec waits for its first shell."""
 VERSION = 3
 """Part of every identity. Raise it when equal calls would give other results or other digests than before."""
+STATE_VERSION = 4
+"""Version of frozen states. Raise it, too, when earlier ones would be restored over bases that differ from theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class LocalDriver:
     """The driver of local sandboxes. One instance owns its data directory; a lock keeps a second one out."""
 
     name = "local"
-    state_version = str(VERSION)
+    state_version = str(STATE_VERSION)
 
     def __init__(
         self,

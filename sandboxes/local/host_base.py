@@ -67,6 +67,7 @@ def skeleton(target: Path) -> None:
     for name, mode in {**_EMPTY, "var": 0o755, "var/tmp": 0o1777, "etc": 0o755}.items():
         (target / name).mkdir(parents=True, exist_ok=True)
         (target / name).chmod(mode)
+    _fix_times(target, "var", "etc")
 
 
 def fingerprint(watch: Watch = lambda _path, _events: None, root: Path = Path("/")) -> bytes:
@@ -160,6 +161,11 @@ def build_mask(target: Path, hidden: list[Path]) -> None:
             _hide(path, target)
     # Last, because `_mask_unreadable` may have hidden one of these files with a whiteout.
     _own_text(target / "etc")
+    for folder, _, _ in os.walk(target):
+        path = Path(folder)
+        if path != target and not _is_opaque(path):
+            _copy_attributes(host / path.relative_to(target), path)
+    _fix_times(target)
 
 
 def in_sight(path: Path) -> bool:
@@ -255,6 +261,18 @@ def _is_opaque(path: Path) -> bool:
         return False
 
 
+def _fix_times(target: Path, *others: str) -> None:
+    """Give the root, and directories that show nothing of the host's, a time that is the same on every machine.
+
+    A state's digest is relative to its base, and a layer has the times of the directories below it. With the time at
+    which each machine made its base, a state from another machine would differ from what was recorded there.
+    """
+    for name in ("", *_EMPTY, *(f"var/{name}" for name in _EMPTY_STATE), *others):
+        path = target / name
+        if path.is_dir() and not path.is_symlink():
+            os.utime(path, (0, 0))
+
+
 def _copy_attributes(source: Path, target: Path) -> None:
     status = source.lstat()
     os.chown(target, status.st_uid, status.st_gid)
@@ -293,6 +311,9 @@ def build_copy(target: Path, hidden: Sequence[Path] = ()) -> list[str]:
     # Without root this copy is what protects the host: the proxy's user can read more of /etc than everybody may.
     shutil.copytree("/etc", target / "etc", symlinks=True, ignore=unreadable, dirs_exist_ok=True)
     _own_text(target / "etc")
+    # Its own files came after its attributes.
+    shutil.copystat("/etc", target / "etc")
+    _fix_times(target, "var")
     return bound
 
 

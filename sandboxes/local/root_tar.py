@@ -67,6 +67,9 @@ def unpack(source: Path, target: Path) -> None:
                 with suppress(FileNotFoundError, NotADirectoryError), _folder(top, path) as folder:
                     _set_facts(folder, member)
         os.fchmod(top, 0o755)
+        if all(path for path, _ in folders):
+            # The archive does not say when its root was changed. The same on every machine: see `host_base`.
+            os.utime(top, (0, 0))
     except (tarfile.TarError, EOFError, ValueError, RecursionError, OverflowError, zlib.error, LZMAError) as error:
         raise RootTarError(str(error) or type(error).__name__) from error
     finally:

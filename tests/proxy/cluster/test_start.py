@@ -47,7 +47,7 @@ def running(dsn: str, tmp_path: Path) -> Iterator[Joined]:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"store": "s3://bucket"}, "no other store is supported"),
+        ({"store": "ftp://host"}, "s3, gs, az"),
         ({"store": "/proc/store"}, "cannot be used"),
         ({"store": "another"}, "uses another --store"),
         ({"cluster_secret": "another secret of tests"}, "another secret"),

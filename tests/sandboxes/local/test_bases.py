@@ -19,7 +19,7 @@ def test_a_base_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pyte
         module, "sync_file_system", lambda folder: names.append(sorted(path.name for path in Path(folder).iterdir()))
     )
     Bases(tmp_path, privileged=False).open()
-    assert names == [["skeleton-1.part"]]
+    assert names == [["skeleton-2.part"]]
     Bases(tmp_path, privileged=False).open()
     assert len(names) == 1, "it was built once"
 

@@ -76,6 +76,31 @@ def test_unpacked_layer_equals_the_packed_one(data_dir: Path) -> None:
     asyncio.run(go())
 
 
+def test_a_state_of_another_machine_goes_on_equally(data_dir: Path) -> None:
+    """The bases of two machines are made at different times, which no digest may show."""
+
+    async def go() -> None:
+        here, there = LocalDriver(data_dir / "here"), LocalDriver(data_dir / "there")
+        async with opened(here), opened(there):
+            sandbox = await here.start(EnvironmentSpec())
+            await run(sandbox, "echo one > /tmp/f; mkdir -p /etc/d/e /var/tmp/d")
+            frozen = await sandbox.freeze()
+            with there.porter.unpacking() as unpacking:
+                for part in frozen.parts:
+                    data = b"".join(here.porter.pack(part))
+                    unpacking.part(part, io.BytesIO(data), hashlib.sha256(data).hexdigest())
+                copy = await there.restore(EnvironmentSpec(), unpacking.state(frozen))
+            for command in ("echo two > /tmp/g", "echo > /etc/d/e/f; echo > /root/x", "rm -r /var/tmp/d"):
+                before, after = await run(sandbox, command), await run(copy, command)
+                assert before.state is not None
+                assert after.state is not None
+                assert before.state.content == after.state.content, command
+            await sandbox.close()
+            await copy.close()
+
+    asyncio.run(go())
+
+
 def test_imported_parts_are_held_until_the_end(data_dir: Path) -> None:
     async def go() -> None:
         async with opened(LocalDriver(data_dir)) as driver:

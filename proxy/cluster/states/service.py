@@ -1,0 +1,99 @@
+"""The kept states of the tasks that this member owns: what the engine and the member call."""
+
+from typing import TYPE_CHECKING, cast
+
+import structlog
+
+from proxy.cluster.gate import ClusterGate
+from proxy.cluster.owned import DroppedError, Owned
+from proxy.cluster.states.fetching import Fetcher
+from proxy.cluster.states.objects import ObjectStore, ObjectStoreError
+from proxy.cluster.states.sending import Sender
+from proxy.cluster.states.sweeping import Sweeper
+from proxy.cluster.states.task_states import TaskStates
+from proxy.engine import BackgroundWork, Engine
+from snapshots.capture import StateTree
+
+if TYPE_CHECKING:
+    from proxy.tree.tree import Node, Tree
+
+log = structlog.get_logger()
+
+FLUSH_S = 10.0
+"""How long a member that hands a task over may send its states, in seconds. Its calls wait meanwhile."""
+TIDY_EVERY_S = 60.0
+"""Interval at which garbage is looked for, in seconds; a tenth of the grace that it has."""
+
+
+class SharedStates:
+    """Sends, fetches and deletes kept states."""
+
+    def __init__(self, objects: ObjectStore, engine: Engine, gate: ClusterGate) -> None:
+        """Connect the store with an engine that is not open yet."""
+        self._gate, self._engine = gate, engine
+        self._folder = engine.settings.data / "cluster" / "incoming"
+        self._known: dict[str, TaskStates] = {}
+        self._sender = Sender(objects, engine, gate, self.of, bytes_per_s=engine.settings.store_bytes_per_s)
+        self._fetcher = Fetcher(objects, engine, self.of, self._folder)
+        self._sweeper = Sweeper(objects, engine.snapshots)
+        engine.capture.taken = self._taken
+        engine.restorer.fetch = self._fetcher.fetch
+        engine.lifecycle.background.append(BackgroundWork("states", TIDY_EVERY_S, self.tidy))
+
+    def open(self) -> None:
+        """Begin to send, and remove what a kill left of states that arrived."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file in self._folder.iterdir():
+            file.unlink()
+        self._sender.start()
+
+    async def aclose(self) -> None:
+        """Send and fetch nothing more."""
+        await self._sender.aclose()
+        await self._fetcher.aclose()
+
+    async def flush(self, owned: Owned) -> None:
+        """Send what waits of a task that is about to be handed over."""
+        await self._sender.flush(owned.task, within_s=FLUSH_S)
+
+    def of(self, tree: int) -> TaskStates | None:
+        """Return the states of the task that a tree belongs to; None if this member does not own it."""
+        owned = self._gate.owned_tree(tree)
+        return None if owned is None else self._of(owned)
+
+    async def tidy(self) -> None:
+        """End imports that are not used, and delete garbage of the tasks that this member owns."""
+        self._fetcher.close_idle()
+        self._known = {task: states for task, states in self._known.items() if not states.owned.is_dropped}
+        for owned in tuple(self._gate.owned.values()):
+            states = self._of(owned)
+            if not self._sweeper.is_needed(states):
+                continue
+            try:
+                if deleted := await self._sweeper.sweep(states):
+                    log.info("garbage was deleted from the store", task=owned.task, objects=deleted)
+            except DroppedError:
+                continue
+            except ObjectStoreError as error:
+                log.warning("garbage stays in the store", task=owned.task, error=str(error))
+
+    def _of(self, owned: Owned) -> TaskStates:
+        known = self._known.get(owned.task)
+        if known is None or known.owned is not owned:
+            known = self._known[owned.task] = TaskStates(owned)
+            self._resume(known)
+        return known
+
+    def _resume(self, states: TaskStates) -> None:
+        """Note the snapshots that this member has of a task from before it owned the task, or from before its start."""
+        trees = set(self._engine.store.trees.ids_of(states.owned.task))
+        for snapshot in self._engine.snapshots:
+            node = self._engine.trees.node(snapshot.tree, snapshot.node) if snapshot.tree in trees else None
+            if node is not None and node.id in states.kept:
+                states.here.add(node.id)
+            elif node is not None:
+                self._sender.add(self._engine.trees.load(snapshot.tree), node)
+
+    def _taken(self, tree: StateTree, node: object) -> None:
+        # The engine's captures are of its own trees.
+        self._sender.add(cast("Tree", tree), cast("Node", node))

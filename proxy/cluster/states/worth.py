@@ -1,0 +1,90 @@
+"""Which states are worth sending, and which are worth fetching (pure)."""
+
+import math
+from collections.abc import Collection
+from itertools import takewhile
+from typing import NamedTuple
+
+from proxy.tree.restore_plan import DOUBT_S, RestorePlan, Way
+from proxy.tree.tree import Node, Record
+from snapshots.costs import Costs
+
+WORTH_S = 0.25
+"""A state is sent if a replay from the states that were sent takes longer than this, in seconds.
+
+It bounds what a rollout loses by a takeover. Halved, up to twice as many states are sent; doubled, fewer.
+"""
+ROOT_S = 5.0
+"""How long a fetch of a root state may take, in seconds, although a fresh one could be started.
+
+Digests of states are relative to when their root state was built, so that states of one root compare best.
+"""
+
+
+class Candidate(NamedTuple):
+    """A state that could be fetched.
+
+    Attributes:
+        node: Its node.
+        saved_s: Seconds of replay that it saves; infinite if no replay leads to where it leads.
+    """
+
+    node: Node
+    saved_s: float
+
+
+def replay_s(node: Node, sent: Collection[int], costs: Costs) -> float:
+    """Return how long the next owner would replay until it is at a node; infinite if it may never come there.
+
+    The walk ends at `WORTH_S`, so it is O(calls in that time).
+
+    Args:
+        node: The node.
+        sent: Numbers of the nodes whose states were sent.
+        costs: What replays cost with the tree's driver.
+    """
+    seconds, at = 0.0, node
+    while at.id not in sent and seconds <= WORTH_S:
+        origin = at.origin
+        if origin is None:
+            # A root state that was not sent, which differs from any other one.
+            return math.inf if at is node else seconds + costs.fresh.seconds
+        if not origin.reproducible or origin.doubtful:
+            return math.inf
+        seconds += _call_s(origin, costs)
+        at = origin.source
+    return seconds
+
+
+def candidate(node: Node, plan: RestorePlan | None, kept: Collection[int], costs: Costs) -> Candidate | None:
+    """Return the nearest kept state above a node that is better than a plan; None if there is none.
+
+    Args:
+        node: The node that a sandbox is needed at.
+        plan: The cheapest way without the store; None if there is none.
+        kept: Numbers of the nodes whose states the store has.
+        costs: What replays cost with the tree's driver.
+    """
+    below_s, at = 0.0, node
+    while plan is None or at is not plan.start or plan.way is Way.FRESH:
+        if at.id in kept and at.snapshot is None and not at.detached:
+            return Candidate(at, math.inf if plan is None else _saved_s(plan, at, below_s))
+        origin = at.origin
+        if origin is None or not origin.reproducible:
+            return None
+        below_s += _call_s(origin, costs)
+        at = origin.source
+    return None
+
+
+def _saved_s(plan: RestorePlan, node: Node, below_s: float) -> float:
+    """Return what a state on the way of a plan saves, if the calls below it are replayed all the same."""
+    if node.origin is None:
+        return max(ROOT_S, plan.cost_s - below_s)
+    above = takewhile(lambda record: record.source is not node, plan.suffix)
+    risk_s = sum(DOUBT_S for record in above if record.doubtful)
+    return max(0.0, plan.cost_s - below_s) + risk_s
+
+
+def _call_s(record: Record, costs: Costs) -> float:
+    return record.seconds + costs.replay_overhead.seconds

@@ -1,0 +1,187 @@
+"""Kept states go to the store, and the next owner restores them; what it does not have in time is replayed."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from proxy.cluster.lines import Kept, Unkept
+from proxy.cluster.states.fetching import UnreachableStateError
+from proxy.tree.rollout import Outcome
+from tests.proxy.cluster.states.owners import BreakableStore, Log, Owner, owner, until
+from tests.proxy.rig import alone
+
+WALK = [f"echo {number} >> f" for number in range(4)]
+LAST = "echo last >> f; cat f"
+
+
+async def sent(first: Owner, log: Log, states: int) -> None:
+    """Wait until the log names so many states."""
+    await until(lambda: len(log.lines(Kept)) == states)
+    assert first.engine.counts.states.sent == states
+
+
+async def filled(folder: Path, log: Log, objects: BreakableStore) -> None:
+    """Let a first owner walk, send its states, and die."""
+    async with owner(folder, 1, log, objects) as first:
+        await first.walk("one", WALK)
+        # The root's, and one of each call.
+        await sent(first, log, 5)
+
+
+async def walked_on(second: Owner, rollout: str = "two") -> None:
+    """Let a rollout hit its way to the end, and check the answer of a call that nobody has made."""
+    answers = await second.walk(rollout, [*WALK, LAST])
+    assert [outcome for _, outcome in answers] == [*[Outcome.HIT] * len(WALK), Outcome.MISS]
+    assert [answer for answer, _ in answers] == await alone([*WALK, LAST])
+
+
+def test_next_owner_restores(tmp_path: Path) -> None:
+    """The owner dies. The next one restores the state at which a rollout leaves the tree, and replays nothing."""
+    log, objects = Log(), BreakableStore()
+
+    async def go() -> None:
+        await filled(tmp_path, log, objects)
+        # Most bytes of the parts are the same, and were written once.
+        assert len(objects.puts) == len(set(objects.puts))
+        async with owner(tmp_path, 2, log, objects) as second:
+            await walked_on(second)
+            assert second.driver.executed == [LAST]
+            assert second.engine.counts.states.fetched == 1
+            # What it fetched is not sent again. What it made is.
+            await until(lambda: len(log.lines(Kept)) == 6)
+        async with owner(tmp_path, 3, log, objects) as third:
+            assert [outcome for _, outcome in await third.walk("three", [*WALK, LAST])] == [Outcome.HIT] * 5
+
+    asyncio.run(go())
+
+
+def missing(name: str, objects: dict[str, bytes]) -> bytes | None:  # noqa: ARG001
+    return None
+
+
+def flipped(name: str, objects: dict[str, bytes]) -> bytes:
+    return bytes([objects[name][0] ^ 1]) + objects[name][1:]
+
+
+def longer(name: str, objects: dict[str, bytes]) -> bytes:
+    return objects[name] + b" "
+
+
+def empty(name: str, objects: dict[str, bytes]) -> bytes:  # noqa: ARG001
+    return b""
+
+
+def another(name: str, objects: dict[str, bytes]) -> bytes:
+    """Return another object of about the same size: a manifest for a manifest."""
+    return next(
+        data for other, data in objects.items() if other != name and abs(len(data) - len(objects[name])) < 1 << 10
+    )
+
+
+@pytest.mark.parametrize("damage", [missing, flipped, longer, empty, another])
+@pytest.mark.parametrize("is_manifest", [True, False])
+def test_damage_costs_time_only(
+    tmp_path: Path, damage: Callable[[str, dict[str, bytes]], bytes | None], is_manifest: bool
+) -> None:
+    """An object of the last state is damaged. It is replayed from the state before, and never tried again."""
+    log, objects = Log(), BreakableStore()
+
+    async def go() -> None:
+        await filled(tmp_path, log, objects)
+        line = log.lines(Kept)[-1]
+        assert isinstance(line, Kept)
+        everything = await objects.all()
+        manifest = next(name for name in everything if name.endswith(line.name))
+        # The last chunk is the only one that other states lack.
+        chunk = objects.puts[-2]
+        name = manifest if is_manifest else chunk
+        data = damage(name, everything)
+        await (objects.delete([name]) if data is None else objects.put(name, data))
+        async with owner(tmp_path, 2, log, objects) as second:
+            await walked_on(second)
+            assert second.driver.executed == [WALK[-1], LAST]
+            assert log.lines(Unkept) == [Unkept(line.node)]
+            assert second.engine.counts.failures["damaged-state"] == 1
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_store_that_is_down_is_replayed_around(tmp_path: Path, how: str) -> None:
+    """The store does not answer. Calls are replayed, and the states are fetched when it is back."""
+    log, objects = Log(), BreakableStore()
+
+    async def go() -> None:
+        await filled(tmp_path, log, objects)
+        async with owner(tmp_path, 2, log, objects, replay_s=1000.0 if how == "fails" else 0.1) as second:
+            setattr(objects, how, True)
+            await walked_on(second)
+            # From the root, because nothing else is here.
+            assert second.driver.executed == [*WALK, LAST]
+            assert log.lines(Unkept) == []
+
+    asyncio.run(go())
+
+
+def test_only_way_is_not_given_up(tmp_path: Path) -> None:
+    """No replay reaches a state, and the store is down: the call fails, and succeeds when the store is back."""
+    log, objects = Log(), BreakableStore()
+
+    async def go() -> None:
+        await filled(tmp_path, log, objects)
+        async with owner(tmp_path, 2, log, objects) as second:
+            tree = (await second.engine.tasks.open("task")).tree
+            for node in tree.nodes.values():
+                if node.origin is not None:
+                    node.origin.reproducible = False
+            objects.fails = True
+            with pytest.raises(UnreachableStateError):
+                await second.walk("two", [*WALK, LAST])
+            assert not any(node.diverged for node in tree.nodes.values())
+            objects.fails = False
+            await walked_on(second, "three")
+            assert second.driver.executed == [LAST]
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_calls_do_not_wait_for_the_store(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is down or full while states are kept. Calls are answered, and states are sent when it is back."""
+    monkeypatch.setattr("proxy.cluster.states.objects.OBJECT_PATIENCE_S", 0.1)
+    monkeypatch.setattr("proxy.cluster.states.sending.LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr("proxy.cluster.states.sending.ATTEMPTS", 1000)
+    log, objects = Log(), BreakableStore()
+
+    async def go() -> None:
+        setattr(objects, how, True)
+        async with owner(tmp_path, 1, log, objects) as first:
+            answers = await first.walk("one", WALK)
+            assert [answer for answer, _ in answers] == await alone(WALK)
+            assert log.lines(Kept) == []
+            if how == "fails":
+                await until(lambda: first.engine.counts.failures["store"] > 0)
+                objects.fails = False
+                await sent(first, log, 5)
+
+    asyncio.run(go())
+
+
+def test_flush_sends_before_a_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that hands a task over does not let its states wait their time."""
+    monkeypatch.setattr("proxy.cluster.states.service.SharedStates._taken", lambda *_: None)
+    log, objects = Log(), BreakableStore()
+
+    async def go() -> None:
+        async with owner(tmp_path, 1, log, objects) as first:
+            await first.walk("one", WALK)
+            await first.engine.capture.drain()
+            tree = (await first.engine.tasks.open("task")).tree
+            for node in tree.nodes.values():
+                first.shared._sender.add(tree, node, delay_s=1e6)
+            await first.shared.flush(first.owned)
+            await sent(first, log, 5)
+
+    asyncio.run(go())
