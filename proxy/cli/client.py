@@ -32,14 +32,17 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
-def proxy_url(url: str | None, data: Path | None) -> str:
-    """Return the base URL of the proxy that a command talks to.
+def proxy_url(url: str | None, data: Path | None) -> str | None:
+    """Return the base URL of the proxy that a command talks to; None if no proxy serves the named directory.
 
     Args:
         url: The value of `--url` or FORKPOINT_URL; it wins.
-        data: The value of `--data` or FORKPOINT_DATA. None looks at the default directory.
+        data: The value of `--data` or FORKPOINT_DATA. None looks at the default directory, and then at the default
+            port. A directory that is named has no such substitute: the command could change another proxy's tasks.
     """
-    return url or read_address(data or DEFAULT_DATA) or DEFAULT_URL
+    if url or data is None:
+        return url or read_address(DEFAULT_DATA) or DEFAULT_URL
+    return read_address(data)
 
 
 class ControlClient:

@@ -66,6 +66,6 @@ def _get(ctx: typer.Context, *path: str, **query: str) -> Any:
     data = ctx.params.get("data") or os.environ.get("FORKPOINT_DATA")
     url = proxy_url(ctx.params.get("url") or os.environ.get("FORKPOINT_URL"), Path(data) if data else None)
     try:
-        return ControlClient(url).read(*path, within_s=_WITHIN_S, **query)
+        return None if url is None else ControlClient(url).read(*path, within_s=_WITHIN_S, **query)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from proxy.cli.client import ControlClient, proxy_url
+from proxy.cli.client import ControlClient, fail, proxy_url
 from proxy.cli.completion import complete_node, complete_rollout, complete_task
 
 UrlOption = Annotated[
@@ -41,7 +41,10 @@ def with_proxy(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(*, url: str | None, data: Path | None, **arguments: Any) -> None:
-        command(proxy=ControlClient(proxy_url(url, data)), **arguments)
+        address = proxy_url(url, data)
+        if address is None:
+            fail(f"No proxy serves {data}. Start one with `forkpoint serve --data {data}`, or name one with --url.")
+        command(proxy=ControlClient(address), **arguments)
 
     hints = get_type_hints(command, include_extras=True)
     signature = inspect.signature(command)

@@ -179,6 +179,13 @@ def test_proxy_is_found_by_its_data_directory(tmp_path: Path, monkeypatch: pytes
     assert read_address(tmp_path / "data") is None
 
 
+def test_directory_without_proxy_never_means_another_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORKPOINT_URL", raising=False)
+    result = CliRunner().invoke(app, ["rm", "demo", "--yes", "--data", str(tmp_path)])
+    assert result.exit_code == 1
+    assert f"No proxy serves {tmp_path}." in result.output
+
+
 def test_url_wins_over_data_directory(tmp_path: Path) -> None:
     write_address(tmp_path, "http://127.0.0.1:2")
     assert proxy_url("http://127.0.0.1:1", tmp_path) == "http://127.0.0.1:1"
