@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sandboxes.container.boot_scripts import BOX
 
-NEWCOMERS_S = 30.0
+NEWCOMERS_S = 20.0
 """How long a dead proxy's containers are waited for. Docker starts one in 0.3 s, and in seconds on a busy machine."""
 _POLL_S = 0.1
 

@@ -101,9 +101,7 @@ class WorkerCalls:
         if error.cause == "memory":
             memory_mb = self._spec.limits.memory_mb
             return CallAbortedError(Failure(f"the statement needs more than {memory_mb} MB of memory", "limit"))
-        if error.cause == "killed":
-            message = "the statement was stopped: the machine has too little memory for it"
-            return CallAbortedError(Failure(message, "limit"))
+        # A worker that something else killed says nothing about the statement, also if the machine ran out of memory.
         return SandboxError(str(error))
 
     async def check_disk(self, fields: Mapping[str, Any]) -> None:
