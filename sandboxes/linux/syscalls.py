@@ -13,6 +13,8 @@ import struct
 import sys
 from collections.abc import Mapping
 
+from sandboxes.linux.descriptors import close_all
+
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
@@ -53,10 +55,12 @@ MOUNT_ATTR_NOEXEC = 0x8
 MOUNT_ATTR_NOSYMFOLLOW = 0x200000
 SEALED = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSYMFOLLOW
 """What a mount needs that is there to be read only."""
+RESOLVE_NO_XDEV = 0x01
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_IN_ROOT = 0x10
 MOVE_MOUNT_F_EMPTY_PATH = 0x04
+MOVE_MOUNT_T_EMPTY_PATH = 0x40
 FSOPEN_CLOEXEC = 1
 FSMOUNT_CLOEXEC = 1
 FSCONFIG_SET_FLAG = 0
@@ -287,6 +291,34 @@ def open_without_links(path: bytes, flags: int) -> int:
     # struct open_how: flags, mode, resolve (openat2(2)).
     how = ctypes.create_string_buffer(struct.pack("=QQQ", flags | os.O_CLOEXEC, 0, resolve), 24)
     return openat2(AT_FDCWD, path, how)
+
+
+def bind_within_root(source: str, target: str) -> None:
+    """Bind a directory of the root's own file system to another one. Mounts below it are not shown.
+
+    Args:
+        source: An absolute path. Neither it nor `target` may lead through a link, or into another mount.
+        target: An absolute path.
+
+    Raises:
+        OSError: A path leads through a link (ELOOP) or into another mount (EXDEV), or is no directory.
+    """
+    resolve = RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS | RESOLVE_NO_XDEV
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+    how = ctypes.create_string_buffer(struct.pack("=QQQ", flags, 0, resolve), 24)
+    empty, opened = ctypes.c_char_p(b""), [os.open("/", flags)]
+    try:
+        # Descriptors, not paths: what a path leads to may be changed before the mount.
+        opened += [openat2(opened[0], os.fsencode(path.lstrip("/")) or b".", how) for path in (source, target)]
+        clone = ctypes.c_uint(OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_EMPTY_PATH)
+        opened.append(_syscall("open_tree", ctypes.c_int(opened[1]), empty, clone, about=source))
+        attached = ctypes.c_uint(MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH)
+        _syscall(
+            "move_mount", ctypes.c_int(opened[3]), empty, ctypes.c_int(opened[2]), empty, attached,
+            about=f"{source} to {target}",
+        )  # fmt: skip
+    finally:
+        close_all(opened)
 
 
 def take_descriptor(process: int, number: int) -> int:

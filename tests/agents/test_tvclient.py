@@ -187,7 +187,7 @@ def test_tree_outlives_the_proxy(tmp_path: Path) -> None:
             assert asyncio.run(rollout(proxy, "semantic", calls)) == truth(calls)
         assert Sandbox.executed - before == expected
     with serving(tmp_path, drivers={"client": ClientDriver()}) as proxy:
-        rollouts = proxy.client.get("/api/v1/tasks/lines/rollouts").json()
+        rollouts = proxy.client.get("/api/v1/tasks/lines/rollouts").json()["items"]
         assert [each["finished"] for each in rollouts] == [True, True], (
             "the rollouts that count calls end with the proxy"
         )

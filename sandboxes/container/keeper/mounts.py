@@ -29,6 +29,9 @@ _OWN_TEXTS = {
 _SERVICE = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 """What a directory of a service is named. Other entries of `SERVICES` are none."""
 
+_SHARED_CHARS = 1 << 16
+"""What is read of the list of shared directories: an image may have anything there."""
+
 _FIXED_NS = 10**18
 """The modification time of these files, 2001-09-09 in every container, so that digests of states are equal."""
 
@@ -88,23 +91,30 @@ def _services() -> list[str]:
     """Return the names of the side services that the container's image has files of."""
     if not os.path.isdir(SERVICES) or os.path.islink(SERVICES):  # noqa: PTH112, PTH114
         return []
-    return sorted(entry.name for entry in os.scandir(SERVICES) if _SERVICE.fullmatch(entry.name) and entry.is_dir())
+    entries = os.scandir(SERVICES)
+    return sorted(
+        entry.name for entry in entries if _SERVICE.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+    )
 
 
 def _mount_for(services: list[str]) -> None:
     """Give each service the container's /proc, /dev and /sys as they are now, and mount the shared directories.
 
-    All paths are looked up in the container, so a link in an image leads to its own files.
+    All paths are looked up in the container, so a link in an image leads to its own files. The image may have written
+    the list of shared directories itself, so nothing in it may lead out of the container's own files: what is masked in
+    /proc would show, and be writable, in a second mount of it.
     """
     for name in services:
         for path in ("/proc", "/dev", "/sys"):
             os.makedirs(f"{SERVICES}/{name}{path}", exist_ok=True)  # noqa: PTH103
             kernel.mount(path, f"{SERVICES}/{name}{path}", "", kernel.MS_BIND | kernel.MS_REC)
-    if not services or not os.path.isfile(SHARED):  # noqa: PTH113
+    if not services or os.path.islink(SHARED) or not os.path.isfile(SHARED):  # noqa: PTH113, PTH114
         return
-    for line in Path(SHARED).read_text().splitlines():
+    with open(SHARED) as file:  # noqa: PTH123
+        lines = file.read(_SHARED_CHARS).splitlines()
+    for line in lines:
         source, _, target = line.partition("\t")
-        kernel.mount(source, target, "", kernel.MS_BIND)
+        kernel.bind_within_root(source, target)
 
 
 def _share_memory() -> None:
