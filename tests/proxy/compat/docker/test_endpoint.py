@@ -117,7 +117,7 @@ def test_containers_of_one_url_are_separate_rollouts(tmp_path: Path) -> None:
     """A second container below the same URL is a rollout of its own, with its own files."""
     with serving(tmp_path, any_image=True) as running:
         first, second = container(running, "a"), container(running, "a")
-        rollouts = running.client.get("/api/v1/tasks/task/rollouts").json()
+        rollouts = running.client.get("/api/v1/tasks/task/rollouts").json()["items"]
         assert sorted(rollout["rollout"] for rollout in rollouts) == ["a", "a~2"]
         for container_id, text in ((first, "1"), (second, "2")):
             start(running, "a", execution(running, "a", container_id, f"echo {text} > f"))
