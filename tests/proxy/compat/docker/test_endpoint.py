@@ -98,7 +98,7 @@ def test_failure_before_stream_is_503(tmp_path: Path) -> None:
         # A retry succeeds.
         retry = execution(running, "a", container_id, "echo hi")
         assert start(running, "a", retry) == (101, {1: b"hi\n"})
-        steps = running.client.get("/api/v1/tasks/task/rollouts/a").json()["steps"]
+        steps = running.client.get("/api/v1/tasks/task/rollouts/a").json()["steps"]["items"]
         assert [step["outcome"] for step in steps] == ["miss"]
 
 
