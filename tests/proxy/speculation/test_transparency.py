@@ -66,5 +66,6 @@ def test_each_rollout_is_answered_as_if_alone(
 def test_the_property_does_execute_ahead(tmp_path: Path) -> None:
     """The property above would hold without any speculation, too."""
     rollouts = [[f"echo {number} > f{number}", "ls", "cat seed", "pwd"] for number in range(5)]
-    _, speculated = asyncio.run(together(rollouts, Pauses(0, 0, 0, 0), tmp_path))
-    assert speculated > 0
+    # Whether a rollout thinks where something is known depends on how freezes in threads take turns with calls.
+    runs = (asyncio.run(together(rollouts, Pauses(seed, 0, 0, 0), tmp_path / str(seed)))[1] for seed in range(20))
+    assert any(runs)
