@@ -78,7 +78,7 @@ def test_another_state_is_never_served(proxy: Proxy, client: httpx.Client) -> No
     assert len(shown.split()) == 3
     assert exec_(client, "b", "cat /root/id")[:2] == (shown, HIT)
     proxy.kill()
-    shutil.rmtree(proxy.data / "data" / "container" / "states")
+    shutil.rmtree(proxy.data / "container" / "states")
     proxy.start()
     for rollout in ("a", "b"):
         assert exec_(client, rollout, "cat /root/id")[:2] == (shown, HIT)

@@ -29,7 +29,7 @@ def test_audit_shows_confidence_interval(proxy: Running, page: Page) -> None:
     expect(page.get_by_text("No recorded call differs.")).to_be_visible()
     page.get_by_role("button", name="Verify").click()
     row = page.get_by_role("row", name=re.compile("recorded calls 3 0"))
-    expect(row).to_contain_text("0 % and")
+    expect(row).to_contain_text("0 % to")
     expect(page.get_by_text("Nothing is ignored.")).to_be_visible()
 
 
