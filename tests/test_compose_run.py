@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,16 @@ class ComposedProxy:
         data: The data directory, whose path is the same inside and outside.
         port: The port on loopback.
         service: The service in compose.yaml.
+        image: The proxy's image. The empty one sees this machine's programs.
+        spec: The environment of tasks without one.
     """
 
     daemon: Dockerd
     data: Path
     port: int
     service: dict[str, Any]
+    image: str = IMAGE
+    spec: dict[str, str] = field(default_factory=lambda: SPEC)
 
     def start(self) -> None:
         """Start the container, and return when the proxy is ready."""
@@ -81,7 +85,7 @@ class ComposedProxy:
             "FORKPOINT_PORT": str(self.port),
             "FORKPOINT_TOKEN": TOKEN,
             "FORKPOINT_DATA": str(self.data),
-            "FORKPOINT_DEFAULT_SPEC": json.dumps(SPEC),
+            "FORKPOINT_DEFAULT_SPEC": json.dumps(self.spec),
         }
         flags += [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
         elsewhere = {
@@ -93,15 +97,24 @@ class ComposedProxy:
             outer, inner = volume.split(":")
             replaced = elsewhere.get(outer, outer)
             flags += ["--volume", replaced if ":" in replaced else f"{replaced}:{inner}"]
-        for path in {*PROGRAMS, sys.base_prefix, sys.prefix, str(ROOT)}:
-            flags += ["--volume", f"{path}:{path}:ro"] if Path(path).is_dir() else []
-        return ["run", "--detach", "--init=false", *flags, IMAGE, sys.executable, "-m", "forkpoint", "serve"]
+        program = []
+        if self.image == IMAGE:
+            program = [sys.executable, "-m", "forkpoint", "serve"]
+            for path in {*PROGRAMS, sys.base_prefix, sys.prefix, str(ROOT)}:
+                flags += ["--volume", f"{path}:{path}:ro"] if Path(path).is_dir() else []
+        return ["run", "--detach", "--init=false", *flags, self.image, *program]
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str], *, within_s: float = 60) -> None:
     """Run a `docker` command, which must succeed."""
-    done = subprocess.run(["docker", *command], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(["docker", *command], capture_output=True, text=True, check=False, timeout=within_s)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+
+def proxy_service() -> dict[str, Any]:
+    """Return the proxy's service of compose.yaml."""
+    service: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["proxy"]
+    return service
 
 
 def _missing_capabilities() -> list[str]:
@@ -122,8 +135,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ComposedProxy]:
         subprocess.run(["docker", "import", "-", IMAGE], input=empty, check=True, capture_output=True)
         folder = stack.enter_context(data_directory())
         folder.chmod(0o711)
-        service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["proxy"]
-        running = ComposedProxy(daemon, folder / "data", free_port(), service)
+        running = ComposedProxy(daemon, folder / "data", free_port(), proxy_service())
         running.start()
         yield running
 
