@@ -136,7 +136,9 @@ def _join(settings: Settings) -> "Joined | None":
         from proxy.cluster.database import ClusterError  # noqa: PLC0415 - psycopg is optional
         from proxy.cluster.start import join  # noqa: PLC0415 - psycopg is optional
     except ImportError as error:
-        raise StartError("--cluster needs psycopg. Install it: pip install 'forkpoint[cluster]'") from error
+        raise StartError(
+            "--cluster needs psycopg and obstore. Install them: pip install 'forkpoint[cluster]'"
+        ) from error
     try:
         return join(settings)
     except ClusterError as error:

@@ -192,7 +192,7 @@ def served(data: Path, **options: str) -> Iterator[Proxy]:
         if proxy.process is not None and proxy.process.poll() is None:
             processes = proxy.processes()
             proxy.kill()
-            # A keeper launcher waits 30 s for containers that Docker was asked for and may still start.
+            # A keeper launcher waits for containers that Docker may still start (`orphans.NEWCOMERS_S`).
             wait_until(lambda: not alive(processes), f"{alive(processes)} are still running", within_s=90)
 
 

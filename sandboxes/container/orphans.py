@@ -50,12 +50,13 @@ def kill_newcomers(boxes: Path, kept: Collection[str]) -> None:
     # By name: a new proxy of the same data directory may start containers meanwhile, with names of its own.
     names = set(os.listdir(boxes))  # noqa: PTH208 - names only
     missing = names.difference(kept)
-    while missing and time.monotonic() < deadline:
+    while True:
         missing -= _kill_containers(boxes, names.__contains__)
         # A next proxy empties the directory, and has removed what it found.
         missing = {name for name in missing if (boxes / name).exists()}
+        if not missing or time.monotonic() > deadline:
+            return
         time.sleep(_POLL_S)
-    _kill_containers(boxes, names.__contains__)
 
 
 def _kill_containers(boxes: Path, is_chosen: Callable[[str], bool]) -> set[str]:

@@ -7,6 +7,7 @@
 
 import contextlib
 import errno
+import hashlib
 import os
 import stat
 from itertools import islice
@@ -46,6 +47,12 @@ def remove_tree(path: Path) -> bool:
     finally:
         os.close(parent)
     return True
+
+
+def file_digest(path: Path) -> str:
+    """Return a digest of the content of a file. 1 s for a gigabyte."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
 
 def sync_path(path: str | Path, *, within: int | None = None) -> None:

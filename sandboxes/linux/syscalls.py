@@ -167,6 +167,12 @@ def openat2(folder: int, path: bytes, how: ctypes.Array[ctypes.c_char]) -> int:
     return _syscall("openat2", *arguments, about=os.fsdecode(path))
 
 
+def _open_how(flags: int, resolve: int) -> ctypes.Array[ctypes.c_char]:
+    """Return a `struct open_how` for `openat2`: flags, mode, resolve. The descriptor is closed at `exec`."""
+    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, 0, resolve)
+    return ctypes.create_string_buffer(how, len(how))
+
+
 def seccomp(program: bytes) -> None:
     """Install a BPF program as a filter, which every later exec and fork keeps. The process needs no_new_privs."""
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -287,10 +293,7 @@ def _mount_setattr(folder: int, path: str, add: int, remove: int, propagation: i
 
 def open_without_links(path: bytes, flags: int) -> int:
     """Open an absolute path without following any symbolic link. The error ELOOP means that there is one."""
-    resolve = RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
-    # struct open_how: flags, mode, resolve (openat2(2)).
-    how = ctypes.create_string_buffer(struct.pack("=QQQ", flags | os.O_CLOEXEC, 0, resolve), 24)
-    return openat2(AT_FDCWD, path, how)
+    return openat2(AT_FDCWD, path, _open_how(flags, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS))
 
 
 def bind_within_root(source: str, target: str) -> None:
@@ -303,13 +306,13 @@ def bind_within_root(source: str, target: str) -> None:
     Raises:
         OSError: A path leads through a link (ELOOP) or into another mount (EXDEV), or is no directory.
     """
-    resolve = RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS | RESOLVE_NO_XDEV
-    flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-    how = ctypes.create_string_buffer(struct.pack("=QQQ", flags, 0, resolve), 24)
-    empty, opened = ctypes.c_char_p(b""), [os.open("/", flags)]
+    flags = os.O_PATH | os.O_DIRECTORY
+    how = _open_how(flags, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS | RESOLVE_NO_XDEV)
+    empty, opened = ctypes.c_char_p(b""), [os.open("/", flags | os.O_CLOEXEC)]
     try:
-        # Descriptors, not paths: what a path leads to may be changed before the mount.
-        opened += [openat2(opened[0], os.fsencode(path.lstrip("/")) or b".", how) for path in (source, target)]
+        for path in (source, target):
+            # Descriptors, not paths: what a path leads to may be changed before the mount.
+            opened.append(openat2(opened[0], os.fsencode(path.lstrip("/")) or b".", how))
         clone = ctypes.c_uint(OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_EMPTY_PATH)
         opened.append(_syscall("open_tree", ctypes.c_int(opened[1]), empty, clone, about=source))
         attached = ctypes.c_uint(MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH)
@@ -350,8 +353,7 @@ def move(source: str, target: str) -> None:
 
 def stat_in_root(root: int, path: bytes) -> os.stat_result:
     """Return the attributes of what a path leads to for a process whose root is the given directory (openat2(2))."""
-    how = struct.pack("=QQQ", os.O_PATH | os.O_CLOEXEC, 0, RESOLVE_IN_ROOT)
-    fd = openat2(root, path, ctypes.create_string_buffer(how, len(how)))
+    fd = openat2(root, path, _open_how(os.O_PATH, RESOLVE_IN_ROOT))
     try:
         return os.fstat(fd)
     finally:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import secrets
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 import orjson
 
 from sandboxes.errors import SandboxError, SpecError
+from sandboxes.linux.files import file_digest
 from sandboxes.linux.plain_files import open_plain
 from sandboxes.sources import SourceRules
 from sandboxes.sqlite.build import SCRIPT_S
@@ -126,12 +126,11 @@ class Sources:
 
     def _adopt(self, database: Path) -> str:
         _make_wal(database)
-        with database.open("rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+        digest = file_digest(database)
         # Named by content: equal sources share one root state.
         part = f"r-{digest}"
         if not (self._store.has(part) and self._store.read_whole([part])):
-            self._store.adopt(database, part)
+            self._store.adopt(database, part, digest)
         return part
 
     def _save(self) -> None:

@@ -13,7 +13,6 @@ A fork is a directory below `forks`: a second copy of `db`, and a log of its own
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
@@ -27,7 +26,7 @@ from typing import Any
 import orjson
 
 from sandboxes.errors import StateGoneError
-from sandboxes.linux.files import sync_path
+from sandboxes.linux.files import file_digest, sync_path
 from sandboxes.sqlite.counters import UNTOUCHED, RowCounters
 from sandboxes.sqlite.file_clone import Method, best_copy, choose, clone, hold
 from sandboxes.sqlite.pages import Pages, last_versions, page_size_of, wal_bytes
@@ -137,14 +136,14 @@ class SqliteStore:
             (self.states / part / "manifest.json").unlink(missing_ok=True)
             shutil.rmtree(self.states / part, ignore_errors=True)
 
-    def adopt(self, database: Path, part: str) -> None:
-        """Move a database file into a new root state."""
+    def adopt(self, database: Path, part: str, digest: str) -> None:
+        """Move a database file, whose digest is known, into a new root state."""
         folder = self._new()
         database.rename(folder / "db")
         # A root state is named by its content and trusted after a loss of power: its bytes come before its name.
         sync_path(folder / "db")
         size_bytes = (folder / "db").stat().st_size
-        self._finish(folder, part, frames=0, size_bytes=size_bytes, database=_digest(folder / "db"), durable=True)
+        self._finish(folder, part, frames=0, size_bytes=size_bytes, database=digest, durable=True)
 
     def root(self, part: str) -> DatabaseState:
         """Return a root state by name."""
@@ -183,7 +182,7 @@ class SqliteStore:
         try:
             # Earlier versions wrote no digests; such a state is taken as it is.
             digests = self._manifest(part).get("digests", {})
-            whole = all(_digest(self.states / part / name) == digest for name, digest in digests.items())
+            whole = all(file_digest(self.states / part / name) == digest for name, digest in digests.items())
         except (OSError, ValueError, AttributeError):
             whole = False
         if whole:
@@ -213,7 +212,7 @@ class SqliteStore:
             best_copy(fork.path, folder / "db")
             _write_into(folder / "db", wal_of(fork.path), state.frames, size, int.from_bytes(pages[:4], "big"))
             kept, added = replace(state, part=part, base=part, frames=0), (folder / "db").stat().st_size
-            database = _digest(folder / "db")
+            database = file_digest(folder / "db")
         else:
             # Share the database file, and copy the log up to the state's last frame.
             self._clone(fork.path, folder / "db")
@@ -262,7 +261,7 @@ class SqliteStore:
     def _database_digest(self, part: str) -> str:
         """Return the digest of a state's database file, which is read only if an earlier version wrote the state."""
         known: str | None = self._manifest(part).get("digests", {}).get("db")
-        return known or _digest(self.path(part))
+        return known or file_digest(self.path(part))
 
     def _finish(
         self, folder: Path, part: str, *, frames: int, size_bytes: int, database: str, durable: bool = False
@@ -284,7 +283,7 @@ class SqliteStore:
             "frames": frames,
             "size_bytes": size_bytes,
             "stamp": [status.st_size, status.st_mtime_ns, log_bytes],
-            "digests": {"db": database} | {path.name: _digest(path) for path in others},
+            "digests": {"db": database} | {path.name: file_digest(path) for path in others},
         }
         # Manifest last: a state without one is incomplete, and is deleted at the next start.
         (folder / "manifest.json").write_bytes(orjson.dumps(manifest))
@@ -362,11 +361,6 @@ class Fork:
         shutil.rmtree(self.path.parent, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self.lock)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
 
 def wal_of(database: Path) -> Path:

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from sandboxes.errors import StateGoneError
-from sandboxes.linux.files import sync_path
+from sandboxes.linux.files import file_digest, sync_path
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class VideoStore:
                 return True
             try:
                 digests = self._manifest(part)["digests"]
-                whole = all(_digest(self._parts / part / name) == digest for name, digest in digests.items())
+                whole = all(file_digest(self._parts / part / name) == digest for name, digest in digests.items())
             except (OSError, ValueError, KeyError):
                 whole = False
             if whole:
@@ -110,7 +110,7 @@ class VideoStore:
         """Make a part of a directory, which is moved. If the same part was made meanwhile, that one stays."""
         sizes, digests = {}, {}
         for path in sorted(folder.iterdir()):
-            sizes[path.name], digests[path.name] = path.stat().st_size, _digest(path)
+            sizes[path.name], digests[path.name] = path.stat().st_size, file_digest(path)
             sync_path(path)
         # Parts outlive losses of power, so the files are on the disk before the manifest says that they are complete.
         (folder / _MANIFEST).write_bytes(orjson.dumps({"sizes": sizes, "digests": digests}))
@@ -162,8 +162,3 @@ class VideoStore:
         if not isinstance(manifest, dict) or set(manifest) != {"sizes", "digests"}:
             raise ValueError("the manifest of a part has other members")
         return manifest
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()

@@ -85,14 +85,14 @@ def test_e2b_sandboxes_of_two_members(members: dict[str, Node]) -> None:
     """A group of E2B's SDK shares a prefix and diverges; each rollout uses another member."""
     a, b = members.values()
     put(a, "e2b")
-    told = {}
+    answers = {}
     for part, node in (("p1", a), ("p2", b)):
         base = f"{node.url}/t/e2b/r/{part}/e2b"
         env = {"E2B_API_URL": base, "E2B_SANDBOX_URL": base, "E2B_API_KEY": KEY}
-        told[part] = run(packages(f"e2b=={PYTHON_SDKS[0]}"), "e2b_client.py", part, env=env)
-    shared = told["p1"][0]
-    assert told["p2"][1][:shared] == told["p1"][1][:shared]
-    assert plain(told["p2"][1], "p2") == plain(told["p1"][1], "p1")
+        answers[part] = run(packages(f"e2b=={PYTHON_SDKS[0]}"), "e2b_client.py", part, env=env)
+    shared = answers["p1"][0]
+    assert answers["p2"][1][:shared] == answers["p1"][1][:shared]
+    assert plain(answers["p2"][1], "p2") == plain(answers["p1"][1], "p1")
     assert outcomes(b, "e2b", "p2").count("hit") >= shared - 2
 
 
@@ -100,13 +100,13 @@ def test_mcp_sessions_of_two_members(members: dict[str, Node]) -> None:
     """Clients of two MCP SDKs share a tree; progress reaches them while a tool runs."""
     a, b = members.values()
     put(a, "mcp", **mcp_spec())
-    told = [
+    answers = [
         run(packages(requirement), "mcp_client.py", f"{node.url}/t/mcp/r/{node.name}/mcp", mode, node.name)
         for requirement, mode, node in ((OLD, "-", a), (NEW, "auto", b))
     ]
-    shared = told[0][0]
-    assert told[0][1][:shared] == told[1][1][:shared]
-    assert told[0][2] == told[1][2] != []
+    shared = answers[0][0]
+    assert answers[0][1][:shared] == answers[1][1][:shared]
+    assert answers[0][2] == answers[1][2] != []
 
 
 def opened(node: Node, place: str) -> ClientConnection:
@@ -132,9 +132,9 @@ def test_killed_owner_ends_streams(members: dict[str, Node]) -> None:
     put(a, "cut", workdir="/root")
     words = ("add 1", "get", "add 2", "what else")
     with opened(a, "sockets/r/1/api/x") as line:
-        told = [ask(line, text) for text in words]
+        answers = [ask(line, text) for text in words]
     with opened(b, "sockets/r/2/api/x") as line, sdk(b, "cut") as client:
-        assert [ask(line, text) for text in words] == told
+        assert [ask(line, text) for text in words] == answers
         assert outcomes(b, "sockets", "2") == ["hit"] * 4
         container = client.containers.run("any:1", "sleep infinity", detach=True)
         assert container.exec_run(["sh", "-c", "echo kept > own"]).exit_code == 0
@@ -150,7 +150,7 @@ def test_killed_owner_ends_streams(members: dict[str, Node]) -> None:
             line.recv(60)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1012
-        # What the agents were told is there still; what was cut off is not.
+        # What the agents were answered is there still; what was cut off is not.
         found: list[Any] = []
 
         def goes_on() -> bool:

@@ -1,11 +1,9 @@
 """The garbage collector does not look at the trees in memory, and closed ones are collected all the same."""
 
-import asyncio
 import gc
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -13,41 +11,17 @@ from proxy.execution import collector, open_trees
 from proxy.execution.collector import Collector
 from proxy.execution.open_trees import OpenTrees
 from proxy.storage import trees as tree_store
+from proxy.storage.store import Store
 from proxy.tree.keys import CallKey
 from proxy.tree.tree import Node, Record
 from sandboxes.effects import Effect
-from tests.proxy.storage.rig import opened, save, tree_of
-
-if TYPE_CHECKING:
-    from snapshots.cache import SnapshotCache
-
-
-class NoSnapshots:
-    """A cache without snapshots."""
-
-    def reattach(self, _tree: int, _nodes: object) -> None:
-        return
+from tests.proxy.execution.trees import with_twenty_records
 
 
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
     yield
     gc.unfreeze()
-
-
-def run(folder: Path, test: Callable[[OpenTrees, int], Awaitable[None]]) -> None:
-    """Run a test on a store with a tree of twenty records that is not in memory."""
-    with opened(folder) as store:
-        tree = tree_of(store)
-        for number in range(20):
-            save(store, tree, f"echo {number}", b"%d" % number)
-        trees, number = OpenTrees(store.trees, cast("SnapshotCache", NoSnapshots())), tree.id
-        del tree
-
-        async def body() -> None:
-            await test(trees, number)
-
-        asyncio.run(body())
 
 
 class Mark(str):
@@ -66,13 +40,13 @@ def test_many_new_records_are_frozen(
 ) -> None:
     monkeypatch.setattr(collector, "FREEZE_RECORDS", enough)
 
-    async def test(trees: OpenTrees, number: int) -> None:
+    async def test(_: Store, trees: OpenTrees, number: int) -> None:
         tree = trees.load(number)
         assert is_looked_at(tree)
         await Collector(trees).settle()
         assert is_looked_at(tree) is not frozen
 
-    run(tmp_path, test)
+    with_twenty_records(tmp_path, test)
 
 
 @pytest.mark.parametrize("thaws", [True, False])
@@ -82,7 +56,7 @@ def test_closed_trees_are_collected_if_they_were_large(
     monkeypatch.setattr(collector, "FREEZE_RECORDS", 1)
     monkeypatch.setattr(collector, "THAW_RECORDS", 21 if thaws else 22)
 
-    async def test(trees: OpenTrees, number: int) -> None:
+    async def test(_: Store, trees: OpenTrees, number: int) -> None:
         settling = Collector(trees)
         # The root and its records refer to each other, so only a collection frees them.
         trees.load(number).root.unfreezable = mark = Mark()
@@ -93,11 +67,11 @@ def test_closed_trees_are_collected_if_they_were_large(
         await settling.settle()
         assert (held() is None) is thaws
 
-    run(tmp_path, test)
+    with_twenty_records(tmp_path, test)
 
 
 def test_forgotten_nodes_count_as_dropped(tmp_path: Path) -> None:
-    async def test(trees: OpenTrees, number: int) -> None:
+    async def test(_: Store, trees: OpenTrees, number: int) -> None:
         tree = trees.load(number)
         node = Node(1 << 40)
         tree.add_node(node)
@@ -110,17 +84,17 @@ def test_forgotten_nodes_count_as_dropped(tmp_path: Path) -> None:
         trees.close(number)
         assert trees.added == trees.dropped == tree.size
 
-    run(tmp_path, test)
+    with_twenty_records(tmp_path, test)
 
 
 def test_a_tree_that_is_read_back_is_frozen_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_store, "_PAGE_ROWS", 2)
     monkeypatch.setattr(open_trees, "_SLICES_FROZEN", 1)
 
-    async def test(trees: OpenTrees, number: int) -> None:
+    async def test(_: Store, trees: OpenTrees, number: int) -> None:
         await trees.read_back(number)
         tree = trees.get(number)
         assert tree is not None
         assert not is_looked_at(tree)
 
-    run(tmp_path, test)
+    with_twenty_records(tmp_path, test)

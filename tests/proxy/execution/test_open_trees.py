@@ -1,40 +1,15 @@
 """Trees come back into memory in slices, and never an older state of them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from proxy.execution.open_trees import OpenTrees
 from proxy.storage import trees as tree_store
 from proxy.storage.store import Store
-from tests.proxy.storage.rig import opened, save, tree_of
-
-if TYPE_CHECKING:
-    from snapshots.cache import SnapshotCache
-
-
-class NoSnapshots:
-    """A cache without snapshots."""
-
-    def reattach(self, _tree: int, _nodes: object) -> None:
-        return
-
-
-def run(folder: Path, test: Callable[[Store, OpenTrees, int], Awaitable[None]]) -> None:
-    """Run a test on a store with a tree of twenty records that is not in memory."""
-    with opened(folder) as store:
-        tree = tree_of(store)
-        for number in range(20):
-            save(store, tree, f"echo {number}", b"%d" % number)
-        trees = OpenTrees(store.trees, cast("SnapshotCache", NoSnapshots()))
-
-        async def body() -> None:
-            await test(store, trees, tree.id)
-
-        asyncio.run(body())
+from tests.proxy.execution.trees import with_twenty_records
+from tests.proxy.storage.rig import save
 
 
 def test_others_run_while_a_tree_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +27,7 @@ def test_others_run_while_a_tree_is_read_back(tmp_path: Path, monkeypatch: pytes
         assert set(tree.root.records) == set(store.trees.load(number).root.records)
         assert len(tree.root.records) == 20
 
-    run(tmp_path, test)
+    with_twenty_records(tmp_path, test)
 
 
 def test_a_tree_that_was_in_memory_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +43,7 @@ def test_a_tree_that_was_in_memory_meanwhile_is_not_replaced(tmp_path: Path, mon
         assert trees.get(number) is None
         assert len(trees.load(number).root.records) == 21
 
-    run(tmp_path, test)
+    with_twenty_records(tmp_path, test)
 
 
 def test_a_tree_deleted_meanwhile_stays_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,4 +57,4 @@ def test_a_tree_deleted_meanwhile_stays_away(tmp_path: Path, monkeypatch: pytest
         await reading
         assert trees.get(number) is None
 
-    run(tmp_path, test)
+    with_twenty_records(tmp_path, test)

@@ -91,16 +91,16 @@ def test_services_and_calls_are_one_state(container_dir: Path) -> None:
             "image": BASH_IMAGE, "command": "sleep 1000", "depends_on": ["store"],
             "healthcheck": "test -e /logs/.keep && test ! -e /client.py && test $HOSTNAME = logger",
         }  # fmt: skip
-        told = spec(
+        wanted = spec(
             services={"store": STORE_SERVICE, "logger": logger},
             volumes={"logs": {"store": "/data", "main": "/logs", "logger": "/logs"}},
         )
-        sandbox = await driver.start(told)
+        sandbox = await driver.start(wanted)
         assert await store(sandbox, "set", "x", "1") == "1"
         frozen = await sandbox.freeze()
         assert frozen.kind == "processes"
         assert await store(sandbox, "set", "x", "2") == "2"
-        fork = await driver.restore(told, frozen)
+        fork = await driver.restore(wanted, frozen)
         assert await store(fork, "get", "x") == "1"
         assert await store(fork, "set", "y", "3") == "3"
         assert (await run(fork, "cat /logs/log")).out == "x\ny\n"
@@ -176,8 +176,8 @@ def test_a_socket_below_another_root_is_not_dumped(container_dir: Path) -> None:
     require_criu()
 
     async def test(driver: OnImage) -> None:
-        told = spec(services={"store": {**STORE_SERVICE, "environment": {"SOCKET": "/tmp/x.sock"}}})
-        sandbox = await driver.start(told)
+        wanted = spec(services={"store": {**STORE_SERVICE, "environment": {"SOCKET": "/tmp/x.sock"}}})
+        sandbox = await driver.start(wanted)
         # A file of the same name in the main container must not be taken for it.
         await run(sandbox, "touch /tmp/x.sock")
         with pytest.raises(NotFreezableError, match="another root"):
@@ -209,8 +209,8 @@ def test_a_missing_image_of_a_service_is_named(container_dir: Path) -> None:
 
 
 def orders(config: Mapping[str, Any], **more: Any) -> Any:
-    told = spec(files={}, services={"db": {"image": "x", **more}})
-    (order,) = service_orders(told, {"db": config})
+    wanted = spec(files={}, services={"db": {"image": "x", **more}})
+    (order,) = service_orders(wanted, {"db": config})
     return order
 
 

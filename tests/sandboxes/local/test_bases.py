@@ -1,6 +1,5 @@
 """Bases: what is built once is complete, also after a loss of power, and what was changed since is built again."""
 
-import os
 import tarfile
 from collections.abc import Callable
 from io import BytesIO
@@ -10,6 +9,7 @@ import pytest
 
 from sandboxes.local import bases as module
 from sandboxes.local.bases import Bases
+from tests.sandboxes.damaged_files import flip
 
 
 def test_a_base_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,13 +32,6 @@ def packed(path: Path) -> Path:
             member.size = 5
             tar.addfile(member, BytesIO(b"alpha"))
     return path
-
-
-def flip(path: Path) -> None:
-    """Change a byte, and nothing else that a look at the file would tell."""
-    status = path.stat()
-    path.write_bytes(b"aypha")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 @pytest.mark.parametrize(

@@ -14,20 +14,11 @@ from sandboxes.errors import StateGoneError
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import opened, run
+from tests.sandboxes.damaged_files import flip
 
 SPEC = EnvironmentSpec()
 SMALL = "mkdir d e; echo alpha > d/f; ln -s f d/l; : > d/none; rm -rf /etc/alternatives; mkdir /etc/alternatives"
 LARGE = f"{SMALL}; head -c 5000000 /dev/urandom > d/large"
-
-
-def flip(path: Path) -> None:
-    """Change one byte, and nothing else that a look at the file would tell."""
-    status = path.stat()
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    with path.open("r+b") as file:
-        file.write(content)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def forget_manifest(path: Path) -> None:

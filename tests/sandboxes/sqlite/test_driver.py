@@ -14,6 +14,7 @@ from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGo
 from sandboxes.spec import Database, EnvironmentSpec, Limits
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.sandboxes.box import opened
+from tests.sandboxes.damaged_files import flip
 from tests.sandboxes.sql_calls import ask
 from tests.sandboxes.sqlite_files import SHOP, driven, folder_digest, forks, make, responses_to, spec_of
 
@@ -515,12 +516,7 @@ def test_a_changed_byte_is_not_served(tmp_path: Path, name: str) -> None:
 
     async def refuse(driver: SqliteDriver) -> None:
         path = driver.store.path(frozen[0].payload["databases"]["shop"]["part"]).with_name(name)
-        status = path.stat()
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        with path.open("r+b") as file:
-            file.write(content)
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        flip(path)
         with pytest.raises(StateGoneError):
             await driver.restore(spec, frozen[0])
         # Its database file may be the root state's: that one is made again from the source.

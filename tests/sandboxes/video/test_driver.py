@@ -208,7 +208,7 @@ def test_a_changed_byte_is_not_served(tmp_path: Path, clip: Path, kind: str) -> 
     async def freeze(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec)
         frozen.append(await sandbox.freeze())
-        told.append((await ask(sandbox, "detect_shots")).body)
+        shots.append((await ask(sandbox, "detect_shots")).body)
 
     async def refuse(driver: VideoDriver) -> None:
         (part,) = parts(driver, kind)
@@ -219,11 +219,11 @@ def test_a_changed_byte_is_not_served(tmp_path: Path, clip: Path, kind: str) -> 
         with pytest.raises(StateGoneError):
             await driver.restore(spec, frozen[0])
         again = await prepared(driver, spec)
-        assert (await ask(again, "detect_shots")).body == told[0]
+        assert (await ask(again, "detect_shots")).body == shots[0]
         assert path.read_bytes() != content
 
     frozen: list[FrozenState] = []
-    told: list[bytes] = []
+    shots: list[bytes] = []
     for act in (freeze, refuse):
         driven(tmp_path, act)
 

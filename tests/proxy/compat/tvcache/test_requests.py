@@ -22,8 +22,8 @@ def put(**changes: object) -> Request:
 
 def test_chain_comes_from_the_query() -> None:
     """Calls are repeated members of the query, in UTF-8."""
-    asked = read(request("GET", "/get?task_name=t&tool_calls=%C3%A9&tool_calls="))
-    assert (asked.verb, asked.task, asked.chain, asked.whole) == ("get", "t", ("é", ""), False)
+    question = read(request("GET", "/get?task_name=t&tool_calls=%C3%A9&tool_calls="))
+    assert (question.verb, question.task, question.chain, question.whole) == ("get", "t", ("é", ""), False)
 
 
 def test_whole_chains_are_declared() -> None:
