@@ -6,6 +6,7 @@ from dataclasses import astuple
 import orjson
 
 from proxy.control.activity import Second, timeline
+from proxy.storage.errors import DamagedError
 from proxy.storage.store import Store
 
 DAY = 24 * 60
@@ -29,7 +30,11 @@ class History:
     def minutes(self) -> deque[Second]:
         """The last day, oldest minute first. The first use reads the store."""
         if self._known is None:
-            self._known = deque(_read(self._store.database.mark(_MARK)), maxlen=DAY)
+            try:
+                text = self._store.database.mark(_MARK)
+            except DamagedError:
+                text = None
+            self._known = deque(_read(text), maxlen=DAY)
         return self._known
 
     def add(self, second: Second) -> None:

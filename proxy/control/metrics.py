@@ -120,7 +120,7 @@ class _Totals(Collector):
             ("snapshot_bytes", engine.cache.used_bytes),
             ("snapshots_full", len(engine.cache.full)),
             ("snapshots_unproven", len(engine.cache.unproven)),
-            ("damaged_rows", engine.store.trees.damaged),
+            ("damaged_rows", engine.store.trees.damaged + sum(engine.store.database.damaged.values())),
             ("snapshot_budget_bytes", engine.settings.snapshot_bytes),
             ("answer_bytes", engine.answers.used_bytes),
             ("answer_budget_bytes", engine.settings.answer_memory_bytes),

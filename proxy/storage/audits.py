@@ -4,7 +4,9 @@ import time
 from collections.abc import Iterable
 
 from proxy.storage.database import StoreDatabase
+from proxy.storage.errors import DamagedError
 from proxy.storage.records import update_diverged
+from proxy.storage.schema import is_whole
 from proxy.tree.tree import Node, Record
 
 
@@ -19,14 +21,16 @@ class AuditStore:
         with self._database.transaction() as execute:
             values = (record.id, tree, record.differs, quarantined, time.time())
             execute("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?)", values)
-            execute("UPDATE records SET reproducible = ? WHERE id = ?", (record.reproducible, record.id))
+            sql = "UPDATE records SET reproducible = ?, quarantined = ? WHERE id = ?"
+            execute(sql, (record.reproducible, quarantined, record.id))
             update_diverged(execute, lost)
 
     def findings(self, tree: int) -> list[tuple[int, int, int, int, str, int, float]]:
         """Return the latest 1,000 findings: record, source, target, call, why, whether in quarantine, when."""
         sql = (
             "SELECT f.record, r.source, r.target, r.call, f.why, f.quarantined, f.at FROM findings f "
-            "JOIN records r ON r.id = f.record WHERE f.tree = ? ORDER BY f.at DESC, f.record LIMIT 1000"
+            f"JOIN records r ON r.id = f.record WHERE f.tree = ? AND {is_whole('findings', 'f')} "
+            "ORDER BY f.at DESC, f.record LIMIT 1000"
         )
         return self._database.rows(sql, (tree,))
 
@@ -42,7 +46,7 @@ class AuditStore:
 
     def totals(self, tree: int | None = None) -> list[tuple[str, int, int, int, float]]:
         """Return kind, checked, differing, unreachable and last time, of one tree or (None) of all together."""
-        where = "" if tree is None else "WHERE tree = ?"
+        where = f"WHERE {is_whole('audits')}{'' if tree is None else ' AND tree = ?'}"
         sql = (
             "SELECT kind, SUM(checked), SUM(differing), SUM(unreachable), MAX(at) FROM audits "
             f"{where} GROUP BY kind ORDER BY kind"
@@ -50,8 +54,14 @@ class AuditStore:
         return self._database.rows(sql, () if tree is None else (tree,))
 
     def masks(self, task: str) -> str | None:
-        """Return a task's noise masks as JSON; None if it has none."""
-        row = self._database.row("SELECT value FROM masks WHERE task = ?", (task,))
+        """Return a task's noise masks as JSON; None if it has none.
+
+        Raises:
+            DamagedError: The row is not as it was written. With other masks, an audit could overlook a difference.
+        """
+        row = self._database.row(f"SELECT value, {is_whole('masks')} FROM masks WHERE task = ?", (task,))
+        if row is not None and not row[1]:
+            raise DamagedError(f"the noise masks of task {task!r} are damaged in the store. PUT them again.")
         return None if row is None else str(row[0])
 
     def put_masks(self, task: str, value: str) -> None:

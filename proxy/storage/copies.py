@@ -224,6 +224,9 @@ class CopyStore:
                         self._write_rollout(execute, copy)
                     case NoteCopy():
                         execute(PUT_NOTE, copy)
+            # Copies do not say so. The findings of this store's own audits stay.
+            findings = f"SELECT record FROM findings WHERE quarantined AND {is_whole('findings')}"
+            execute(f"UPDATE records SET quarantined = 1 WHERE id IN ({findings}) AND NOT quarantined")
             own = "SELECT id FROM rollouts WHERE task = ?"
             running = f"{own} AND finished = 0"
             # Steps that were taken by an owner which had been replaced.
@@ -255,7 +258,7 @@ class CopyStore:
         upload = self._blobs.insert(execute, copy.upload) if copy.upload else 0
         values = (
             copy.record, copy.tree, copy.source, copy.key, copy.target, call, upload, answer, copy.effect, copy.seconds,
-            copy.recorded_at, copy.private, copy.reproducible, copy.age_s, False,
+            copy.recorded_at, copy.private, copy.reproducible, copy.age_s, False, False,
         )  # fmt: skip
         execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
 

@@ -9,7 +9,8 @@ Theory of operation:
    the process, and a loss of power only with FULL. Automatic checkpoints are off because they do wait for the disk;
    a background thread calls `checkpoint` instead.
 4. Numbers of nodes, records, rollouts, trees and blobs are counted in memory and never given out twice, not even
-   after the rows are deleted: the steps of a rollout and the URLs that agents hold may still name them.
+   after the rows are deleted: the steps of a rollout and the URLs that agents hold may still name them. Where the row
+   with the last number is damaged, the second half of the numbers is used from then on.
 
 Tables are created, and rows for views are read, through sqlite-utils. Statements on the way of an answer use its
 connection directly: a transaction of two rows takes 0.1 ms, and 0.2 ms through the library.
@@ -23,11 +24,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
+import structlog
+
 from proxy.storage.errors import DamagedError, StoreError
 from proxy.storage.migrations import migrate
 from proxy.storage.schema import (
+    BESIDE_ANSWERS,
     CHECKSUM_FUNCTION,
     NAMED,
+    count_damaged,
     create_tables,
     is_whole,
     row_checksum,
@@ -38,6 +43,8 @@ from sandboxes.lean_imports import without
 
 with without("numpy"):
     import sqlite_utils
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 Execute = Callable[..., sqlite3.Cursor]
@@ -51,13 +58,20 @@ _PAGE_BYTES = 512
 each whole. With SQLite's usual 4,096 it writes five times as much, and takes 7 us less (decision 0057)."""
 _DISK_BLOCK_BYTES = 4096
 """Size of a block of Linux file systems (ext4, XFS and Btrfs by default)."""
+_WRITABLE = "checked"
+"""Name of the row of `meta` that shows whether the file can be written. Nothing reads it."""
 _CHECKED_BYTES = 128 << 20
 """Largest file whose pages are checked at each start: 0.4 s from the page cache. Rows and blobs have checksums too."""
 _NUMBERED: tuple[NumberedTable, ...] = ("trees", "nodes", "records", "rollouts", "blobs")
 
 
 class StoreDatabase:
-    """One SQLite file. Every method is synchronous and short, unless it says that it blocks."""
+    """One SQLite file. Every method is synchronous and short, unless it says that it blocks.
+
+    Attributes:
+        tables: The file through sqlite-utils.
+        damaged: How many rows of the tables `BESIDE_ANSWERS` were damaged at the start; they are left out.
+    """
 
     def __init__(self, path: Path, *, sync: Literal["NORMAL", "FULL"] = "NORMAL", block: int = 0) -> None:
         """Open the file, or create it with its tables. The tables of an older version are brought to this version.
@@ -93,7 +107,12 @@ class StoreDatabase:
             self._check_names()
             for guard in update_guards():
                 self._connection.execute(guard)
+            self.damaged = count_damaged(self.tables, BESIDE_ANSWERS)
             self._next = {name: self._last_number(name) + 1 for name in _NUMBERED}
+            if self.damaged:
+                log.error("damaged rows of the store are left out", **self.damaged)
+                with self.transaction() as execute:
+                    self.keep_numbers(execute)
         # SQLite's messages about a damaged schema may be no UTF-8: a ValueError, as a foreign database is.
         except (ValueError, TypeError, OSError, sqlite3.Error) as error:
             self._connection.close()
@@ -133,7 +152,8 @@ class StoreDatabase:
         """
         with self.transaction() as execute:
             # A smaller one may fit into a block that the file has already, when the disk is full.
-            execute("INSERT OR REPLACE INTO meta VALUES ('checked', ?)", (f"{time.time():<{_DISK_BLOCK_BYTES}}",))
+            values = (_WRITABLE, f"{time.time():<{_DISK_BLOCK_BYTES}}")
+            execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", values)
 
     @contextmanager
     def transaction(self, *, durable: bool = False) -> Iterator[Execute]:
@@ -198,9 +218,17 @@ class StoreDatabase:
             raise _unreadable(error) from error
 
     def mark(self, name: str) -> str | None:
-        """Return a mark; None if it was never put."""
-        row = self.row("SELECT value FROM meta WHERE name = ?", (name,))
-        return None if row is None else str(row[0])
+        """Return a mark; None if it was never put.
+
+        Raises:
+            DamagedError: The mark is not what was put, or a damaged row may be the mark.
+        """
+        row = self.row(f"SELECT value, {is_whole('meta')} FROM meta WHERE name = ?", (name,))
+        if row is None and not self._has_lost_mark():
+            return None
+        if row is None or not row[1]:
+            raise DamagedError(f"the mark {name!r} of the store is damaged.")
+        return str(row[0])
 
     def put_mark(self, name: str, value: str, *, durable: bool) -> None:
         """Write a mark; with durable it is on the disk afterwards."""
@@ -245,13 +273,29 @@ class StoreDatabase:
             # Only the index is damaged, and the rows have all that it needs.
             self._connection.execute(f"REINDEX {table}")
 
+    def _has_lost_mark(self) -> bool:
+        """Return whether a row of `meta` is damaged whose name may have been another one."""
+        return self.row(f"SELECT 1 FROM meta WHERE name <> '{_WRITABLE}' AND NOT {is_whole('meta')}", ()) is not None
+
     def _last_number(self, table: NumberedTable) -> int:
+        """Return the last number of a table that was given out.
+
+        Raises:
+            sqlite3.DatabaseError: It is not known, and a jump over all numbers that were given out is not possible.
+        """
         first = self._block * BLOCK
-        kept = "(SELECT CAST(value AS INTEGER) FROM meta WHERE name = ?)"
-        sql = f"SELECT MAX(COALESCE(MAX(id), 0), COALESCE({kept}, 0), ?) FROM {table} WHERE id > ? AND id < ?"
-        row = self.row(sql, (f"last {table}", first, first, first + BLOCK))
+        sql = f"SELECT MAX(COALESCE(MAX(id), 0), ?) FROM {table} WHERE id > ? AND id < ?"
+        row = self.row(sql, (first, first, first + BLOCK))
         assert row is not None
-        return int(row[0])
+        try:
+            kept = self.mark(f"last {table}")
+        except DamagedError:
+            # Half of a block is more than any store gives out: a year with 68 new rows in each second.
+            half = first + BLOCK // 2
+            if row[0] >= half:
+                raise sqlite3.DatabaseError(f"the last number of {table} is damaged. Restore a backup") from None
+            return half
+        return max(int(row[0]), int(kept or 0))
 
 
 def schema_of(path: Path) -> int | None:

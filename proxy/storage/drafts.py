@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from proxy.storage.blobs import delete_unused_blobs
 from proxy.storage.database import Execute, StoreDatabase
+from proxy.storage.schema import is_whole
 from proxy.storage.trees import TreeStore
 from sandboxes.spec import EnvironmentSpec
 
@@ -37,7 +38,9 @@ class DraftStore:
 
     def __init__(self, database: StoreDatabase, trees: TreeStore) -> None:
         self._database, self._trees = database, trees
-        for (name,) in database.rows("SELECT name FROM meta WHERE name GLOB ?", (f"{_MARK}*",)):
+        # A damaged row could name a tree that is none of a draft.
+        sql = f"SELECT name FROM meta WHERE name GLOB ? AND {is_whole('meta')}"
+        for (name,) in database.rows(sql, (f"{_MARK}*",)):
             self.drop(int(name.removeprefix(_MARK)))
 
     def begin(self, nodes: int, records: int) -> Draft:
@@ -86,7 +89,7 @@ class DraftStore:
         source, target = (draft.first_node + node for node in ends)
         values = (
             draft.first_record + draft.records, draft.tree, source, key, target, *blobs, effect, seconds, recorded_at,
-            False, reproducible, age_s, False,
+            False, reproducible, age_s, False, False,
         )  # fmt: skip
         execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
         draft.records += 1

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from proxy.storage.errors import DamagedError
 from proxy.storage.journal_segments import SEGMENT_BYTES, STEP_BYTES, JournalEntry, checksum, pack_step, read_segment
 from sandboxes.linux.files import boot_id, sync_path
 
@@ -55,7 +56,7 @@ class JournalMarks(Protocol):
     """What the journal needs of the store's file. `proxy.storage.database.StoreDatabase` is one."""
 
     def mark(self, name: str) -> str | None:
-        """Return a mark; None if it was never put."""
+        """Return a mark; None if it was never put. Raises `DamagedError` if it is not what was put."""
         ...
 
     def put_mark(self, name: str, value: str, *, durable: bool) -> None:
@@ -164,7 +165,7 @@ class Journal:
         try:
             mark = orjson.loads(self._marks.mark(MARK) or "{}")
             return {name: kind(mark[name]) for name, kind in _MARK_MEMBERS.items()} if mark else {}
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, DamagedError):
             self._lose(None, "the mark of the journal in the store is damaged", recovery)
             return {}
 

@@ -98,7 +98,7 @@ class RecordStore:
             values = (
                 record.id, tree, record.source.id, record.key, record.target.id, record.call, record.upload,
                 record.answer, record.effect.value, record.seconds, record.recorded_at, record.private,
-                record.reproducible, None if record.age_s == math.inf else record.age_s, record.proven,
+                record.reproducible, None if record.age_s == math.inf else record.age_s, record.proven, False,
             )  # fmt: skip
             execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
 

@@ -1,21 +1,21 @@
 """The tables of the store, created with sqlite-utils, and the check that a file is a store of this version.
 
 Each table is created where it is missing, so a file of the same schema version gains tables that were added later.
-Rows that decide an answer carry a checksum: a stored generated column over all other columns, so that no statement can
-forget to write it. A query that reads such rows compares it (`is_whole`).
+Every row carries a checksum: a stored generated column over all other columns, so that no statement can forget to
+write it. A query that reads rows compares it (`is_whole`).
 
 A change that existing tables cannot express raises `SCHEMA_VERSION` and appends to `proxy.storage.migrations`, which
 brings older files to this version. Files of newer versions are refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import sqlite_utils
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Version of the tables, written into each file."""
 
 _TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
@@ -27,7 +27,7 @@ _TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
     ("records", {
         "id": int, "tree": int, "source": int, "key": bytes, "target": int, "call": int, "upload": int, "answer": int,
         "effect": int, "seconds": float, "recorded_at": float, "private": int, "reproducible": int,
-        "age_s": float, "proven": int,
+        "age_s": float, "proven": int, "quarantined": int,
     }, "id"),
     ("rollouts", {
         "id": int, "task": str, "name": str, "tree": int, "start": int, "node": int, "calls": int, "finished": int,
@@ -46,8 +46,9 @@ _TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
     }, ("tree", "kind")),
     ("masks", {"task": str, "value": str}, "task"),
 )  # fmt: skip
-_CHECKED = frozenset({"tasks", "trees", "nodes", "records", "rollouts", "blobs", "steps"})
-"""Tables whose rows carry a checksum."""
+BESIDE_ANSWERS = ("meta", "shares", "notes", "findings", "audits", "masks")
+"""Tables with few rows beside those of the answers: all of their rows are compared at each start."""
+_CHECKED = ("tasks", "trees", "nodes", "records", "rollouts", "blobs", "steps", *BESIDE_ANSWERS)
 _UNCHECKED = frozenset({"data"})
 """Columns that the checksum leaves out: the data of a blob has a digest of its own."""
 NAMED = ("tasks", "trees", "rollouts")
@@ -107,10 +108,11 @@ def update_guards() -> Iterator[str]:
     An update computes the checksum of the whole row again, so it would make a damaged row look as it was written. Such
     a row stays as it is, and is an error when it is read. Only a rollout can be ended whatever its row holds.
     """
-    for table, exception in (("nodes", ""), ("records", ""), ("rollouts", "AND NEW.finished IS OLD.finished")):
+    exceptions = {"rollouts": "AND NEW.finished IS OLD.finished"}
+    for table in ("nodes", "records", "rollouts", "notes", "audits"):
         yield (
             f"CREATE TEMP TRIGGER {table}_guard BEFORE UPDATE ON main.{table} "
-            f"WHEN NOT {is_whole(table, 'OLD')} {exception} BEGIN SELECT RAISE(IGNORE); END"
+            f"WHEN NOT {is_whole(table, 'OLD')} {exceptions.get(table, '')} BEGIN SELECT RAISE(IGNORE); END"
         )
 
 
@@ -118,9 +120,11 @@ def checked_table(
     tables: "sqlite_utils.Database", name: str, columns: Mapping[str, type], key: str | tuple[str, ...] = "id"
 ) -> str:
     """Return the statement that creates a table whose rows carry a checksum."""
-    # sqlite-utils knows no generated columns, so its statement gets one more column.
-    statement = tables.create_table_sql(name, dict(columns), pk=key).rstrip().removesuffix(";").removesuffix(")")
-    return f"{statement}, {name}_checksum BLOB GENERATED ALWAYS AS ({checksum_of(columns)}) STORED)"
+    # sqlite-utils knows no generated columns, so its statement gets one more column. A key of several columns stands
+    # behind all columns.
+    single, several = (key, "") if isinstance(key, str) else (None, f", PRIMARY KEY ({', '.join(key)})")
+    statement = tables.create_table_sql(name, dict(columns), pk=single).rstrip().removesuffix(";").removesuffix(")")
+    return f"{statement}, {name}_checksum BLOB GENERATED ALWAYS AS ({checksum_of(columns)}) STORED{several})"
 
 
 def checksum_of(columns: Mapping[str, type], prefix: str = "") -> str:
@@ -153,9 +157,12 @@ def version_of(tables: "sqlite_utils.Database") -> int | None:
     if "meta" not in names:
         raise ForeignDatabaseError(f"it is another program's database, with tables {', '.join(sorted(names))}")
     row = tables.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
-    if row is None:
+    damaged = _damaged_meta(tables)
+    if row is None and not damaged:
         return None
-    version = str(row[0])
+    version = "" if row is None else str(row[0])
+    if "schema" in damaged or row is None:
+        raise ForeignDatabaseError(f"the row that says its schema ({version or 'none'}) is damaged: restore a backup")
     if version not in map(str, range(1, SCHEMA_VERSION + 1)):
         raise ForeignDatabaseError(
             f"it has schema {version}, this Forkpoint reads {SCHEMA_VERSION}: use the version that wrote it"
@@ -163,13 +170,20 @@ def version_of(tables: "sqlite_utils.Database") -> int | None:
     return int(version)
 
 
+def _damaged_meta(tables: "sqlite_utils.Database") -> set[str]:
+    """Return the names of damaged rows of `meta`; none for a file whose `meta` has no checksums."""
+    if "meta_checksum" not in {row[1] for row in tables.execute("PRAGMA table_xinfo(meta)")}:
+        return set()
+    # Computed here: this also looks at files that it only reads, whose connection lacks the function.
+    rows = tables.execute("SELECT CAST(name AS BLOB), CAST(value AS BLOB), meta_checksum FROM meta")
+    return {name.decode(errors="replace") for name, value, stored in rows if row_checksum(name, value) != stored}
+
+
 def create_tables(tables: "sqlite_utils.Database") -> None:
     """Create the tables and indexes that are missing."""
     present = set(tables.table_names())
     for name, columns, key in _TABLES:
-        if name not in _CHECKED:
-            tables.table(name).create(columns, pk=key, if_not_exists=True)
-        elif name not in present:
+        if name not in present:
             tables.execute(checked_table(tables, name, columns, key))
     tables.execute(STEPS)
     for name, indexed in _INDEXES:
@@ -178,13 +192,13 @@ def create_tables(tables: "sqlite_utils.Database") -> None:
     tables.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
 
 
-def count_damaged(tables: "sqlite_utils.Database") -> dict[str, int]:
+def count_damaged(tables: "sqlite_utils.Database", names: Iterable[str] = _CHECKED) -> dict[str, int]:
     """Return how many rows of each table are not what was written; tables without such rows are left out.
 
-    Reads the whole file: some 3 us a row.
+    Reads all of these tables: some 3 us a row.
     """
     counts = {
         name: int(tables.execute(f"SELECT COUNT(*) FROM {name} NOT INDEXED WHERE NOT {is_whole(name)}").fetchone()[0])
-        for name in sorted(_CHECKED)
+        for name in sorted(names)
     }
     return {name: count for name, count in counts.items() if count}

@@ -19,11 +19,19 @@ from sandboxes.spec import EnvironmentSpec
 
 log = structlog.get_logger()
 
-TREES_OF = "SELECT id FROM trees WHERE task = {task} UNION SELECT tree FROM shares WHERE task = {task}"
+_WHOLE_SHARE = is_whole("shares")
+"""A damaged share names another task or another tree. It is left out; a task that opens its tree writes it again."""
+TREES_OF = (
+    f"SELECT id FROM trees WHERE task = {{task}} UNION SELECT tree FROM shares WHERE task = {{task}} AND {_WHOLE_SHARE}"
+)
 """The numbers of the trees that a task uses; the placeholder is formatted in."""
-OF_TASK = "(t.task = :task OR (t.task = :shared_owner AND t.id IN (SELECT tree FROM shares WHERE task = :task)))"
+OF_TASK = (
+    "(t.task = :task OR (t.task = :shared_owner AND t.id IN "
+    f"(SELECT tree FROM shares WHERE task = :task AND {_WHOLE_SHARE})))"
+)
 """Whether a task may see row t of `trees`; for shared_owner see `TreeStore.shared_owner`."""
 
+_FINDING_LOST = "an audit noticed a difference; which one is damaged in the store"
 _PAGE_ROWS = 50
 """Rows that are read back at once, at up to 15 us each: hits wait for one page. Halved, trees are read 5 % slower."""
 
@@ -90,8 +98,8 @@ class TreeStore:
         if row is None:
             raise DamagedError(f"tree {tree_id} is damaged in the store.")
         tree = Tree(tree_id, self._root(row[0]), EnvironmentSpec.model_validate_json(row[1]), row[2])
-        yield from self._add(tree)
-        self._add_findings(tree)
+        quarantined = yield from self._add(tree)
+        self._add_findings(tree, quarantined)
         return tree
 
     def id_of(self, task: str, root_key: str, spec: EnvironmentSpec) -> int | None:
@@ -113,7 +121,7 @@ class TreeStore:
     def share(self, task: str, tree: int) -> None:
         """Write that a task uses a shared tree."""
         with self._database.transaction() as execute:
-            execute("INSERT OR IGNORE INTO shares VALUES (?, ?)", (task, tree))
+            execute("INSERT OR REPLACE INTO shares VALUES (?, ?)", (task, tree))
 
     def owner(self, task: str, spec: EnvironmentSpec) -> str:
         """Return the value of the column `task` for a tree of this task with this spec."""
@@ -130,8 +138,9 @@ class TreeStore:
     def task_of(self, tree: int) -> str:
         """Return the name of a tree's task, or of a shared tree's first task; empty if the tree was deleted."""
         row = self._database.row(
-            "SELECT COALESCE(CASE WHEN task = '' OR task GLOB '/*' THEN (SELECT MIN(task) FROM shares WHERE tree = id) "
-            "ELSE task END, '') FROM trees WHERE id = ?",
+            "SELECT COALESCE(CASE WHEN task = '' OR task GLOB '/*' THEN "
+            f"(SELECT MIN(task) FROM shares WHERE tree = id AND {_WHOLE_SHARE}) ELSE task END, '') "
+            "FROM trees WHERE id = ?",
             (tree,),
         )
         return "" if row is None else str(row[0])
@@ -142,7 +151,8 @@ class TreeStore:
 
     def sole_ids(self, task: str) -> list[int]:
         """Return the numbers of the trees that no other task uses."""
-        others = "SELECT tree FROM shares WHERE task <> ?1"
+        # A damaged share may be another task's of any shared tree.
+        others = f"SELECT tree FROM shares WHERE task <> ?1 OR EXISTS (SELECT 1 FROM shares WHERE NOT {_WHOLE_SHARE})"
         sql = f"SELECT id FROM ({TREES_OF.format(task='?1')}) WHERE id NOT IN ({others})"
         return [row[0] for row in self._database.rows(sql, (task,))]
 
@@ -189,19 +199,25 @@ class TreeStore:
             yield
         return uses_of
 
-    def _add(self, tree: Tree) -> Generator[None, None, None]:
-        """Add nodes and records, with the hits and visits of the tree's rollouts. Yields between pages."""
+    def _add(self, tree: Tree) -> Generator[None, None, set[int]]:
+        """Add nodes and records, with the hits and visits of the tree's rollouts. Yields between pages.
+
+        Returns:
+            The numbers of the records that are in quarantine.
+        """
         nodes, damaged = yield from self._nodes(tree)
         uses_of = yield from self._uses(tree)
         sql = (
             "SELECT id, key, source, target, effect, seconds, recorded_at, private, reproducible, "
-            f"call, upload, answer, age_s, {is_whole('records')}, proven FROM records WHERE tree = ?"
+            f"call, upload, answer, age_s, {is_whole('records')}, proven, quarantined FROM records WHERE tree = ?"
         )
         pending: list[tuple[Any, ...]] = []
+        quarantined = set[int]()
         # Records come in the order in which they were made, so nearly always one round adds all of them.
         for page in self._pages(sql, tree.id):
             whole = [row for row in page if row[13]]
             damaged += len(page) - len(whole)
+            quarantined.update(row[0] for row in whole if row[15])
             pending += [row for row in whole if not self._add_record(tree, row, nodes, uses_of)]
             yield
         # What remains when a round adds nothing has no path from the root: such a node must not pass for a root itself.
@@ -215,6 +231,7 @@ class TreeStore:
         self.damaged += damaged
         if damaged:
             log.error("rows of a tree are damaged, so their calls run again", tree=tree.id, rows=damaged)
+        return quarantined
 
     def _add_record(
         self,
@@ -246,17 +263,20 @@ class TreeStore:
         tree.add_record(record)
         return True
 
-    def _add_findings(self, tree: Tree) -> None:
-        findings = self._database.rows("SELECT record, why, quarantined FROM findings WHERE tree = ?", (tree.id,))
-        if not findings:
+    def _add_findings(self, tree: Tree, quarantined: set[int]) -> None:
+        """Mark the records that differ, and put those with these numbers in quarantine, also without a finding."""
+        sql = f"SELECT record, why FROM findings WHERE tree = ? AND {is_whole('findings')}"
+        findings = dict(self._database.rows(sql, (tree.id,)))
+        numbers = quarantined | findings.keys()
+        if not numbers:
             return
         records = {record.id: record for node in tree.nodes.values() for record in node.records.values()}
         records |= {record.id: record for record in tree.aside}
-        for number, why, quarantined in findings:
-            if (record := records.get(number)) is not None:
-                record.differs = why
-                if quarantined:
-                    tree.quarantine(record, why)
+        for number in sorted(numbers & records.keys()):
+            record = records[number]
+            record.differs = findings.get(number, _FINDING_LOST)
+            if number in quarantined:
+                tree.quarantine(record, record.differs)
 
 
 def _node(number: int, exact: bytes | None, content: bytes | None, diverged: str, *, pinned: int) -> Node:

@@ -181,7 +181,7 @@ class _Export:
             "SELECT r.id, r.source, r.key, r.target, r.call, r.upload, r.answer, r.effect, r.seconds, r.recorded_at, "
             "r.reproducible, r.age_s FROM records r JOIN nodes n ON n.id = r.target JOIN nodes m ON m.id = r.source "
             "WHERE r.tree = ? AND r.private = 0 AND n.diverged = '' AND m.diverged = '' "
-            f"AND r.id NOT IN (SELECT record FROM findings) AND {which} ORDER BY r.id"
+            f"AND NOT r.quarantined AND r.id NOT IN (SELECT record FROM findings) AND {which} ORDER BY r.id"
         )
         cursor = self._connection.execute(sql, (self._tree.id, *values))
         names = [column[0] for column in cursor.description]

@@ -150,13 +150,13 @@ def test_a_damaged_step_row_is_an_error(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def damage_row(data: Path, table: str, change: str) -> None:
-    """Change the first row of a table, and not its checksum."""
+def damage_row(data: Path, table: str, change: str, which: str = "TRUE") -> None:
+    """Change the first row of a table that a condition holds for, and not its checksum."""
     with contextlib.closing(sqlite3.connect(data / "forkpoint.sqlite")) as connection, connection:
-        (stored,) = connection.execute(f"SELECT {table}_checksum FROM {table} ORDER BY id").fetchone()
+        chosen = f"FROM {table} WHERE {which} ORDER BY rowid LIMIT 1"
+        first, stored = connection.execute(f"SELECT rowid, {table}_checksum {chosen}").fetchone()
         connection.create_function(CHECKSUM_FUNCTION, -1, lambda *_: stored, deterministic=True)
-        first = f"(SELECT MIN(id) FROM {table})"
-        assert connection.execute(f"UPDATE {table} SET {change} WHERE id = {first}").rowcount == 1
+        assert connection.execute(f"UPDATE {table} SET {change} WHERE rowid = {first}").rowcount == 1
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def damage_blob(path: Path) -> None:
 
 def make_newer(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
+        connection.create_function(CHECKSUM_FUNCTION, -1, row_checksum, deterministic=True)
         connection.execute("UPDATE meta SET value = '1000' WHERE name = 'schema'")
 
 

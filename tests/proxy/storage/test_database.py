@@ -7,6 +7,7 @@ import pytest
 
 from proxy.storage.errors import StoreError
 from proxy.storage.journal_segments import JournalEntry
+from proxy.storage.schema import CHECKSUM_FUNCTION, row_checksum
 from proxy.storage.store import Store
 from proxy.tree.keys import CallKey
 from proxy.tree.tree import Record
@@ -30,6 +31,7 @@ def test_another_schema_version_is_refused(tmp_path: Path) -> None:
         tree_of(store)
     path = tmp_path / "forkpoint.sqlite"
     connection = sqlite3.connect(path)
+    connection.create_function(CHECKSUM_FUNCTION, -1, row_checksum, deterministic=True)
     with connection:
         connection.execute("UPDATE meta SET value = '99' WHERE name = 'schema'")
     connection.close()

@@ -21,7 +21,7 @@ from tests.proxy.rig import ask, engine
 from tests.proxy.storage.migration_scenario import unpack
 from tests.proxy.storage.older.generate import TOKEN
 
-OLDER = ("schema-1-oldest", "schema-1-killed", "schema-2", "schema-3")
+OLDER = ("schema-1-oldest", "schema-1-killed", "schema-2", "schema-3", "schema-4")
 WALK = {"echo 1 >> log": "", "cat log": "1\n", "mkdir d": "", "cd d; pwd": "/root/d\n"}
 """Calls of rollout `a` of task `alpha` with their output in every fixture."""
 CUTS = 8
@@ -96,6 +96,19 @@ def test_the_copy_is_the_old_store(tmp_path: Path, name: str) -> None:
     Store(path).close()
     with closing(sqlite3.connect(migrations.copy_path(path, older))) as connection:
         assert list(connection.iterdump()) == before
+
+
+def test_quarantined_records_stay_so(tmp_path: Path) -> None:
+    """Up to schema 4 only the finding of an audit says that a record may not answer."""
+    path = unpack("schema-4", tmp_path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("INSERT INTO findings SELECT id, tree, 'differs', 1, 1.0 FROM records WHERE id IN (2, 3)")
+        connection.execute("UPDATE findings SET quarantined = 0 WHERE record = 3")
+    with closing(Store(path)) as store:
+        assert store.database.rows("SELECT id FROM records WHERE quarantined", ()) == [(2,)]
+        tree = store.trees.load(1)
+        differing = [record for node in tree.nodes.values() for record in node.records.values() if record.differs]
+        assert ([record.id for record in differing], [record.id for record in tree.aside]) == ([3], [2])
 
 
 def test_damaged_rows_refuse_an_upgrade(tmp_path: Path) -> None:
