@@ -283,12 +283,12 @@ class Restorer:
     ) -> Slot | None:
         """Lease a sandbox at the plan's start; return None if the plan no longer holds and another must be made."""
         if plan.way is Way.IDLE:
-            return await self._take(plan, owner)
+            return await self._take(plan, tree, owner)
         if plan.way is Way.SNAPSHOT:
             return await self._restore(plan.start, tree, owner, failed)
         return await self._start(tree, owner)
 
-    async def _take(self, plan: RestorePlan, owner: int | None) -> Slot | None:
+    async def _take(self, plan: RestorePlan, tree: Tree, owner: int | None) -> Slot | None:
         # There is no await between the plan and this line, so the sandbox is still idle.
         slot = self._idle_at(plan.start, owner)
         assert slot is not None
@@ -296,12 +296,28 @@ class Restorer:
         if not await self._pool.lease(slot, plan.start, owner):
             # It was being frozen, and another rollout may have taken it, or it may have failed.
             return None
+        needed = self._value.is_last_way_of_others(plan.start, tree, owner) and self._value.can_freeze(plan.start)
+        if needed and not await self._keep(slot, plan.start, tree, owner):
+            return None
         if was_warm:
             self._counts.warm_used += 1
             if not plan.suffix:
                 # Without the warm fork there would have been no sandbox here, so this counts as demand for the state.
                 self._value.note_demand(plan.start)
         return slot
+
+    async def _keep(self, slot: Slot, node: Node, tree: Tree, owner: int | None) -> bool:
+        """Freeze a leased sandbox that is about to leave a state that another rollout needs; lease it again.
+
+        Returns:
+            False if the sandbox failed, or another rollout took it meanwhile.
+        """
+        try:
+            await self._capture.freeze_leased(slot, tree, node)
+        except (NotFreezableError, SandboxError, OSError) as error:
+            # A state that cannot be frozen is not kept from this rollout: it could never go on otherwise.
+            log.warning("a state that other rollouts need is not kept", node=node.id, error=str(error))
+        return await self._pool.lease(slot, node, owner)
 
     async def _restore(
         self, node: Node, tree: Tree, owner: int | None, failed: dict[Node, SandboxError]

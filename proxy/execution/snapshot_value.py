@@ -112,6 +112,22 @@ class SnapshotValue:
             return False
         return not self.is_proven(node, tree.spec.driver) and self._is_occupied(node, tree.id)
 
+    def is_last_way_of_others(self, node: Node, tree: Tree, rollout: int | None) -> bool:
+        """Return whether a sandbox at the node may be all that is left of a state that another rollout is in.
+
+        O(rollouts of the tree in memory), and O(depth) if one of them is at the node.
+
+        Args:
+            node: The node.
+            tree: Its tree.
+            rollout: The rollout that wants to go on with the sandbox; None for none.
+        """
+        if tree.spec.cache == "never" or node.origin is None or node.snapshot is not None or node.detached:
+            return False
+        if not any(other.node is node and other.id != rollout for other in self._walkers.of(tree.id)):
+            return False
+        return not node.diverged and not self.is_proven(node, tree.spec.driver)
+
     def can_freeze(self, node: Node) -> bool:
         """Return whether a snapshot of the node can be taken, as far as is known, and has room."""
         return not node.unfreezable and self._cache.accepts(kind_of(node))

@@ -42,6 +42,28 @@ def test_a_random_state_survives_an_idle_close(tmp_path: Path, close: Callable[[
     asyncio.run(body())
 
 
+def test_a_random_state_survives_the_next_call(tmp_path: Path) -> None:
+    """The only sandbox of a state goes on with the rollout that made it, while another rollout is there."""
+
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN) as running:
+            rollout, number = await drawn(running)
+            other = await running.tasks.rollout("task", "other")
+            await ask(running, other, "echo random > f")
+            await running.capture.drain()
+            assert rollout.node.snapshot is None
+            assert other.node is rollout.node
+            await ask(running, rollout, "echo 1 > below")
+            # Nobody else is here, so nothing is kept.
+            assert rollout.node.snapshot is None
+            await ask(running, rollout, "echo 2 > further")
+            assert rollout.node.snapshot is None
+            assert await output(running, other, "cat f ; true") == number
+            assert running.counts.divergences == 0
+
+    asyncio.run(body())
+
+
 def test_a_random_state_survives_an_orderly_shutdown(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN) as running:
