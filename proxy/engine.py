@@ -378,7 +378,10 @@ def build_engine(
         IdleCores().since_last, has_headroom,
         cores=settings.speculate * (os.cpu_count() or 1), most=settings.max_sandboxes // 4,
     )  # fmt: skip
-    notes = StepNotes(counts, warm, traces, speculator.note if speculator.enabled else None)
+    notes = StepNotes(
+        counts, warm, lambda record: answers.of(record).model_tokens, traces,
+        speculator.note if speculator.enabled else None,
+    )  # fmt: skip
     step = Step(executor, journal, notes, gate)
     step.order.admit = None if gate is None else gate.admit
     rollouts = Rollouts(store, journal, trees, pool, walkers, step.order, gate)

@@ -48,6 +48,12 @@ class ToolResult:
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def model_tokens(self) -> int:
+        """The tokens that models counted while the call ran; 0 without the header, or where it is no number."""
+        value = next((value for name, value in self.headers if name == MODEL_TOKENS), "")
+        return int(value) if value.isdecimal() else 0
+
 
 def content_type(headers: Iterable[tuple[str, str]]) -> str:
     """Return the media type that headers name; without one, the media type of arbitrary bytes."""

@@ -14,7 +14,7 @@ from proxy.cli.completion import complete_task
 from proxy.cli.options import JsonOption
 from proxy.cli.output import show
 from proxy.cli.rendering.lists import Columns
-from proxy.cli.rendering.report_page import ARM_COLUMNS, COLUMNS, Json, name_of, page, title_of
+from proxy.cli.rendering.report_page import ARM_COLUMNS, Json, columns_of, name_of, page, title_of
 from proxy.cli.text import printable
 
 Labels = list[str] | None
@@ -56,11 +56,12 @@ def render(reports: Sequence[Json]) -> RenderableType:
 
 def _parts(view: Json) -> list[RenderableType]:
     names = [*(printable(name_of(row)) for row in view["rows"]), "total"]
+    columns = columns_of(view)
     rows = [
-        (name, *(cell(row) for _, cell in COLUMNS))
+        (name, *(cell(row) for _, cell in columns))
         for name, row in zip(names, (*view["rows"], view["total"]), strict=True)
     ]
-    table = Columns((printable(str(view["by"])), *(name for name, _ in COLUMNS)), rows)
+    table = Columns((printable(str(view["by"])), *(name for name, _ in columns)), rows)
     arms = Table(*(name for name, _ in ARM_COLUMNS))
     for arm in view["arms"]:
         arms.add_row(*(cell(arm) for _, cell in ARM_COLUMNS))

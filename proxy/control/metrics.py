@@ -59,6 +59,7 @@ class _Totals(Collector):
             ("speculated_cancelled", counts.speculated_cancelled),
             ("speculated_cpu_seconds", counts.speculated_cpu_s),
             ("speculated_saved_seconds", counts.speculated_saved_s),
+            ("model_tokens_saved", counts.model_tokens_saved),
         ):
             yield CounterMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=value)
         video = self._engine.drivers.get("video")

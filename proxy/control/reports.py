@@ -23,7 +23,6 @@ from proxy.storage.schema import is_whole
 from proxy.tree.call_totals import CallTotals
 from proxy.tree.labels import REWARD
 from proxy.tree.rollout import Outcome
-from sandboxes.calls import MODEL_TOKENS
 
 MAX_ROWS = 1000
 """Most groups of one report. Agents choose labels, so their number has no other bound."""
@@ -221,8 +220,7 @@ def _add_tokens(
 def _tokens(connection: sqlite3.Connection, answer: int) -> int:
     """Return the tokens that models counted for an answer; 0 if its blob is damaged."""
     data = _blob(connection, answer)
-    values = [] if data is None else [value for name, value in answer_of(data).headers if name == MODEL_TOKENS]
-    return int(values[0]) if values and values[0].isdecimal() else 0
+    return 0 if data is None else answer_of(data).model_tokens
 
 
 def _endpoint(connection: sqlite3.Connection, call: int) -> str | None:

@@ -32,6 +32,7 @@ class StepNotes:
         self,
         counts: Counters,
         warm: WarmForks,
+        model_tokens: Callable[[Record], int],
         traces: Traces | None = None,
         note: Callable[[Rollout, Record, Outcome], None] | None = None,
     ) -> None:
@@ -40,10 +41,12 @@ class StepNotes:
         Args:
             counts: Where answers are counted.
             warm: Prepares sandboxes where rollouts are heading.
+            model_tokens: Returns the tokens that models counted for a record's answer.
             traces: Exports spans; None if no endpoint is set.
             note: Learns from each step; None if nothing is executed ahead.
         """
         self._counts, self._warm, self._traces, self._note = counts, warm, traces, note
+        self._model_tokens = model_tokens
         self._overheads: dict[int, Overhead] = {}
         self.times = AnswerTimes()
 
@@ -52,6 +55,9 @@ class StepNotes:
         self._counts.answered(outcome, record.seconds)
         if rollout.run:
             self._counts.runs.answered(rollout.run, outcome, record.seconds)
+        # Reports count the same (`proxy.control.reports`). Such an answer has just been read, so it is in memory.
+        if rollout.tree.spec.driver == "video" and outcome in (Outcome.HIT, Outcome.WAIT):
+            self._counts.model_tokens_saved += self._model_tokens(record)
         self.times.note(rollout.id, rollout.calls - 1, rollout.used_at)
         self._warm.note_step(rollout)
         if self._note is not None:

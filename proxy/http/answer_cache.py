@@ -36,6 +36,7 @@ class PreparedAnswer:
         body_at: Where in `hit` the body begins.
         own: The number of the answer's own headers.
         has_location: Whether a header holds a URL or a path, so that each client needs its own form of the answer.
+        model_tokens: Tokens that models counted while the call ran; see `ToolResult.model_tokens`.
     """
 
     status: int
@@ -43,6 +44,7 @@ class PreparedAnswer:
     body_at: int
     own: int
     has_location: bool
+    model_tokens: int = 0
 
     @property
     def headers(self) -> RawHeaders:
@@ -100,7 +102,8 @@ class Answers:
         headers.append((b"x-forkpoint-node", b"n%d" % record.target.id))
         hit = response(result.status, headers + HIT_HEADERS, result.body)
         has_location = any(name.lower() in _LOCATIONS for name, _ in result.headers)
-        ready = PreparedAnswer(result.status, hit, len(hit) - len(result.body), own, has_location)
+        body_at = len(hit) - len(result.body)
+        ready = PreparedAnswer(result.status, hit, body_at, own, has_location, result.model_tokens)
         self._ready[record.id] = ready
         return ready
 

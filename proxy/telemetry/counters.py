@@ -61,6 +61,7 @@ class Counters(CallTotals):
     speculated_cancelled: int = 0
     speculated_cpu_s: float = 0.0
     speculated_saved_s: float = 0.0
+    model_tokens_saved: int = 0
     endpoints: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0] * len(Outcome)))
     runs: RunCounters = field(default_factory=RunCounters)
     hit_s: Histogram = field(default_factory=lambda: Histogram(FAST))

@@ -27,7 +27,8 @@ _PLOTS: tuple[tuple[str, Callable[[Json], float | None]], ...] = (
     ("Tool seconds saved", lambda row: row["saved_s"]),
     ("Mean reward", lambda row: row["reward"]),
 )
-COLUMNS: tuple[tuple[str, Callable[[Json], str]], ...] = (
+Column = tuple[str, Callable[[Json], str]]
+_COLUMNS: tuple[Column, ...] = (
     ("rollouts", lambda row: f"{row['rollouts']:,}"),
     ("calls", lambda row: f"{row['calls']:,}"),
     ("hit rate", lambda row: f"{row['hit_rate']:.1%}"),
@@ -38,10 +39,14 @@ COLUMNS: tuple[tuple[str, Callable[[Json], str]], ...] = (
     ("p95 s", lambda row: f"{row['p95_s']:.3f} → {row['paid_p95_s']:.3f}"),
     ("reward", lambda row: "" if row["reward"] is None else f"{row['reward']:.3f}"),
     ("saved $", lambda row: f"{row['saved_cost']:,.2f}"),
-    ("model tokens", lambda row: f"{row['executed_tokens'] + row['saved_tokens']:,} → {row['executed_tokens']:,}"),
 )
 """The columns of a report's table, after the group. The arrow leads from all to what was paid."""
-ARM_COLUMNS: tuple[tuple[str, Callable[[Json], str]], ...] = (
+_TOKEN_COLUMNS: tuple[Column, ...] = (
+    ("model tokens", lambda row: f"{row['executed_tokens']:,}"),
+    ("saved tokens", lambda row: f"{row['saved_tokens']:,}"),
+)
+"""More columns, of reports with calls that asked models."""
+ARM_COLUMNS: tuple[Column, ...] = (
     ("cache", lambda arm: str(arm["cache"])),
     ("executed calls", lambda arm: f"{arm['executed']:,}"),
     ("tool s", lambda arm: f"{arm['tool_s']:,.1f}"),
@@ -49,6 +54,12 @@ ARM_COLUMNS: tuple[tuple[str, Callable[[Json], str]], ...] = (
     ("wrong answers", lambda arm: f"{arm['wrong']:,}"),
 )
 """The columns of the comparison with other caches."""
+
+
+def columns_of(report: Json) -> tuple[Column, ...]:
+    """Return the columns of a report's table, after the group."""
+    asked_models = report["total"]["executed_tokens"] or report["total"]["saved_tokens"]
+    return (*_COLUMNS, *_TOKEN_COLUMNS) if asked_models else _COLUMNS
 
 
 def name_of(row: Json) -> str:
@@ -84,8 +95,9 @@ def page(reports: Sequence[Json]) -> str:
 def _tables(report: Json, title: str) -> str:
     rows = [*((name_of(row), row) for row in report["rows"]), ("total", report["total"])]
     left_out = "<p>More groups were left out.</p>" if report["truncated"] else ""
-    head = [str(report["by"]), *(name for name, _ in COLUMNS)]
-    shown = _table(head, [[name, *(cell(row) for _, cell in COLUMNS)] for name, row in rows])
+    columns = columns_of(report)
+    head = [str(report["by"]), *(name for name, _ in columns)]
+    shown = _table(head, [[name, *(cell(row) for _, cell in columns)] for name, row in rows])
     arms = _table([name for name, _ in ARM_COLUMNS], [[cell(arm) for _, cell in ARM_COLUMNS] for arm in report["arms"]])
     return f"<h2>{escape(title)}</h2>{shown}{left_out}{arms}"
 

@@ -152,6 +152,7 @@ class StatsView(CallTotalsView):
         speculated_cancelled: Calls whose execution ahead was ended before they had ended.
         speculated_cpu_s: CPU seconds of the sandboxes in which calls were executed ahead.
         speculated_saved_s: Seconds that the tools of used calls ran.
+        model_tokens_saved: Tokens that models of video tools would have counted again for hits and waits.
         errors: Failures of the infrastructure.
         failures: These failures by kind.
         refusals: Requests that could not be served, by problem type.
@@ -188,6 +189,7 @@ class StatsView(CallTotalsView):
     speculated_cancelled: int
     speculated_cpu_s: float
     speculated_saved_s: float
+    model_tokens_saved: int
     errors: int
     failures: dict[str, int]
     refusals: dict[str, int]

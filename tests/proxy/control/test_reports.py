@@ -129,6 +129,14 @@ def test_page_has_no_script_and_escapes_labels(proxy: Running) -> None:
     assert re.search(r"\ssrc=|\shref=|url\(|\son\w+=", shown) is None
 
 
+def test_tokens_have_columns_where_models_were_asked(proxy: Running) -> None:
+    """Most reports have no tokens, and no columns for them."""
+    view = report(proxy, "by=run", "demo")
+    assert "saved tokens" not in page([view])
+    view["total"]["saved_tokens"] = 1234
+    assert [text in page([view]) for text in ("saved tokens", "1,234")] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("weighted", "share", "value"),
     [([], 0.5, 0.0), ([(2.0, 1)], 0.95, 2.0), ([(1.0, 1), (2.0, 1)], 0.5, 1.0), ([(0.0, 9), (5.0, 1)], 0.95, 5.0),

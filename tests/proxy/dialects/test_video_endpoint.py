@@ -200,6 +200,7 @@ def test_tokens_of_models_are_recorded_and_saved(proxy: Running, clip: Path, ser
     """An answer carries what its call cost; the report shows what hits would have cost again."""
     task = Task(proxy, "tokens", clip, model={"base_url": server.url, "model": "seer"})
     header, before = "x-model-tokens", proxy.client.get("/api/v1/videos").json()["model_tokens"]
+    saved = proxy.client.get("/api/v1/stats").json()["model_tokens_saved"]
 
     def walk(rollout: str) -> list[int]:
         answers = [
@@ -211,6 +212,8 @@ def test_tokens_of_models_are_recorded_and_saved(proxy: Running, clip: Path, ser
     first = walk("a")
     assert (first[0], first[1] > 0, first[2] > 0) == (0, True, True)
     assert [walk("b"), walk("c")] == [first, first]
+    assert proxy.client.get("/api/v1/stats").json()["model_tokens_saved"] - saved == 2 * sum(first)
+    assert f"forkpoint_model_tokens_saved_total {saved + 2.0 * sum(first)}" in proxy.client.get("/metrics").text
     for by in ("task", "endpoint"):
         (row,) = proxy.client.get(f"/api/v1/tasks/tokens/report?by={by}").json()["rows"]
         assert (row["executed_tokens"], row["saved_tokens"]) == (sum(first), 2 * sum(first))

@@ -1,4 +1,5 @@
-// What the cache did by run, step, group, task or endpoint: hit rate, seconds and money saved, percentiles and rewards.
+// What the cache did by run, step, group, task or endpoint: hit rate, seconds, money and tokens saved, percentiles and
+// rewards.
 
 import { get, names } from "./api.js";
 import { grid, h, panel, put, say, showPanels, thead } from "./dom.js";
@@ -14,15 +15,18 @@ export async function runsView({ main, params, signal, setParams }) {
   const total = h("tfoot");
   const arms = h("tbody");
   const note = h("span", { class: "note" });
-  const first = h("th", { scope: "col" });
+  const head = h("tr");
   const by = h("select", { on: { change: () => { setParams({ by: by.value === "run" ? null : by.value }); look(); } } }, BY.map((name) => h("option", { value: name }, name)));
   by.value = BY.includes(params.get("by")) ? params.get("by") : "run";
   const price = h("input", { type: "text", inputmode: "decimal", size: "6", value: localStorage.getItem(PRICE) ?? "1", "aria-label": "Price of an hour of tool time", on: { change: () => { localStorage.setItem(PRICE, price.value); look(); } } });
   const look = async () => {
     const view = await get(`report?by=${by.value}&price=${Math.max(0, Number(price.value) || 0)}`, { signal });
-    first.textContent = by.value[0].toUpperCase() + by.value.slice(1);
-    put(body, view.rows.map((row) => rowOf(row, by.value)));
-    put(total, rowOf({ ...view.total, group: "all" }, ""));
+    // Few tasks ask models, so most reports have no tokens.
+    const tokens = view.total.executed_tokens + view.total.saved_tokens > 0;
+    const columns = tokens ? [...COLUMNS, "Tokens of models", "Tokens saved"] : COLUMNS;
+    put(head, h("th", { scope: "col" }, by.value[0].toUpperCase() + by.value.slice(1)), columns.map((text) => h("th", { scope: "col", class: "num" }, text)));
+    put(body, view.rows.map((row) => rowOf(row, by.value, tokens)));
+    put(total, rowOf({ ...view.total, group: "all" }, "", tokens));
     put(arms, view.arms.map((arm) => h("tr", {}, h("td", {}, { none: "no cache", stateless: "stateless cache", stateful: "this proxy" }[arm.cache] ?? arm.cache), [count(arm.executed), seconds(arm.tool_s), percent(arm.hit_rate), arm.cache === "stateful" ? "see audits" : count(arm.wrong)].map((text) => h("td", { class: "num" }, text)))));
     say(note, view.truncated ? "the first groups" : "");
   };
@@ -32,18 +36,19 @@ export async function runsView({ main, params, signal, setParams }) {
     panel(
       {},
       [h("h1", {}, "Runs"), note, h("span", { class: "gap" }), h("label", { class: "inline" }, "by", by), h("label", { class: "inline" }, "price of an hour of tool time", price)],
-      grid({}, h("thead", {}, h("tr", {}, first, COLUMNS.map((text) => h("th", { scope: "col", class: "num" }, text)))), body, total),
+      grid({}, h("thead", {}, head), body, total),
     ),
     panel({}, h("h2", {}, "The same calls with other caches"), grid({}, thead([["Cache"], ["Executed calls", "num"], ["Tool time", "num"], ["Hit rate", "num"], ["Wrong answers", "num"]]), arms)),
   );
   watch(look, signal, 5000);
 }
 
-function rowOf(row, by) {
+function rowOf(row, by, tokens) {
   const name = row.group ?? "without label";
   const cells = [
     count(row.rollouts), count(row.calls), percent(row.hit_rate), seconds(row.executed_s), seconds(row.saved_s), row.saved_cost.toFixed(2),
     seconds(row.p95_s), seconds(row.paid_p95_s), row.reward === null ? "–" : row.reward.toPrecision(3),
+    ...(tokens ? [count(row.executed_tokens), count(row.saved_tokens)] : []),
   ];
   const link = by === "task" && row.group ? h("a", { class: "mono", href: `#/t/${names(row.group)}` }, name) : h("span", { class: by ? "mono" : "strong" }, name);
   return h("tr", {}, h("td", {}, link), cells.map((text) => h("td", { class: "num" }, text)));
