@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from tests.proxy.serving import Running, serving
 
@@ -48,6 +48,22 @@ def test_overview_shows_tasks_live(proxy: Running, ui: Page) -> None:
     expect(ui.locator("tr[data-task=live]")).to_contain_text("50 %")
     assert int(figure(ui, "Calls")) == int(before) + 2
     expect(ui.locator("svg.timeline rect").first).to_be_attached()
+
+
+def test_frame_is_painted_before_its_view(proxy: Running, page: Page) -> None:
+    """The first paint waits for no view: here the file of the overview comes only after the frame was seen."""
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route("**/js/overview.js", hold)
+    page.goto(f"{proxy.client.base_url}/ui/", wait_until="commit")
+    expect(page.get_by_role("link", name="Runs")).to_be_visible()
+    expect(page.get_by_role("heading", name="Overview")).not_to_be_attached()
+    for route in held:
+        route.continue_()
+    expect(page.locator("tr[data-task=demo]")).to_be_visible()
 
 
 def test_filter_and_order_are_in_the_address(ui: Page) -> None:

@@ -2,38 +2,26 @@
 
 import { h, icon, notice, put } from "./dom.js";
 import { onState, pause, paused } from "./live.js";
-import { overview } from "./overview.js";
-import { sandboxes, snapshots } from "./machine.js";
-import { treeView } from "./tree.js";
-import { nodeView } from "./node.js";
-import { rolloutView } from "./rollout.js";
-import { rolloutList } from "./rollouts.js";
-import { compareView } from "./compare.js";
-import { compareGroup } from "./compare_group.js";
-import { auditView } from "./audit.js";
-import { diffView } from "./diff.js";
-import { terminalView } from "./terminal.js";
 import { help } from "./help.js";
 import { palette } from "./palette.js";
-import { runsView } from "./runs.js";
-import { systemView } from "./system.js";
 
 const NAME = "([^/?]+)";
+/** Addresses, what loads the view of each, and its title. The frame is painted before a view is there. */
 const ROUTES = [
-  [/^\/?$/, overview, "Overview"],
-  [/^\/sandboxes$/, sandboxes, "Sandboxes"],
-  [/^\/snapshots$/, snapshots, "Snapshots"],
-  [/^\/runs$/, runsView, "Runs"],
-  [/^\/system$/, systemView, "System"],
-  [new RegExp(`^/t/${NAME}$`), treeView, "Tree"],
-  [new RegExp(`^/t/${NAME}/rollouts$`), rolloutList, "Rollouts"],
-  [new RegExp(`^/t/${NAME}/compare$`), compareGroup, "Rollouts compared"],
-  [new RegExp(`^/t/${NAME}/audit$`), auditView, "Audit"],
-  [new RegExp(`^/t/${NAME}/r/${NAME}$`), rolloutView, "Rollout"],
-  [new RegExp(`^/t/${NAME}/r/${NAME}/vs/${NAME}$`), compareView, "Two rollouts"],
-  [new RegExp(`^/t/${NAME}/n/${NAME}$`), nodeView, "Node"],
-  [new RegExp(`^/t/${NAME}/n/${NAME}/terminal$`), terminalView, "Terminal"],
-  [new RegExp(`^/t/${NAME}/diff/${NAME}/${NAME}$`), diffView, "What changed"],
+  [/^\/?$/, async () => (await import("./overview.js")).overview, "Overview"],
+  [/^\/sandboxes$/, async () => (await import("./machine.js")).sandboxes, "Sandboxes"],
+  [/^\/snapshots$/, async () => (await import("./machine.js")).snapshots, "Snapshots"],
+  [/^\/runs$/, async () => (await import("./runs.js")).runsView, "Runs"],
+  [/^\/system$/, async () => (await import("./system.js")).systemView, "System"],
+  [new RegExp(`^/t/${NAME}$`), async () => (await import("./tree.js")).treeView, "Tree"],
+  [new RegExp(`^/t/${NAME}/rollouts$`), async () => (await import("./rollouts.js")).rolloutList, "Rollouts"],
+  [new RegExp(`^/t/${NAME}/compare$`), async () => (await import("./compare_group.js")).compareGroup, "Rollouts compared"],
+  [new RegExp(`^/t/${NAME}/audit$`), async () => (await import("./audit.js")).auditView, "Audit"],
+  [new RegExp(`^/t/${NAME}/r/${NAME}$`), async () => (await import("./rollout.js")).rolloutView, "Rollout"],
+  [new RegExp(`^/t/${NAME}/r/${NAME}/vs/${NAME}$`), async () => (await import("./compare.js")).compareView, "Two rollouts"],
+  [new RegExp(`^/t/${NAME}/n/${NAME}$`), async () => (await import("./node.js")).nodeView, "Node"],
+  [new RegExp(`^/t/${NAME}/n/${NAME}/terminal$`), async () => (await import("./terminal.js")).terminalView, "Terminal"],
+  [new RegExp(`^/t/${NAME}/diff/${NAME}/${NAME}$`), async () => (await import("./diff.js")).diffView, "What changed"],
 ];
 /** When the dark colours apply, by theme: a media query. */
 const DARK_WHEN = { auto: "(prefers-color-scheme: dark)", light: "not all", dark: "all" };
@@ -50,14 +38,14 @@ function route() {
     current.view.update(params);
     return;
   }
-  const found = ROUTES.map(([pattern, view, title]) => [pattern.exec(path), view, title]).find(([match]) => match);
+  const found = ROUTES.map(([pattern, load, title]) => [pattern.exec(path), load, title]).find(([match]) => match);
   leaving.abort();
   leaving = new AbortController();
   const main = document.getElementById("main");
   put(main);
   main.className = "";
   delete main.dataset.ready;
-  const [match, view, title] = found ?? [[], lost, "Not found"];
+  const [match, load, title] = found ?? [[], () => lost, "Not found"];
   const args = match.slice(1).map(decodeURIComponent);
   document.title = [...args.slice(0, 2).reverse(), title].slice(0, 2).join(" · ") + " · Forkpoint";
   frame(path, args[0]);
@@ -66,7 +54,8 @@ function route() {
   const mine = current;
   const signal = leaving.signal;
   Promise.resolve()
-    .then(() => view(context, ...args))
+    .then(load)
+    .then((view) => (signal.aborted ? null : view(context, ...args)))
     .then((made) => {
       mine.view = made;
       if (!signal.aborted) main.dataset.ready = "1";
