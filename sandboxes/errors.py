@@ -26,6 +26,16 @@ class SpecError(ValueError):
     """The environment spec cannot be built: a base does not exist, or a set-up command fails."""
 
 
+class RootLostError(SpecError):
+    """A task's set-up ran again and gave another root state, whose answers would be mixed with the recorded ones."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the task's root state was lost, and its set-up, run again, gave another one than its tree was recorded "
+            "on. Delete the task, or make its set-up reproducible (fixed dates, no random names)."
+        )
+
+
 class ForbiddenSourceError(SpecError):
     """The spec names a path, URL or variable that specs, or specs of this client, must not reach."""
 

@@ -105,8 +105,11 @@ class Capture(Generic[N]):
             raise refusal
         return node.snapshot is not None
 
-    async def freeze(self, sandbox: Sandbox, tree: StateTree, node: N) -> None:
+    async def freeze(self, sandbox: Sandbox, tree: StateTree, node: N) -> StateDigest | None:
         """Freeze a sandbox into a snapshot of the node. If the snapshot cannot be written, the node goes without one.
+
+        Returns:
+            The digest of the frozen state; None if it has none.
 
         Raises:
             NotFreezableError: The driver cannot freeze the state.
@@ -130,7 +133,7 @@ class Capture(Generic[N]):
         except OSError as error:
             # Nothing is lost but the snapshot: the sandbox is unchanged and goes on.
             self._report(node, error)
-            return
+            return frozen.state
         # The root is frozen on the way to an answer, right after the set-up: its cost says nothing about other states.
         if node is not tree.root:
             costs, driver = self._cache.costs, snapshot.driver
@@ -141,6 +144,7 @@ class Capture(Generic[N]):
         # 4. Attached without an await between its check and its set, so two freezes cannot both attach.
         if self._cache.attach(snapshot, node):
             self.taken(tree, node)
+        return frozen.state
 
     def adopt(self, frozen: FrozenState, tree: StateTree, node: N, *, cost_s: float) -> bool:
         """Make a state from another machine the snapshot of a node; return False if the node goes without. Blocking."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import cut_scenario
+from tests import cut_scenario, layer_cuts
 from tests.power_cuts import VARIANTS, Disk, Operation, record
 
 CUTS = 40
@@ -76,3 +76,16 @@ def test_a_missing_sync_is_noticed(
     kept = [operation for operation in operations if operation.kind != "sync" or not operation.path.startswith(lazy)]
     with pytest.raises(AssertionError, match=r"went back|is unknown|is refused"):
         outcomes(kept, durability, folder, sample(kept), monkeypatch)
+
+
+def test_no_cut_of_a_layers_commit_gives_other_files(folder: Path) -> None:
+    """A layer that passes its check has the files that were committed, and a root state in use is never built again."""
+    data, seen = folder / "layers", Counter[str]()
+    operations = record(["-m", "tests.layer_cuts", str(data)], data, folder / "trace")
+    for cut in range(len(operations) + 1):
+        disk = Disk(operations[:cut])
+        for variant in VARIANTS:
+            with tempfile.TemporaryDirectory(dir=folder) as name:
+                disk.build(Path(name) / "data", variant, random.Random(cut))  # noqa: S311 - the same disk each time
+                seen += layer_cuts.verify(Path(name) / "data", disk.answered)
+    assert min(seen[outcome] for outcome in ("intact", "damaged", "built", "continued")) > 0

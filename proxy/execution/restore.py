@@ -28,7 +28,7 @@ from proxy.tree.restore_plan import RestorePlan, Way, plan_restore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver, Sandbox, rest
-from sandboxes.errors import NotFreezableError, SandboxError
+from sandboxes.errors import NotFreezableError, RootLostError, SandboxError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
 from snapshots.cache import SnapshotCache
@@ -366,15 +366,31 @@ class Restorer:
         self._counts.start_s.observe(seconds)
         costs[tree.spec.driver] = costs[tree.spec.driver].started(seconds)
         if tree.root.snapshot is None and slot.sandbox is not None:
-            # The root's digest must be known before the first record: a call that leads back to the root merges by it.
             try:
-                await self._capture.freeze(slot.sandbox, tree, tree.root)
-            except NotFreezableError:
-                log.info("set-up left processes, so each sandbox of this task starts fresh", tree=tree.id)
+                await self._freeze_root(slot.sandbox, tree)
             except BaseException:
                 await self._pool.close(slot)
                 raise
         return slot
+
+    async def _freeze_root(self, sandbox: Sandbox, tree: Tree) -> None:
+        """Take the snapshot of a tree's root, in a sandbox that has just started.
+
+        Its digest must be known before the first record: a call that leads back to the root merges by it.
+
+        Raises:
+            RootLostError: It is another state than the tree was recorded on. A set-up with random names or times is run
+                again when its root state is lost.
+        """
+        recorded = tree.root.state
+        try:
+            state = await self._capture.freeze(sandbox, tree, tree.root)
+        except NotFreezableError:
+            log.info("set-up left processes, so each sandbox of this task starts fresh", tree=tree.id)
+            return
+        if recorded is not None and state is not None and state.content != recorded.content:
+            self._cache.drop(tree.root)
+            raise RootLostError
 
     async def _require_current(self, tree: Tree) -> None:
         if not await self._roots.is_current(tree):

@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import orjson
 
-from sandboxes.errors import NotFreezableError, SpecError
+from sandboxes.errors import NotFreezableError, RootLostError, SpecError
+from sandboxes.linux.files import sync_path
 from sandboxes.spec import EnvironmentSpec
 
 KEPT_S = 30 * 86_400.0
@@ -98,10 +99,7 @@ class RootStates(Generic[Root]):
                 ) from error
             # The recorded answers belong to the old content. Answers from a mixture of both would be wrong.
             if known is not None and known.content != root.content:
-                raise SpecError(
-                    "the task's root state was lost, and its set-up, run again, gave another one than its tree was "
-                    "recorded on. Delete the task, or make its set-up reproducible (fixed dates, no random names)."
-                )
+                raise RootLostError
             # Last: only storage that is complete gets a file.
             await asyncio.to_thread(self._save, key, root)
             self._found[key] = time.monotonic(), root
@@ -125,8 +123,12 @@ class RootStates(Generic[Root]):
         draft = self._directory / f"{key}.part"
         # Overwrites what a kill may have left of an earlier draft.
         draft.write_text(json.dumps(asdict(root)))
+        # Durable, as the storage is: without the file, a set-up with random names would be run again after a loss of
+        # power, and its state would go under the records of the old one.
+        sync_path(draft)
         # The rename is atomic: a reader sees no half-written file.
         draft.rename(self._directory / f"{key}.json")
+        sync_path(self._directory)
 
     def all(self) -> list[Root]:
         """Return every root state that was ever built here."""

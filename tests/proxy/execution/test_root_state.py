@@ -1,6 +1,7 @@
 """A base that changes: new rollouts begin a new tree by themselves, and nobody shares a mixture of both."""
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Hashable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from proxy.execution import root_state
 from proxy.execution.root_state import RootChangedError
 from proxy.tree.rollout import Outcome
 from sandboxes.calls import ToolCall
-from sandboxes.errors import SpecError
+from sandboxes.errors import RootLostError, SpecError
 from sandboxes.spec import EnvironmentSpec
 from snapshots.policy import Reuse
 from tests.proxy.rig import KEEPS_ALL, SPEC, ask, engine
@@ -242,3 +243,34 @@ def test_an_unchanged_base_costs_no_look(tmp_path: Path) -> None:
         assert driver.looks == looks
 
     run(act, tmp_path, KEEPS_NONE)
+
+
+class UnsteadySetup(MemoryDriver):
+    """A driver whose set-up writes another text each time that it runs."""
+
+    text = "first"
+
+    async def start(self, spec: EnvironmentSpec) -> MemorySandbox:
+        return await super().start(spec.model_copy(update={"files": {"/root/drawn": self.text}}))
+
+
+def test_a_lost_root_state_is_not_replaced_by_another(tmp_path: Path) -> None:
+    """A loss of power or damage took the root state, and set-up, run again, drew another one. No answer mixes both."""
+
+    async def body() -> None:
+        driver = UnsteadySetup()
+        async with engine(tmp_path, driver) as running:
+            await ask(running, await running.tasks.rollout("task", "first"), "cat /root/drawn; echo 1 > a")
+        shutil.rmtree(tmp_path / "snapshots")
+        driver.text = "second"
+        async with engine(tmp_path, driver) as again:
+            rollout = await again.tasks.rollout("task", "second")
+            assert (await ask(again, rollout, "cat /root/drawn; echo 1 > a"))[1] is Outcome.HIT
+            for _ in range(2):
+                with pytest.raises(RootLostError, match="gave another one than its tree was recorded on"):
+                    await ask(again, rollout, "cat /root/drawn")
+            assert not driver.live
+            driver.text = "first"
+            assert (await ask(again, rollout, "cat /root/drawn"))[0]["stdout"] == "first"
+
+    asyncio.run(body())
