@@ -1,5 +1,6 @@
 """The commands of README and of the quickstart do what the pages say."""
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from proxy.cli.doctor import check
+from proxy.settings import Settings
 from proxy.workloads.ephemeral_proxy import free_port
 from tests.machine import require_sandboxes, wait_until
 
@@ -100,6 +102,14 @@ def test_quickstart_leads_to_a_fork(tmp_path: Path) -> None:
     assert '"stdout":"other\\n"' in fork
     assert '"stdout":"built\\n"' in original
     assert "echo other > app; cat app" in tree
+
+
+def test_documented_drivers_keep_the_default_ones() -> None:
+    """A line that turns a driver on turns none of the default ones off, but for a proxy in a container of its own."""
+    default = set(Settings.model_fields["drivers"].default)
+    for page in [REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md")]:
+        for prefix, drivers in re.findall(r"(-e )?FORKPOINT_DRIVERS='(\[.*?\])'", page.read_text()):
+            assert prefix or default <= set(json.loads(drivers)), f"{page.name}: {drivers}"
 
 
 @pytest.mark.parametrize("page", sorted(REPOSITORY.glob("*.md")) + sorted(REPOSITORY.glob("docs/**/*.md")), ids=str)

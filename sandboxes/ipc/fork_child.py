@@ -44,8 +44,12 @@ def requests(driver: socket.socket) -> Iterator[Message]:
     """Yield requests until the driver closes its end or dies. Descriptors of a request are the caller's to close."""
     inbox = Inbox()
     while True:
-        data, fds = receive(driver)
-        # The driver has closed its end, or died and the kernel closed it. Either way the child's work is over.
+        # The driver has closed its end, or died and the kernel closed it. Either way the child's work is over. With an
+        # answer that it has not read, the end is a reset (unix(7)).
+        try:
+            data, fds = receive(driver)
+        except ConnectionResetError:
+            return
         if not data:
             return
         inbox.feed(data, fds)

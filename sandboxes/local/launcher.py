@@ -85,9 +85,11 @@ class Launcher:
         frame = pack_message(answer, fds=len(fds))
         # The kernel passes the descriptors with the first byte (unix(7), SCM_RIGHTS), so the rest can follow without
         # them.
-        sent = socket.send_fds(self.driver, [frame], fds)
-        if sent < len(frame):
-            self.driver.sendall(frame[sent:])
+        # A driver that is gone reads no answer; the next read says so.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sent = socket.send_fds(self.driver, [frame], fds)
+            if sent < len(frame):
+                self.driver.sendall(frame[sent:])
         # Sent descriptors are duplicates in the receiver. What stays open here would keep dead mounts alive.
         close_all([*fds, *envelope.fds])
 

@@ -42,7 +42,10 @@ class Zygote:
     def serve(self) -> None:
         """Answer requests until the driver closes its end, then kill the workers."""
         for message in requests(self.driver):
-            self.driver.sendall(pack(self._answer(message)))
+            answer = pack(self._answer(message))
+            # A driver that is gone reads no answer; the next read says so.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.driver.sendall(answer)
         for pid in self._workers:
             os.kill(pid, signal.SIGKILL)
 
