@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,13 +23,15 @@ from typing import Any
 import httpx
 
 from bench.programs import Group, Program
-from tests.machine import Proxy
+from tests.machine import Served
 
 CALL_S = 180.0
 """A call that has no answer after this long, retries included, counts as lost."""
 MOST_RUNS = 6
 """Private runs of a program whose answer differs, before the answer is called wrong."""
 RETRIED = {429, 503, 507}
+MOVES = 0.2
+"""Share of the calls before which an agent goes to another member of a cluster."""
 
 Answer = tuple[Any, ...]
 """What an agent sees of a response, without the order of lines on standard error."""
@@ -116,26 +119,28 @@ class Comparison:
     """Runs groups through a proxy and privately, and compares.
 
     Args:
-        subject: The proxy whose answers are compared.
+        subjects: The proxy whose answers are compared, or all members of a cluster.
         private: The proxy that gives each rollout sandboxes of its own.
         twice: The share of programs that run twice in private sandboxes, for the noise floor.
     """
 
-    def __init__(self, subject: Proxy, private: Proxy, tally: Tally, client: httpx.Client, twice: float) -> None:
-        self._subject, self._private, self._tally, self._client = subject, private, tally, client
+    def __init__(
+        self, subjects: Sequence[Served], private: Served, tally: Tally, client: httpx.Client, twice: float
+    ) -> None:
+        self._subjects, self._private, self._tally, self._client = subjects, [private], tally, client
         self._twice = twice
 
     def group(self, number: int, group: Group) -> None:
         """Run one group in both ways at the same time, and add its comparison to the tally."""
         task, alone = f"d{number}", f"p{number}"
-        self._put(self._subject, task, group.spec)
-        self._put(self._private, alone, group.spec | {"cache": "never"})
+        self._put(self._subjects[0], task, group.spec)
+        self._put(self._private[0], alone, group.spec | {"cache": "never"})
         dice = random.Random(number)  # noqa: S311 - dice of a test
         # Half of the rollouts begin when others have ended, and find what those recorded.
         at_once = -(-len(group.programs) // 2)
         with ThreadPoolExecutor(at_once) as cached, ThreadPoolExecutor(at_once) as threads:
             walks = [
-                cached.submit(self._walk, self._subject, task, f"r{at}", program)
+                cached.submit(self._walk, self._subjects, task, f"r{at}", program)
                 for at, program in enumerate(group.programs)
             ]
             distinct = {texts(program): program for program in group.programs}
@@ -148,8 +153,8 @@ class Comparison:
                 self._count_noise(distinct[words], runs)
             for at, (program, walk) in enumerate(zip(group.programs, walks, strict=True)):
                 self._compare(number, at, program, walk.result(), known[texts(program)], alone)
-        for proxy, name in (self._subject, task), (self._private, alone):
-            self._request(proxy, "DELETE", f"/api/v1/tasks/{name}")
+        for proxies, name in (self._subjects, task), (self._private, alone):
+            self._request(proxies[0], "DELETE", f"/api/v1/tasks/{name}")
 
     def _count_noise(self, program: Program, runs: list[Run]) -> None:
         """Add the noise floor of one program that ran twice; a program that ran once has none."""
@@ -195,25 +200,29 @@ class Comparison:
     def _alone(self, task: str, program: Program) -> Run:
         return self._walk(self._private, task, secrets.token_hex(6), program)
 
-    def _walk(self, proxy: Proxy, task: str, rollout: str, program: Program) -> Run:
+    def _walk(self, proxies: Sequence[Served], task: str, rollout: str, program: Program) -> Run:
         answers: list[Answer | None] = []
         sources: list[str] = []
+        dice = random.Random(f"{task}/{rollout}")  # noqa: S311 - dice of a test
+        proxy = dice.choice(proxies)
         try:
             for number, call in enumerate(program):
+                if dice.random() < MOVES:
+                    proxy = dice.choice(proxies)
                 response = self._call(
                     proxy, f"/t/{task}/r/{rollout}/{call.path}", call.arguments, (task, rollout, number)
                 )
                 answers.append(None if response is None else visible(response.json()))
                 sources.append("" if response is None else response.headers["cache-status"].removeprefix("forkpoint; "))
         except LostRolloutError as error:
-            kind = f"{'' if proxy is self._subject else 'private: '}{error}"
+            kind = f"{'private: ' if proxies is self._private else ''}{error}"
             with self._tally.lock:
                 self._tally.lost[kind] += 1
                 self._tally.endings.append((f"{kind}, {task}/{rollout}", program[: len(answers) + 1]))
         self._request(proxy, "DELETE", f"/api/v1/tasks/{task}/rollouts/{rollout}")
         return Run(tuple(answers), tuple(sources))
 
-    def _call(self, proxy: Proxy, path: str, arguments: Any, at: tuple[str, str, int]) -> httpx.Response | None:
+    def _call(self, proxy: Served, path: str, arguments: Any, at: tuple[str, str, int]) -> httpx.Response | None:
         """Repeat a call until it is answered; None if it was recorded and its answer was lost with the connection."""
         deadline, unsure, problem = time.monotonic() + CALL_S, False, "no answer in time"
         task, rollout, number = at
@@ -245,12 +254,12 @@ class Comparison:
             time.sleep(0.2)
         raise LostRolloutError(problem)
 
-    def _put(self, proxy: Proxy, task: str, spec: dict[str, Any]) -> None:
+    def _put(self, proxy: Served, task: str, spec: dict[str, Any]) -> None:
         response = self._request(proxy, "PUT", f"/api/v1/tasks/{task}", spec)
         if response is None or not response.is_success:
             raise RuntimeError(f"the task {task} is refused: {response and response.text}")
 
-    def _request(self, proxy: Proxy, method: str, path: str, body: Any = None) -> httpx.Response | None:
+    def _request(self, proxy: Served, method: str, path: str, body: Any = None) -> httpx.Response | None:
         deadline = time.monotonic() + CALL_S
         while time.monotonic() < deadline:
             try:

@@ -1,7 +1,9 @@
 """Random programs through the proxy and in private, uncached sandboxes: `python -m bench.differential`.
 
 Groups of interleaved rollouts run through a proxy, calmly, with tiny budgets, and under `kill -9` of the proxy, its
-launcher, sandboxes, CRIU and dockerd. Each program also runs in private sandboxes of a second proxy (`cache: never`).
+launcher, sandboxes, CRIU and dockerd. With `--members` they run through a cluster: agents change their member, and
+members and the cluster's database are killed and stopped too. Each program also runs in private sandboxes of another
+proxy (`cache: never`).
 `bench.comparison` says how answers are compared. Exits with 1 if an answer was wrong.
 """
 
@@ -20,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import httpx
@@ -29,11 +32,12 @@ from bench.machine import console, table
 from bench.programs import Program, shell_group, shell_spec, sql_group
 from bench.strikes import Strikes
 from tests.dockerd import Dockerd, dockerd
-from tests.machine import data_directory, served
+from tests.machine import Served, data_directory, served
 from tests.proxy import test_transparency_postgres as postgres_calls
 from tests.proxy import test_transparency_sqlite as sqlite_calls
+from tests.proxy.cluster.nodes import nodes
 from tests.sandboxes.docker import make_agent_image
-from tests.sandboxes.postgres_cluster import cluster
+from tests.sandboxes.postgres_cluster import Cluster, cluster
 from tests.sandboxes.sqlite_files import make
 
 TINY = {"snapshot_bytes": "200000", "checkpoint_bytes": "2000000", "sandbox_idle_s": "1", "warm_sandboxes": "1"}
@@ -56,7 +60,8 @@ class Plan:
         every_s: Mean seconds between strikes in the mode `kills`.
         at_once: Groups that run at the same time.
         twice: Share of programs that run twice in private sandboxes, for the noise floor.
-        logs: Directory to which the proxy's logs are copied; None for none.
+        logs: Directory to which the proxies' logs are copied; None for none.
+        members: Members of the cluster that is compared; 1 for a proxy without a cluster.
     """
 
     programs: int
@@ -66,6 +71,7 @@ class Plan:
     at_once: int = 3
     twice: float = 0.1
     logs: Path | None = None
+    members: int = 1
 
 
 def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
@@ -77,13 +83,15 @@ def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
         for folder in folders:
             folder.chmod(0o711)  # Any user in a container must be able to traverse this directory.
         budgets = {} if mode == "calm" else TINY
-        subject = stack.enter_context(served(folders[0], **settings, **budgets, max_sandboxes=SANDBOXES))
+        options = settings | budgets | {"max_sandboxes": SANDBOXES}
+        subjects, database = stack.enter_context(compared(folders[0], options, plan.members))
         private = stack.enter_context(served(folders[1], **settings))
         make_group = sql_group if driver in ("sqlite", "postgres") else shell_group
         client = httpx.Client(timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None))
-        comparison = Comparison(subject, private, tally, stack.enter_context(client), plan.twice)
+        comparison = Comparison(subjects, private, tally, stack.enter_context(client), plan.twice)
         if mode == "kills":
-            strikes = Strikes(subject, daemon, random.Random(seed), plan.every_s, tally.strikes)  # noqa: S311
+            blows = random.Random(seed)  # noqa: S311 - dice of a test
+            strikes = Strikes(subjects, daemon, database, blows, plan.every_s, tally.strikes)
             stack.enter_context(strikes.falling())
         groups = [make_group(dice, spec, plan.rollouts, plan.length) for _ in range(-(-plan.programs // plan.rollouts))]
         began = time.monotonic()
@@ -92,10 +100,25 @@ def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
                 list(threads.map(comparison.group, range(len(groups)), groups))
         finally:
             if plan.logs:
-                shutil.copy(subject.log_file, plan.logs / f"{driver}-{mode}-{seed}.log")
+                for subject in subjects:
+                    shutil.copy(subject.log_file, plan.logs / f"{driver}-{mode}-{seed}-{subject.log_file.name}")
         seconds = time.monotonic() - began
     report(driver, mode, seed, tally, seconds)
     return tally
+
+
+@contextmanager
+def compared(folder: Path, options: dict[str, str], members: int) -> Iterator[tuple[list[Served], Cluster | None]]:
+    """Run the proxy that is compared, or the members of a cluster; yield them, and the cluster's database server."""
+    if members == 1:
+        with served(folder, **options) as proxy:
+            yield [proxy], None
+        return
+    with cluster() as server:
+        server.create("forkpoint_cluster", "SELECT 1")
+        variables = {f"FORKPOINT_{name.upper()}": value for name, value in options.items()}
+        with nodes(folder, f"{server.dsn} dbname=forkpoint_cluster", ascii_lowercase[:members], **variables) as running:
+            yield list(running.values()), server
 
 
 @contextmanager
@@ -181,11 +204,15 @@ def main() -> None:
     parser.add_argument("--every-s", type=float, default=Plan.every_s, help="mean seconds between strikes")
     parser.add_argument("--at-once", type=int, default=Plan.at_once, help="groups that run at the same time")
     parser.add_argument("--twice", type=float, default=Plan.twice, help="share of programs for the noise floor")
+    parser.add_argument("--members", type=int, default=Plan.members, help="members of a cluster; 1: no cluster")
     parser.add_argument("--logs", type=Path, help="directory to which the proxy's logs are copied")
     options = parser.parse_args()
     drivers, modes = options.drivers.split(","), options.modes.split(",")
     share = -(-options.programs // (len(drivers) * len(modes)))
-    plan = Plan(share, options.rollouts, options.length, options.every_s, options.at_once, options.twice, options.logs)
+    plan = Plan(
+        share, options.rollouts, options.length, options.every_s, options.at_once, options.twice, options.logs,
+        options.members,
+    )  # fmt: skip
     tallies = [run(driver, mode, options.seed, plan) for driver in drivers for mode in modes]
     if wrong := sum(len(tally.wrong) for tally in tallies):
         sys.exit(f"{wrong} answers were wrong.")

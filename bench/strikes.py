@@ -1,4 +1,4 @@
-"""Faults for `bench.differential`: `kill -9` of processes of a proxy or of dockerd, restarts and evictions."""
+"""Faults for `bench.differential`: processes are killed or stopped, proxies restarted, states evicted."""
 
 import contextlib
 import os
@@ -8,18 +8,24 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
 from tests.dockerd import Dockerd
-from tests.machine import Process, Proxy, is_sandbox, process
+from tests.machine import Process, Served, is_sandbox, process
+from tests.sandboxes.postgres_cluster import Cluster
 
 CRIU_S = 1.0
 """How long a strike on CRIU waits for a dump or a restore to begin. They take some 50 ms, a few times a second."""
 WEIGHTS = {"process": 6, "criu": 2, "gc": 4, "proxy": 1, "stop": 1, "dockerd": 1}
+"""How often each kind of strike falls, beside the others."""
+CLUSTER_WEIGHTS = {"database": 1, "pause": 2}
+"""The same for strikes that only a cluster receives."""
+PAUSE_S = 6.0
+"""Longest time for which a member of a cluster is stopped: twice its lease, so that others take its tasks over."""
 
 FORK_SERVERS = {
     b"sandboxes.local.launcher": "launcher",
@@ -30,20 +36,30 @@ FORK_SERVERS = {
 
 
 class Strikes:
-    """Kills what belongs to a proxy, again and again, until the block ends.
+    """Kills what belongs to some proxies, again and again, until the block ends.
 
     Args:
-        proxy: The proxy that is struck.
-        daemon: The Docker daemon that runs its containers; None if it has none.
+        proxies: The proxies that are struck: one, or all members of a cluster.
+        daemon: The Docker daemon that runs their containers; None if they have none.
+        database: The database server of the cluster; None for a single proxy.
         every_s: Mean seconds between two strikes.
         counts: Strikes by kind; they are added here.
     """
 
     def __init__(
-        self, proxy: Proxy, daemon: Dockerd | None, dice: random.Random, every_s: float, counts: Counter[str]
+        self,
+        proxies: Sequence[Served],
+        daemon: Dockerd | None,
+        database: Cluster | None,
+        dice: random.Random,
+        every_s: float,
+        counts: Counter[str],
     ) -> None:
-        self._proxy, self._daemon, self._dice, self._every_s, self._counts = proxy, daemon, dice, every_s, counts
+        self._proxies, self._daemon, self._database = proxies, daemon, database
+        self._dice, self._every_s, self._counts = dice, every_s, counts
         self._weights = {kind: weight for kind, weight in WEIGHTS.items() if daemon or kind != "dockerd"}
+        if database is not None:
+            self._weights |= CLUSTER_WEIGHTS
         self._over = threading.Event()
 
     @contextmanager
@@ -65,13 +81,24 @@ class Strikes:
     def _strike(self) -> str:
         """Strike once; return what was struck, or an empty string if there was nothing."""
         kind = self._dice.choices(list(self._weights), list(self._weights.values()))[0]
+        proxy = self._dice.choice(self._proxies)
         if kind == "process":
-            return self._kill_process()
+            return self._kill_process(proxy)
         if kind == "criu":
-            return self._kill_criu()
+            return self._kill_criu(proxy)
         if kind == "gc":
             with contextlib.suppress(httpx.TransportError):
-                httpx.post(f"{self._proxy.url}/api/v1/gc", timeout=60)
+                httpx.post(f"{proxy.url}/api/v1/gc", timeout=60)
+        elif kind == "database":
+            assert self._database is not None
+            self._database.kill()
+            time.sleep(self._dice.uniform(0, 4))
+            self._database.start()
+        elif kind == "pause":
+            assert proxy.process is not None
+            proxy.process.send_signal(signal.SIGSTOP)
+            time.sleep(self._dice.uniform(0.3, PAUSE_S))
+            proxy.process.send_signal(signal.SIGCONT)
         elif kind == "dockerd":
             assert self._daemon is not None
             self._daemon.kill()
@@ -80,17 +107,17 @@ class Strikes:
         else:
             if kind == "stop":
                 try:
-                    self._proxy.stop()
+                    proxy.stop()
                 except subprocess.TimeoutExpired:
                     kind = "stop, killed in the end"
-            self._proxy.kill()
-            self._proxy.start()
+            proxy.kill()
+            proxy.start()
         return kind
 
-    def _kill_process(self) -> str:
+    def _kill_process(self, proxy: Served) -> str:
         """Kill one of our own processes of a random role; never one of the agent's."""
         roles: dict[str, list[Process]] = {}
-        for candidate in sorted(self._proxy.processes()):
+        for candidate in sorted(proxy.processes()):
             if name := role(candidate[0]):
                 roles.setdefault(name, []).append(candidate)
         if self._daemon is not None:
@@ -100,11 +127,11 @@ class Strikes:
             _kill(self._dice.choice(roles[struck]))
         return struck
 
-    def _kill_criu(self) -> str:
+    def _kill_criu(self, proxy: Served) -> str:
         """Wait for a running CRIU, and kill it."""
         deadline = time.monotonic() + CRIU_S
         while time.monotonic() < deadline and not self._over.is_set():
-            for candidate in self._proxy.processes():
+            for candidate in proxy.processes():
                 if role(candidate[0]) == "criu":
                     time.sleep(self._dice.uniform(0, 0.03))
                     _kill(candidate)

@@ -142,6 +142,11 @@ class Served:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(60) in (0, -signal.SIGTERM), self.log()
 
+    def processes(self) -> set[Process]:
+        """Return all descendants of the proxy, including those in sandboxes."""
+        assert self.process is not None
+        return _descendants(self.process.pid)
+
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")[-8000:]
 
@@ -166,11 +171,6 @@ class Proxy(Served):
     @property
     def settings(self) -> dict[str, str]:
         return {f"FORKPOINT_{name.upper()}": value for name, value in self.options.items()}
-
-    def processes(self) -> set[Process]:
-        """Return all descendants of the proxy, including those in sandboxes."""
-        assert self.process is not None
-        return _descendants(self.process.pid)
 
     def groups(self) -> list[Path]:
         """Return the control groups of this instance of the local driver."""

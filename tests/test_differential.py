@@ -11,6 +11,7 @@ from bench.comparison import Answer, Comparison, Run, Tally
 from bench.differential import Plan, run
 from bench.programs import Program, ProgramCall, shell_group, shell_spec
 from tests.machine import Proxy, require_sandboxes
+from tests.sandboxes.postgres_cluster import require_postgres
 
 TRUE: Answer = ("true", [], 0, False)
 FALSE: Answer = ("false", [], 0, False)
@@ -24,7 +25,7 @@ class Scripted(Comparison):
 
     def __init__(self, tally: Tally, later: tuple[object, ...], client: httpx.Client) -> None:
         nothing = Proxy(Path("/nonexistent"))
-        super().__init__(nothing, nothing, tally, client, 0)
+        super().__init__([nothing], nothing, tally, client, 0)
         self.later = later
 
     def _alone(self, _task: str, program: Program) -> Run:
@@ -83,7 +84,10 @@ def test_programs_have_the_answers_of_private_shells(mode: str) -> None:
     assert tally.compared > 50
 
 
-def test_programs_have_the_answers_of_private_databases() -> None:
-    tally = run("sqlite", "kills", 3, PLAN)
+@pytest.mark.parametrize("members", [1, 2])
+def test_programs_have_the_answers_of_private_databases(members: int) -> None:
+    if members > 1:
+        require_postgres()
+    tally = run("sqlite", "kills", 3, replace(PLAN, members=members))
     assert (tally.wrong, tally.programs) == ([], 12)
     assert tally.compared > 50
