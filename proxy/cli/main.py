@@ -2,25 +2,28 @@
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version as distribution_version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from proxy.cli.client import fail
 from proxy.cli.commands import RUN, add_commands
 from proxy.cli.options import JsonOption
 from proxy.cli.output import print_json
+from proxy.cli.text import printable
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -28,8 +31,38 @@ if TYPE_CHECKING:
     from proxy.cli.doctor import Requirement
     from proxy.settings import Settings
 
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""What Typer raises for a command line that it cannot use. It is click's, or that of Typer's own copy of click."""
+
+
+class _Commands(TyperGroup):
+    """The commands; a command line that cannot be used ends with one sentence and status 2."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        # Without arguments, Typer raises a usage error that prints the help.
+        with _usage_as_sentence() if args else nullcontext():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _usage_as_sentence():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _usage_as_sentence() -> Iterator[None]:
+    try:
+        yield
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        command = "forkpoint" if context is None else context.command_path
+        said = str(error.format_message()).rstrip(".")  # type: ignore[attr-defined]
+        typer.echo(f"{printable(said)}{'' if said.endswith('?') else '.'} See `{command} --help`.", err=True)
+        raise typer.Exit(2) from error
+
+
 app = typer.Typer(
     name="forkpoint",
+    cls=_Commands,
     help="A transparent proxy between LLM agents and their tools.",
     no_args_is_help=True,
     # A traceback with local variables would print what agents sent.
@@ -71,7 +104,7 @@ def serve(
         int | None, typer.Option(help="TCP port to listen on.", show_default="8700", min=0, max=65535)
     ] = None,
     data: DataOption = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings.", exists=True, dir_okay=False)] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
     cluster: Annotated[
         str | None, typer.Option(help="PostgreSQL URL of the cluster to be a member of (docs/cluster.md).")
     ] = None,
@@ -202,6 +235,8 @@ def _settings(config: Path | None, **options: object) -> "Settings":
 
     from proxy.settings import Settings
 
+    if config is not None and not config.is_file():
+        fail(f"--config names {config}, which is no file. Write the settings there, or leave the option out.")
     try:
         return Settings.load(config, **options)
     except ValidationError as error:

@@ -122,7 +122,7 @@ def import_tree(
             headers = {"content-type": "application/x-tar", "content-length": str(total)}
             view = proxy.request("POST", "tasks", task, "import", content=chunks(), headers=headers, within_s=LONG_S)
     except OSError as error:
-        fail(f"{file} cannot be read: {error}. Choose another file.")
+        fail(f"{file} cannot be read: {error.strerror}. Choose another file.")
     show(view, _imported, json=json)
 
 

@@ -162,6 +162,11 @@ class TreeStore:
         row = self._database.row(sql, {"node": node, "task": task, "shared_owner": self.shared_owner(task)})
         return None if row is None else int(row[0])
 
+    def task_with_node(self, node: int) -> str:
+        """Return the name of the task that holds a node, or of the first that shares it; empty if no tree has it."""
+        row = self._database.row("SELECT tree FROM nodes WHERE id = ?", (node,))
+        return "" if row is None else self.task_of(row[0])
+
     def _root(self, node: int) -> Node:
         sql = f"SELECT exact, content, pinned FROM nodes WHERE id = ? AND {is_whole('nodes')}"
         row = self._database.row(sql, (node,))

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import orjson
@@ -74,10 +75,19 @@ async def get_wrong_answers(engine: EngineDep, request: Request) -> Page[WrongAn
 
 
 @system.get("/warnings")
-async def get_warnings(request: Request) -> Page[dict[str, str]]:
-    """List the latest warnings and errors of this proxy, the newest first."""
+async def get_warnings(engine: EngineDep, request: Request) -> Page[dict[str, str]]:
+    """List the latest warnings and errors of this proxy, the newest first, each with its task if it names a node."""
     granted(request).require_whole()
-    return Page.whole([dict(event) for event in recent()])
+    return Page.whole([_placed(event, engine.store.trees.task_with_node) for event in recent()])
+
+
+def _placed(event: Mapping[str, str], task_with_node: Callable[[int], str]) -> dict[str, str]:
+    """Return an event whose node is named as in addresses; what no request caused gets the task of its node."""
+    node = event.get("node", "").removeprefix("n")
+    if not node.isdecimal():
+        return dict(event)
+    task = event.get("task") or task_with_node(int(node))
+    return {**event, "node": f"n{node}"} | ({"task": task} if task else {})
 
 
 @system.get("/settings")

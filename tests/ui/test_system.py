@@ -69,6 +69,16 @@ def test_warnings_are_kept_and_shown_as_text(ui: Page) -> None:
     expect(ui.locator("#settings")).to_contain_text("max_sandboxes")
 
 
+def test_warnings_name_the_task_of_their_node(proxy: Running) -> None:
+    """An audit runs for no rollout, so its warnings name a node alone; a node that is gone keeps its number."""
+    node = proxy.client.get("/api/v1/tasks/fix-2/rollouts/a").json()["node"]
+    for number in (int(node[1:]), 10**9):
+        logs.remember(None, "warning", {"level": "warning", "event": "recorded call differs", "node": number})
+    gone, found, *_ = proxy.client.get("/api/v1/system/warnings").json()["items"]
+    assert (found["task"], found["node"]) == ("fix-2", node)
+    assert ("task" in gone, gone["node"]) == (False, "n1000000000")
+
+
 def test_history_has_steps_and_wrong_answers_bounds(proxy: Running) -> None:
     view = proxy.client.get("/api/v1/system/history?span_s=600").json()
     assert view["step_s"] == 5

@@ -47,6 +47,28 @@ def test_each_command_explains_itself(command: str) -> None:
     assert "Usage" in output
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("serve", "--port", "x"), "Invalid value for '--port': "),
+        (("tree",), "Missing argument 'TASK'. See `"),
+        (("tree", "t", "--nosuch"), "No such option: --nosuch. See `"),
+        (("tre",), "No such command 'tre'. Did you mean 'tree'? See `"),
+        (("restore", "/none"), "does not exist. See `"),
+    ],
+)
+def test_unusable_command_line_is_one_sentence(words: tuple[str, ...], said: str) -> None:
+    code, output = typed(*words)
+    assert code == 2
+    assert said in output
+    assert output.count("\n") == 1
+    assert output.endswith(" --help`.\n")
+
+
+def test_no_command_prints_the_help() -> None:
+    assert "Usage" in typed()[1]
+
+
 def test_version_is_the_distributions() -> None:
     assert typed("--version") == (0, "forkpoint 0.1.0\n")
 

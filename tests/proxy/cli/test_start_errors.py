@@ -100,6 +100,11 @@ def test_bad_file_is_named_with_its_key(tmp_path: Path, text: str, parts: tuple[
     assert_one_sentence(started("--config", str(tmp_path / "a.toml")), *parts)
 
 
+def test_missing_file_of_settings_is_one_sentence(tmp_path: Path) -> None:
+    done = started("--config", str(tmp_path / "none.toml"))
+    assert_one_sentence(done, "--config names", "none.toml, which is no file")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "parts"),
     [
