@@ -22,7 +22,7 @@ export async function compareView({ main, signal }, task, a, b) {
       [h("h1", {}, link(one), " and ", link(other)), h("span", { class: "note" }, `${plural(fork, "call")} in common`), h("span", { class: "gap" }), states],
       grid(
         { class: "compare" },
-        h("thead", {}, h("tr", {}, h("th", { class: "num", scope: "col" }, "#"), h("th", { scope: "col", colspan: 3 }, one.rollout), h("th", { scope: "col", colspan: 3 }, other.rollout))),
+        h("thead", {}, h("tr", {}, h("th", { class: "num", scope: "col" }, "#"), h("th", { scope: "col" }, one.rollout), h("th", { scope: "col" }, other.rollout))),
         h("tbody", {}, rows(one.steps, other.steps, fork, () => forkRow(task, node, one, other, rest))),
       ),
     ),
@@ -49,9 +49,9 @@ export function forkPoint(one, other, together = true) {
 }
 
 function forkRow(task, node, one, other, rest) {
-  if (one.start !== other.start) return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, icon("fork"), " They began at different nodes, ", nodeLink(task, one.start), " and ", nodeLink(task, other.start))));
+  if (one.start !== other.start) return h("tr", { class: "fork" }, h("td", { colspan: 3 }, h("span", {}, icon("fork"), " They began at different nodes, ", nodeLink(task, one.start), " and ", nodeLink(task, other.start))));
   const text = rest.every(Boolean) ? "They diverge at " : rest.some(Boolean) ? `${rest[0] ? other.rollout : one.rollout} ends at ` : "Both are at ";
-  return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, icon("fork"), " ", text, nodeLink(task, node))));
+  return h("tr", { class: "fork" }, h("td", { colspan: 3 }, h("span", {}, icon("fork"), " ", text, nodeLink(task, node))));
 }
 
 const nodeLink = (task, node) => h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node);
@@ -67,10 +67,10 @@ function rows(one, other, fork, mark) {
 }
 
 function side(step, kind) {
-  if (!step) return [h("td", { class: kind, colspan: 3 })];
-  return [
-    h("td", { class: kind }, h("span", { class: `chip o-${step.outcome}` }, step.outcome)),
-    h("td", { class: "cut mono", title: line(step.call) }, step.call ? line(step.call) : h("span", { class: "null" }, "forgotten")),
-    h("td", { class: "num" }, seconds(step.seconds)),
-  ];
+  if (!step) return h("td", { class: kind });
+  const call = step.call ? line(step.call) : h("span", { class: "null" }, "forgotten");
+  return h(
+    "td", { class: kind },
+    h("div", { class: "step" }, h("span", { class: `chip o-${step.outcome}` }, step.outcome), h("span", { class: "mono", title: line(step.call) }, call), h("span", { class: "faint" }, seconds(step.seconds))),
+  );
 }
