@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.machine import Proxy, assert_nothing_left, data_directory, served
+from tests.machine import Proxy, assert_nothing_left, data_directory, require_criu, served
 from tests.sandboxes.docker import BASH_IMAGE, containers, remove_images, require_docker
 
 HIT, MISS = "forkpoint; hit", "forkpoint; fwd=miss; stored"
@@ -97,3 +97,18 @@ def test_missing_image_is_refused_with_remedy(client: httpx.Client) -> None:
     answer = client.put("/api/v1/tasks/other", json={"driver": "container", "image": "no-such-image:1"})
     assert answer.status_code == 422
     assert "docker pull no-such-image:1" in answer.json()["detail"]
+
+
+def test_live_processes_survive_a_kill(proxy: Proxy, client: httpx.Client) -> None:
+    """A state with a live process is forked right after a start, and no call gets an error first."""
+    require_criu()
+    live = "sleep 1000 > /dev/null 2>&1 & echo $! > /root/pid"
+    node = exec_(client, "a", live)[2]
+    assert exec_(client, "b", live)[1:] == (HIT, node)
+    client.post(f"/api/v1/tasks/task/nodes/{node}/snapshot").raise_for_status()
+    proxy.kill()
+    proxy.start()
+    client.post("/api/v1/tasks/task/rollouts/a/fork", json={"name": "c"}).raise_for_status()
+    assert exec_(client, "c", "kill -0 $(cat /root/pid) && echo alive; echo c > /root/c")[0] == "alive\n"
+    proxy.stop()
+    assert containers(proxy.data / "container") == []

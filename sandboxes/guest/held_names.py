@@ -72,7 +72,6 @@ class HeldNames:
         self._mounts: dict[bytes, int] = {}
         self._descriptors: list[tuple[int, int, bytes]] = []
         self._count = 0
-        self._other_roots = False
         # Pid 1 is ours, and its mount namespace is the sandbox's.
         self._namespaces = [os.readlink(f"/proc/1/ns/{name}") for name in _NAMESPACES]  # noqa: PTH115
         with open("/proc/1/mountinfo", "rb") as file:  # noqa: PTH123
@@ -90,8 +89,6 @@ class HeldNames:
             raise UnsafeNameError(f"process {pid} has namespaces of its own")
         for link in ("cwd", "root", "exe", *(f"fd/{name}" for name in os.listdir(f"/proc/{pid}/fd"))):  # noqa: PTH208
             self._held(pid, link)
-        # A process with another root (chroot(2)) may bind sockets to names that lead elsewhere from here.
-        self._other_roots |= os.readlink(f"/proc/{pid}/root") != "/"  # noqa: PTH115
         with open(f"/proc/{pid}/maps", "rb") as file:  # noqa: PTH123
             for line in file:
                 self._mapping(pid, line.rstrip(b"\n").split(b" ", 5))
@@ -151,8 +148,12 @@ class HeldNames:
             self.mapped[f"file[{self._mounts[device]:x}:{inode:x}]"] = path.decode(errors="surrogateescape")
 
     def _sockets(self) -> None:
-        """Look at the names that Unix sockets are bound to: unlike other names, they are the agent's own words."""
-        relative: dict[bytes, bytes] = {}
+        """Look at the names that Unix sockets are bound to: unlike other names, they are the agent's own words.
+
+        Such a name may be relative, may have been given below another root (chroot(2)) by a process that is gone, or
+        its file was moved.
+        """
+        bound: dict[bytes, bytes] = {}
         with open("/proc/1/net/unix", "rb") as file:  # noqa: PTH123
             next(file)
             for line in file:
@@ -160,10 +161,10 @@ class HeldNames:
                 path = fields[-1] if len(fields) > 7 else b""
                 if path.startswith(b"/"):
                     _require_plain(path + _DELETED, None, f"a socket is bound to {_text(path)}")
-                if path and not path.startswith(b"@") and (self._other_roots or not path.startswith(b"/")):
-                    relative[b"socket:[%d]" % int(fields[6])] = path
-        if relative:
-            _in_child(lambda: _require_plain_sockets(relative, self._descriptors))
+                if path and not path.startswith(b"@"):
+                    bound[b"socket:[%d]" % int(fields[6])] = path
+        if bound:
+            _in_child(lambda: _require_plain_sockets(bound, self._descriptors))
 
 
 def _stands_still(pid: str, tracer: int) -> bool:
@@ -236,7 +237,9 @@ def _look_up(path: bytes, subject: str) -> os.stat_result | None:
 
 
 def _require_plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int, bytes]]) -> None:
-    """Look at the kernel's names of sockets whose own names may lead elsewhere, in the sandbox's pid namespace.
+    """Compare the names that sockets are bound to with the kernel's names of their files.
+
+    It runs in the sandbox's pid namespace.
 
     Args:
         wanted: The names that sockets are bound to, by the kernel's descriptions of the sockets.
@@ -251,9 +254,14 @@ def _require_plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[i
             path = os.readlink(b"/proc/self/fd/%d" % bound)  # noqa: PTH115
             _require_plain(path, os.fstat(bound), f"process {pid} has a socket bound to {_text(path)}")
             name = wanted[description]
-            # CRIU binds a socket again to its own name, with the root of the sandbox.
-            if name.startswith(b"/") and path not in (name, name + _DELETED):
-                raise UnsafeNameError(f"process {pid}, which has another root, has a socket bound to {_text(name)}")
+            # CRIU binds a socket again to its own name, with the root of the sandbox. The name has no link on its way
+            # (`HeldNames._sockets`), so what `..` in it means shows from its words.
+            # Two slashes at the beginning are kept by `normpath`.
+            name = os.path.normpath(b"/" + name.lstrip(b"/")) if name.startswith(b"/") else path
+            if path not in (name, name + _DELETED):
+                raise UnsafeNameError(
+                    f"process {pid} has a socket bound to {_text(name)}, a name of another root or of a moved file"
+                )
             close_all((process, held, bound))
 
 

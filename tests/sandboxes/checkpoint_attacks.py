@@ -63,6 +63,11 @@ REFUSED = {
         "mkdir d; " + _python("os.chdir('d')\n" + _BOUND.format("s") + "\nos.chdir('/')"),
         "rm -r d; ln -s {out} d",
     ),
+    "a socket bound below a root that was left": (
+        "mkdir d; " + _python("s = socket.socket(socket.AF_UNIX)\nif not os.fork():\n"
+                              "    os.chroot('d'); s.bind('/s'); os._exit(0)\nos.wait(); s.listen()"), "",
+    ),
+    "a socket whose file was moved": (_python(_BOUND.format("/root/s")), "mv s t"),
     "a linked file below a link": ("mkdir d; " + _shell("exec 9>d/f"), "ln d/f kept; rm -r d; ln -s {out} d"),
     "a root directory replaced by a link": ("mkdir d; " + _python("os.chroot('d')").replace("'/root/", "'/"),
                                             "rm -r d; ln -s {out} d"),
@@ -88,6 +93,8 @@ KEPT = {
     "monitors' files": (_shell("exec 8</proc/stat 9</proc/meminfo"), ""),
     "an own root directory": ("mkdir d; " + _python("os.chroot('d')").replace("'/root/", "'/"), ""),
     "a bound socket": (_python(_BOUND.format("/root/s")), ""),
+    "a socket with a winding name": ("mkdir d; " + _python(_BOUND.format("//root/d/../s")), ""),
+    "a bound socket without its file": (_python(_BOUND.format("/root/s")), "rm s"),
 }
 """The same for what is no attack. Such a state can be kept."""
 
