@@ -333,7 +333,7 @@ class ReportRow:
         hit_rate: Share of calls that no tool ran for, from 0 to 1.
         executed_s: Seconds that tools ran.
         saved_s: Seconds of tool time that hits and waits saved.
-        replayed_s: Seconds of replays; None by endpoint.
+        replayed_s: Seconds of replays; None by endpoint for calls that were recorded before the store had it.
         p50_s: Median of the tools' seconds of all calls, had each been executed.
         p95_s: Their 95th percentile.
         paid_p50_s: Median of the tools' seconds of all calls as they were: 0 for a hit.

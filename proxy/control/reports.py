@@ -116,6 +116,8 @@ def read_report(connection: sqlite3.Connection, request: ReportRequest) -> Repor
     damaged = _damaged_rollouts(connection, request)
     if request.by == BY_ENDPOINT:
         damaged += _add_by_endpoint(connection, where, values, groups)
+        for name, *spent in connection.execute(_overheads_by_endpoint(where), values):
+            groups[name].overheads = dict(zip(_OVERHEADS, spent, strict=True))
     else:
         group, values["by"] = ("r.task", "") if request.by == BY_TASK else (_LABEL, label_path(request.by))
         for name, outcome, seconds, calls, whole, _ in connection.execute(_calls(group, where), values):
@@ -175,6 +177,13 @@ def _rollouts(group: str, where: str) -> str:
     return (
         f"SELECT {group}, COUNT(*), COUNT({reward}), SUM({reward}), SUM(r.restore_s), SUM(r.replay_s), SUM(r.wait_s) "
         f"FROM rollouts r WHERE {where} GROUP BY 1"
+    )
+
+
+def _overheads_by_endpoint(where: str) -> str:
+    return (
+        "SELECT o.endpoint, SUM(o.restore_s), SUM(o.replay_s), SUM(o.wait_s) FROM rollouts r "
+        f"JOIN overheads o ON o.rollout = r.id WHERE {where} AND {is_whole('overheads', 'o')} GROUP BY 1"
     )
 
 

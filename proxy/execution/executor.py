@@ -140,6 +140,7 @@ class Executor:
         with self.flights.join(rollout, node, key) as flight:
             # Built before the lock is there: the factory's owner needs the process number while the call waits, too.
             built = call if isinstance(call, ToolCall) else call(node, key, flight.detach)
+            timing.endpoint = built.endpoint
             async with flight.turn():
                 timing.wait_s += time.perf_counter() - began
                 # Look again: another rollout may have recorded the call while this one waited for the lock.

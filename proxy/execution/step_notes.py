@@ -47,7 +47,7 @@ class StepNotes:
         """
         self._counts, self._warm, self._traces, self._note = counts, warm, traces, note
         self._model_tokens = model_tokens
-        self._overheads: dict[int, Overhead] = {}
+        self._overheads: dict[tuple[int, str], Overhead] = {}
         self.times = AnswerTimes()
 
     def add(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None) -> None:
@@ -64,13 +64,14 @@ class StepNotes:
             self._note(rollout, record, outcome)
         if self._traces is not None:
             self._traces.answered(rollout, record, outcome, timing)
-        if timing is not None:
-            spent = self._overheads.get(rollout.id, Overhead(0.0, 0.0, 0.0))
-            self._overheads[rollout.id] = Overhead(
+        if timing is not None and timing.endpoint:
+            key = rollout.id, timing.endpoint
+            spent = self._overheads.get(key, Overhead(0.0, 0.0, 0.0))
+            self._overheads[key] = Overhead(
                 spent.restore_s + timing.restore_s, spent.replay_s + timing.replay_s, spent.wait_s + timing.wait_s
             )
 
-    def take_overheads(self) -> dict[int, Overhead]:
-        """Return what calls took beside their tools since the last time, by the numbers of their rollouts."""
+    def take_overheads(self) -> dict[tuple[int, str], Overhead]:
+        """Return what calls took beside their tools since the last time, by number of their rollout and endpoint."""
         taken, self._overheads = self._overheads, {}
         return taken

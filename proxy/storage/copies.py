@@ -210,6 +210,8 @@ class CopyStore:
                 execute(f"DELETE FROM {table} WHERE {column} IN ({trees})", (task,))
             execute("DELETE FROM shares WHERE task = ?", (task,))
             execute("DELETE FROM notes WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (task,))
+            running = "SELECT id FROM rollouts WHERE task = ? AND finished = 0"
+            execute(f"DELETE FROM overheads WHERE rollout IN ({running})", (task,))
             execute("DELETE FROM rollouts WHERE task = ? AND finished = 0", (task,))
             execute("DELETE FROM tasks WHERE name = ?", (task,))
             for copy in copies:
@@ -228,7 +230,6 @@ class CopyStore:
             findings = f"SELECT record FROM findings WHERE quarantined AND {is_whole('findings')}"
             execute(f"UPDATE records SET quarantined = 1 WHERE id IN ({findings}) AND NOT quarantined")
             own = "SELECT id FROM rollouts WHERE task = ?"
-            running = f"{own} AND finished = 0"
             # Steps that were taken by an owner which had been replaced.
             late = f"rollout IN ({running}) AND turn >= (SELECT calls FROM rollouts WHERE id = steps.rollout)"
             execute(f"DELETE FROM steps WHERE {late}", (task,))

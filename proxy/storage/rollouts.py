@@ -25,7 +25,7 @@ OF_AGENTS = "name < '~'"
 
 
 class Overhead(NamedTuple):
-    """What calls of one rollout took beside their tools, in seconds.
+    """What calls of one rollout and endpoint took beside their tools, in seconds.
 
     Attributes:
         restore_s: Getting sandboxes.
@@ -82,11 +82,23 @@ class RolloutStore:
         with self._database.transaction() as execute:
             execute("UPDATE rollouts SET labels = ? WHERE id = ?", (json.dumps(labels), rollout))
 
-    def add_overhead(self, overheads: Mapping[int, Overhead]) -> None:
-        """Add what calls took beside their tools to their rollouts, by number."""
-        sql = "UPDATE rollouts SET restore_s = restore_s + ?, replay_s = replay_s + ?, wait_s = wait_s + ? WHERE id = ?"
+    def add_overhead(self, overheads: Mapping[tuple[int, str], Overhead]) -> None:
+        """Add what calls took beside their tools, by the number of their rollout and their endpoint."""
+        sums = (
+            "UPDATE rollouts SET restore_s = restore_s + ?, replay_s = replay_s + ?, wait_s = wait_s + ? WHERE id = ?"
+        )
+        # A rollout may have been deleted since.
+        by_endpoint = (
+            "INSERT INTO overheads (restore_s, replay_s, wait_s, rollout, endpoint) "
+            "SELECT ?, ?, ?, id, ? FROM rollouts WHERE id = ? ON CONFLICT (rollout, endpoint) DO UPDATE SET "
+            "restore_s = restore_s + excluded.restore_s, replay_s = replay_s + excluded.replay_s, "
+            "wait_s = wait_s + excluded.wait_s"
+        )
         with self._database.transaction():
-            self._database.execute_many(sql, [(*spent, rollout) for rollout, spent in overheads.items()])
+            self._database.execute_many(sums, [(*spent, rollout) for (rollout, _), spent in overheads.items()])
+            self._database.execute_many(
+                by_endpoint, [(*spent, at, rollout) for (rollout, at), spent in overheads.items()]
+            )
 
     def unused(self, since: float) -> list[tuple[int, str, str, int]]:
         """Return number, task, name and calls of running rollouts whose last call is older. Fold the journal before.

@@ -34,6 +34,10 @@ _TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
         "token_digest": bytes, "created_at": float, "lost": str,
         "labels": str, "used_at": float, "restore_s": float, "replay_s": float, "wait_s": float,
     }, "id"),
+    # What a rollout's calls took beside their tools, by endpoint. The row of the rollout has the sums.
+    ("overheads", {
+        "rollout": int, "endpoint": str, "restore_s": float, "replay_s": float, "wait_s": float,
+    }, ("rollout", "endpoint")),
     ("blobs", {"id": int, "digest": bytes, "packed": int, "data": bytes}, "id"),
     # Which tasks use a tree that several tasks share.
     ("shares", {"task": str, "tree": int}, ("task", "tree")),
@@ -48,7 +52,7 @@ _TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
 )  # fmt: skip
 BESIDE_ANSWERS = ("meta", "shares", "notes", "findings", "audits", "masks")
 """Tables with few rows beside those of the answers: all of their rows are compared at each start."""
-_CHECKED = ("tasks", "trees", "nodes", "records", "rollouts", "blobs", "steps", *BESIDE_ANSWERS)
+_CHECKED = ("tasks", "trees", "nodes", "records", "rollouts", "blobs", "steps", "overheads", *BESIDE_ANSWERS)
 _UNCHECKED = frozenset({"data"})
 """Columns that the checksum leaves out: the data of a blob has a digest of its own."""
 NAMED = ("tasks", "trees", "rollouts")
@@ -109,7 +113,7 @@ def update_guards() -> Iterator[str]:
     a row stays as it is, and is an error when it is read. Only a rollout can be ended whatever its row holds.
     """
     exceptions = {"rollouts": "AND NEW.finished IS OLD.finished"}
-    for table in ("nodes", "records", "rollouts", "notes", "audits"):
+    for table in ("nodes", "records", "rollouts", "overheads", "notes", "audits"):
         yield (
             f"CREATE TEMP TRIGGER {table}_guard BEFORE UPDATE ON main.{table} "
             f"WHEN NOT {is_whole(table, 'OLD')} {exceptions.get(table, '')} BEGIN SELECT RAISE(IGNORE); END"

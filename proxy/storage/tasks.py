@@ -63,7 +63,8 @@ class TaskStore:
         trees = ",".join(map(str, self._trees.sole_ids(name)))
         with self._database.transaction() as execute:
             execute("DELETE FROM steps WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (name,))
-            execute("DELETE FROM notes WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (name,))
+            for table in ("notes", "overheads"):
+                execute(f"DELETE FROM {table} WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (name,))
             for table in ("records", "nodes", "findings", "audits"):
                 execute(f"DELETE FROM {table} WHERE tree IN ({trees})")
             execute(f"DELETE FROM trees WHERE id IN ({trees})")

@@ -19,6 +19,7 @@ class Timing:
     """Where the seconds of one call went.
 
     Attributes:
+        endpoint: The endpoint that received the call; empty if nothing was executed for a call.
         tool_s: Running the tool.
         restore_s: Starting or restoring a sandbox.
         replay_s: Replaying calls.
@@ -26,6 +27,7 @@ class Timing:
         replayed_calls: How many calls were replayed.
     """
 
+    endpoint: str = ""
     tool_s: float = 0.0
     restore_s: float = 0.0
     replay_s: float = 0.0

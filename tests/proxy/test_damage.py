@@ -207,7 +207,7 @@ def test_an_update_does_not_hide_damage(tmp_path: Path) -> None:
             assert rollouts.by_token("secret") == ("task", "first")
             damage_row(tmp_path, "rollouts", "start = 99")
             rollouts.put_labels(number, {"run": "a"})
-            rollouts.add_overhead({number: Overhead(1.0, 1.0, 1.0)})
+            rollouts.add_overhead({(number, "shell"): Overhead(1.0, 1.0, 1.0)})
             # What the row says could be another rollout's.
             assert rollouts.by_token("secret") is None
             damage_row(tmp_path, "records", "seconds = 1000000")

@@ -12,9 +12,10 @@ class ReportRow(CallTotalsView):
         group: What the rollouts have in common: the value of the label, the task or the endpoint; null for rollouts
             without the label.
         rollouts: Number of rollouts that made a call.
-        replayed_s: Seconds that bringing sandboxes to the rollouts' states took; null by endpoint.
-        restored_s: Seconds that getting sandboxes took; null by endpoint.
-        waited_s: Seconds that executed calls waited for other calls; null by endpoint.
+        replayed_s: Seconds that bringing sandboxes to the rollouts' states took. By endpoint, those of calls since the
+            store has them by endpoint; null if there was none.
+        restored_s: Seconds that getting sandboxes took; by endpoint as `replayed_s`.
+        waited_s: Seconds that executed calls waited for other calls; by endpoint as `replayed_s`.
         p50_s: Median of the tools' seconds of all calls, had each been executed.
         p95_s: Their 95th percentile.
         paid_p50_s: Median of the tools' seconds of all calls as they were: 0 for a hit.

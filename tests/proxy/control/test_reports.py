@@ -72,8 +72,16 @@ def test_labels_and_task_choose_rollouts(proxy: Running) -> None:
 
 def test_endpoints_are_groups(proxy: Running) -> None:
     view = report(proxy, "by=endpoint", "demo")
-    assert [(row["group"], row["calls"], row["replayed_s"]) for row in view["rows"]] == [("shell", 7, None)]
+    assert [(row["group"], row["calls"]) for row in view["rows"]] == [("shell", 7)]
     assert view["total"]["rollouts"] == 3
+
+
+def test_endpoints_have_what_calls_took_beside_their_tools(proxy: Running) -> None:
+    """All calls went to one endpoint, so it has what the rows of the rollouts sum up."""
+    by_task, by_endpoint = (report(proxy, f"by={by}", "demo")["rows"][0] for by in ("task", "endpoint"))
+    for name in ("restored_s", "replayed_s", "waited_s"):
+        assert by_endpoint[name] == pytest.approx(by_task[name])
+    assert by_endpoint["restored_s"] > 0
 
 
 def test_other_caches_are_computed_from_the_records(proxy: Running) -> None:

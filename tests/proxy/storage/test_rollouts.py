@@ -4,6 +4,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from proxy.storage.journal_segments import JournalEntry
+from proxy.storage.rollouts import Overhead
 from tests.proxy.storage.rig import opened, save, tree_of
 
 
@@ -32,6 +33,21 @@ def test_folding_a_step_twice_counts_once(tmp_path: Path) -> None:
         store.rollouts.fold(steps[1:])
         assert [turn for turn, _, _ in store.rollouts.steps(rollout)] == [0, 1, 2]
         assert store.rollouts.of_task("task")[0]["calls"] == 3
+
+
+def test_overheads_are_summed_by_endpoint_and_go_with_their_task(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        tree = tree_of(store)
+        rollout = store.rollouts.create("task", "r", tree.id, tree.root.id)
+        for endpoint in ("shell", "sql", "shell"):
+            store.rollouts.add_overhead(
+                {(rollout, endpoint): Overhead(1.0, 2.0, 4.0), (10**9, endpoint): Overhead(1, 1, 1)}
+            )
+        by_endpoint = "SELECT endpoint, restore_s, replay_s, wait_s FROM overheads ORDER BY endpoint"
+        assert store.database.rows(by_endpoint, ()) == [("shell", 2.0, 4.0, 8.0), ("sql", 1.0, 2.0, 4.0)]
+        assert store.database.rows("SELECT restore_s, replay_s, wait_s FROM rollouts", ()) == [(3.0, 6.0, 12.0)]
+        store.tasks.delete("task")
+        assert store.database.rows(by_endpoint, ()) == []
 
 
 def test_store_holds_no_token(tmp_path: Path) -> None:
