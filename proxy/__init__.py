@@ -2,6 +2,6 @@
 
 Process: the proxy.
 May import: proxy.audit, proxy.cluster, proxy.control, proxy.control.routes, proxy.dataplane, proxy.execution,
-proxy.http, proxy.speculation, proxy.storage, proxy.telemetry, proxy.transfer, proxy.tree, proxy.ui, snapshots,
-snapshots.criu, sandboxes, sandboxes.pool.
+proxy.http, proxy.speculation, proxy.storage, proxy.telemetry, proxy.transfer, proxy.tree, proxy.ui, proxy.workers,
+snapshots, snapshots.criu, sandboxes, sandboxes.pool.
 """

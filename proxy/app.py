@@ -5,14 +5,15 @@ from proxy.logs import setup
 
 # isort: split
 
+import asyncio
 import functools
 import gc
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 import uvicorn
@@ -28,7 +29,7 @@ from proxy.control.parts import ControlPlane
 from proxy.control.routes.api import control_plane
 from proxy.control.routes.params import PROBLEM, granted
 from proxy.dataplane.app import DataPlane
-from proxy.dataplane.hit_protocol import protocol_for, report_responses
+from proxy.dataplane.hit_protocol import HitFirst, protocol_for, report_responses
 from proxy.dataplane.socket_protocol import BoundedSocketProtocol
 from proxy.engine import Engine, build_engine
 from proxy.http.access import AccessError
@@ -36,6 +37,7 @@ from proxy.http.browser_guard import BrowserGuard
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.settings import Settings
+from proxy.shares import Share
 from proxy.storage.data_dir import owning
 from proxy.storage.errors import StoreError
 from proxy.ui.api import PageData, page_data
@@ -43,6 +45,9 @@ from proxy.ui.manual_files import manual
 from proxy.ui.static_files import page
 from proxy.ui.system import system
 from proxy.ui.ways import ways
+from proxy.workers.division import claim, settings_of
+from proxy.workers.supervisor import WorkerFailedError, supervise
+from proxy.workers.worker import Worker
 from sandboxes.driver import Driver
 from sandboxes.errors import SandboxError
 from sandboxes.plugins import CheckpointerFactory, DriverContext, PluginError, make_driver, no_checkpointer
@@ -54,13 +59,19 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-def build(settings: Settings, drivers: Mapping[str, Driver] | None = None, joined: "Joined | None" = None) -> DataPlane:
+def build(
+    settings: Settings,
+    drivers: Mapping[str, Driver] | None = None,
+    joined: "Joined | None" = None,
+    share: Share | None = None,
+) -> DataPlane:
     """Return the whole application. The engine opens and closes with its lifespan.
 
     Args:
         settings: The settings.
         drivers: The drivers by name; None creates those that the settings name.
         joined: The cluster that this proxy is a member of; None without one.
+        share: The tasks of this worker; None for all tasks.
     """
     if joined is not None:
         from proxy.cluster.start import member_of  # noqa: PLC0415 - psycopg is optional
@@ -69,7 +80,9 @@ def build(settings: Settings, drivers: Mapping[str, Driver] | None = None, joine
         engine = build_engine(settings, made, joined.gate, block=joined.membership.number)
         control = ControlPlane.over(engine)
         return member_of(joined, engine, BrowserGuard(_behind(control), engine.names))
-    engine = build_engine(settings, drivers if drivers is not None else _drivers(settings))
+    # Each worker's store has numbers of its own, so that rollouts and nodes of different workers never share one.
+    block = 0 if share is None else share.number
+    engine = build_engine(settings, drivers if drivers is not None else _drivers(settings), block=block, share=share)
     return assemble(ControlPlane.over(engine))
 
 
@@ -100,28 +113,83 @@ def run(settings: Settings) -> None:
         try:
             # Before the store is opened, which may upgrade it.
             owned.enter_context(owning(settings.data))
-            application = build(settings, joined=_join(settings))
-        except (StoreError, AccessError) as error:
+            claim(settings.data, settings.workers)
+        except StoreError as error:
             raise StartError(str(error)) from error
         except OSError as error:
-            raise StartError(
-                f"{settings.data} cannot be used: {error}. Choose another directory with --data."
-            ) from error
+            raise _unusable(settings, error) from error
         if settings.default_spec.driver == "local" and settings.default_spec.base == "host":
             log.info(
                 "tasks without a base of their own run on this machine's system (base: host), which is for trying out: "
                 "each change of the machine begins new trees. See docs/tasks.md."
             )
-        # What every process has loaded by now stays for good; see `proxy.execution.collector`.
-        gc.collect()
-        gc.freeze()
+        if settings.workers == 1:
+            _serve(settings, listener)
+        else:
+            _supervise(settings, listener)
+
+
+def _serve(settings: Settings, listener: socket.socket, worker: Worker | None = None) -> None:
+    """Serve in this process.
+
+    Raises:
+        StartError: The data directory cannot be used, or a driver cannot start.
+    """
+    try:
+        joined = _join(settings)
+        share = None if worker is None or joined is not None else worker.share
+        application = build(settings, joined=joined, share=share)
+    except (StoreError, AccessError) as error:
+        raise StartError(str(error)) from error
+    except OSError as error:
+        raise _unusable(settings, error) from error
+    # What every process has loaded by now stays for good; see `proxy.execution.collector`.
+    gc.collect()
+    gc.freeze()
+    try:
+        server(application, worker).run(sockets=[listener])
+    except SystemExit:
+        # uvicorn exits like this after a start that failed.
+        if not application.engine.lifecycle.start_error:
+            raise
+        raise StartError(application.engine.lifecycle.start_error) from None
+
+
+def _supervise(settings: Settings, listener: socket.socket) -> None:
+    """Serve in as many processes as the settings say.
+
+    Raises:
+        StartError: A worker cannot start.
+    """
+
+    def work(number: int, is_serving: Callable[[], None]) -> None:
+        structlog.contextvars.bind_contextvars(worker=number)
+        own = settings_of(settings, number)
         try:
-            server(application).run(sockets=[listener])
-        except SystemExit:
-            # uvicorn exits like this after a start that failed.
-            if not application.engine.lifecycle.start_error:
-                raise
-            raise StartError(application.engine.lifecycle.start_error) from None
+            with owning(own.data):
+                _serve(own, listener, Worker.among(settings, number, is_serving))
+        except (StartError, StoreError) as error:
+            log.error("the worker cannot start", reason=str(error))  # noqa: TRY400 - a foreseen reason
+            raise SystemExit(1) from error
+
+    def ready() -> None:
+        write_address(settings.data, url)
+        log.info("all workers answer", url=url, workers=settings.workers, page=f"{url}/ui/")
+
+    url = _url(*listener.getsockname()[:2])
+    # A collection in a worker writes to the header of each object, and would so copy the pages that workers share.
+    gc.collect()
+    gc.freeze()
+    try:
+        supervise(settings.workers, work, ready)
+    except WorkerFailedError as error:
+        raise StartError(str(error)) from error
+    finally:
+        remove_address(settings.data)
+
+
+def _unusable(settings: Settings, error: OSError) -> StartError:
+    return StartError(f"{settings.data} cannot be used: {error}. Choose another directory with --data.")
 
 
 def _join(settings: Settings) -> "Joined | None":
@@ -145,14 +213,20 @@ def _join(settings: Settings) -> "Joined | None":
         raise StartError(str(error)) from error
 
 
-def server(application: DataPlane) -> uvicorn.Server:
-    """Return the web server of an application; the caller runs it on a listening socket."""
+def server(application: DataPlane, worker: Worker | None = None) -> uvicorn.Server:
+    """Return the web server of an application; the caller runs it on a listening socket.
+
+    Args:
+        application: The application.
+        worker: This process among the workers of the proxy; None if it has no others.
+    """
+    served = application if worker is None else worker.before(application)
     return _Server(
         application.engine,
         uvicorn.Config(
-            report_responses(application),
+            report_responses(served),
             loop="uvloop",
-            http=protocol_for(application),
+            http=protocol_for(application, None if worker is None else worker.siblings),
             ws=BoundedSocketProtocol,
             ws_max_size=application.engine.settings.max_body_bytes,
             lifespan="on",
@@ -166,18 +240,22 @@ def server(application: DataPlane) -> uvicorn.Server:
             timeout_keep_alive=120,
             timeout_graceful_shutdown=30,
         ),
+        worker,
     )
 
 
 class _Server(uvicorn.Server):
     """Ends event streams and terminals before it waits for open requests, which would otherwise never end."""
 
-    def __init__(self, engine: Engine, config: uvicorn.Config) -> None:
+    def __init__(self, engine: Engine, config: uvicorn.Config, worker: Worker | None) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._engine, self._worker = engine, worker
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._worker is not None and self.started:
+            self._worker.open(self._make_protocol)
+            return
         for listener in sockets or () if self.started else ():
             url = _url(*listener.getsockname()[:2])
             write_address(self._engine.settings.data, url)
@@ -188,8 +266,15 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.lifecycle.hang_up()
+        if self._worker is not None:
+            await self._worker.siblings.aclose()
         remove_address(self._engine.settings.data)
         await super().shutdown(sockets)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        """Return the protocol of a connection, as uvicorn makes it for one that it has accepted."""
+        made = cast("type[HitFirst]", self.config.http_protocol_class)
+        return made(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
 def _url(host: str, port: int) -> str:

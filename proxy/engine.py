@@ -32,6 +32,7 @@ from proxy.execution.warm_forks import WarmForks, available_bytes
 from proxy.http.access import Access, read_tokens
 from proxy.http.answer_cache import Answers
 from proxy.settings import Settings
+from proxy.shares import Share
 from proxy.speculation.idle_cores import IdleCores
 from proxy.speculation.learned import Learned
 from proxy.speculation.speculator import Speculator
@@ -169,6 +170,7 @@ class Engine:
         speculator: Executes calls ahead that rollouts are likely to make next.
         last_ways: Closes idle sandboxes without losing a state.
         gate: Decides what a member of a cluster may answer; None without a cluster.
+        share: The tasks of this worker; None for all tasks.
         lifecycle: What happens when the engine opens and closes.
     """
 
@@ -199,6 +201,7 @@ class Engine:
     speculator: Speculator
     last_ways: LastWays
     gate: Gate | None
+    share: Share | None = None
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
     @property
@@ -309,7 +312,12 @@ class Engine:
 
 
 def build_engine(
-    settings: Settings, drivers: Mapping[str, Driver], gate: Gate | None = None, *, block: int = 0
+    settings: Settings,
+    drivers: Mapping[str, Driver],
+    gate: Gate | None = None,
+    *,
+    block: int = 0,
+    share: Share | None = None,
 ) -> Engine:
     """Create the parts of an engine and connect them.
 
@@ -318,6 +326,7 @@ def build_engine(
         drivers: The drivers by name.
         gate: Decides what a member of a cluster may answer; None without a cluster.
         block: Which block of numbers the store gives out; see `StoreDatabase`.
+        share: The tasks of this worker; None for all tasks.
 
     Raises:
         StoreError: The store of the data directory cannot be used.
@@ -386,8 +395,9 @@ def build_engine(
     step.order.admit = None if gate is None else gate.admit
     rollouts = Rollouts(store, journal, trees, pool, walkers, step.order, gate)
     tasks = Tasks(
-        store, rollouts, trees, drivers, settings.default_spec, roots, any_image=settings.any_image, gate=gate
-    )
+        store, rollouts, trees, drivers, settings.default_spec, roots,
+        any_image=settings.any_image, gate=gate, share=share,
+    )  # fmt: skip
     executor.renew = tasks.renew
     forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool, speculator.forget)
     audit = Auditor(
@@ -404,7 +414,7 @@ def build_engine(
         settings, drivers, counts, access, store, journal, snapshots, cache, snapshot_value, capture, pool, restorer,
         warm, answers, traces, executor, step, walkers, trees, tasks, forgetting, audit, transfer, roots,
         speculator,
-        last_ways, gate,
+        last_ways, gate, share,
     )  # fmt: skip
 
 

@@ -18,6 +18,13 @@ class Settings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="The address that the proxy listens on.")
     port: int = Field(default=8700, ge=0, le=65535, description="The port that the proxy listens on. 0 picks one.")
+    workers: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="The processes that share the port and the tasks, for machines with many cores (docs/workers.md). "
+        "A data directory keeps its number.",
+    )
     names: tuple[str, ...] = Field(
         default=(),
         description="Public DNS names that requests may use. Addresses and localhost are always allowed.",

@@ -43,11 +43,13 @@ def restore(
 ) -> None:
     """Make a new data directory of a backup. Everything in it is checked first."""
     from proxy.logs import setup
+    from proxy.storage.data_dir import require_undivided
     from proxy.storage.errors import StoreError
     from proxy.transfer.backup import restore as restore_backup
 
     setup("warning", json=False)
     try:
+        require_undivided(data)
         with bytes_bar("restore", file.stat().st_size) as advance:
             restored = restore_backup(file, data, advance)
     except (StoreError, OSError) as error:
@@ -75,7 +77,7 @@ def upgrade(
     With --check, exits with 1 if an upgrade is needed.
     """
     from proxy.logs import setup
-    from proxy.storage.data_dir import STORE, owning
+    from proxy.storage.data_dir import STORE, owning, require_undivided
     from proxy.storage.database import schema_of
     from proxy.storage.errors import StoreError
     from proxy.storage.migrations import copy_path, pending
@@ -85,6 +87,7 @@ def upgrade(
     setup("warning", json=False)
     path = data / STORE
     try:
+        require_undivided(data)
         schema = schema_of(path)
         steps = pending(schema) if schema is not None else ()
         if steps and not check:

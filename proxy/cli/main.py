@@ -105,6 +105,9 @@ def serve(
     ] = None,
     data: DataOption = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that share the port and the tasks.", show_default="1", min=1, max=256)
+    ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="PostgreSQL URL of the cluster to be a member of (docs/cluster.md).")
     ] = None,
@@ -123,7 +126,16 @@ def serve(
 ) -> None:
     """Run the proxy. Settings can also come from FORKPOINT_… variables or from the config file."""
     settings = _settings(
-        config, host=host, port=port, data=data, log=log, cluster=cluster, store=store, node=node, link=link
+        config,
+        host=host,
+        port=port,
+        data=data,
+        workers=workers,
+        log=log,
+        cluster=cluster,
+        store=store,
+        node=node,
+        link=link,
     )
     from proxy.app import StartError, run
     from proxy.cli.doctor import check

@@ -2,24 +2,27 @@
 
 Theory of operation. `HitFirst` is the asyncio protocol of a connection. It reads requests with a parser of its own and
 owns an unmodified uvicorn protocol, which it uses only as asyncio would: it calls `connection_made`, `data_received`
-and so on. A connection is always in one of four states:
+and so on. A connection is always in one of five states:
 
 READING   Every request was answered. Bytes are held until they are the head of a request; then
-            1. a whole request with a known answer: the response is one write, with no task and no event. -> READING
-            2. a request with which a client turns the connection into a stream of bytes (Docker). -> STREAM
-            3. an upgrade (WebSocket), or bytes that are not HTTP. -> PASSED
-            4. anything else: uvicorn gets the held bytes. -> SERVED
+            1. a request of a task that another worker has: the connection goes there. -> GIVEN
+            2. a whole request with a known answer: the response is one write, with no task and no event. -> READING
+            3. a request with which a client turns the connection into a stream of bytes (Docker). -> STREAM
+            4. an upgrade (WebSocket), or bytes that are not HTTP. -> PASSED
+            5. anything else: uvicorn gets the held bytes. -> SERVED
 SERVED    uvicorn has requests to read or to answer, and gets each byte as it comes. The parser reads along, because
           only it knows where requests end; `report_responses` counts the answers. When all requests that began have
           ended and were answered, the connection goes back to READING, at a boundary between two requests.
 PASSED    uvicorn has the connection for good, and the parser reads no more.
 STREAM    The connection belongs to a `Stream`.
+GIVEN     The connection belongs to another process, which has got its socket and the bytes that are not answered.
 
 Because uvicorn sees only its own requests, its keep-alive timer may fire while hits are answered. `UvicornTransport`
 therefore ignores `close` in READING, where only `HitFirst` closes an idle connection.
 """
 
 import asyncio
+import os
 import socket
 import struct
 from enum import Enum
@@ -35,6 +38,7 @@ from uvicorn.server import ServerState
 from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
 from proxy.dataplane.connection_limits import ConnectionLimits, Phase, Watch
+from proxy.dataplane.handover import Handover, first_scope
 from proxy.dataplane.request_reader import RequestReader
 from proxy.dataplane.uvicorn_transport import UvicornTransport
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
@@ -49,6 +53,8 @@ MAX_STREAM_REQUEST_BYTES = 32 << 10
 """Limits a request that may take its connection over; the JSON of an exec start has less than 200 bytes."""
 MAX_HELD_BYTES = 64 << 10
 """Limits the bytes of a head that are held until it is complete. uvicorn gets a longer head piece by piece."""
+_DRAIN_S = 0.01
+"""Interval at which a connection that is given away is checked for bytes that its client has not taken, in seconds."""
 _RESET = struct.pack("ii", 1, 0)
 """On, and 0 seconds: unsent bytes are dropped."""
 _CONNECTION = "forkpoint.connection"
@@ -76,12 +82,18 @@ class _State(Enum):
     SERVED = 1
     PASSED = 2
     STREAM = 3
+    GIVEN = 4
 
 
-def protocol_for(data_plane: DataPlane) -> type["HitFirst"]:
-    """Return the protocol class of a server whose application is `report_responses(data_plane)`."""
+def protocol_for(data_plane: DataPlane, handover: Handover | None = None) -> type["HitFirst"]:
+    """Return the protocol class of a server whose application is `report_responses(data_plane)`.
+
+    Args:
+        data_plane: Answers requests.
+        handover: Brings connections to other processes; None if this process answers all requests.
+    """
     members = {
-        "data_plane": data_plane, "hit_s": data_plane.engine.counts.hit_s, "tasks": TaskOwner(),
+        "data_plane": data_plane, "handover": handover, "hit_s": data_plane.engine.counts.hit_s, "tasks": TaskOwner(),
         "limits": ConnectionLimits(data_plane.engine.settings.max_connections),
     }  # fmt: skip
     return type("HitFirstFor", (HitFirst,), members)
@@ -121,6 +133,7 @@ class HitFirst(asyncio.Protocol):
     hit_s: ClassVar[Histogram]
     tasks: ClassVar[TaskOwner]
     limits: ClassVar[ConnectionLimits]
+    handover: ClassVar[Handover | None]
 
     def __init__(
         self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], **_: object
@@ -140,6 +153,8 @@ class HitFirst(asyncio.Protocol):
         self._stream_is_held = False
         self.expected: Rollout | None = None
         self.watch = Watch()
+        self._receiver: int | None = None
+        self.received_before = b""
 
     # -- called by the event loop ------------------------------------------------------------------------------------
 
@@ -154,6 +169,9 @@ class HitFirst(asyncio.Protocol):
             return
         # The server calls `shutdown` of what it finds here, and waits until it is gone.
         self._server_state.connections.add(cast("Any", self))
+        if self.received_before:
+            # From another process, which has read it of this connection.
+            self.data_received(self.received_before)
 
     @override
     def data_received(self, data: bytes) -> None:
@@ -284,6 +302,9 @@ class HitFirst(asyncio.Protocol):
         if unanswered == 0:
             # Only the blank lines that clients may send between requests (RFC 9112, 2.2).
             self._held = b""
+        elif self.handover is not None and self._is_elsewhere(scope, unanswered):
+            self._state = _State.GIVEN
+            self._give()
         # A stream takes the connection over, so it must be the only request on it.
         elif scope is not None and unanswered == 1 and self._may_stream(scope):
             self._stream_when_whole(scope)
@@ -400,6 +421,31 @@ class HitFirst(asyncio.Protocol):
         self._state = _State.PASSED
         self._transport.write(_TOO_LARGE if self._reader.is_too_large else _REFUSAL)
         self._transport.close()
+
+    # -- connections that other processes answer ---------------------------------------------------------------------
+
+    def _is_elsewhere(self, scope: Scope | None, unanswered: int) -> bool:
+        """Return whether another process answers the first of the held requests; False without its whole head."""
+        assert self.handover is not None
+        first = scope if unanswered == 1 else first_scope(self._held, self._scheme)
+        self._receiver = None if first is None else self.handover.elsewhere(first)
+        return self._receiver is not None and not self._transport.is_closing()
+
+    def _give(self) -> None:
+        """Give the connection to the process that answers its request, once its client has taken what was sent."""
+        if self._transport.is_closing():
+            return
+        self._transport.pause_reading()
+        if self._transport.get_write_buffer_size():
+            self._loop.call_later(_DRAIN_S, self._give)
+            return
+        assert self.handover is not None
+        assert self._receiver is not None
+        own: socket.socket = self._transport.get_extra_info("socket")
+        held, self._held = self._held, b""
+        # A descriptor of its own: the transport closes the other one, and the connection stays.
+        self.handover.give(self._receiver, socket.socket(fileno=os.dup(own.fileno())), held)
+        self._transport.abort()
 
     # -- idle connections --------------------------------------------------------------------------------------------
 

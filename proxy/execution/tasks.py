@@ -10,6 +10,7 @@ from proxy.execution.open_trees import OpenTrees
 from proxy.execution.rollouts import Rollouts
 from proxy.execution.root_state import RootChanges
 from proxy.refusals import RefusalError
+from proxy.shares import Share
 from proxy.storage.errors import DamagedError
 from proxy.storage.store import Store
 from proxy.tree.environments import EnvironmentRequest, spec_for
@@ -39,6 +40,7 @@ class Tasks:
         *,
         any_image: bool = False,
         gate: Gate | None = None,
+        share: Share | None = None,
     ) -> None:
         """Create an empty registry.
 
@@ -51,9 +53,11 @@ class Tasks:
             roots: Knows which trees are what their specs mean now.
             any_image: Whether an image that no driver has means the default environment, instead of an error.
             gate: Knows which tasks this member of a cluster owns; None without a cluster.
+            share: The tasks of this worker; None for all tasks.
         """
         self._store, self.rollouts, self._trees, self._drivers = store, rollouts, trees, drivers
         self._default_spec, self._roots, self._any_image, self._gate = default_spec, roots, any_image, gate
+        self._share = share
         self._tasks: dict[str, Task] = {}
         self._opening: dict[str, asyncio.Lock] = {}
 
@@ -76,8 +80,7 @@ class Tasks:
         if task is not None:
             task.used_at = time.monotonic()
             return task
-        if self._gate is not None:
-            self._gate.require(name)
+        self._require(name)
         # One opening for each name: two would read the rollouts twice, and each rollout would exist as two objects.
         async with self._opening.setdefault(name, asyncio.Lock()):
             # Look again: another request may have opened the task while this one waited for the lock.
@@ -128,8 +131,7 @@ class Tasks:
         Raises:
             SpecError: The spec names something that cannot be used; the task is unchanged.
         """
-        if self._gate is not None:
-            self._gate.require(name)
+        self._require(name)
         async with self._opening.setdefault(name, asyncio.Lock()):
             # Before anything is written: a spec that cannot be used leaves the task as it was.
             key = await self.key(spec)
@@ -137,6 +139,17 @@ class Tasks:
             is_new = not self._store.tasks.exists(name)
             self._put(name, spec.model_dump_json())
             return self.admit(name, spec, key), is_new
+
+    def _require(self, name: str) -> None:
+        """Check that a task may be opened here.
+
+        Raises:
+            RefusalError: Another member of the cluster owns it, or another worker has it.
+        """
+        if self._gate is not None:
+            self._gate.require(name)
+        if self._share is not None:
+            self._share.require(name)
 
     def _put(self, name: str, spec: str | None) -> None:
         if self._gate is not None:

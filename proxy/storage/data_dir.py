@@ -3,6 +3,7 @@
 It holds all calls and answers of all tasks, files of other users inside layers, and images of processes' memory.
 """
 
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ log = structlog.get_logger()
 
 STORE = "forkpoint.sqlite"
 """Name of the store's file."""
+WORKERS = "workers.json"
+"""Name of the file that says how many workers have a data directory; see `proxy.workers`."""
 
 _MODE = 0o700
 """The mode of the data directory. What lies below needs no mode of its own: no other user reaches it by a path."""
@@ -45,6 +48,37 @@ def make_private(data: Path) -> None:
         return
     if status.st_mode & 0o077:
         log.warning("other users could look into the data directory until now", data=str(data), uid=os.geteuid())
+
+
+def workers_of(data: Path) -> int | None:
+    """Return between how many workers a data directory is divided; None if it is not.
+
+    Raises:
+        StoreError: The file that says so cannot be read, or a later version has written it.
+    """
+    try:
+        value = json.loads((data / WORKERS).read_bytes())
+        if value["format"] != 1:
+            raise StoreError(f"{data / WORKERS} has format {value['format']}, which this Forkpoint does not read.")
+        return int(value["workers"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{data / WORKERS} cannot be read: {error}. Restore it, or use another data.") from error
+
+
+def require_undivided(data: Path) -> None:
+    """Check that a data directory has one store, and not one for each of several workers.
+
+    Raises:
+        StoreError: It is divided.
+    """
+    count = workers_of(data)
+    if count is not None:
+        raise StoreError(
+            f"{data} is divided between {count} workers. Use the directory of each of them: {data}/worker-0 to "
+            f"{data}/worker-{count - 1}."
+        )
 
 
 @contextmanager

@@ -71,12 +71,12 @@ class Channel:
         frame = await self.request(encode(request), body, fds)
         return cast("Envelope[AnswerT]", self._expect_one_of(frame, answers_of(type(request))))
 
-    async def post(self, message: IpcMessage, fds: Sequence[int] = ()) -> None:
-        """Send a message that is not answered. Nothing happens if the other end is gone."""
+    async def post(self, message: IpcMessage, fds: Sequence[int] = (), *, body: bytes = b"") -> None:
+        """Send a message that is not answered here. Nothing happens if the other end is gone."""
         async with self._sending:
             # No error for a lost peer: the next request reports it, and a post has no caller that could act.
             if self.lost is None:
-                await self._send(pack_message(message, fds=len(fds)), fds)
+                await self._send(pack_message(message, body, fds=len(fds)), fds)
 
     async def next(self, *expected: type[AnswerT]) -> Envelope[AnswerT]:
         """Return the next message that answers no request.

@@ -150,8 +150,16 @@ def begin(
     engine: Engine, task: Task, name: str, tree: Tree, node: Node, request: Request, labels: Labels | None = None
 ) -> RolloutView:
     """Begin a rollout, and show its token: the only time, because the store keeps no more than its digest."""
-    # 192 random bits, so that a token cannot be guessed.
-    token = f"fp_{secrets.token_urlsafe(24)}"
+    token = _new_token(engine)
     begun = engine.tasks.rollouts.begin(task, name, tree, node, token, labels)
     engine.warm.note_step(begun)
     return RolloutView(**_view(engine, _newest(engine, task.name, name), begun, request), token=token)
+
+
+def _new_token(engine: Engine) -> str:
+    # 192 random bits, so that a token cannot be guessed.
+    token = f"fp_{secrets.token_urlsafe(24)}"
+    # A request may have nothing but its token, which then leads to the worker that has the rollout.
+    while engine.share is not None and not engine.share.has(token):
+        token = f"fp_{secrets.token_urlsafe(24)}"
+    return token

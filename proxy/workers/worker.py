@@ -1,0 +1,49 @@
+"""One worker: what the server of a process needs of the other processes behind the same port."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from proxy.http.asgi import AsgiApp
+from proxy.settings import Settings
+from proxy.shares import Share
+from proxy.workers.division import directory_of
+from proxy.workers.routing import Routes
+from proxy.workers.siblings import Siblings
+from proxy.workers.views import AllWorkers
+
+
+@dataclass(slots=True)
+class Worker:
+    """This process among the workers of a proxy.
+
+    Attributes:
+        share: The tasks of this worker.
+        siblings: The other workers.
+        is_serving: Called when this worker answers requests.
+        views: The views of all workers, from `before` on.
+    """
+
+    share: Share
+    siblings: Siblings
+    is_serving: Callable[[], None]
+    views: AllWorkers | None = None
+
+    @classmethod
+    def among(cls, settings: Settings, number: int, is_serving: Callable[[], None]) -> Self:
+        """Return a worker of the proxy that the settings describe; nothing is connected yet."""
+        share = Share(number, settings.workers)
+        directories = [directory_of(settings.data, each) for each in range(settings.workers)]
+        return cls(share, Siblings(Routes(share), directories), is_serving)
+
+    def before(self, application: AsgiApp) -> AsgiApp:
+        """Return an application that answers requests without a task for all workers, and others by this one."""
+        self.views = AllWorkers(application, self.siblings)
+        return self.views
+
+    def open(self, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Take connections of other workers from now on, and say that this worker answers."""
+        assert self.views is not None
+        self.siblings.open(make_protocol, self.views.respond)
+        self.is_serving()
