@@ -7,6 +7,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from proxy.names import is_loopback
+from sandboxes.server_spec import Host
 from sandboxes.sources import SourceRules, malformed_source
 from sandboxes.spec import EnvironmentSpec
 
@@ -46,6 +47,11 @@ class Settings(BaseSettings):
     sources: tuple[str, ...] = Field(
         default=(),
         description="What specs of tokens for some tasks may name: directories, prefixes of URLs, env:NAME.",
+    )
+    egress: tuple[Host, ...] = Field(
+        default=(),
+        description="Hosts that specs may name in `egress`: HOST, HOST:PORT or *.DOMAIN. None by default: no sandbox "
+        "has a way out.",
     )
     drivers: tuple[str, ...] = Field(
         default=("local", "sqlite", "http"),
@@ -213,7 +219,7 @@ class Settings(BaseSettings):
         store = None if self.store is None else self.store.removeprefix("file://")
         files = (self.data, self.token_file, self.checkpoint_dir, store, self.model_config.get("toml_file"))
         private = (Path(file).resolve() for file in files if isinstance(file, str | Path))
-        return SourceRules(tuple(private), self.sources)
+        return SourceRules(tuple(private), self.sources, self.egress)
 
     @classmethod
     def load(cls, config: Path | None = None, **options: object) -> "Settings":

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sandboxes.effects import Effect, StateDigest
 
@@ -62,6 +62,28 @@ def content_type(headers: Iterable[tuple[str, str]]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request of a program in a sandbox to a host outside.
+
+    Attributes:
+        method: Its method; `CONNECT` for a tunnel.
+        url: Its URL, or host and port of a tunnel. It may be any text that a program has sent.
+        outcome: `recorded`, the response was received and recorded; `repeated`, it came from the recording; `live`,
+            bytes passed that are not recorded; `refused`, by the rules; `failed`, there was no response.
+        status: The HTTP status that the program received.
+        size_bytes: Size of the response's body, or what came through a tunnel.
+        detail: Why it was refused or failed; empty otherwise.
+    """
+
+    method: str
+    url: str
+    outcome: Literal["recorded", "repeated", "live", "refused", "failed"]
+    status: int
+    size_bytes: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Execution:
     """The outcome of a call that really ran.
 
@@ -80,6 +102,9 @@ class Execution:
         replay: The call that a replay must run to reach the state, if that is not the call itself.
         order: The order in which the call wrote files, for `driver.expect_order`; None if there is none.
         is_empty: Nothing happened since the last call, as for a poll without new output. It is not recorded.
+        live: Since the last call something came from outside the sandbox that was not recorded before. A replay that
+            has it may have put other bytes into a process.
+        exchanges: The requests to hosts outside since the last call.
     """
 
     result: ToolResult
@@ -92,3 +117,5 @@ class Execution:
     replay: ToolCall | None = None
     order: bytes | None = None
     is_empty: bool = False
+    live: bool = False
+    exchanges: tuple[Exchange, ...] = ()

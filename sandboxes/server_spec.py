@@ -1,7 +1,7 @@
-"""What runs beside a task's calls, as its user writes it (pure).
+"""What runs beside a task's calls, and what they may reach, as the task's user writes it (pure).
 
 Tool servers run in the sandbox or elsewhere, or speak MCP. Side services have images of their own, in the words of
-compose files.
+compose files. Egress names the hosts outside that a sandbox may reach.
 """
 
 import shlex
@@ -155,6 +155,48 @@ class McpServer(BaseModel):
         if self.url is None and self.command is None:
             raise ValueError("an MCP server takes a command, or a url on the sandbox's loopback")
         return self
+
+
+HOST_PATTERN = (
+    r"^(\*\.)?([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.)+[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
+    r"(:([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))?$"
+)
+"""Matches a host that egress may name: a DNS name of two labels or more, whose last one begins with a letter.
+
+So no form of an address matches: not `127.1`, `0x7f000001`, `0177.0.0.1` or `2130706433`.
+"""
+Host = Annotated[str, Field(pattern=HOST_PATTERN, max_length=253)]
+
+
+class Egress(BaseModel):
+    """The hosts that programs in a sandbox may reach, through the egress proxy and in no other way."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hosts: tuple[Host, ...] = Field(
+        min_length=1,
+        max_length=64,
+        description="HOST (port 80 for HTTP, port 443 for tunnels) or HOST:PORT, in lower case. *.DOMAIN stands for "
+        "all names below a domain. The setting `egress` must list each of them.",
+    )
+
+
+def allows(entry: str, host: str, port: int, usual_port: int) -> bool:
+    """Return whether an entry of `Egress.hosts` allows a host and port; `usual_port` is meant if it names none."""
+    name, _, own_port = entry.partition(":")
+    return port == (int(own_port) if own_port else usual_port) and _names(name, host)
+
+
+def covers(allowed: str, named: str) -> bool:
+    """Return whether a host that the administrator listed covers one that a spec names. Their ports must be equal."""
+    (allowed_name, _, allowed_port), (name, _, port) = allowed.partition(":"), named.partition(":")
+    # Only a wildcard covers more than its own text: a host does not cover the names below it.
+    below = allowed_name.startswith("*.") and name.removeprefix("*.").endswith(allowed_name[1:])
+    return allowed_port == port and (name == allowed_name or below)
+
+
+def _names(pattern: str, host: str) -> bool:
+    return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
 
 
 MAIN = "main"

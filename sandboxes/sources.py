@@ -5,6 +5,8 @@ Two rules hold, and both hold again at each use, because a link may be swapped a
 1. No spec reaches what is the proxy's own: its data directory, its files with tokens, `/proc`, `/sys` and `/dev`. A
    directory that contains one of them is refused too, since its content would be copied or shown with it.
 2. A confined spec (`EnvironmentSpec.confined`) names only what the setting `sources` allows.
+
+No spec, confined or not, names a host for egress that the setting `egress` does not list.
 """
 
 import os
@@ -15,6 +17,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from sandboxes.errors import ForbiddenSourceError
+from sandboxes.server_spec import covers
 from sandboxes.spec import SQL_DRIVERS, EnvironmentSpec
 
 _KERNEL = ("/proc", "/sys", "/dev")
@@ -32,10 +35,12 @@ class SourceRules:
         private: Files and directories of the proxy's own, as real paths.
         allowed: What confined specs may name: directories and files, prefixes of URLs, and `env:` with the name of an
             environment variable.
+        egress: The hosts that any spec may name for egress, see `server_spec.covers`.
     """
 
     private: tuple[Path, ...] = ()
     allowed: tuple[str, ...] = ()
+    egress: tuple[str, ...] = ()
 
     def check(self, spec: EnvironmentSpec) -> None:
         """Check everything that a spec names. It takes some microseconds for each path, which need not exist.
@@ -43,6 +48,7 @@ class SourceRules:
         Raises:
             ForbiddenSourceError: The spec names something that it must not reach.
         """
+        self.check_egress(spec)
         for path in _paths(spec):
             self.real(path, confined=spec.confined)
         for text in _texts(spec.options):
@@ -55,6 +61,18 @@ class SourceRules:
                 self.real(text, confined=spec.confined)
         if spec.confined:
             self._check_urls(spec)
+
+    def check_egress(self, spec: EnvironmentSpec) -> None:
+        """Check that the administrator has listed every host that a spec names. Microseconds.
+
+        Raises:
+            ForbiddenSourceError: One is not listed; none are by default.
+        """
+        for host in () if spec.egress is None else spec.egress.hosts:
+            if not any(covers(entry, host) for entry in self.egress):
+                raise ForbiddenSourceError(
+                    f"egress to {host!r} is not allowed. Ask this proxy's operator to list it in the setting `egress`."
+                )
 
     def real(self, path: str | Path, *, confined: bool) -> str:
         """Return the real path of a path that a spec names, without links. Open it with `open_plain`.

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sandboxes.server_spec import (
     AbsolutePath,
     AnyServer,
+    Egress,
     EndpointName,
     McpServer,
     Server,
@@ -139,6 +140,11 @@ class EnvironmentSpec(BaseModel):
         description="Directories that services share: for each volume its path by service, or by main for the "
         "container of the calls. The first path has the content at the start.",
     )
+    egress: Egress | None = Field(
+        default=None,
+        description="The hosts that programs in the sandbox may reach, for drivers local and container. None by "
+        "default.",
+    )
     video: VideoTools | None = Field(default=None, description="Videos of the video endpoint, for driver video.")
     options: dict[str, Any] = Field(
         default_factory=dict,
@@ -218,7 +224,7 @@ class EnvironmentSpec(BaseModel):
         for database in members["databases"].values():
             del database["source"], database["dsn"]
         members["video"] = None if self.video is None else self.video.root()
-        for kind in ("servers", "mcp_servers", "services", "volumes", "video", "options"):
+        for kind in ("servers", "mcp_servers", "services", "volumes", "egress", "video", "options"):
             if not members[kind]:
                 # Older versions had no such members. Without empty ones, their trees are found again.
                 del members[kind]
@@ -282,6 +288,12 @@ class EnvironmentSpec(BaseModel):
         if (self.services or self.volumes) and self.driver != "container":
             raise ValueError(f"driver {self.driver!r} runs no services. Use driver 'container'.")
         check_services(self.services, self.volumes)
+        return self
+
+    @model_validator(mode="after")
+    def _check_egress(self) -> "EnvironmentSpec":
+        if self.egress is not None and self.driver not in SERVER_DRIVERS:
+            raise ValueError(f"driver {self.driver!r} has no egress. Use one of: {', '.join(sorted(SERVER_DRIVERS))}.")
         return self
 
     @model_validator(mode="after")

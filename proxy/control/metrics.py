@@ -62,6 +62,13 @@ class _Totals(Collector):
             ("model_tokens_saved", counts.model_tokens_saved),
         ):
             yield CounterMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=value)
+        egress = counts.egress
+        yield _labelled(
+            "forkpoint_egress_requests", "Requests of sandboxes to hosts outside.", "outcome", egress.requests.items()
+        )
+        yield _labelled(
+            "forkpoint_egress_bytes", "Bytes that these brought into sandboxes.", "outcome", egress.size_bytes.items()
+        )
         video = self._engine.drivers.get("video")
         if isinstance(video, VideoDriver):
             yield CounterMetricFamily(

@@ -210,6 +210,7 @@ class Executor:
             # Taken before the call runs: the answer shows the sandbox as it was after this long.
             age_s = rollout.age_s(time.monotonic())
             execution = await execute(slot.sandbox, call, listener)
+            self._counts.egress.note(execution.exchanges, rollout.tree.id, node.id, rollout.name, time.time())
             timing.tool_s = execution.seconds
             slot.calls += 1
             # A poll without new output changed nothing, so the sandbox is still at the node and no step is taken.

@@ -125,6 +125,7 @@ class Replayer:
         # A second run may write in another order, which later calls could see.
         await expect_order(slot.sandbox, self._records.order(record))
         execution = await slot.sandbox.execute(call)
+        self._counts.egress.note(execution.exchanges, tree.id, record.source.id, None, time.time())
         # What the replay costs beside the tool itself: plans add it for each call of a suffix.
         overhead_s = max(0.0, time.perf_counter() - start - execution.seconds)
         costs, driver = self._cache.costs, tree.spec.driver

@@ -395,4 +395,4 @@ class Speculator:
 def may_speculate(tree: Tree) -> bool:
     """Return whether calls may be executed ahead in a tree: nothing that they do may leave their sandbox."""
     spec = tree.spec
-    return spec.cache == "always" and not (spec.servers or spec.mcp_servers)
+    return spec.cache == "always" and not (spec.servers or spec.mcp_servers or spec.egress)

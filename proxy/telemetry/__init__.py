@@ -1,5 +1,5 @@
 """Counters, histograms and per-call timings. Pure.
 
 Process: the proxy.
-May import: proxy.tree.
+May import: proxy.tree, sandboxes.
 """

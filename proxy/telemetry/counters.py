@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from proxy.telemetry.egress_log import EgressLog
 from proxy.telemetry.histogram import FAST, Histogram
 from proxy.telemetry.run_counters import RunCounters
 from proxy.tree.call_totals import CallTotals
@@ -33,6 +34,7 @@ class Counters(CallTotals):
 
     Attributes:
         endpoints: Answered calls by endpoint, and by `Outcome`.
+        egress: Requests of sandboxes to hosts outside.
         runs: Answered calls of rollouts with the label `run`.
         hit_s: Seconds from the last byte of a hit's request to its response.
         start_s: Seconds that sandboxes took to start.
@@ -63,6 +65,7 @@ class Counters(CallTotals):
     speculated_saved_s: float = 0.0
     model_tokens_saved: int = 0
     endpoints: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0] * len(Outcome)))
+    egress: EgressLog = field(default_factory=EgressLog)
     runs: RunCounters = field(default_factory=RunCounters)
     hit_s: Histogram = field(default_factory=lambda: Histogram(FAST))
     start_s: Histogram = field(default_factory=Histogram)

@@ -14,6 +14,6 @@ Process: the proxy; `keeper` runs beside each container.
 | CRIU            | keeper          | the images; its socket to the proxy  | the proxy closes the socket              |
 
 Pid 1, anchor and shells run inside the container; `boot_scripts` has their programs.
-May import: sandboxes, sandboxes.container.keeper, sandboxes.guest.bash, sandboxes.guest.files, sandboxes.host,
-sandboxes.ipc, sandboxes.linux.
+May import: sandboxes, sandboxes.container.keeper, sandboxes.egress, sandboxes.guest.bash, sandboxes.guest.files,
+sandboxes.host, sandboxes.ipc, sandboxes.linux.
 """

@@ -25,6 +25,7 @@ from sandboxes.container.services import bring_services, service_orders
 from sandboxes.container.spares import Spares
 from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
+from sandboxes.egress.gateway import Egress
 from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
@@ -82,6 +83,7 @@ class ContainerDriver:
         self.spares = Spares(self.daemon, self.data_dir, spares=spares)
         self.roots = RootStates(self.data_dir / "roots", RootImage)
         self.checkpointer = checkpointer or NoCheckpointer()
+        self.egress = Egress(self.data_dir / "egress")
         self._digests = SourceDigests()
         self.sandboxes = OpenSandboxes[ContainerSandbox]()
         self.porter = CopyPorter(self.states, self.daemon, self.sandboxes.holding)
@@ -194,6 +196,7 @@ class ContainerDriver:
         # After the sandboxes, because a sandbox that closes has its box removed by `Spares`. The lock comes last:
         # everything above still writes.
         await self.spares.close()
+        await self.egress.close()
         await asyncio.to_thread(self.daemon.close)
         self._digests.directories.close()
         self._ownership.release()
@@ -374,9 +377,12 @@ class ContainerDriver:
     async def _launch(
         self, spec: EnvironmentSpec, image: str, born_ns: int, frozen: FrozenState | None, *, spare: bool = True
     ) -> ContainerSandbox:
+        self.sources.check_egress(spec)
         born_with = variables(await self.config(image))
         box = await (self.spares.take if spare else self.spares.make)(image, spec.limits)
-        sandbox = ContainerSandbox(box, spec, image, born_ns, self.spares, self.states, self.checkpointer, born_with)
+        sandbox = ContainerSandbox(
+            box, spec, image, born_ns, self.spares, self.states, self.checkpointer, born_with, self.egress
+        )
         # Known before `begin`, so that `aclose` and `collect` see a sandbox that is still starting.
         self.sandboxes.add(sandbox)
         try:

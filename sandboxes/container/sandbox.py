@@ -15,6 +15,7 @@ from sandboxes.container.spares import Box, Spares
 from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
+from sandboxes.egress.gateway import Egress, variables
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.host.defaults import ENVIRONMENT
 from sandboxes.host.machine_sandbox import MachineSandbox
@@ -53,6 +54,7 @@ class ContainerSandbox(MachineSandbox):
         states: StateCopies,
         checkpointer: Checkpointer,
         born_with: Mapping[str, str],
+        egress: Egress,
     ) -> None:
         """Take over a container; `begin` starts the sandbox.
 
@@ -65,18 +67,20 @@ class ContainerSandbox(MachineSandbox):
             states: The stored copies.
             checkpointer: Saves and restores its live processes.
             born_with: The environment variables of the image.
+            egress: Opens its way to hosts outside, if the spec has one.
         """
         # The image's variables are known to the keeper, which adds them to those of tool servers. A process of its own
         # gets its whole environment from here.
         super().__init__(
             box.id, box.channel, spec, states.folder, spares.read_only,
-            server_environment={}, process_environment=born_with,
+            server_environment=variables(spec), process_environment={**born_with, **variables(spec)},
         )  # fmt: skip
         self.image = image
         self.parts: tuple[str, ...] = ()
         self._box, self._born_ns = box, born_ns
         self._spares, self._states, self._checkpointer = spares, states, checkpointer
         self._frozen: FrozenState | None = None
+        self._outlets = egress
 
     @property
     def container(self) -> str:
@@ -95,7 +99,7 @@ class ContainerSandbox(MachineSandbox):
         payload = {"sessions": {}, "pristine": None} if frozen is None else frozen.payload
         order = BeginSandbox(
             defaults=ENVIRONMENT,
-            environment=dict(self._spec.env),
+            environment={**variables(self._spec), **self._spec.env},
             workdir=self._spec.workdir,
             output_bytes=self._spec.limits.output_bytes,
             born_ns=self._born_ns,
@@ -104,14 +108,14 @@ class ContainerSandbox(MachineSandbox):
             copy="" if frozen is None else str(self._states.folder / frozen.payload["copy"]),
             checkpoint=payload.get("checkpoint"),
             criu_arguments=[],
+            egress=self._spec.egress is not None,
         )
         if frozen is not None:
             self.parts = frozen.parts
             # A sandbox that was restored from files equals its state until a call changes something.
             self._frozen = frozen if order.checkpoint is None else None
         if frozen is None or order.checkpoint is None:
-            begun = (await self.link.ask(order)).message
-            self._require_intact(begun)
+            begun = await self._begin(order)
             if begun.shell_error is not None:
                 # Without a first shell, no later call could run either.
                 self.link.die(begun.shell_error)
@@ -121,18 +125,32 @@ class ContainerSandbox(MachineSandbox):
         # The keeper answers this order before CRIU has restored anything. It then waits for `FinishProcessRestore`,
         # which follows once CRIU has reported its success to this side.
         async def start_criu(arguments: list[str], files: list[int]) -> None:
-            begun = await self.link.ask(replace(order, criu_arguments=arguments), fds=files)
-            self._require_intact(begun.message)
+            await self._begin(replace(order, criu_arguments=arguments), files)
 
         await self._checkpointer.restore(frozen.payload["images"], start_criu, [])
         await self.link.ask(FinishProcessRestore())
 
-    def _require_intact(self, begun: SandboxBegun) -> None:
+    async def _begin(self, order: BeginSandbox, files: Sequence[int] = ()) -> SandboxBegun:
+        """Send the order to the keeper, and serve the listening socket that comes back with egress.
+
+        Raises:
+            StateGoneError: The copied files are not what was frozen.
+            SandboxError: The container or the egress proxy failed.
+        """
+        answer = await self.link.ask(order, fds=files)
+        if answer.fds:
+            self.egress = await self._outlets.open_outlet(self.id, self._spec, answer.fds[0])
+        begun = answer.message
         if begun.damaged:
             self.link.die("its files are not what was frozen")
             raise StateGoneError(
                 f"sandbox {self.id}: the stored files have changed on disk. Replay their path instead."
             )
+        # Without its listening socket the agent would have no egress, and would be told nothing of it.
+        if order.egress and self.egress is None:
+            self.link.die("its egress was not made")
+            raise SandboxError(f"sandbox {self.id} died: its egress was not made")
+        return begun
 
     async def start_services(self, orders: Sequence[ServerOrder]) -> None:
         """Start the side services, one after the other. If one does not get ready, the sandbox is closed.

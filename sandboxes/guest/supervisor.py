@@ -61,7 +61,7 @@ from sandboxes.ipc.messages import (
     UseBackgroundProcess,
     UseServer,
 )
-from sandboxes.linux import user_counts
+from sandboxes.linux import outlet, user_counts
 from sandboxes.linux.live_state import LiveState, inherited
 from sandboxes.linux.processes import Process, ran_between, run_counts
 from sandboxes.linux.socket_queues import SocketQueues
@@ -284,6 +284,8 @@ class Supervisor:
             return "System V IPC objects or POSIX message queues exist, and a checkpoint does not hold them"
         if self._sockets is not None and self._sockets.datagrams:
             return "datagrams wait in a socket, and a checkpoint does not hold them"
+        if outlet.connected():
+            return outlet.CONNECTED
         born = self.shells.born[1:3]
         pids = {pid for pid, _ in self.survivors.processes} | {shell.pid for shell in self.shells}
         if any(now and born and now[1:3] != born for now in map(inherited, pids)):

@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import SETTLE_S
@@ -27,6 +28,9 @@ from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
+if TYPE_CHECKING:
+    from sandboxes.egress.gateway import SandboxEgress
+
 LOOK_S = 30.0
 """Timeout for reading files and their attributes, for people who look at a state."""
 
@@ -38,6 +42,7 @@ class MachineSandbox(ABC):
         id: The sandbox's ID.
         link: The link to its supervisor.
         closed: Whether nothing is left of it.
+        egress: Its way to hosts outside; None without one.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class MachineSandbox(ABC):
             process_environment: Variables that processes of their own have below those of the spec.
         """
         self.id, self.closed = name, False
+        self.egress: SandboxEgress | None = None
         # The link kills when it dies, so no path of an error can forget to.
         self.link = GuestLink(name, channel, self._kill)
         self._spec = spec
@@ -128,9 +134,16 @@ class MachineSandbox(ABC):
         if self._closing is None:
             # First, so that a call that comes now is refused and not begun in a half-closed sandbox.
             self.link.death = self.link.death or "it was closed"
-            self._closing = start(self._close(), name=f"close {self.id}")
+            self._closing = start(self._end(), name=f"close {self.id}")
         # A cancelled caller must not leave a sandbox half removed; the next `close` waits for `_closing`, too.
         await asyncio.shield(self._closing)
+
+    async def _end(self) -> None:
+        try:
+            await self._close()
+        finally:
+            if self.egress is not None:
+                await self.egress.close()
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -141,6 +154,17 @@ class MachineSandbox(ABC):
             call: The call.
             listener: Receives the answer of a tool server, or the output of a process, while it comes.
         """
+        execution = await self._run(call, listener)
+        if self.egress is None:
+            return execution
+        try:
+            return await self.egress.conclude(execution)
+        # Cancelled too: nobody would learn what came in with this call.
+        except BaseException as error:
+            self.link.die(f"what came through its egress is not known: {error}")
+            raise
+
+    async def _run(self, call: ToolCall, listener: Listener | None) -> Execution:
         # Four kinds of calls, each with a conversation of its own; what remains is one request and one answer.
         if self._processes.handles(call):
             return await self._processes.execute(call, listener)

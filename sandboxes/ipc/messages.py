@@ -23,7 +23,7 @@ Between the proxy and pid 1 of a `local` sandbox only:
 |---|---|---|---|
 | ready | pid 1, unasked | | |
 | start_sandbox | proxy | sandbox_started or restore_started | the mounts, the rows; with a checkpoint CRIU's files |
-| restored | proxy | sandbox_started | sandbox_started: the mount namespace |
+| restored | proxy | sandbox_started | sandbox_started: the mount namespace, with egress the listening socket |
 | pause | proxy | not_freezable, process_tree or layer_state | |
 | inspect_held | proxy | layer_state | |
 | layers_switched | launcher | done or failed, to the proxy | mounts of the new upper directory and of what is below; \
@@ -37,7 +37,8 @@ Between the proxy and a container's keeper only:
 | op | sent by | answer | descriptors |
 |---|---|---|---|
 | keeper_ready | keeper, unasked | | |
-| begin | proxy | sandbox_begun | with a checkpoint the last pid and CRIU's files |
+| begin | proxy | sandbox_begun | with a checkpoint the last pid and CRIU's files; sandbox_begun: with egress the \
+listening socket |
 | restored_processes | proxy | sandbox_begun | |
 | freeze | proxy | not_freezable, process_tree or copied_state | |
 | copy | proxy | copied_state | |
@@ -57,6 +58,14 @@ the table |
 | criu_started | CRIU's operator, unasked | | the socket to CRIU |
 | inspect_names | proxy | names_inspected or names_refused | |
 | follow_links | proxy | done | |
+
+Between the proxy and the egress proxy of a driver (`sandboxes.egress.messages`):
+
+| op | sent by | answer | descriptors |
+|---|---|---|---|
+| open_outlet | proxy | done | the listening socket in the sandbox |
+| take_exchanges | proxy | exchanges_taken | |
+| close_outlet | proxy | done | |
 """
 
 from dataclasses import dataclass

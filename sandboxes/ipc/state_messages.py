@@ -41,8 +41,8 @@ class Ready(IpcMessage, op="ready"):
 
 
 @dataclass(frozen=True)
-class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 1)):
-    """The sandbox runs; its mount namespace accompanies this message.
+class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 2)):
+    """The sandbox runs; its mount namespace accompanies this message, and with egress its listening socket.
 
     Attributes:
         shell_error: Why its main shell does not start; None if it does.
@@ -84,6 +84,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
         pristine: A new shell's session, if it is known.
         checkpoint: The running processes to restore; None for none.
         criu_arguments: CRIU's arguments; empty without a checkpoint.
+        egress: Whether to make the listening socket of its egress.
     """
 
     binds: list[str]
@@ -104,6 +105,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     # Plain JSON here: its members are a disk format and outlive this version of the vocabulary.
     checkpoint: Checkpoint | None
     criu_arguments: list[str]
+    egress: bool
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,10 @@ class KeeperReady(IpcMessage, op="keeper_ready"):
 
 
 @dataclass(frozen=True)
-class SandboxBegun(IpcMessage, op="sandbox_begun"):
+class SandboxBegun(IpcMessage, op="sandbox_begun", descriptors=(0, 1)):
     """The container is the sandbox that was requested, or CRIU was started to make it so.
+
+    With egress its listening socket accompanies the first such message.
 
     Attributes:
         shell_error: Why its shell does not start; None if it does.
@@ -236,6 +240,7 @@ class BeginSandbox(IpcRequest[SandboxBegun], op="begin", descriptors=(0, 5)):
         copy: The directory with the copy of that state's files; empty for the image's state.
         checkpoint: The running processes to restore; None for none.
         criu_arguments: CRIU's arguments; empty without a checkpoint.
+        egress: Whether to make the listening socket of its egress.
     """
 
     defaults: dict[str, str]
@@ -248,6 +253,7 @@ class BeginSandbox(IpcRequest[SandboxBegun], op="begin", descriptors=(0, 5)):
     copy: str
     checkpoint: Checkpoint | None
     criu_arguments: list[str]
+    egress: bool
 
 
 @dataclass(frozen=True)

@@ -300,9 +300,10 @@ class LocalDriver:
             seals: Whether each call's changes become a layer.
 
         Raises:
-            SpecError: The base cannot run a shell.
+            SpecError: The base cannot run a shell, or the spec names hosts that are not allowed any more.
             SandboxError: The machine failed.
         """
+        self.sources.check_egress(spec)
 
         def make(spare: Spare) -> LocalSandbox:
             return LocalSandbox(self.machine, spare, spec, base, root.layers, root.born_ns, layers, seals=seals)

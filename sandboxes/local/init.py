@@ -59,7 +59,7 @@ from sandboxes.ipc.state_messages import (
     SandboxStarted,
     StartSandbox,
 )
-from sandboxes.linux import confine, mounts, processes
+from sandboxes.linux import confine, mounts, outlet, processes
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.socket_queues import SocketQueues
@@ -114,6 +114,8 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     """Wait for a spec and its layers, move into them, confine this process, and serve."""
     order, tables, (overlay, upper_mount, lower, root, table, *files) = link.wait()
     assert isinstance(order, StartSandbox), "nothing else is sent to a spare sandbox"
+    # Before any process of the agent, also of a checkpoint, could take the port.
+    listening = [outlet.listen()] if order.egress else []
     for folder in order.binds:
         # Bound here, before the root is switched: afterwards the host's directories have no path.
         mounts.bind_read_only(folder)
@@ -141,7 +143,7 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     init = Init(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets)
     if restored is not None:
         init.adopt(restored)
-    init.serve(namespace)
+    init.serve([namespace, *listening])
 
 
 def report_failure(channel: int, error: BaseException) -> None:
@@ -189,18 +191,19 @@ class Init:
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
         self._held_from = 0.0
 
-    def serve(self, namespace: int) -> None:
+    def serve(self, handed_over: list[int]) -> None:
         """Report that the sandbox has started, then answer requests until the proxy is gone.
 
         Args:
-            namespace: The mount namespace, by which the launcher will switch layers; it is closed here.
+            handed_over: Descriptors that are closed here: the mount namespace, by which the launcher will switch
+                layers, and with egress the listening socket.
         """
         # If it is known what a new session looks like, only the first call has to wait for a shell. Shells of a
         # checkpoint are there already.
         waits = self._shells.pristine is None or self._shells.anchor is not None
         broken = self._shells.begin_first("main") if waits else None
         started = SandboxStarted(broken, self._supervisor.state(), self._shells.pristine)
-        self._link.hand_over(started, [namespace])
+        self._link.hand_over(started, handed_over)
         if not waits:
             self._shells.renew(["main"])
         while (envelope := self._supervisor.next_request()) is not None:
@@ -369,6 +372,10 @@ class Init:
         self._stillness.stood_still(time.monotonic() - self._held_from)
         if self._changes.too_deep:
             self._link.send(NotFreezable(TOO_DEEP))
+            return
+        # Now, because nothing can connect while CRIU holds the processes.
+        if outlet.connected():
+            self._link.send(NotFreezable(outlet.CONNECTED))
             return
         self._send_layer_state(
             self._supervisor.state(),

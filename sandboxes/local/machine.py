@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.checkpointing import Checkpointer
+from sandboxes.egress.gateway import Egress
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
@@ -100,6 +101,7 @@ class Machine:
         # Tools that an MCP server declares as read-only, for each server: its declaration holds for every sandbox.
         self.read_only: dict[str, frozenset[str]] = {}
         self.background = TaskOwner()
+        self.egress = Egress(data_dir / "egress")
         self.reaper = Reaper(self.background)
         self.launcher = ForkServer(
             "the launcher of sandboxes",
@@ -136,6 +138,7 @@ class Machine:
         await asyncio.gather(*(self._throw_away(spare) for spare in self._spares))
         self._spares.clear()
         await self.launcher.close()
+        await self.egress.close()
         await self.background.wait()
         await asyncio.to_thread(self.cgroups.close)
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from sandboxes.checkpointing import MappedFiles
 from sandboxes.driver import FrozenState
+from sandboxes.egress.gateway import variables
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
@@ -88,7 +89,7 @@ class LocalSandbox(MachineSandbox):
         self._switches = spare.switches
         super().__init__(
             spare.id, spare.channel, spec, machine.data_dir, machine.read_only,
-            server_environment=ENVIRONMENT, process_environment={},
+            server_environment={**ENVIRONMENT, **variables(spec)}, process_environment=variables(spec),
         )  # fmt: skip
         self.stack = layers
         self._seals = seals
@@ -149,7 +150,7 @@ class LocalSandbox(MachineSandbox):
             # Without control groups of its own the sandbox limits itself, with rlimits.
             memory_bytes=None if cgroups.writable else memory_bytes,
             pids=None if cgroups.writable else limits.pids,
-            environment={**ENVIRONMENT, **self._spec.env},
+            environment={**ENVIRONMENT, **variables(self._spec), **self._spec.env},
             workdir=self._spec.workdir,
             output_bytes=limits.output_bytes,
             below_bytes=sum(map(self._machine.layers.size_bytes, self._new_layers())),
@@ -160,11 +161,12 @@ class LocalSandbox(MachineSandbox):
             pristine=state["pristine"],
             checkpoint=state["checkpoint"],
             criu_arguments=[],
+            egress=self._spec.egress is not None,
         )
         try:
             if images is None:
                 answer = await self.link.ask(order, tables, given)
-                started, namespaces = answer.message, answer.fds
+                started, handed_over = answer.message, answer.fds
                 assert isinstance(started, SandboxStarted), "nothing is restored without a checkpoint"
             else:
                 # The order goes to pid 1 together with CRIU's program and descriptors. Pid 1 starts CRIU before it
@@ -174,11 +176,13 @@ class LocalSandbox(MachineSandbox):
 
                 await self._machine.checkpointer.restore(images, start_criu, inherited(state["checkpoint"]))
                 finished = await self.link.ask(FinishRestore())
-                started, namespaces = finished.message, finished.fds
+                started, handed_over = finished.message, finished.fds
         finally:
             close_all(given)
         # The mount namespace of pid 1, for `_switch`. Pid 1 itself passes it: after this it is confined.
-        self._namespace = namespaces[0]
+        self._namespace = handed_over[0]
+        if self._spec.egress is not None:
+            self.egress = await self._machine.egress.open_outlet(self.id, self._spec, handed_over[1])
         if started.shell_error is not None and not self.stack:
             raise SpecError(f"base {self._spec.base!r}: {started.shell_error}")
         self.begun_at, self.pristine = started.state.digest, started.pristine

@@ -1,15 +1,18 @@
 """What specs may name: nothing of the proxy's own, and confined specs only what the operator allows."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from sandboxes.errors import ForbiddenSourceError
 from sandboxes.linux.plain_files import open_plain
+from sandboxes.server_spec import Egress
 from sandboxes.sources import SourceRules, has_dot_segments, malformed_source
 from sandboxes.spec import EnvironmentSpec
 
@@ -24,6 +27,45 @@ def rules(tmp_path: Path) -> SourceRules:
     for name in ("tokens", "data/secret", "shared/a.db", "other/b.db"):
         (tmp_path / name).touch()
     return SourceRules((tmp_path / "data", tmp_path / "tokens"), (str(tmp_path / "shared"), *URLS, "env:MODEL_KEY"))
+
+
+@pytest.mark.parametrize(
+    ("listed", "named", "allowed"),
+    [
+        ("pypi.org", "pypi.org", True),
+        ("*.pypi.org", "files.pypi.org", True),
+        ("*.pypi.org", "a.b.pypi.org", True),
+        ("*.pypi.org", "*.pypi.org", True),
+        ("*.pypi.org", "*.b.pypi.org", True),
+        ("pypi.org:8080", "pypi.org:8080", True),
+        ("*.pypi.org", "pypi.org", False),
+        ("*.pypi.org", "xpypi.org", False),
+        ("pypi.org", "*.pypi.org", False),
+        ("*.b.pypi.org", "*.pypi.org", False),
+        ("pypi.org", "pypi.org:8080", False),
+        ("pypi.org:443", "pypi.org", False),
+    ],
+)
+def test_egress_is_to_listed_hosts_only(listed: str, named: str, allowed: bool) -> None:
+    for confined in (False, True):
+        spec = EnvironmentSpec(egress=Egress(hosts=(named,)), confined=confined)
+        with nullcontext() if allowed else pytest.raises(ForbiddenSourceError, match="setting `egress`"):
+            SourceRules(egress=(listed,)).check(spec)
+        with pytest.raises(ForbiddenSourceError, match="setting `egress`"):
+            SourceRules().check(spec)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "", "localhost", "PYPI.org", "pypi.org.", "127.0.0.1", "2130706433", "0x7f.1", "a.0x7f", "[::1]", "*", "*.org",
+        "pypi.*", "a b.org", "http://pypi.org", "pypi.org/", "u@pypi.org", "pypi.org:0", "pypi.org:65536",
+        "pypi.org:080", "pypi.org\n", "-a.org", f"{'a' * 64}.org",
+    ],
+)  # fmt: skip
+def test_egress_names_hosts_and_nothing_else(host: str) -> None:
+    with pytest.raises(ValidationError):
+        Egress(hosts=(host,))
 
 
 def specs_naming(path: str) -> list[EnvironmentSpec]:

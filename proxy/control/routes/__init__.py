@@ -2,5 +2,5 @@
 
 Process: the proxy.
 May import: proxy, proxy.audit, proxy.control, proxy.control.views, proxy.dialects, proxy.http, proxy.storage,
-proxy.transfer, proxy.tree, snapshots, sandboxes, sandboxes.pool, sandboxes.video.
+proxy.telemetry, proxy.transfer, proxy.tree, snapshots, sandboxes, sandboxes.pool, sandboxes.video.
 """

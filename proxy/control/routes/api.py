@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from proxy.control.routes import (
     activity,
     audits,
+    egress,
     nodes,
     reports,
     rollouts,
@@ -28,6 +29,7 @@ for module, tag in (
     (nodes, "trees"),
     (rollouts, "rollouts"),
     (states, "resources"),
+    (egress, "resources"),
     (trees, "trees"),
     (scratch, "scratch forks"),
     (activity, "activity"),

@@ -25,7 +25,7 @@ from sandboxes.guest.checkpoint_restore import PID_DISTANCE
 from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
 from sandboxes.guest.supervisor import Supervisor
 from sandboxes.ipc.state_messages import Checkpoint, CopiedState, FreezeContainer, NotFreezable, ProcessTree
-from sandboxes.linux import processes
+from sandboxes.linux import outlet, processes
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.trees import TOO_DEEP
@@ -83,6 +83,9 @@ class ContainerFreezer:
             self._stillness.stood_still(time.monotonic() - self._held_from)
         if self._changes.too_deep:
             return NotFreezable(TOO_DEEP)
+        # Now, because nothing can connect while CRIU holds the processes. The keeper is in the container's network.
+        if self._survivors and outlet.connected():
+            return NotFreezable(outlet.CONNECTED)
         added = self._changes.copy(Path(folder), becomes)
         checkpoint = self._remember() if self._survivors else None
         shells = self._shells

@@ -66,7 +66,7 @@ from sandboxes.ipc.state_messages import (
     KeeperReady,
     SandboxBegun,
 )
-from sandboxes.linux import confine, processes
+from sandboxes.linux import confine, outlet, processes
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.socket_queues import SocketQueues
 
@@ -214,6 +214,7 @@ class Keeper:
         self._changes = ContainerChanges(members, roots, order)
         self._supervisor = Supervisor(link, shells, servers, self._background, self._changes, self, SocketQueues.open())
         self._survivors = self._supervisor.survivors
+        self._listening: list[int] = []
         self._freezer = ContainerFreezer(members, anchor, shells, servers, self._changes, self._supervisor)
 
     def serve(self) -> None:
@@ -254,6 +255,8 @@ class Keeper:
         Without a checkpoint the shell that is likely to be used first is started. With one, the processes come back
         instead, by a CRIU that the proxy talks to.
         """
+        # Before any process of the agent, also of a checkpoint, could take the port.
+        self._listening = [outlet.listen()] if order.egress else []
         self._background.max_bytes = order.output_bytes
         # Every shell counts SHLVL by itself, and a sandbox's host name is the same in all containers.
         given = {name: value for name, value in self._inherited.items() if name not in {"HOSTNAME", "SHLVL"}}
@@ -262,17 +265,22 @@ class Keeper:
         try:
             self._changes.begin(order.born_ns, order.copy)
         except DamagedCopyError:
-            self._link.send(SandboxBegun(damaged=True))
+            self._report(SandboxBegun(damaged=True))
             return
         if order.checkpoint is not None:
             self._freezer.restore(order.checkpoint, order.criu_arguments, fds, self._await_restored)
-            self._link.send(SandboxBegun())
+            self._report(SandboxBegun())
             return
-        self._link.send(SandboxBegun(self._shells.begin_first(next(iter(self._shells.sessions), "main"))))
+        self._report(SandboxBegun(self._shells.begin_first(next(iter(self._shells.sessions), "main"))))
+
+    def _report(self, begun: SandboxBegun) -> None:
+        """Send a message, the first time together with the listening socket of the egress."""
+        listening, self._listening = self._listening, []
+        self._link.hand_over(begun, listening)
 
     def _await_restored(self) -> None:
         """Report that CRIU was started, and wait until the proxy says that it has restored the processes."""
-        self._link.send(SandboxBegun())
+        self._report(SandboxBegun())
         while (envelope := self._supervisor.next_request()) is not None:
             if isinstance(envelope.message, FinishProcessRestore):
                 return

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from proxy.engine import Engine
 from proxy.execution.errors import StateLostError
 from proxy.tree.rollout import Rollout
-from sandboxes.calls import ToolCall, ToolResult
+from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
 from tests.proxy.rig import ask, engine
 from tests.proxy.test_restart import abandon, open_engine
@@ -186,6 +187,31 @@ def test_without_a_digest_answers_must_be_equal(tmp_path: Path) -> None:
         async with engine(tmp_path, RandomDriver()) as running:
             rollout = await running.tasks.rollout("task", "first")
             await ask(running, rollout, "sleep 9 &; echo random")
+            await lose_all(running)
+            with pytest.raises(StateLostError):
+                await ask(running, rollout, "pwd")
+
+    asyncio.run(body())
+
+
+class NetworkedSandbox(MemorySandbox):
+    """Its commands receive something from outside; the answers do not show it."""
+
+    async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
+        return replace(await super().execute(call, listener), live=True)
+
+
+def test_what_a_process_received_anew_is_no_replay(tmp_path: Path) -> None:
+    """A process may hold other bytes than the recorded one, and nothing would show it. Files are compared."""
+
+    async def body() -> None:
+        async with engine(tmp_path, MemoryDriver(sandbox=NetworkedSandbox)) as running:
+            rollout = await running.tasks.rollout("task", "files")
+            await ask(running, rollout, "echo downloaded > f")
+            await lose_all(running)
+            assert await output(running, rollout, "cat f; pwd") == "downloaded\n/root\n"
+            rollout = await running.tasks.rollout("task", "processes")
+            await ask(running, rollout, "sleep 9 &")
             await lose_all(running)
             with pytest.raises(StateLostError):
                 await ask(running, rollout, "pwd")

@@ -1,0 +1,53 @@
+"""The latest requests of sandboxes to hosts outside, and how many there were (pure)."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sandboxes.calls import Exchange
+
+MAX_EVENTS = 1000
+"""Requests that are kept: half a megabyte. The log has all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EgressEvent:
+    """One request of a program in a sandbox.
+
+    Attributes:
+        number: Its number since this process started.
+        at: When its call had ended, in seconds since 1970.
+        tree: The tree of the sandbox.
+        node: The node at which the call ran.
+        rollout: Name of the rollout that made the call; None for a replay.
+        exchange: The request.
+    """
+
+    number: int
+    at: float
+    tree: int
+    node: int
+    rollout: str | None
+    exchange: Exchange
+
+
+class EgressLog:
+    """The requests since this process started.
+
+    Attributes:
+        events: The latest ones, the oldest first.
+        requests: How many there were, by outcome.
+        size_bytes: How much came in, by outcome.
+    """
+
+    def __init__(self) -> None:
+        self.events: deque[EgressEvent] = deque(maxlen=MAX_EVENTS)
+        self.requests: Counter[str] = Counter()
+        self.size_bytes: Counter[str] = Counter()
+
+    def note(self, exchanges: Sequence[Exchange], tree: int, node: int, rollout: str | None, now: float) -> None:
+        """Note the requests of one call."""
+        for exchange in exchanges:
+            self.events.append(EgressEvent(self.requests.total(), now, tree, node, rollout, exchange))
+            self.requests[exchange.outcome] += 1
+            self.size_bytes[exchange.outcome] += exchange.size_bytes

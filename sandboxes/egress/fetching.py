@@ -1,0 +1,148 @@
+"""Responses to plain requests: from the recording, or from the host, which then becomes the recording.
+
+A response is complete here before a program receives its first byte. So a program never sees a half of one, and what it
+has seen is what is recorded. Programs that send the same request at the same time wait for one response.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import BinaryIO
+
+from sandboxes.egress.dialing import Dialer, FailedError
+from sandboxes.egress.messages import Outcome
+from sandboxes.egress.recordings import MAX_BODY_BYTES, Recordings, Response
+from sandboxes.egress.targets import RefusedError, Target
+from sandboxes.http_message import InvalidRequestError, end_to_end, request_head
+from sandboxes.listener import Headers
+from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
+
+_SILENCE_S = 30.0
+"""Longest time without a byte of a host. The value is an estimate."""
+_RESPONSE_S = 300.0
+"""Longest time of a whole response: the largest one at half a megabyte a second."""
+_AT_ONCE = 16
+"""Responses that are received at once: bounds the disk that drafts take to 16 times the largest response."""
+_MAX_HEADERS = 200
+"""Most headers of a response; origins send a few dozen."""
+_KEPT = frozenset({300, 301, 302, 303, 307, 308, 404, 410})
+"""Statuses beside 2xx that are recorded. Others, such as 429 and 503, say what was wrong at one moment."""
+_REFRAMED = frozenset({"content-length"})
+
+
+class Fetcher:
+    """Answers plain requests."""
+
+    def __init__(self, dialer: Dialer, recordings: Recordings, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        """Take what connects to hosts, and where responses are recorded."""
+        self._dialer, self._recordings, self._max_body_bytes = dialer, recordings, max_body_bytes
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    async def fetch(self, scope: str, method: str, target: Target, headers: Headers) -> tuple[Response, Outcome]:
+        """Return a response, and whether it was recorded now or before, or is not recorded.
+
+        Args:
+            scope: Names the environment whose recordings are meant.
+            method: `GET` or `HEAD`.
+            target: Where the request leads, which the rules allow.
+            headers: The request headers that the host receives.
+
+        Raises:
+            RefusedError: The request has characters that a request must not have.
+            FailedError: There is no response, or it is too large.
+        """
+        try:
+            head = request_head(method, target.path, headers, target.authority, 0)
+        except InvalidRequestError as error:
+            raise RefusedError(400, str(error)) from None
+        key = _key(scope, method, target, headers)
+        async with self._turn(key):
+            known = await asyncio.to_thread(self._recordings.load, key)
+            if known is not None:
+                return known, "repeated"
+            async with self._room:
+                return await self._receive(key, head, target)
+
+    @asynccontextmanager
+    async def _turn(self, key: str) -> AsyncIterator[None]:
+        """Hold the only turn for a request: a second response, with other bytes, must not come beside the first."""
+        lock, waiting = self._turns.get(key, (asyncio.Lock(), 0))
+        self._turns[key] = lock, waiting + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            waiting = self._turns[key][1] - 1
+            if waiting:
+                self._turns[key] = lock, waiting
+            else:
+                del self._turns[key]
+
+    async def _receive(self, key: str, head: bytes, target: Target) -> tuple[Response, Outcome]:
+        draft = self._recordings.draft()
+        try:
+            receiver = _Receiver(draft, self._max_body_bytes)
+            try:
+                async with asyncio.timeout(_RESPONSE_S):
+                    connection = await self._dialer.dial(target.host, target.port)
+                    await exchange(connection, head, b"", receiver, silence_s=_SILENCE_S)
+            except MalformedResponseError as error:
+                raise FailedError(f"{target.host}: {error}") from None
+            except TimeoutError:
+                raise FailedError(f"{target.host} sent its response too slowly") from None
+            except OSError as error:
+                raise FailedError(f"{target.host}: the connection broke: {error}") from None
+            length = draft.tell()
+            kept = receiver.status // 100 == 2 or receiver.status in _KEPT
+            if kept:
+                await asyncio.to_thread(self._recordings.keep, key, draft, receiver.status, receiver.headers)
+            draft.seek(0)
+        except BaseException:
+            self._recordings.drop(draft)
+            draft.close()
+            raise
+        self._recordings.drop(draft)
+        return Response(receiver.status, receiver.headers, length, draft), "recorded" if kept else "live"
+
+
+class _Receiver:
+    """Takes a response while it comes.
+
+    Attributes:
+        status: Its status; 0 until it is there.
+        headers: Its end-to-end headers, without those that frame it.
+    """
+
+    def __init__(self, draft: BinaryIO, max_bytes: int) -> None:
+        self.status = 0
+        self.headers: Headers = ()
+        self._draft, self._room = draft, max_bytes
+
+    async def head(self, status: int, headers: Headers) -> None:
+        """Take the head.
+
+        Raises:
+            FailedError: It has too many headers.
+        """
+        if len(headers) > _MAX_HEADERS:
+            raise FailedError(f"the response has more than {_MAX_HEADERS} headers")
+        self.status, self.headers = status, end_to_end(headers, without=_REFRAMED)
+
+    async def data(self, chunk: bytes) -> None:
+        """Take the next piece of the body.
+
+        Raises:
+            FailedError: The body is too large.
+        """
+        self._room -= len(chunk)
+        if self._room < 0:
+            raise FailedError("the response is too large to be recorded")
+        self._draft.write(chunk)
+
+
+def _key(scope: str, method: str, target: Target, headers: Iterable[tuple[str, str]]) -> str:
+    parts = [scope, method, target.url, list(headers)]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=32).hexdigest()

@@ -1,0 +1,124 @@
+"""The driver's side of egress: it starts the egress proxy, opens an outlet for each sandbox, and asks what came in.
+
+Theory of operation. The sandbox keeps a network of only its loopback: there is no route, no interface and no address
+translation. Its supervisor makes a listening socket on that loopback before the agent's first process runs
+(`sandboxes.linux.outlet`). The socket goes to the egress proxy, which accepts the connections of the sandbox's programs
+there. So every byte that enters or leaves is in a request that the egress proxy has understood.
+
+After each call the sandbox asks what its programs requested. The answer says whether something came in that was not
+recorded before, which a replay must not have (`proxy.execution.divergence`).
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import structlog
+
+from sandboxes.calls import Exchange, Execution
+from sandboxes.egress.messages import CloseOutlet, OpenOutlet, TakeExchanges
+from sandboxes.errors import SandboxError
+from sandboxes.ipc.fork_server import ForkServer
+from sandboxes.linux.outlet import PORT
+from sandboxes.spec import EnvironmentSpec
+
+log = structlog.get_logger()
+
+_URL = f"http://127.0.0.1:{PORT}"
+_VARIABLES = {
+    "http_proxy": _URL, "https_proxy": _URL, "HTTP_PROXY": _URL, "HTTPS_PROXY": _URL,
+    "no_proxy": "localhost,127.0.0.1,::1", "NO_PROXY": "localhost,127.0.0.1,::1",
+}  # fmt: skip
+"""What tells programs of the egress proxy. Some read only the names in lower case, others only those in upper case."""
+
+
+def variables(spec: EnvironmentSpec) -> Mapping[str, str]:
+    """Return the environment variables that a sandbox has for its egress; none without egress."""
+    return {} if spec.egress is None else _VARIABLES
+
+
+class Egress:
+    """The egress of one driver's sandboxes. The egress proxy starts with the first one that has egress."""
+
+    def __init__(self, folder: Path, *, module: str = "sandboxes.egress.process") -> None:
+        """Describe the egress proxy.
+
+        Args:
+            folder: Where responses are recorded.
+            module: The module whose `main` the process runs. Tests have one that resolves names to their own hosts.
+        """
+        self._process = ForkServer("the egress proxy", module, [str(folder)], site_packages=True)
+        self._starting = asyncio.Lock()
+
+    async def open_outlet(self, sandbox: str, spec: EnvironmentSpec, listener: int) -> "SandboxEgress":
+        """Serve the connections of a sandbox whose spec has egress.
+
+        Args:
+            sandbox: The sandbox's ID.
+            spec: Its spec.
+            listener: The listening socket, which is closed here.
+
+        Raises:
+            SandboxError: The egress proxy does not start.
+        """
+        assert spec.egress is not None, "only sandboxes with egress have a listening socket"
+        try:
+            async with self._starting:
+                if not self._process.is_open:
+                    await self._process.start()
+            await self._process.ensure_running()
+            await self._process.ask(OpenOutlet(sandbox, list(spec.egress.hosts), _scope(spec)), [listener])
+        finally:
+            os.close(listener)
+        return SandboxEgress(sandbox, self._process)
+
+    async def close(self) -> None:
+        """End the egress proxy. Idempotent."""
+        await self._process.close()
+
+
+class SandboxEgress:
+    """The egress of one sandbox."""
+
+    def __init__(self, sandbox: str, process: ForkServer) -> None:
+        """Take over an open outlet."""
+        self._sandbox, self._process = sandbox, process
+
+    async def conclude(self, execution: Execution) -> Execution:
+        """Return the outcome of a call with what came through the egress since the last one.
+
+        Raises:
+            SandboxError: The egress proxy has ended, so nobody knows what came through.
+        """
+        taken = (await self._process.ask(TakeExchanges(self._sandbox))).message
+        exchanges = tuple(
+            Exchange(one.method, one.url, one.outcome, one.status, one.size_bytes, one.detail)
+            for one in taken.exchanges
+        )
+        for exchange in exchanges:
+            log.info(
+                "egress", sandbox=self._sandbox, method=exchange.method, url=exchange.url, outcome=exchange.outcome,
+                status=exchange.status, size_bytes=exchange.size_bytes, detail=exchange.detail,
+            )  # fmt: skip
+        if taken.lost:
+            log.warning("egress: further requests are not listed", sandbox=self._sandbox, requests=taken.lost)
+        return replace(execution, live=taken.live, exchanges=exchanges)
+
+    async def close(self) -> None:
+        """End the sandbox's connections. Nothing happens if the egress proxy has ended."""
+        with contextlib.suppress(SandboxError):
+            await self._process.ask(CloseOutlet(self._sandbox))
+
+
+def _scope(spec: EnvironmentSpec) -> str:
+    """Return a name of the environment that a recording is for: sandboxes of one spec share it, set-up included."""
+    members: dict[str, Any] = spec.root()
+    # Set-up runs in another directory.
+    del members["workdir"]
+    return hashlib.blake2b(orjson.dumps(members, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()

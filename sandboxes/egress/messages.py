@@ -1,0 +1,67 @@
+"""Messages between a driver and its egress proxy; the driver asks, and gets its answers in order."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sandboxes.ipc.codec import IpcMessage, IpcRequest
+from sandboxes.ipc.messages import Done
+
+Outcome = Literal["recorded", "repeated", "live", "refused", "failed"]
+"""What became of a request; see `sandboxes.calls.Exchange`."""
+
+
+@dataclass
+class Exchange:
+    """One request; see `sandboxes.calls.Exchange`. A tunnel's `size_bytes` grows while it is open."""
+
+    method: str
+    url: str
+    outcome: Outcome
+    status: int
+    size_bytes: int
+    detail: str = ""
+
+
+# The listening socket accompanies it: made in the sandbox's network namespace, to which it belongs for ever.
+@dataclass(frozen=True)
+class OpenOutlet(IpcRequest[Done], op="open_outlet", descriptors=(1, 1)):
+    """Serve the connections of a sandbox.
+
+    Attributes:
+        sandbox: The sandbox's ID.
+        hosts: The hosts that its spec names.
+        scope: Names the environment whose recordings are meant.
+    """
+
+    sandbox: str
+    hosts: list[str]
+    scope: str
+
+
+@dataclass(frozen=True)
+class ExchangesTaken(IpcMessage, op="exchanges_taken"):
+    """What the programs of a sandbox requested since the last time.
+
+    Attributes:
+        exchanges: The latest requests.
+        lost: How many more there were before them.
+        live: Whether something came in that was not recorded before.
+    """
+
+    exchanges: list[Exchange]
+    lost: int
+    live: bool
+
+
+@dataclass(frozen=True)
+class TakeExchanges(IpcRequest[ExchangesTaken], op="take_exchanges"):
+    """Say what the programs of a sandbox requested since the last time."""
+
+    sandbox: str
+
+
+@dataclass(frozen=True)
+class CloseOutlet(IpcRequest[Done], op="close_outlet"):
+    """End the connections of a sandbox, and accept no more of them."""
+
+    sandbox: str

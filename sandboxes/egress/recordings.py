@@ -1,0 +1,142 @@
+"""Recordings: responses of hosts outside, so that the same request in the same environment gets the same bytes again.
+
+A recording is a file: the body, the head as JSON, the length of that JSON, and a digest of all that. A request that
+has a recording never reaches its host again. The least recently used files are removed when all of them together take
+too much room. The next such request is then a new one.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import struct
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from sandboxes.listener import Headers
+
+MAX_BODY_BYTES = 128 << 20
+"""Largest body of a response. Packages are smaller, and a response is complete here before a program receives it."""
+MAX_TOTAL_BYTES = 4 << 30
+"""Most bytes of all recordings of one driver; an estimate of what some thousand packages take."""
+_LEAST_BYTES = 4096
+"""What a small file takes on disk."""
+_LENGTH = struct.Struct("!Q")
+_DIGEST_BYTES = 32
+_PART = ".part"
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A complete response.
+
+    Attributes:
+        status: Its status.
+        headers: Its end-to-end headers, without those that frame it.
+        length: The size of its body; 0 if it has none.
+        body: An open file that begins with the body; its reader closes it.
+    """
+
+    status: int
+    headers: Headers
+    length: int
+    body: BinaryIO
+
+
+class Recordings:
+    """The recordings of one driver. All methods block: for as long as reading the file takes."""
+
+    def __init__(self, folder: Path, max_bytes: int = MAX_TOTAL_BYTES) -> None:
+        """Use a directory, which is made if it does not exist; remove what a killed process left."""
+        self._folder, self._max_bytes = folder, max_bytes
+        self._keeping = threading.Lock()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for part in folder.glob(f"*{_PART}"):
+            part.unlink()
+        self._used = sum(_size(path) for path in folder.iterdir())
+
+    def draft(self) -> BinaryIO:
+        """Return a new file for the body of a response, which `keep` or `drop` takes."""
+        return (self._folder / f"{secrets.token_hex(16)}{_PART}").open("x+b")
+
+    def drop(self, draft: BinaryIO) -> None:
+        """Remove the name of a draft. The open file can still be read."""
+        Path(draft.name).unlink(missing_ok=True)
+
+    def keep(self, key: str, draft: BinaryIO, status: int, headers: Headers) -> None:
+        """Make a draft the recording of a request."""
+        draft.seek(0, os.SEEK_END)
+        head = json.dumps({"status": status, "headers": headers}).encode()
+        draft.write(head + _LENGTH.pack(len(head)))
+        size_bytes = draft.tell()
+        draft.write(_digest(draft, size_bytes))
+        draft.flush()
+        path = Path(draft.name)
+        # Threads keep recordings side by side.
+        with self._keeping:
+            self._used += _size(path)
+            # The rename makes the recording exist as a whole (rename(2)).
+            path.rename(self._folder / key)
+            if self._used > self._max_bytes:
+                self._trim()
+
+    def load(self, key: str) -> Response | None:
+        """Return the recording of a request; None if there is none, or it is not what was written."""
+        path = self._folder / key
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return None
+        try:
+            response = _read(file)
+        except (ValueError, OSError):
+            file.close()
+            path.unlink(missing_ok=True)
+            return None
+        # The time says when it was used last.
+        os.utime(file.fileno())
+        return response
+
+    def _trim(self) -> None:
+        """Remove the least recently used files until three quarters of the room are used."""
+        files = sorted((path for path in self._folder.iterdir() if path.suffix != _PART), key=_used_at)
+        self._used = sum(map(_size, files))
+        for path in files:
+            if self._used <= self._max_bytes * 3 // 4:
+                return
+            self._used -= _size(path)
+            path.unlink(missing_ok=True)
+
+
+def _read(file: BinaryIO) -> Response:
+    size_bytes = file.seek(-_DIGEST_BYTES, os.SEEK_END)
+    if file.read() != _digest(file, size_bytes):
+        raise ValueError("the file is not what was written")
+    file.seek(size_bytes - _LENGTH.size)
+    (head_bytes,) = _LENGTH.unpack(file.read(_LENGTH.size))
+    length = file.seek(size_bytes - _LENGTH.size - head_bytes)
+    head = json.loads(file.read(head_bytes))
+    headers = tuple((name, value) for name, value in head["headers"])
+    file.seek(0)
+    return Response(head["status"], headers, length, file)
+
+
+def _digest(file: BinaryIO, size_bytes: int) -> bytes:
+    """Return the digest of the first bytes of a file, and leave the file at their end."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    file.seek(0)
+    while size_bytes > 0 and (chunk := file.read(min(size_bytes, _CHUNK_BYTES))):
+        digest.update(chunk)
+        size_bytes -= len(chunk)
+    return digest.digest()
+
+
+def _size(path: Path) -> int:
+    return max(_LEAST_BYTES, path.stat().st_size)
+
+
+def _used_at(path: Path) -> float:
+    return path.stat().st_mtime

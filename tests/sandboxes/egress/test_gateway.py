@@ -1,0 +1,194 @@
+"""Egress of real sandboxes: their programs reach the allowed hosts through the egress proxy, and nothing else."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from sandboxes.calls import ToolCall
+from sandboxes.checkpointing import Checkpointer
+from sandboxes.driver import Sandbox
+from sandboxes.egress.gateway import Egress
+from sandboxes.errors import ForbiddenSourceError, NotFreezableError, SandboxError
+from sandboxes.linux.files import remove_tree
+from sandboxes.local.driver import LocalDriver
+from sandboxes.server_spec import Egress as Hosts
+from sandboxes.sources import SourceRules
+from sandboxes.spec import EnvironmentSpec
+from snapshots.criu.checkpoints import CriuCheckpointer
+from tests.machine import require_criu, require_sandboxes
+from tests.sandboxes.box import opened, run
+from tests.sandboxes.docker import OnImage
+from tests.sandboxes.egress.origin import Origin, response
+
+SPEC = EnvironmentSpec(egress=Hosts(hosts=("example.org", "rebound.example.org")))
+RULES = SourceRules(egress=("example.org", "*.example.org"))
+FETCH = "python3 -c \"import urllib.request as u; print(u.urlopen('http://{}').read().decode())\""
+BASH_FETCH = (
+    "(p=${{http_proxy#http://}}; exec 3<>/dev/tcp/${{p/://}}; "
+    "printf 'GET http://{} HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n' >&3; cat <&3)"
+)
+"""For an image without clients of HTTP. The subshell closes the connection."""
+TUNNEL = """python3 -c "
+import socket
+s = socket.create_connection(('127.0.0.1', 61080))
+s.sendall(b'CONNECT example.org:443 HTTP/1.1\\r\\nHost: a\\r\\n\\r\\nhello\\r\\n\\r\\n')
+print(b''.join(iter(lambda: s.recv(99), b'')).decode()[-8:])
+" """
+
+
+@asynccontextmanager
+async def outside(folder: Path) -> AsyncIterator[tuple[Origin, Egress]]:
+    """Run a host outside, and yield it with an egress whose names lead there."""
+    async with Origin(lambda count: response(f"answer {count}".encode())).running() as origin:
+        remove_tree(folder / "egress")
+        (folder / "origin-port").write_text(str(origin.port))
+        yield origin, Egress(folder / "egress", module="tests.sandboxes.egress.origin")
+
+
+def driven(
+    folder: Path, test: Callable[[LocalDriver, Origin], Awaitable[None]], checkpointer: Checkpointer | None = None
+) -> None:
+    require_sandboxes()
+
+    async def go() -> None:
+        async with outside(folder) as (origin, egress):
+            driver = LocalDriver(folder, checkpointer, RULES)
+            driver.machine.egress = egress
+            async with opened(driver):
+                await test(driver, origin)
+
+    asyncio.run(go())
+
+
+def in_containers(folder: Path, test: Callable[[OnImage, Origin], Awaitable[None]]) -> None:
+    folder.mkdir(exist_ok=True)
+
+    async def go() -> None:
+        async with outside(folder) as (origin, egress):
+            driver = OnImage(folder, spares=0, checkpoints=True)
+            driver.sources, driver.egress = RULES, egress
+            async with opened(driver):
+                await test(driver, origin)
+
+    asyncio.run(go())
+
+
+def test_containers_reach_allowed_hosts_in_the_same_way(container_dir: Path) -> None:
+    require_criu()
+
+    async def test(driver: OnImage, origin: Origin) -> None:
+        sandbox = await driver.start(SPEC)
+        output, live, outcomes = await execute(sandbox, BASH_FETCH.format("example.org/x"))
+        assert "answer 1" in output
+        assert (live, outcomes) == (True, ["recorded"])
+        frozen = await sandbox.freeze()
+        again = await driver.restore(SPEC, frozen)
+        output, live, outcomes = await execute(again, BASH_FETCH.format("example.org/x"))
+        assert "answer 1" in output
+        assert (live, outcomes) == (False, ["repeated"])
+        assert "answer" not in (await run(again, BASH_FETCH.format("other.org"))).out
+        assert (await run(again, f"exec 3<>/dev/tcp/127.0.0.1/{origin.port}")).code != 0
+        assert (await run(again, "tail -n +3 /proc/net/dev | cut -d: -f1")).out.split() == ["lo"]
+        assert (await run(again, "tail -n +2 /proc/net/route")).out == ""
+        await run(again, "sleep 1000 &")
+        with_processes = await driver.restore(SPEC, await again.freeze())
+        assert "answer 1" in (await run(with_processes, BASH_FETCH.format("example.org/x"))).out
+        without = await driver.start(EnvironmentSpec())
+        assert (await run(without, "exec 3<>/dev/tcp/127.0.0.1/61080")).code != 0
+
+    in_containers(container_dir, test)
+
+
+async def execute(sandbox: Sandbox, command: str) -> tuple[str, bool, list[str]]:
+    """Return what a command printed, whether something new came in, and the outcomes of its requests."""
+    execution = await sandbox.execute(
+        ToolCall("shell", "exec", {"command": command, "session": "main", "timeout_s": 30.0})
+    )
+    return execution.result.body.decode(), execution.live, [one.outcome for one in execution.exchanges]
+
+
+def test_programs_reach_allowed_hosts_and_get_the_same_again(data_dir: Path) -> None:
+    async def test(driver: LocalDriver, origin: Origin) -> None:
+        sandbox = await driver.start(SPEC)
+        output, live, outcomes = await execute(sandbox, FETCH.format("example.org/x"))
+        assert "answer 1" in output
+        assert (live, outcomes) == (True, ["recorded"])
+        # Another sandbox of the spec, as in a replay.
+        again = await driver.start(SPEC)
+        output, live, outcomes = await execute(again, FETCH.format("example.org/x"))
+        assert "answer 1" in output
+        assert (live, outcomes) == (False, ["repeated"])
+        for host in ("127.0.0.1:61080", "10.0.0.1", "other.org", "rebound.example.org"):
+            output, _, _ = await execute(again, FETCH.format(host))
+            assert "answer" not in output
+        output, live, outcomes = await execute(again, TUNNEL)
+        assert "answer 2" in output
+        assert (live, outcomes) == (True, ["live"])
+        assert len(origin.received) == 2
+
+    driven(data_dir, test)
+
+
+def test_a_sandbox_with_egress_has_no_other_way_out(data_dir: Path) -> None:
+    async def test(driver: LocalDriver, origin: Origin) -> None:
+        sandbox = await driver.start(SPEC)
+        devices = (await run(sandbox, "tail -n +3 /proc/net/dev | cut -d: -f1")).out.split()
+        assert devices == ["lo"]
+        assert (await run(sandbox, "tail -n +2 /proc/net/route")).out == ""
+        assert (await run(sandbox, f"exec 3<>/dev/tcp/127.0.0.1/{origin.port}")).code != 0
+        # Nothing of the egress is a process or a descriptor in there.
+        assert (await run(sandbox, "ls -l /proc/*/fd 2>/dev/null | grep socket:; true")).out == ""
+
+    driven(data_dir, test)
+
+
+def test_without_egress_there_is_no_proxy(data_dir: Path) -> None:
+    async def test(driver: LocalDriver, _origin: Origin) -> None:
+        sandbox = await driver.start(EnvironmentSpec())
+        assert (await run(sandbox, "env | grep -i proxy; true")).out == ""
+        assert (await run(sandbox, "exec 3<>/dev/tcp/127.0.0.1/61080")).code != 0
+
+    driven(data_dir, test)
+
+
+def test_hosts_that_are_not_listed_start_no_sandbox(data_dir: Path) -> None:
+    async def test(driver: LocalDriver, _origin: Origin) -> None:
+        with pytest.raises(ForbiddenSourceError, match=r"'pypi\.org' is not allowed"):
+            await driver.start(EnvironmentSpec(egress=Hosts(hosts=("example.org", "pypi.org"))))
+
+    driven(data_dir, test)
+
+
+def test_a_checkpoint_has_egress_again_but_no_connections(data_dir: Path) -> None:
+    """The listening socket is no process's of the sandbox. A connection would lead nowhere after a restore."""
+    require_criu()
+
+    async def test(driver: LocalDriver, _origin: Origin) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "sleep 1000 &")
+        frozen = await sandbox.freeze()
+        again = await driver.restore(SPEC, frozen)
+        assert "answer 1" in (await run(again, FETCH.format("example.org/x"))).out
+        await run(sandbox, "(exec 3<>/dev/tcp/127.0.0.1/61080; exec sleep 1000) &")
+        await run(sandbox, "until grep -q ' 01 ' /proc/net/tcp; do sleep 0.01; done", timeout_s=30)
+        with pytest.raises(NotFreezableError, match="connection to a host outside"):
+            await sandbox.freeze()
+
+    driven(data_dir, test, CriuCheckpointer(data_dir))
+
+
+def test_a_call_whose_egress_proxy_died_has_no_result(data_dir: Path) -> None:
+    async def test(driver: LocalDriver, _origin: Origin) -> None:
+        sandbox = await driver.start(SPEC)
+        await driver.machine.egress.close()
+        with pytest.raises(SandboxError):
+            await run(sandbox, "true")
+        assert not sandbox.alive
+        # The next sandbox has another egress proxy.
+        another = await driver.start(SPEC)
+        assert "answer" in (await run(another, FETCH.format("example.org/new"))).out
+
+    driven(data_dir, test)
