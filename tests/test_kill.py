@@ -168,6 +168,7 @@ def test_call_in_flight_is_answered_before_stop(folder: Path) -> None:
         calling.join()
         assert answers[0].json()["stdout"] == "done\n"
         assert_nothing_left(proxy, processes, groups)
+        assert "stopped" in proxy.log().splitlines()[-1], "the log says that the end was in order"
         proxy.start()
         assert exec_(client, "other", "sleep 2; echo done").headers["cache-status"] == "forkpoint; hit"
         proxy.stop()

@@ -30,6 +30,12 @@ def test_rollout_lists_its_calls_with_bars(proxy: Running) -> None:
     assert [step["outcome"] for step in as_json(proxy, "rollout", "demo", "first")["steps"]["items"]] == ["miss"] * 3
 
 
+def test_calls_of_a_rollout_are_counted_from_one(proxy: Running) -> None:
+    """As on the page."""
+    lines = typed(proxy, "rollout", "demo", "first").splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
+
+
 def test_node_shows_call_and_snapshot_reason(proxy: Running) -> None:
     _, one, _ = nodes(proxy)
     text = typed(proxy, "node", "demo", one)
