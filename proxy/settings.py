@@ -217,7 +217,11 @@ class Settings(BaseSettings):
         # A TOML file may hold the token.
         # A bucket is no file, and the URL of one names none.
         store = None if self.store is None else self.store.removeprefix("file://")
-        files = (self.data, self.token_file, self.checkpoint_dir, store, self.model_config.get("toml_file"))
+        data, images = self.data, self.checkpoint_dir
+        if self.workers > 1:
+            # The directories of the other workers are beside that of this one (`proxy.workers.division`).
+            data, images = data.parent, None if images is None else images.parent
+        files = (data, self.token_file, images, store, self.model_config.get("toml_file"))
         private = (Path(file).resolve() for file in files if isinstance(file, str | Path))
         return SourceRules(tuple(private), self.sources, self.egress)
 

@@ -9,6 +9,7 @@ from proxy.settings import Settings
 from proxy.storage.data_dir import STORE, WORKERS, require_undivided
 from proxy.storage.errors import StoreError
 from proxy.workers.division import claim, settings_of
+from sandboxes.errors import ForbiddenSourceError
 
 
 def test_workers_share_the_limits_of_the_machine(tmp_path: Path) -> None:
@@ -21,6 +22,16 @@ def test_workers_share_the_limits_of_the_machine(tmp_path: Path) -> None:
     assert (own.max_sandboxes, own.snapshot_bytes, own.speculate) == (16, 250, 0.125)
     assert (own.container_spares, own.max_requests, own.warm_sandboxes) == (1, 1, 0)
     assert own.memory_reserve_bytes == settings.memory_reserve_bytes
+
+
+def test_no_spec_reaches_another_worker(tmp_path: Path) -> None:
+    """It would read the tasks of others there."""
+    settings = Settings(data=tmp_path / "data", checkpoint_dir=tmp_path / "images", workers=2)
+    rules = settings_of(settings, 0).source_rules
+    for path in ("data/worker-0/local", "data/worker-1/forkpoint.sqlite", "data/workers.json", "images/worker-1"):
+        with pytest.raises(ForbiddenSourceError):
+            rules.real(tmp_path / path, confined=False)
+    assert rules.real(tmp_path / "other", confined=False) == str(tmp_path / "other")
 
 
 def test_workers_are_members_of_their_own(tmp_path: Path) -> None:
