@@ -43,7 +43,8 @@ def render_rollout(view: Json) -> RenderableType:
         )
     saved = sum(float(step["seconds"]) for step in steps if step["outcome"] in ("hit", "wait"))
     state = "has ended" if view["finished"] else f"is at {view['node']}"
-    head = f"{view['task']} / {view['rollout']}: {view['calls']} calls, {saved:.2f} s saved, {state}"
+    calls = "1 call" if view["calls"] == 1 else f"{view['calls']:,} calls"
+    head = f"{view['task']} / {view['rollout']}: {calls}, {saved:.2f} s saved, {state}"
     return Group(Text(printable(head), style="bold"), table)
 
 

@@ -32,6 +32,14 @@ def test_files_of_others_have_their_digests() -> None:
     assert actual == expected
 
 
+def test_modules_are_fetched_beside_one_another() -> None:
+    """Each module of the page is named in its head: else a browser learns of it only once its importer is there."""
+    named = re.findall(r'<link rel="modulepreload" href="([^"]+)"', (STATIC / "index.html").read_text())
+    modules = {path.relative_to(STATIC).as_posix() for path in (STATIC / "js").rglob("*.js")}
+    # The page itself, a page of its own, and a worker.
+    assert sorted(named) == sorted(modules - {"js/main.js", "js/docs.js", "js/stream.js"})
+
+
 @pytest.mark.parametrize("path", ["/docs", "/ui/", "/ui/docs.html", "/ui/index.html"])
 def test_every_page_has_the_policy(proxy: Running, path: str) -> None:
     answer = proxy.client.get(path)

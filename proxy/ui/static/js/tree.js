@@ -1,28 +1,28 @@
 // The tree of a task: loaded in parts, shown as a map or a table, updated live, with the chosen node beside it.
 
-import { get, names } from "./api.js";
-import { h, icon, put, say, toast } from "./dom.js";
+import { names } from "./api.js";
+import { h, icon, put, toast } from "./dom.js";
 import { count, plural } from "./format.js";
 import { watch } from "./live.js";
 import { nodePanel } from "./node.js";
-import { exportLink } from "./carry.js";
-import { resizable } from "./resize.js";
 import { TreeMap } from "./tree/canvas.js";
 import { Colours, MEASURES } from "./tree/colours.js";
 import { finder, results } from "./tree/finder.js";
+import { anyKey, mapKey } from "./tree/keys.js";
 import { lanes } from "./tree/lanes.js";
 import { legend } from "./tree/legend.js";
+import { Loading } from "./tree/loading.js";
 import { Model } from "./tree/model.js";
 import { FRESH_MS } from "./tree/near.js";
 import { litWay } from "./tree/routes.js";
+import { Side } from "./tree/side.js";
 import { TreeTable } from "./tree/table.js";
 import { Texts } from "./tree/texts.js";
 import { showTip } from "./tree/tip.js";
+import { Toolbar } from "./tree/toolbar.js";
 import { Ways } from "./tree/ways.js";
 import { TreeChoice, Which } from "./trees.js";
 
-const MOST = 300_000;
-const SIZES = { saved: "seconds saved", hits: "hits", seconds: "seconds", observations: "reads" };
 const TREES_MS = 5000;
 
 export async function treeView(context, task) {
@@ -40,11 +40,10 @@ class TreeView {
     Object.assign(this, { main, signal, setParams, task });
     this.path = `tasks/${names(task)}`;
     this.model = new Model();
-    this.failuresUpto = 0;
     this.params = params;
     this.focused = 0;
-    this.loads = 0;
     this.which = new Which(task, params, signal);
+    this.loading = new Loading(this.path, this.model, this.which, signal);
     this.ways = new Ways(this.path, signal);
     this.colours = new Colours(this.model, this.ways);
     this.texts = new Texts(this.path, this.model, signal, () => this.which.root, () => this._redraw());
@@ -91,59 +90,37 @@ class TreeView {
 
   _frame() {
     const { params, signal } = this;
-    const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": `Map of the tree of ${this.task}. Press m for an accessible table.`, on: { keydown: (event) => this._key(event) } });
+    const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": `Map of the tree of ${this.task}. Press m for an accessible table.`, on: { keydown: (event) => mapKey(this, event) } });
     this.stage = h("div", { class: "stage" }, canvas);
-    this.side = h("aside", { class: "side", "aria-label": "Chosen call", hidden: true });
-    this.counts = h("span", { class: "counts" });
+    this.side = new Side(() => this.close());
     this.tip = h("div", { class: "tip", hidden: true });
     this.main.className = "tree";
-    this.modes = ["map", "table"].map((mode) => h("button", { on: { click: () => { this._mode(mode); this.setParams({ view: mode === usualMode() ? null : mode }); } } }, mode === "map" ? "Map" : "Table"));
     this.choice = new TreeChoice((root) => {
       this.setParams({ node: null, at: null });
       this.params.delete("at");
       this._show(root).catch((error) => toast(error.message, true));
     });
-    this.saving = h("span");
     this.finder = finder(this.task, signal, { tree: () => this.which.root, choose: (node) => this._go(node), found: (ids) => this._found(ids), list: (hits) => this._results(hits), query: params.get("q") ?? "", setQuery: (q) => this.setParams({ q }) });
     this.colours.by = params.get("colour") ?? "hits";
-    this.colourSelect = this._select("colour", "Colour", MEASURES, (by) => this._colour(by));
-    this.laneButton = h("button", { "aria-pressed": "false", on: { click: () => this._lanes(this.laneButton.getAttribute("aria-pressed") !== "true") } }, "Rollouts");
-    this.follow = h("button", { class: "for-map", "aria-pressed": "false", title: "Move to each new call", on: { click: () => this._follow() } }, "Follow");
-    put(
-      this.main,
-      h("h1", { class: "sr" }, `Tree of ${this.task}`),
-      h(
-        "div", { class: "tools" }, this.finder.element, h("div", { class: "group", role: "group", "aria-label": "View" }, this.modes),
-        this._select("size", "Size", Object.entries(SIZES), (size) => { this.map.size = size; this.map.changed(); }), this.colourSelect,
-        h("button", { class: "fold", "aria-pressed": "true", on: { click: () => this._fold() } }, "Fold chains"), this.follow, this.laneButton, this.choice.element,
-        h("span", { class: "gap" }), this.counts, this.saving,
-      ),
-      h("div", { class: "field-row" }, this.stage, this.side),
-    );
+    this.toolbar = new Toolbar(this, this.finder.element, this.choice.element, {
+      mode: (mode) => this.switchTo(mode), size: (size) => { this.map.size = size; this.map.changed(); }, colour: (by) => this._colour(by),
+      fold: () => this._fold(), follow: () => (this.following = !this.following), lanes: (on) => this._lanes(on),
+    });
+    put(this.main, h("h1", { class: "sr" }, `Tree of ${this.task}`), this.toolbar.element, h("div", { class: "field-row" }, this.stage, this.side.element));
     this.map = new TreeMap(
       canvas, this.model, this.colours,
-      { choose: (item) => this._chooseItem(item), labels: (nodes) => this.texts.want(nodes), moved: () => this._moved(), hover: (...seen) => this._hover(...seen) },
+      { choose: (item) => this.chooseItem(item), labels: (nodes) => this.texts.want(nodes), moved: () => this._moved(), hover: (...seen) => this._hover(...seen) },
       signal,
     );
     this.map.texts = this.texts;
     this.map.size = params.get("size") ?? "saved";
-    this.table = new TreeTable(this.model, this.texts, { choose: (item) => this._chooseItem(item), focus: (item) => this._focus(item), toggle: (item) => this._toggle(item), labels: (nodes) => this.texts.want(nodes) });
+    this.table = new TreeTable(this.model, this.texts, { choose: (item) => this.chooseItem(item), focus: (item) => this.focus(item), toggle: (item) => this.toggle(item), labels: (nodes) => this.texts.want(nodes) });
     this.legend = legend();
     this.stage.append(this._zoom(), this.legend.element, this.tip, this.table.grid);
     document.addEventListener("theme", () => this._scale(), { signal });
     this._scale();
     this._mode(modeOf(params));
-    window.addEventListener("keydown", (event) => this._anywhere(event), { signal });
-  }
-
-  _select(name, title, choices, chosen) {
-    const usual = choices[0][0];
-    const select = h("select", { on: { change: () => { this.setParams({ [name]: select.value === usual ? null : select.value }); chosen(select.value); } } }, choices.map(([value, text]) => h("option", { value }, text)));
-    const wanted = this.params.get(name) ?? usual;
-    // A label is known once the ways are loaded.
-    if (wanted.startsWith("label:")) select.append(h("option", { value: wanted }, wanted.slice(6)));
-    select.value = wanted;
-    return h("label", { class: "inline for-map" }, title, select);
+    window.addEventListener("keydown", (event) => anyKey(this, event), { signal });
   }
 
   _colour(by) {
@@ -170,23 +147,16 @@ class TreeView {
     } catch {
       return;
     }
-    const select = this.colourSelect.querySelector("select");
-    const known = new Set([...select.options].map((option) => option.value));
-    for (const name of this.ways.labelNames) if (!known.has(`label:${name}`)) select.append(h("option", { value: `label:${name}` }, name));
+    this.toolbar.offer(this.ways.labelNames);
     if (this.colours.by === "reward" || this.colours.by.startsWith("label:")) this._recolour();
-    if (this.showsLanes && !this.side.querySelector(".lane:hover, .lane:focus-within")) this._drawLanes();
-  }
-
-  _follow() {
-    this.following = !this.following;
-    this.follow.setAttribute("aria-pressed", String(this.following));
+    if (this.side.kind === "lanes" && !this.side.busy) this._drawLanes();
   }
 
   /** Show the rollouts as lanes beside the tree, or close them. */
   _lanes(on) {
     this.setParams({ lanes: on ? "1" : null, node: on ? null : undefined });
     if (!on) {
-      this._close();
+      this.close();
       return;
     }
     this._choose(null, false);
@@ -196,7 +166,7 @@ class TreeView {
   }
 
   _drawLanes() {
-    lanes(this.panelBody, this.task, this.ways, { light: (way) => this._light(way) });
+    lanes(this.side.body, this.task, this.ways, { light: (way) => this._light(way) });
   }
 
   _light(way) {
@@ -207,19 +177,13 @@ class TreeView {
   /** Show the matches of the search as a list beside the tree. */
   _results(hits) {
     this._choose(null, false);
-    this._open("results");
-    results(this.panelBody, hits, (node) => this._go(node));
+    results(this._open("results"), hits, (node) => this._go(node));
   }
 
-  /** Open the panel beside the tree. kind: `node`, `lanes` or `results`. */
+  /** Open the panel beside the tree, and return the element for its content. kind: `node`, `lanes` or `results`. */
   _open(kind) {
-    this.showsLanes = kind === "lanes";
-    this.laneButton.setAttribute("aria-pressed", String(this.showsLanes));
-    const close = h("button", { class: "quiet icon close", "aria-label": "Close", title: "Close (Esc)", on: { click: () => this._close() } }, icon("close"));
-    this.panelBody = h("div", { class: "panel-body" });
-    put(this.side, resizable(this.side), close, this.panelBody);
-    this.side.hidden = false;
-    this.side.scrollTop = 0;
+    this.toolbar.showLanes(kind === "lanes");
+    return this.side.open(kind);
   }
 
   _zoom() {
@@ -229,51 +193,43 @@ class TreeView {
 
   _mode(mode) {
     this.mode = mode;
-    this.modes.forEach((button, i) => button.setAttribute("aria-pressed", String((i === 0) === (mode === "map"))));
+    this.toolbar.showMode(mode);
     this.main.dataset.mode = mode;
     this.table.grid.hidden = mode === "map";
     if (mode === "table") this.table.changed();
   }
 
+  /** Show a mode that was asked for, and write it into the address. */
+  switchTo(mode) {
+    this._mode(mode);
+    this.setParams({ view: mode === usualMode() ? null : mode });
+  }
+
   /** Load a tree, beginning with its first part. anew: reset position and zoom. */
   async _load(coming, anew) {
-    const mine = ++this.loads;
-    let view = await coming;
-    if (mine !== this.loads) return;
-    this.loading = true;
-    try {
-      this._begin(view);
+    const begin = () => {
+      this._begin();
       if (anew) this.focused = 0;
-      for (;;) {
-        // Load the next part while this part is processed.
-        coming = view.more ? this.which.part(view.columns.id.at(-1)) : null;
-        this.model.append(view.columns, view.meets);
-        if (anew) {
-          this._lay(view);
-          this.map.begin();
-          this._restoreView();
-          anew = false;
-          performance.mark("tree-first");
-        }
-        if (!view.more || this.model.size >= MOST) break;
-        view = await coming;
-        if (mine !== this.loads) return;
-      }
-    } finally {
-      if (mine === this.loads) this.loading = false;
-    }
+    };
+    const view = await this.loading.tree(coming, begin, (first) => anew && this._first(first));
+    if (!view) return;
     if (view.more) toast(`Only the first ${count(this.model.size)} calls are shown.`);
     this._lay(view);
   }
 
-  _begin(view) {
-    this.which.root = `n${view.root}`;
-    Object.assign(this.model, new Model());
+  /** Show the first part of a tree, at the position that the address names. */
+  _first(part) {
+    this._lay(part);
+    this.map.begin();
+    this.map.at = this.params.get("at") ?? "";
+    performance.mark("tree-first");
+  }
+
+  _begin() {
     this.texts.clear();
-    this.failuresUpto = 0;
     this.chosen = undefined;
     this.map.found = new Set();
-    put(this.saving, exportLink(this.task, this.which.root));
+    this.toolbar.showTree(this.task, this.which.root);
     this._name();
   }
 
@@ -304,20 +260,19 @@ class TreeView {
     const { model } = this;
     let standing = 0;
     for (let v = 0; v < model.size; v++) standing += model.standing[v];
-    say(this.counts, `${plural(model.size, "node")} · ${plural(standing, "rollout")} here`);
+    this.toolbar.say(`${plural(model.size, "node")} · ${plural(standing, "rollout")} here`);
   }
 
   /** Load the nodes that are new; reload the tree if nodes were forgotten. */
   async _news() {
-    if (this.loading) return;
-    const mine = this.loads;
-    const view = await this.which.part(this.model.lastId);
-    if (mine !== this.loads) return;
-    const added = this.model.append(view.columns, view.meets);
-    if (!view.more && view.nodes !== this.model.size && this.model.size < MOST) {
+    if (this.loading.running) return;
+    const news = await this.loading.news();
+    if (!news) return;
+    if (news.forgotten) {
       await this._again();
       return;
     }
+    const { part: view, added } = news;
     if (added) {
       this.map.fresh = { from: this.model.size - added, until: performance.now() + FRESH_MS };
       this._lay(view);
@@ -329,7 +284,8 @@ class TreeView {
       this._say();
     }
     if (added) this._failures();
-    this._refresh();
+    // Hits of visible nodes go on while rollouts run.
+    this.texts.refresh(this.map.inSight());
     this._loadWays();
     // While the tree is empty, another tree may become the default.
     if (this.model.size === 1 || performance.now() - this.which.listed > TREES_MS) await this._others();
@@ -357,12 +313,7 @@ class TreeView {
   }
 
   async _failures() {
-    const mine = this.loads;
-    const found = await get(`${this.path}/failures?after=${this.failuresUpto}&root=${this.which.root}`, { signal: this.signal }).catch(() => null);
-    if (!found || mine !== this.loads) return;
-    this.failuresUpto = found.upto;
-    this.model.fail(found);
-    this._redraw();
+    if (await this.loading.failures()) this._redraw();
   }
 
   _redraw() {
@@ -370,22 +321,7 @@ class TreeView {
     if (this.mode === "table") this.table.draw();
   }
 
-  /** Update the hits of visible nodes while rollouts run. */
-  _refresh() {
-    const { map } = this;
-    const seen = [];
-    const { items } = this.model;
-    if (map.kx * 176 < 96) return;
-    for (let k = items.at(-map.oy / (40 * map.ky)); k < items.size && seen.length < 120; k++) {
-      const i = items.byRow[k];
-      const [x, y] = map.placeOf(i);
-      if (y > map.height) break;
-      if (x > -100 && x < map.width && !items.kind[i]) seen.push(items.node[i]);
-    }
-    this.texts.refresh(seen);
-  }
-
-  _chooseItem(item) {
+  chooseItem(item) {
     const { items } = this.model;
     if (items.kind[item] === 1) {
       this.model.opened.add(this.model.chainOf(items.node[item]));
@@ -414,7 +350,7 @@ class TreeView {
     this.panel.abort();
     this.panel = new AbortController();
     if (v === undefined) {
-      this.side.hidden = true;
+      this.side.hide();
       this.map.selected = -1;
       this.map.draw();
       if (name) toast(`The tree has no node ${name}.`, true);
@@ -430,27 +366,25 @@ class TreeView {
   }
 
   _panel(name) {
-    this._open("node");
-    nodePanel(this.panelBody, this.task, name, this.panel.signal, { gone: () => { this._close(); this._again(); }, go: (node) => this._go(Number(node.slice(1))) });
+    nodePanel(this._open("node"), this.task, name, this.panel.signal, { gone: () => { this.close(); this._again(); }, go: (node) => this._go(Number(node.slice(1))) });
   }
 
-  _close() {
+  close() {
     this.setParams({ node: null, lanes: null });
-    this.showsLanes = false;
-    this.laneButton.setAttribute("aria-pressed", "false");
+    this.toolbar.showLanes(false);
     this._light(null);
     this._choose(null, false);
     (this.mode === "map" ? this.map.canvas : this.table.grid).focus();
   }
 
-  _focus(item) {
+  focus(item) {
     this.focused = item;
     this.table.select(item);
     this.map.selected = item;
     this.map.show(item);
   }
 
-  _toggle(item) {
+  toggle(item) {
     const { items } = this.model;
     const v = items.node[item];
     if (items.kind[item] === 1) this.model.opened.add(this.model.chainOf(v));
@@ -461,8 +395,8 @@ class TreeView {
   _fold() {
     this.model.folding = !this.model.folding;
     this.model.opened.clear();
-    this.main.querySelector(".fold").setAttribute("aria-pressed", String(this.model.folding));
     this._lay(null);
+    return this.model.folding;
   }
 
   _found(ids) {
@@ -475,44 +409,13 @@ class TreeView {
     const v = item < 0 ? undefined : this.model.items.node[item];
     const name = v === undefined ? undefined : this.model.names?.[this.model.id[v]]?.[0];
     // A node where rollouts are lights the way of the first of them.
-    if (!this.showsLanes) this.map.lit = name ? litWay(this.model, this.ways.byName.get(name)) : null;
+    if (this.side.kind !== "lanes") this.map.lit = name ? litWay(this.model, this.ways.byName.get(name)) : null;
     if (item >= 0) showTip(this.tip, this, item, near, at);
   }
 
   /** Write the visible part into the address after it stops moving. */
   _moved() {
     clearTimeout(this.resting);
-    this.resting = setTimeout(() => {
-      const { kx, ky, ox, oy } = this.map;
-      this.setParams({ at: [kx.toPrecision(4), ky.toPrecision(4), Math.round(ox), Math.round(oy)].join("_") });
-    }, 400);
-  }
-
-  _restoreView() {
-    const at = (this.params.get("at") ?? "").split("_").map(Number);
-    if (at.length !== 4 || at.some((n) => !Number.isFinite(n)) || at[0] <= 0 || at[1] <= 0) return;
-    [this.map.kx, this.map.ky, this.map.ox, this.map.oy] = at;
-    this.map.moved();
-  }
-
-  _key(event) {
-    const { items } = this.model;
-    const i = Math.max(0, this.focused);
-    const to = { ArrowRight: items.children[i] ? i + 1 : i, ArrowLeft: Math.max(0, items.up[i]), ArrowDown: items.beside(i, 1), ArrowUp: items.beside(i, -1), Home: 0, End: items.size - 1 }[event.key];
-    if (to !== undefined) this._focus(to);
-    else if (event.key === "Enter") this._chooseItem(i);
-    else if (event.key === " ") this._toggle(i);
-    else return;
-    const v = items.node[this.focused];
-    this.map.canvas.setAttribute("aria-label", `${this.texts.get(v)?.text ?? (v === 0 ? "start" : `node n${this.model.id[v]}`)}, ${plural(this.model.hits[v], "hit")}`);
-    event.preventDefault();
-  }
-
-  _anywhere(event) {
-    if (event.target.closest?.("input, select, textarea, dialog, .term-box") || event.ctrlKey || event.metaKey || event.altKey) return;
-    const act = { "+": () => this.map.zoom(1.5), "=": () => this.map.zoom(1.5), "-": () => this.map.zoom(1 / 1.5), 0: () => this.map.fit(), m: () => this.modes[this.mode === "map" ? 1 : 0].click(), Escape: () => this._close() }[event.key];
-    if (!act) return;
-    event.preventDefault();
-    act();
+    this.resting = setTimeout(() => this.setParams({ at: this.map.at }), 400);
   }
 }

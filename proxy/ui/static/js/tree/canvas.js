@@ -76,6 +76,32 @@ export class TreeMap {
     this.draw();
   }
 
+  /** Scale and position as a text for the address. A text that is none changes nothing. */
+  get at() {
+    return [this.kx.toPrecision(4), this.ky.toPrecision(4), Math.round(this.ox), Math.round(this.oy)].join("_");
+  }
+
+  set at(text) {
+    const at = text.split("_").map(Number);
+    if (at.length !== 4 || at.some((n) => !Number.isFinite(n)) || at[0] <= 0 || at[1] <= 0) return;
+    [this.kx, this.ky, this.ox, this.oy] = at;
+    this.moved();
+  }
+
+  /** Return the nodes in sight whose texts can be read, at most 120. */
+  inSight() {
+    const seen = [];
+    const { items } = this.model;
+    if (this.kx * COL < LABELS_FROM) return seen;
+    for (let k = items.at(-this.oy / (ROW * this.ky)); k < items.size && seen.length < 120; k++) {
+      const i = items.byRow[k];
+      const [x, y] = this.placeOf(i);
+      if (y > this.height) break;
+      if (x > -100 && x < this.width && !items.kind[i]) seen.push(items.node[i]);
+    }
+    return seen;
+  }
+
   /** Show the whole tree as large as possible. */
   fit() {
     const { items } = this.model;
