@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 from snapshots.criu.checkpoints import CriuCheckpointer
 from tests.machine import require_criu, require_sandboxes
-from tests.sandboxes.box import opened, run
+from tests.sandboxes.box import opened
+from tests.sandboxes.box import run as run_within
 from tests.sandboxes.docker import OnImage
 from tests.sandboxes.egress.origin import Origin, response
 
@@ -37,6 +39,9 @@ s = socket.create_connection(('127.0.0.1', 61080))
 s.sendall(b'CONNECT example.org:443 HTTP/1.1\\r\\nHost: a\\r\\n\\r\\nhello\\r\\n\\r\\n')
 print(b''.join(iter(lambda: s.recv(99), b'')).decode()[-8:])
 " """
+
+run = partial(run_within, timeout_s=60.0)
+"""Some commands start Python, which takes seconds on a busy machine."""
 
 
 @asynccontextmanager
@@ -105,7 +110,7 @@ def test_containers_reach_allowed_hosts_in_the_same_way(container_dir: Path) -> 
 async def execute(sandbox: Sandbox, command: str) -> tuple[str, bool, list[str]]:
     """Return what a command printed, whether something new came in, and the outcomes of its requests."""
     execution = await sandbox.execute(
-        ToolCall("shell", "exec", {"command": command, "session": "main", "timeout_s": 30.0})
+        ToolCall("shell", "exec", {"command": command, "session": "main", "timeout_s": 60.0})
     )
     return execution.result.body.decode(), execution.live, [one.outcome for one in execution.exchanges]
 
@@ -173,7 +178,7 @@ def test_a_checkpoint_has_egress_again_but_no_connections(data_dir: Path) -> Non
         again = await driver.restore(SPEC, frozen)
         assert "answer 1" in (await run(again, FETCH.format("example.org/x"))).out
         await run(sandbox, "(exec 3<>/dev/tcp/127.0.0.1/61080; exec sleep 1000) &")
-        await run(sandbox, "until grep -q ' 01 ' /proc/net/tcp; do sleep 0.01; done", timeout_s=30)
+        await run(sandbox, "until grep -q ' 01 ' /proc/net/tcp; do sleep 0.01; done")
         with pytest.raises(NotFreezableError, match="connection to a host outside"):
             await sandbox.freeze()
 
