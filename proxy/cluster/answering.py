@@ -1,12 +1,16 @@
 """What this member answers its peers: calls of the tasks that it owns, and questions about its agents."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
 
 from proxy.cluster.channels import Channel
 from proxy.cluster.database import DatabaseError
 from proxy.cluster.frames import Hello
+from proxy.cluster.hits.calls import Heads, KnownAnswer, PassedCall, pack_known, unpack_call
 from proxy.cluster.links import LinkServer
 from proxy.cluster.member import LEAVE_S, Member
 from proxy.cluster.messages import (
@@ -26,9 +30,37 @@ from proxy.cluster.messages import (
     unpack,
 )
 from proxy.cluster.origin import ORIGIN, Origin
-from proxy.cluster.owned import DroppedError, Owned, TakenCall
-from proxy.cluster.protocol import CopyKind, TakenCalls
+from proxy.cluster.owned import DroppedError, IngressCalls, Owned, TakenCall
+from proxy.cluster.protocol import CopyKind
 from proxy.cluster.streams import Begin
+
+log = structlog.get_logger()
+
+
+class PeerPlane(Protocol):
+    """The data plane of this member, as calls of peers need it. Each question is a call that was taken."""
+
+    def known_to_peer(self, question: CallQuestion | PassedCall) -> bytes | None:
+        """Return the HTTP response to a call that the tree knows, and take its step; None for any other call."""
+        ...
+
+    def expect_of_peer(self, question: CallQuestion | PassedCall) -> object | None:
+        """Note a call that the tree does not know; see `DataPlane.expect`."""
+        ...
+
+    def handled(self, expected: object) -> None:
+        """Note that a call which was noted has been handled."""
+        ...
+
+    async def answer_peer(
+        self, question: CallQuestion | PassedCall, owned: Owned, begin: Begin, expected: object | None
+    ) -> bytes | None:
+        """Return the HTTP response to any other call; None after it was sent as a stream."""
+        ...
+
+    async def converse_peer(self, question: CallQuestion | PassedCall, owned: Owned, channel: Channel) -> None:
+        """Serve a connection that is a stream from the beginning."""
+        ...
 
 
 class PeerQuestions:
@@ -38,38 +70,25 @@ class PeerQuestions:
         server: Accepts their links.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        secret: bytes,
-        known: Callable[[CallQuestion], bytes | None],
-        answer: Callable[[CallQuestion, Owned, Begin], Awaitable[bytes | None]],
-        converse: Callable[[CallQuestion, Owned, Channel], Awaitable[None]],
-    ) -> None:
-        """Answer for a member.
-
-        Args:
-            member: The member.
-            secret: The secret that all members share.
-            known: Returns the HTTP response to a call that the tree knows; None for any other call.
-            answer: Returns the HTTP response to any other call; None after it has sent a stream.
-            converse: Serves a connection that is a stream from the beginning.
-        """
-        self._member, self._known, self._answer, self._converse = member, known, answer, converse
-        self.server = LinkServer(secret, member.database.membership, self.handle)
+    def __init__(self, member: Member, secret: bytes, plane: PeerPlane) -> None:
+        """Answer for a member, with the secret that all members share."""
+        self._member, self._plane, self._heads = member, plane, Heads()
+        self.server = LinkServer(secret, member.database.membership, self.handle, self.take_passed)
 
     async def aclose(self) -> None:
         """Answer the calls that were taken, and close the links."""
-        calls = [call.answer for owned in self._member.gate.owned.values() for call in owned.answers.values()]
-        if calls:
-            await asyncio.wait(calls, timeout=LEAVE_S)
+        each_ingress = (calls for owned in self._member.gate.owned.values() for calls in owned.calls.values())
+        answers = [call.answer for calls in each_ingress for call in calls.answers.values() if call.answer is not None]
+        if answers:
+            await asyncio.wait(answers, timeout=LEAVE_S)
         await self.server.aclose()
 
     async def handle(self, hello: Hello, content: bytes, begin: Callable[[], Channel]) -> bytes:
         """Answer a question of a peer."""
         match unpack(content):
             case CallQuestion() as question:
-                return await self._take(hello, question, begin)
+                taken = self._take(hello, question, begin)
+                return pack(taken) if isinstance(taken, CallAnswer) else await taken
             case ReportQuestion() as question:
                 return pack(self._report(question))
             case TakeQuestion() as question:
@@ -87,43 +106,67 @@ class PeerQuestions:
         known = {number: position for number in question.rollouts if (position := get(number)) is not None}
         return ReportAnswer(accepted, known)
 
-    async def _take(self, hello: Hello, question: CallQuestion, begin: Callable[[], Channel]) -> bytes:
-        """Take a call of a peer, once for all its copies."""
+    def take_passed(
+        self, hello: Hello, content: bytes, begin: Callable[[], Channel]
+    ) -> bytes | Coroutine[Any, Any, bytes]:
+        """Take a call that this member may know the answer to: return that answer, or how it is answered later."""
+        try:
+            question = unpack_call(content, self._heads)
+        except MessageError as error:
+            # The ingress sends it again on the regular way, which may read it otherwise.
+            log.warning("a call of a peer was not read", error=str(error))
+            return _elsewhere()
+        taken = self._take(hello, question, begin)
+        if not isinstance(taken, CallAnswer):
+            return taken
+        # A hit moves one rollout.
+        ((rollout, position),) = taken.positions.items()
+        assert position is not None
+        return pack_known(KnownAnswer(taken.view, rollout, position, taken.response))
+
+    def _take(
+        self, hello: Hello, question: CallQuestion | PassedCall, begin: Callable[[], Channel]
+    ) -> CallAnswer | Coroutine[Any, Any, bytes]:
+        """Take a call of a peer, once for all its copies. No await: calls of a link keep their order."""
         owned = self._member.gate.owned.get(question.task)
         if owned is None or owned.rules.view != question.view:
-            return pack(await self._elsewhere(question))
-        ingress, boot = hello.member, hello.boot
-        taken = owned.taken.get(ingress)
-        if taken is None or taken.boot < boot:
-            taken = owned.taken[ingress] = TakenCalls(boot)
-        if taken.boot > boot:
-            return pack(ElsewhereAnswer(0))
-        for key in [key for key in owned.answers if key[0] == ingress and (key[1] < boot or key[2] < question.oldest)]:
-            del owned.answers[key]
-        name = (ingress, boot, question.number)
-        match taken.take(question.number, oldest=question.oldest):
+            return self._elsewhere(question)
+        calls = owned.calls_of(hello.member, hello.boot)
+        if calls is None:
+            return _elsewhere()
+        match calls.take(question.number, oldest=question.oldest):
             case CopyKind.NEW:
-                call = owned.answers[name] = TakenCall(hello)
-                origin = Origin(
-                    ingress,
-                    lambda: self.server.is_latest(call.link),
-                    lambda: self._member.confirm(ingress, question.number),
-                )
-                # This task answers no other call.
-                ORIGIN.set(origin)
-                response = self._known_whole(question)
-                if response is not None:
-                    call.answer.set_result(pack(CallAnswer(owned.rules.view, origin.positions, response)))
-                else:
-                    taken_call = _Taken(owned, name, call, origin, begin)
-                    work = self._run if question.kind == Kind.CALL else self._serve_stream
-                    owned.tasks.spawn("call of a peer", work(taken_call, question))
+                call = calls.answers[question.number] = TakenCall(hello)
+                return self._begin(_Taken(owned, calls, question, call, begin))
             case CopyKind.COPY:
-                call = owned.answers[name]
+                call = calls.answers[question.number]
                 call.link = hello
+                return call.known if call.answer is None and call.known is not None else _answer_of(call)
             case CopyKind.LATE:
-                return pack(ElsewhereAnswer(0))
-        return await asyncio.shield(call.answer)
+                return _elsewhere()
+
+    def _begin(self, taken: "_Taken") -> CallAnswer | Coroutine[Any, Any, bytes]:
+        """Answer a call that is no copy, at once if the tree knows it."""
+        question, call, ingress = taken.question, taken.call, taken.call.link.member
+        origin = taken.origin = Origin(
+            ingress,
+            lambda: self.server.is_latest(call.link),
+            lambda: self._member.confirm(ingress, question.number),
+        )
+        # What is started from here on works for this call, and what this link brings next does not.
+        before = ORIGIN.set(origin)
+        try:
+            response = self._known_whole(question)
+            if response is not None:
+                call.known = CallAnswer(taken.owned.rules.view, origin.positions, response)
+                return call.known
+            call.answer = asyncio.get_running_loop().create_future()
+            taken.expected = self._plane.expect_of_peer(question) if question.kind == Kind.CALL else None
+            work = self._run if question.kind == Kind.CALL else self._serve_stream
+            taken.owned.tasks.spawn("call of a peer", work(taken))
+        finally:
+            ORIGIN.reset(before)
+        return _answer_of(call)
 
     async def _take_over(self, question: TakeQuestion) -> ElsewhereAnswer:
         """Take a task over from a member that lives and asks for it."""
@@ -139,31 +182,32 @@ class PeerQuestions:
                     return ElsewhereAnswer(0)
             return ElsewhereAnswer(0 if owned is None else owned.rules.view)
 
-    async def _elsewhere(self, question: CallQuestion) -> ElsewhereAnswer:
+    async def _elsewhere(self, question: CallQuestion | PassedCall) -> bytes:
         """Say which view holds, for a peer that asks for another one."""
         # A newer view than the one that is owned here ends it.
         self._member.adopt(question.task, question.view)
         try:
             owner = await self._member.locate(question.task, creates=False)
         except DatabaseError:
-            return ElsewhereAnswer(0)
+            return pack(ElsewhereAnswer(0))
         if isinstance(owner, Owned):
-            return ElsewhereAnswer(owner.rules.view)
-        return ElsewhereAnswer(0 if owner is None else owner.view)
+            return pack(ElsewhereAnswer(owner.rules.view))
+        return pack(ElsewhereAnswer(0 if owner is None else owner.view))
 
-    def _known_whole(self, question: CallQuestion) -> bytes | None:
+    def _known_whole(self, question: CallQuestion | PassedCall) -> bytes | None:
         if question.kind != Kind.CALL:
             return None
         try:
-            return self._known(question)
+            return self._plane.known_to_peer(question)
         except Exception:  # noqa: BLE001 - the regular path meets the same error and reports it
             return None
 
-    async def _run(self, taken: "_Taken", question: CallQuestion) -> None:
+    async def _run(self, taken: "_Taken") -> None:
         """Answer a call that was taken, and that the tree does not know."""
-        owned, call, origin = taken.owned, taken.call, taken.origin
+        owned, origin = taken.owned, taken.origin
+        assert origin is not None
         try:
-            response = await self._answer(question, owned, taken.begin_response)
+            response = await self._plane.answer_peer(taken.question, owned, taken.begin_response, taken.expected)
             if response is not None:
                 await taken.written()
         except DroppedError:
@@ -171,17 +215,21 @@ class PeerQuestions:
         except BaseException as error:
             taken.fail(error)
             raise
+        finally:
+            if taken.expected is not None:
+                self._plane.handled(taken.expected)
         if response is None:
             # A stream: `begin_response` has answered.
             origin.end()
         elif owned.is_dropped or origin.is_stale:
             taken.release()
         else:
-            call.answer.set_result(pack(CallAnswer(owned.rules.view, origin.positions, response)))
+            taken.answer(CallAnswer(owned.rules.view, origin.positions, response))
             origin.end()
 
-    async def _serve_stream(self, taken: "_Taken", question: CallQuestion) -> None:
+    async def _serve_stream(self, taken: "_Taken") -> None:
         """Serve a connection that is a stream from the beginning."""
+        assert taken.origin is not None
         try:
             channel = await taken.begin_response(b"")
         except DroppedError:
@@ -192,29 +240,42 @@ class PeerQuestions:
             raise
         try:
             with taken.owned.cutting(channel.abort):
-                await self._converse(question, taken.owned, channel)
+                await self._plane.converse_peer(taken.question, taken.owned, channel)
         finally:
             taken.origin.end()
             channel.close()
 
 
-@dataclass(frozen=True, slots=True)
+async def _answer_of(call: TakenCall) -> bytes:
+    assert call.answer is not None
+    return await asyncio.shield(call.answer)
+
+
+async def _elsewhere() -> bytes:
+    return pack(ElsewhereAnswer(0))
+
+
+@dataclass(slots=True, eq=False)
 class _Taken:
-    """A call that was taken, and that an application answers.
+    """A call that was taken, and how it is answered.
 
     Attributes:
         owned: The task.
-        name: Its ingress, the start of the ingress, and its number.
+        calls: The calls of its ingress.
+        question: The call.
         call: Where its answer goes.
-        origin: What its code works for.
         begin: Begins the channel of the question that brought it first.
+        origin: What its code works for.
+        expected: What `PeerPlane.expect_of_peer` returned.
     """
 
     owned: Owned
-    name: tuple[int, int, int]
+    calls: IngressCalls
+    question: CallQuestion | PassedCall
     call: TakenCall
-    origin: Origin
     begin: Callable[[], Channel]
+    origin: Origin | None = None
+    expected: object | None = None
 
     async def begin_response(self, head: bytes) -> Channel:
         """Answer with the beginning of a stream.
@@ -223,6 +284,7 @@ class _Taken:
             DroppedError: The call has come to nothing here.
             ChannelEndedError: The link is closed, or has too many streams.
         """
+        assert self.origin is not None
         await self.written()
         if self.owned.is_dropped or self.origin.is_stale:
             raise DroppedError(self.owned.task)
@@ -230,26 +292,32 @@ class _Taken:
         # What this answer does not carry must be in the log, and the answer cannot be sent again.
         self.origin.in_log = True
         channel.write(pack(CallAnswer(self.owned.rules.view, self.origin.positions, head)))
-        self.call.answer.set_result(pack(StreamedAnswer()))
+        self.answer(StreamedAnswer())
         return channel
 
     async def written(self) -> None:
         """Wait for what the call has written besides its record: the beginning or the end of a rollout, for example."""
+        assert self.origin is not None
         for written in self.origin.pending:
             await asyncio.shield(written)
         await self.owned.settled()
 
+    def answer(self, answer: CallAnswer | StreamedAnswer | ElsewhereAnswer) -> None:
+        """Answer all copies of the call, unless they are answered."""
+        assert self.call.answer is not None
+        if not self.call.answer.done():
+            self.call.answer.set_result(pack(answer))
+
     def release(self) -> None:
         """Note that the call has come to nothing here, so that a copy of it is taken as new."""
-        ingress, _, number = self.name
-        self.owned.answers.pop(self.name, None)
-        self.owned.taken[ingress].release(number)
-        if not self.call.answer.done():
-            self.call.answer.set_result(pack(ElsewhereAnswer(0)))
+        self.calls.answers.pop(self.question.number, None)
+        self.calls.rules.release(self.question.number)
+        self.answer(ElsewhereAnswer(0))
 
     def fail(self, error: BaseException) -> None:
         """Note a defect."""
-        self.owned.answers.pop(self.name, None)
+        self.calls.answers.pop(self.question.number, None)
+        assert self.call.answer is not None
         if not self.call.answer.done():
             failure = error if isinstance(error, Exception) else RuntimeError("the call was cancelled")
             self.call.answer.set_exception(failure)

@@ -8,9 +8,9 @@ import structlog
 from proxy.cluster.channels import Channel
 from proxy.cluster.database import DatabaseError, Ownership
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.links import LinkLostError, PeerFailedError
-from proxy.cluster.member import Member
-from proxy.cluster.messages import CallAnswer, CallQuestion, MessageError, StreamedAnswer
+from proxy.cluster.links import LinkLostError, PeerFailedError, answered
+from proxy.cluster.member import Member, answer_to_call
+from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, MessageError, StreamedAnswer
 from proxy.cluster.owned import Owned
 from proxy.http.asgi import Scope
 from proxy.refusals import RefusalError
@@ -22,6 +22,10 @@ PATIENCE_S = 8.0
 A call that an owner works on has no such limit."""
 PAUSE_S = 0.1
 """Between two attempts to find an owner, in seconds."""
+
+
+Outcome = tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, Channel | None]
+"""The answer to a call, and the channel that it has begun."""
 
 
 class Forwarder:
@@ -96,22 +100,40 @@ class Forwarder:
             [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]],
             scope.get("scheme", "http"), kind, body,
         )  # fmt: skip
+        return await self._settle(task, owner.peer.name, self._member.forward(owner, question))
+
+    async def first(self, task: TaskIngress, call: WaitingCall) -> tuple[CallAnswer | None, Channel | None]:
+        """Return what an owner answers that has the call already, as `ask` does.
+
+        Raises:
+            RefusalError: See `ask`.
+        """
+
+        async def first() -> Outcome:
+            assert call.first is not None
+            return await answer_to_call(await answered(call.first))
+
+        return await self._settle(task, "that owned the task", first())
+
+    async def _settle(
+        self, task: TaskIngress, name: str, asking: Awaitable[Outcome]
+    ) -> tuple[CallAnswer | None, Channel | None]:
         try:
-            answer, channel = await self._member.forward(owner, question)
+            answer, channel = await asking
         except PeerFailedError as error:
             raise RefusalError(502, "peer", str(error)) from error
         except (LinkLostError, MessageError) as error:
-            log.debug("a call was not answered", owner=owner.peer.name, error=str(error))
+            log.debug("a call was not answered", owner=name, error=str(error))
             task.owner = None
             return None, None
         if isinstance(answer, CallAnswer):
             return answer, channel
         if isinstance(answer, StreamedAnswer):
             raise RefusalError(
-                502, "stream-lost", f"the link to member {owner.peer.name!r} broke before the stream of this response "
+                502, "stream-lost", f"the link to the member {name} broke before the stream of this response "
                 "began. The call may have been executed.",
             )  # fmt: skip
         if answer.view:
-            self._member.adopt(question.task, answer.view)
+            self._member.adopt(task.name, answer.view)
         task.owner = None
         return None, None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from proxy.cluster.channels import Channel
 from proxy.cluster.database import Ownership
 from proxy.cluster.protocol import IngressTask
 from proxy.http.asgi import Receive
@@ -25,11 +26,13 @@ class WaitingCall:
         receive: Returns the next event of the agent's connection, whose request was read to the end; None for a
             connection whose events say more than that it has ended.
         is_over: Whether the agent has its answer, or has hung up.
+        first: What an owner will answer that has the call already; None if none has.
     """
 
     number: int
     receive: Receive | None
     is_over: bool = False
+    first: asyncio.Future[bytes | Channel] | None = None
 
     async def waits(self) -> bool:
         """Return whether the agent still waits for the answer. 10 ms, or less if it has hung up."""
@@ -62,6 +65,8 @@ class TaskIngress:
         rules: The latest view. Positions are in the position file.
         owner: The owner as the database had it last; None if it has to be asked.
         waiting: The calls that are not over, oldest first.
+        regular: How many calls of a rollout, by its name, take the regular way and are not over. No later call of
+            these rollouts may overtake them.
         looking: Held while the owner is looked up, or while this member takes the task over.
     """
 
@@ -69,12 +74,32 @@ class TaskIngress:
     rules: IngressTask = field(default_factory=IngressTask)
     owner: Ownership | None = None
     waiting: dict[int, WaitingCall] = field(default_factory=dict)
+    regular: dict[str, int] = field(default_factory=dict)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def oldest(self) -> int:
         """Number of the oldest call that is not over. There must be one."""
         return next(iter(self.waiting))
+
+    def begin_regular(self, rollout: str) -> None:
+        """Count a call that takes the regular way; `end_regular` must follow. An empty name stands for no rollout."""
+        self.regular[rollout] = self.regular.get(rollout, 0) + 1
+
+    def end_regular(self, rollout: str) -> None:
+        """Note that a call which was counted is over."""
+        self.regular[rollout] -= 1
+        if not self.regular[rollout]:
+            del self.regular[rollout]
+
+    @contextmanager
+    def going_regularly(self, rollout: str) -> Iterator[None]:
+        """Count a call while the context lasts."""
+        self.begin_regular(rollout)
+        try:
+            yield
+        finally:
+            self.end_regular(rollout)
 
 
 class Ingress:
@@ -89,6 +114,10 @@ class Ingress:
         """Return a task, which is new if no agent has asked for it before."""
         return self._tasks.get(name) or self._tasks.setdefault(name, TaskIngress(name))
 
+    def known(self, name: str) -> TaskIngress | None:
+        """Return a task that an agent has asked for before."""
+        return self._tasks.get(name)
+
     def call(self, number: int) -> WaitingCall | None:
         """Return a call that is not over; None if it is, or never was."""
         return self._calls.get(number)
@@ -102,14 +131,26 @@ class Ingress:
         """Note that a call is never sent again, so that its owner may forget the answers of the calls after it."""
         task.waiting.pop(call.number, None)
 
-    @contextmanager
-    def calling(self, task: TaskIngress, receive: Receive | None) -> Iterator[WaitingCall]:
-        """Number a call; it is over at the end of the block."""
+    def begin(self, task: TaskIngress, receive: Receive | None) -> WaitingCall:
+        """Number a call; `end` must follow."""
         call = WaitingCall(next(self._numbers), receive)
         task.waiting[call.number] = self._calls[call.number] = call
+        return call
+
+    def end(self, task: TaskIngress, call: WaitingCall) -> None:
+        """Note that a call is over."""
+        call.is_over = True
+        task.waiting.pop(call.number, None)
+        del self._calls[call.number]
+
+    @contextmanager
+    def calling(
+        self, task: TaskIngress, receive: Receive | None, begun: WaitingCall | None = None
+    ) -> Iterator[WaitingCall]:
+        """Number a call, or continue one that has a number; it is over at the end of the block."""
+        call = begun or self.begin(task, receive)
+        call.receive = receive
         try:
             yield call
         finally:
-            call.is_over = True
-            task.waiting.pop(call.number, None)
-            del self._calls[call.number]
+            self.end(task, call)

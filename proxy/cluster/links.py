@@ -13,9 +13,9 @@ import asyncio
 import secrets
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
-from typing import cast
+from typing import Any, Protocol, cast
 
 import structlog
 from typing_extensions import override
@@ -55,6 +55,26 @@ Handler = Callable[[Hello, bytes, Callable[[], Channel]], Awaitable[bytes]]
 
 The third argument begins a channel, whose first message is the answer then; what the handler returns is not read.
 """
+
+
+Taker = Callable[[Hello, bytes, Callable[[], Channel]], bytes | Coroutine[Any, Any, bytes]]
+"""Takes a call that this member may know the answer to. It returns that answer, or answers later as a handler does."""
+
+
+class AskedAtOnce(Protocol):
+    """A call that the peer may know the answer to. It gets one of these calls."""
+
+    def known(self, content: bytes) -> None:
+        """Take the answer that the peer knew."""
+        ...
+
+    def later(self, answer: asyncio.Future[bytes | Channel]) -> None:
+        """Wait for the answer, as for one of `Link.ask`."""
+        ...
+
+    def lost(self) -> None:
+        """Note that the link broke. Whether the peer has taken the call is not known."""
+        ...
 
 
 class LinkLostError(RuntimeError):
@@ -171,6 +191,7 @@ class Link(_Connection):
         super().__init__()
         self._secret, self._cluster, self._hello, self._peer = secret, cluster, hello, peer
         self._asked: dict[int, asyncio.Future[bytes | Channel]] = {}
+        self._asked_at_once: dict[int, AskedAtOnce] = {}
         self._last = 0
         self.opened: asyncio.Future[None] = self._loop.create_future()
 
@@ -190,6 +211,25 @@ class Link(_Connection):
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(lost)
+        calls, self._asked_at_once = tuple(self._asked_at_once.values()), {}
+        for call in calls:
+            call.lost()
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether the link is open, and its peer reads what is sent."""
+        return self.is_open and self._writable.is_set()
+
+    def ask_at_once(self, content: bytes, call: AskedAtOnce) -> None:
+        """Send a call that the peer may know the answer to. The link must be open."""
+        stream = self._next()
+        self._asked_at_once[stream] = call
+        self.send(Frame(FrameKind.CALL, stream, content))
+
+    def _next(self) -> int:
+        # Four bytes; a link that lives for four billion questions begins again.
+        self._last = self._last % 0xFFFFFFFF + 1
+        return self._last
 
     async def ask(self, question: bytes) -> bytes | Channel:
         """Return the peer's answer, or the channel that it has begun; the caller closes it.
@@ -200,22 +240,21 @@ class Link(_Connection):
         """
         if not self.is_open:
             raise LinkLostError(f"the link to member {self._peer.name!r} is closed")
-        # Four bytes; a link that lives for four billion questions begins again.
-        self._last = self._last % 0xFFFFFFFF + 1
-        stream = self._last
+        stream = self._next()
+        answer = self._expect(stream)
+        self.send(Frame(FrameKind.ASK, stream, question))
+        try:
+            await self.drain()
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        return await answered(answer)
+
+    def _expect(self, stream: int) -> asyncio.Future[bytes | Channel]:
         answer: asyncio.Future[bytes | Channel] = self._loop.create_future()
         self._asked[stream] = answer
-        try:
-            self.send(Frame(FrameKind.ASK, stream, question))
-            await self.drain()
-            return await answer
-        except asyncio.CancelledError:
-            # Both may happen in one turn of the event loop, and then nobody else would close the channel.
-            if answer.done() and not answer.cancelled() and isinstance(begun := answer.result(), Channel):
-                begun.close()
-            raise
-        finally:
-            self._asked.pop(stream, None)
+        answer.add_done_callback(lambda _: self._asked.pop(stream, None))
+        return answer
 
     @override
     def _greet(self) -> bytes:
@@ -235,6 +274,12 @@ class Link(_Connection):
 
     @override
     def _got(self, frame: Frame) -> None:
+        call = self._asked_at_once.pop(frame.stream, None)
+        if call is not None:
+            if frame.kind is FrameKind.KNOWN:
+                call.known(frame.content)
+                return
+            call.later(self._expect(frame.stream))
         answer = self._asked.get(frame.stream)
         # Nobody waits for the answer to a question that was cancelled.
         if answer is None or answer.done():
@@ -259,6 +304,21 @@ class Link(_Connection):
     def _watch(self) -> None:
         self.send(Frame(FrameKind.PING, 0, b""))
         super()._watch()
+
+
+async def answered(answer: asyncio.Future[bytes | Channel]) -> bytes | Channel:
+    """Return the answer to a question, or the channel that it began; the caller closes it.
+
+    Raises:
+        LinkLostError, PeerFailedError: See `Link.ask`.
+    """
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        # Both may happen in one turn of the event loop, and then nobody else would close the channel.
+        if answer.done() and not answer.cancelled() and isinstance(begun := answer.result(), Channel):
+            begun.close()
+        raise
 
 
 class Links:
@@ -290,6 +350,11 @@ class Links:
             LinkLostError, PeerFailedError: See `ask`.
         """
         return await (await self._to(peer)).ask(question)
+
+    def ready(self, peer: Peer) -> Link | None:
+        """Return the link to a peer if a frame can be sent on it now."""
+        link = self._links.get(peer.number)
+        return link if link is not None and link.takes_more else None
 
     async def _to(self, peer: Peer) -> Link:
         link = self._links.get(peer.number)
@@ -326,8 +391,8 @@ class Links:
 class LinkServer:
     """Accepts the links of peers and answers their questions."""
 
-    def __init__(self, secret: bytes, membership: Membership, handler: Handler) -> None:
-        self.secret, self.membership, self.handler = secret, membership, handler
+    def __init__(self, secret: bytes, membership: Membership, handler: Handler, taker: Taker) -> None:
+        self.secret, self.membership, self.handler, self.taker = secret, membership, handler, taker
         self.tasks = TaskOwner()
         self._server: asyncio.Server | None = None
         self._connections: set[_Accepted] = set()
@@ -426,19 +491,37 @@ class _Accepted(_Connection):
     def _got(self, frame: Frame) -> None:
         if frame.kind is FrameKind.PING:
             self.send(Frame(FrameKind.PONG, 0, b""))
+        elif frame.kind is FrameKind.CALL and not self._transport.is_closing():
+            self._take(frame)
         elif frame.kind is FrameKind.ASK and not self._transport.is_closing():
-            self._server.tasks.spawn("cluster call", self._answer(frame))
+            assert self.hello is not None
+            answering = self._server.handler(self.hello, frame.content, partial(self._channels.open, frame.stream))
+            self._server.tasks.spawn("cluster call", self._answer(frame.stream, answering))
 
-    async def _answer(self, frame: Frame) -> None:
+    def _take(self, frame: Frame) -> None:
+        """Answer a call at once, or say that its answer comes later."""
         assert self.hello is not None
         try:
-            begin = partial(self._channels.open, frame.stream)
-            content = await self._server.handler(self.hello, frame.content, begin)
+            taken = self._server.taker(self.hello, frame.content, partial(self._channels.open, frame.stream))
+        # See `_answer`.
+        except Exception:
+            log.exception("a call of a peer failed")
+            self.send(Frame(FrameKind.FAILED, frame.stream, b""))
+            return
+        if isinstance(taken, bytes):
+            self.send(Frame(FrameKind.KNOWN, frame.stream, taken))
+        else:
+            self.send(Frame(FrameKind.LATER, frame.stream, b""))
+            self._server.tasks.spawn("cluster call", self._answer(frame.stream, taken))
+
+    async def _answer(self, stream: int, answering: Awaitable[bytes]) -> None:
+        try:
+            content = await answering
             if self.is_open:
-                self.send(Frame(FrameKind.ANSWER, frame.stream, content))
+                self.send(Frame(FrameKind.ANSWER, stream, content))
         # The link carries all calls, and must not end for the defect of one.
         except Exception:
             log.exception("a call of a peer failed")
             if self.is_open:
-                self.send(Frame(FrameKind.FAILED, frame.stream, b""))
+                self.send(Frame(FrameKind.FAILED, stream, b""))
         await self.drain()

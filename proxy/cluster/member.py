@@ -21,7 +21,7 @@ from proxy.cluster.channels import Channel
 from proxy.cluster.database import LEASE_S, ClusterDatabase, DatabaseError, Ownership, Peer
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress
-from proxy.cluster.links import LinkLostError, Links, PeerFailedError
+from proxy.cluster.links import Link, LinkLostError, Links, PeerFailedError
 from proxy.cluster.messages import (
     CallAnswer,
     CallQuestion,
@@ -180,16 +180,11 @@ class Member:
             LinkLostError: The link broke. Whether the owner has taken the call is not known.
             PeerFailedError: The owner met a defect.
         """
-        content = await self._links.call(owner.peer, pack(question))
-        if not isinstance(content, Channel):
-            return _answer_to_call(content), None
-        # The channel has begun with the frame that is its first message.
-        first = await content.receive()
-        try:
-            return _answer_to_call(first or b""), content
-        except MessageError:
-            content.abort()
-            raise
+        return await answer_to_call(await self._links.call(owner.peer, pack(question)))
+
+    def link_to(self, owner: Ownership) -> Link | None:
+        """Return the link to the owner of a task if a frame can be sent on it now."""
+        return self._links.ready(owner.peer)
 
     def accept(self, name: str, answer: CallAnswer) -> bool:
         """Keep the positions of an answer; return False if it comes from a view that was replaced.
@@ -373,6 +368,25 @@ class Member:
                 self._note_peer(found)
                 return answer
         return None
+
+
+async def answer_to_call(
+    content: bytes | Channel,
+) -> tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, Channel | None]:
+    """Return what a link has brought for a call. With a channel, the answer is the beginning of a stream.
+
+    Raises:
+        MessageError: It is no answer to a call.
+    """
+    if not isinstance(content, Channel):
+        return _answer_to_call(content), None
+    # The channel has begun with the frame that is its first message.
+    first = await content.receive()
+    try:
+        return _answer_to_call(first or b""), content
+    except MessageError:
+        content.abort()
+        raise
 
 
 def _answer_to_call(data: bytes) -> CallAnswer | ElsewhereAnswer | StreamedAnswer:

@@ -6,11 +6,12 @@ or a whole HTTP response.
 
 import struct
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import orjson
 
 from proxy.cluster.protocol import Position
-from proxy.http.asgi import AsgiMessage
+from proxy.http.asgi import AsgiMessage, Scope
 
 _SIZE = struct.Struct("!I")
 
@@ -43,6 +44,22 @@ class CallQuestion(NamedTuple):
     scheme: str
     kind: str
     body: bytes
+
+    def scope(self) -> Scope:
+        """Return the ASGI scope of the request."""
+        path = self.path.encode("latin-1")
+        if self.kind == Kind.SOCKET:
+            offered = (value for name, value in self.headers if name == "sec-websocket-protocol")
+            more = {"type": "websocket", "subprotocols": [name.strip() for each in offered for name in each.split(",")]}
+        else:
+            more = {"type": "http"}
+        return {
+            **more, "http_version": "1.1", "method": self.method, "raw_path": path,
+            "path": unquote(path.decode("ascii", "replace")),
+            "query_string": self.query.encode("latin-1"), "root_path": "",
+            "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers],
+            "scheme": self.scheme, "server": None, "client": None, "state": {},
+        }  # fmt: skip
 
 
 class Kind:

@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from proxy.cluster.database import DatabaseError
 from proxy.cluster.frames import Hello
 from proxy.cluster.lines import Kept, Line, encode
-from proxy.cluster.protocol import Outbox, OwnedTask, TakenCalls
+from proxy.cluster.messages import CallAnswer
+from proxy.cluster.protocol import CopyKind, Outbox, OwnedTask, TakenCalls
 from proxy.refusals import RefusalError
 from sandboxes.task_owner import TaskOwner
 
@@ -29,11 +30,34 @@ class TakenCall:
 
     Attributes:
         link: Greeting of the link that brought the latest copy of it.
-        answer: The message that answers it.
+        known: Its answer, if the tree had it; None for a call that runs or has run.
+        answer: The message that answers any other call.
     """
 
     link: Hello
-    answer: asyncio.Future[bytes] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    known: CallAnswer | None = None
+    answer: asyncio.Future[bytes] | None = None
+
+
+class IngressCalls:
+    """The calls of one start of an ingress.
+
+    Attributes:
+        rules: Which calls were taken.
+        answers: Those whose answer the ingress may still ask for, by number.
+    """
+
+    def __init__(self, boot: int) -> None:
+        self.rules = TakenCalls(boot)
+        self.answers: dict[int, TakenCall] = {}
+
+    def take(self, number: int, *, oldest: int) -> CopyKind:
+        """Take a call, and forget the answers that the ingress has; see `TakenCalls.take`. O(1) amortised."""
+        # In the order in which they were taken. Numbers that came late wait until those before them are forgotten.
+        answers = self.answers
+        while answers and (first := next(iter(answers))) < oldest:
+            del answers[first]
+        return self.rules.take(number, oldest=oldest)
 
 
 class Owned:
@@ -47,9 +71,8 @@ class Owned:
         unlogged: For each record whose line is not in the log yet, by number: completed when it is there.
         trees: For each tree in the log: the digest of its root state there.
         kept: The states that the store has, by node, as the log says.
-        taken: Which calls were taken, by ingress.
+        calls: The calls of peers that were taken, by ingress.
         tasks: What runs for it.
-        answers: The calls that were taken, by ingress, start of the ingress, and number.
         cuts: Called when the task is dropped: they end streams that would never end otherwise.
     """
 
@@ -67,14 +90,20 @@ class Owned:
         self.unlogged: dict[int, asyncio.Future[None]] = {}
         self.trees: dict[int, bytes | None] = {}
         self.kept: dict[int, Kept] = {}
-        self.taken: dict[int, TakenCalls] = {}
-        self.answers: dict[tuple[int, int, int], TakenCall] = {}
+        self.calls: dict[int, IngressCalls] = {}
         self.cuts: set[Callable[[], None]] = set()
         self._noted: asyncio.Future[None] | None = None
         self._append, self._failed = append, failed
         self._outbox: Outbox[tuple[Sequence[Line], int, asyncio.Future[None]]] = Outbox(rules.view)
         self._changed = asyncio.Event()
         self.tasks = TaskOwner()
+
+    def calls_of(self, ingress: int, boot: int) -> IngressCalls | None:
+        """Return the calls of a start of an ingress; None if a later start is known."""
+        calls = self.calls.get(ingress)
+        if calls is None or calls.rules.boot < boot:
+            calls = self.calls[ingress] = IngressCalls(boot)
+        return calls if calls.rules.boot == boot else None
 
     def require(self) -> None:
         """Check that the task is still owned.

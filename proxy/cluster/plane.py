@@ -8,9 +8,9 @@ import asyncio
 import re
 from collections.abc import Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import unquote
 
 import orjson
 from typing_extensions import override
@@ -19,9 +19,11 @@ from proxy.cluster.answering import PeerQuestions
 from proxy.cluster.channels import Channel
 from proxy.cluster.database import DatabaseError, Ownership
 from proxy.cluster.forwarding import Forwarder
+from proxy.cluster.hits.calls import PassedCall
+from proxy.cluster.hits.passing import CallPassing, RegularCall, SentCall, rollout_named_by
 from proxy.cluster.ingress import WaitingCall
 from proxy.cluster.member import Member
-from proxy.cluster.messages import CallQuestion, Kind
+from proxy.cluster.messages import CallAnswer, CallQuestion, Kind
 from proxy.cluster.operations import PATHS, Operations
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import Owned
@@ -40,18 +42,36 @@ from proxy.cluster.streams import (
 )
 from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
+from proxy.dataplane.passing import PASSED
 from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
-from proxy.http.exchange import Exchange
+from proxy.http.exchange import EXPECTED, Exchange
 from proxy.http.problems import problem_of
 from proxy.refusals import RefusalError
 
 _WAY = re.compile(r"/api/v1/tasks/([^/]+)(/.*)?")
 _CHANGES = re.compile(r"(?:/rollouts(?:/[^/]+(?:/fork)?)?)?")
 """Paths below a task that may be changed in a cluster: the task, its rollouts, and forks of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request asks for.
+
+    Attributes:
+        task: Name of the task.
+        rollout: Name of the rollout; empty if the address does not say.
+        creates: Whether the request may create the task.
+        sent: The call that the request continues; None for one that no owner has yet.
+    """
+
+    task: str
+    rollout: str
+    creates: bool
+    sent: SentCall | None
 
 
 class ClusterPlane(DataPlane):
@@ -65,7 +85,10 @@ class ClusterPlane(DataPlane):
         super().__init__(engine, behind)
         self._member = member
         self._forwarder, self._operations = Forwarder(member), Operations(member)
-        self.questions = PeerQuestions(member, secret, self._known_to_peer, self._answer_peer, self._converse_peer)
+        self.questions = PeerQuestions(member, secret, self)
+        self._passing = self.passing = CallPassing(
+            member, engine.access, self._addressing, self.apis, engine.settings.max_body_bytes, self._go_on
+        )
         # Docker's: the connections that it takes over are first brought to the owner of their task.
         self._hijacking = self.streaming
         if self._hijacking is not None:
@@ -81,7 +104,7 @@ class ClusterPlane(DataPlane):
             await self._operate(scope, receive, send)
             return
         try:
-            task, creates = self._task_of(scope)
+            task, rollout, creates = self._task_of(scope)
         except RefusalError as refusal:
             await self._refuse(scope, receive, send, refusal)
             return
@@ -94,14 +117,17 @@ class ClusterPlane(DataPlane):
                     return
                 body = await self._body(receive)
                 if body is not None:
-                    await self._answer(task, scope, body, receive, send, creates=creates)
+                    asked = _Asked(task, rollout, creates, scope.get(PASSED))
+                    await self._answer(asked, scope, body, receive, send)
             except RefusalError as refusal:
                 await self._refuse(scope, receive, send, refusal)
 
     # -- which task --------------------------------------------------------------------------------------------------
 
-    def _task_of(self, scope: Scope) -> tuple[str | None, bool]:
-        """Return the task that a request names, and whether the request may create it; None for a request without one.
+    def _task_of(self, scope: Scope) -> tuple[str | None, str, bool]:
+        """Return the task and the rollout that a request names, and whether the request may create the task.
+
+        The task is None for a request without one. The rollout is empty if its address does not name one.
 
         Raises:
             RefusalError: The request cannot be served by a cluster, or is not authorised.
@@ -110,13 +136,13 @@ class ClusterPlane(DataPlane):
         agents = path.startswith(("/t/", "/e/", "/ng-rollout/"))
         below = None if agents else _WAY.fullmatch(path)
         if not agents and below is None:
-            return None, False
+            return None, "", False
         # A copy: the owner authorises the request too, and must see the token.
         seen: Scope = {"method": "GET", **scope, "headers": list(scope["headers"])}
         try:
-            grant = self.engine.access.admit(seen, lambda text: _as_named(seen, text))
+            grant = self.engine.access.admit(seen, rollout_named_by(seen))
             if below is not None:
-                return below[1], _require_change(seen, below[2] or "")
+                return below[1], "", _require_change(seen, below[2] or "")
             address = self._addressing.address(seen)
         except RefusalError as refusal:
             if refusal.slug == "token" and path.startswith("/e/"):
@@ -127,7 +153,7 @@ class ClusterPlane(DataPlane):
                     "the headers X-Forkpoint-Task and X-Forkpoint-Rollout.",
                 ) from None
             raise
-        return address.task, not grant.rollout
+        return address.task, address.rollout, not grant.rollout
 
     async def _body(self, receive: Receive) -> bytes | None:
         """Return the body of a request; None if its client has hung up.
@@ -149,22 +175,24 @@ class ClusterPlane(DataPlane):
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    async def _answer(
-        self, name: str, scope: Scope, body: bytes, receive: Receive, send: Send, *, creates: bool
-    ) -> None:
+    async def _answer(self, asked: "_Asked", scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Answer a request here or elsewhere.
 
         Raises:
             RefusalError: 503, no owner could be found or reached for a while.
         """
+        name = asked.task
         task = self._member.ingress.task(name)
-        with self._member.ingress.calling(task, receive) as call:
+        begun = None if asked.sent is None else asked.sent.adopt()
+        with self._member.ingress.calling(task, receive, begun) as call, task.going_regularly(asked.rollout):
 
             async def here(owned: Owned) -> bool:
                 return await self._answer_here(owned, call, scope, body, send)
 
             async def away(owner: Ownership) -> bool:
-                answer, channel = await self._forwarder.ask(owner, task, call, scope, Kind.CALL, body)
+                return await relay(*await self._forwarder.ask(owner, task, call, scope, Kind.CALL, body))
+
+            async def relay(answer: CallAnswer | None, channel: Channel | None) -> bool:
                 if answer is None or not self._member.accept(name, answer):
                     if channel is not None:
                         channel.abort()
@@ -176,9 +204,21 @@ class ClusterPlane(DataPlane):
                     await relay_response(answer.response, channel, receive, send)
                 return True
 
-            if not await self._forwarder.route(task, call, here, away, creates=creates):
+            if call.first is not None and await relay(*await self._forwarder.first(task, call)):
+                return
+            if begun is not None and not await call.waits():
+                return
+            if not await self._forwarder.route(task, call, here, away, creates=asked.creates):
                 # Nobody owns a task that does not exist.
                 await super().__call__(scope, _replaying(body, receive), send)
+
+    async def _go_on(self, sent: SentCall) -> None:
+        """Continue a call whose agent has hung up: keep the position that its answer leads to."""
+
+        async def dropped(_: AsgiMessage) -> None: ...
+
+        asked = _Asked(sent.task.name, "", creates=False, sent=sent)
+        await self._answer(asked, sent.scope, sent.body, never, dropped)
 
     async def _answer_here(self, owned: Owned, call: WaitingCall, scope: Scope, body: bytes, send: Send) -> bool:
         """Answer a request of an owned task; return False if the task was dropped before the call was taken."""
@@ -261,7 +301,7 @@ class ClusterPlane(DataPlane):
             return True
 
         try:
-            name, creates = self._task_of(scope)
+            name, _, creates = self._task_of(scope)
             task = self._member.ingress.task(name or "")
             with self._member.ingress.calling(task, connection.receive) as call:
                 if not await self._forwarder.route(task, call, here, away, creates=creates):
@@ -298,9 +338,33 @@ class ClusterPlane(DataPlane):
         await self._hijacking.refuse(scope, Address("", "", "", ""), problem, Exchange(send, never))
         return b"".join(parts)
 
-    async def _converse_peer(self, question: CallQuestion, owned: Owned, channel: Channel) -> None:
+    # -- calls of peers: see `PeerPlane` ------------------------------------------------------------------------------
+
+    def known_to_peer(self, question: CallQuestion | PassedCall) -> bytes | None:
+        """Return the HTTP response to a peer's request that the tree knows, and take its step; None for any other."""
+        return self.known(question.scope(), question.body)
+
+    def expect_of_peer(self, question: CallQuestion | PassedCall) -> object | None:
+        """Note a peer's request that the tree does not know."""
+        return super().expect(question.scope())
+
+    async def answer_peer(
+        self, question: CallQuestion | PassedCall, owned: Owned, begin: Begin, expected: object | None
+    ) -> bytes | None:
+        """Return the HTTP response to a request that a peer has passed on; None after it was sent as a stream."""
+        exchange = PeerExchange(owned, question.body, begin)
+        scope = question.scope()
+        scope[EXPECTED] = expected
+        try:
+            with owned.cutting(exchange.cut):
+                await super().__call__(scope, exchange.receive, exchange.send)
+        finally:
+            whole = exchange.close()
+        return whole
+
+    async def converse_peer(self, question: CallQuestion | PassedCall, owned: Owned, channel: Channel) -> None:
         """Serve a connection that a peer has passed on."""
-        scope = _scope_of(question)
+        scope = question.scope()
         if question.kind == Kind.SOCKET:
             socket = PeerSocket(owned, channel)
             await super().__call__(scope, socket.receive, socket.send)
@@ -308,19 +372,18 @@ class ClusterPlane(DataPlane):
             is_upgraded = question.kind == Kind.UPGRADED
             await serve_hijacked(channel, partial(self._open_stream, scope, question.body, is_upgraded))
 
-    def _known_to_peer(self, question: CallQuestion) -> bytes | None:
-        """Return the HTTP response to a peer's request that the tree knows, and take its step; None for any other."""
-        return self.known(_scope_of(question), question.body)
+    @override
+    def expect(self, scope: Scope) -> object | None:
+        """Note a request that takes the regular way; no later call of its rollout may overtake it."""
+        return super().expect(scope) or self._passing.expect(scope)
 
-    async def _answer_peer(self, question: CallQuestion, owned: Owned, begin: Begin) -> bytes | None:
-        """Return the HTTP response to a request that a peer has passed on; None after it was sent as a stream."""
-        exchange = PeerExchange(owned, question.body, begin)
-        try:
-            with owned.cutting(exchange.cut):
-                await super().__call__(_scope_of(question), exchange.receive, exchange.send)
-        finally:
-            whole = exchange.close()
-        return whole
+    @override
+    def handled(self, expected: object) -> None:
+        """Note that a request which `expect` noted has been handled."""
+        if isinstance(expected, RegularCall):
+            expected.end()
+        else:
+            super().handled(expected)
 
     @override
     def may_stream(self, scope: Scope) -> bool:
@@ -358,14 +421,6 @@ class ClusterPlane(DataPlane):
         await send({"type": "http.response.body", "body": body})
 
 
-def _as_named(scope: Scope, text: str) -> tuple[str, str] | None:
-    """Return the names in a path for what may be a rollout's token: its owner checks it."""
-    parts = scope["path"].split("/")
-    if text.startswith("fp_") and len(parts) > 4 and parts[1] == "t" and parts[3] == "r":
-        return parts[2], parts[4]
-    return None
-
-
 def _replaying(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that returns a body first, and then what comes after it."""
     is_sent = False
@@ -384,11 +439,6 @@ def _refuse_unknown(task: str | None) -> None:
     raise RefusalError(404, "no-such-task", f"there is no task {task!r}.")
 
 
-def _decoded(raw_path: bytes) -> str:
-    """Return a path as a server decodes it."""
-    return unquote(raw_path.decode("ascii", "replace"))
-
-
 def _require_change(scope: Scope, below: str) -> bool:
     """Check that a request below a task may be served by a cluster; return whether it may create the task.
 
@@ -401,19 +451,3 @@ def _require_change(scope: Scope, below: str) -> bool:
     if method == "DELETE" and not below:
         raise RefusalError(501, "not-in-a-cluster", "a task cannot be deleted in a cluster yet.")
     return method in ("PUT", "POST")
-
-
-def _scope_of(question: CallQuestion) -> Scope:
-    """Return the ASGI scope of a request that a peer has passed on."""
-    path = question.path.encode("latin-1")
-    if question.kind == Kind.SOCKET:
-        offered = (value for name, value in question.headers if name == "sec-websocket-protocol")
-        more = {"type": "websocket", "subprotocols": [name.strip() for each in offered for name in each.split(",")]}
-    else:
-        more = {"type": "http"}
-    return {
-        **more, "http_version": "1.1", "method": question.method, "raw_path": path,
-        "path": _decoded(path), "query_string": question.query.encode("latin-1"), "root_path": "",
-        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in question.headers],
-        "scheme": question.scheme, "server": None, "client": None, "state": {},
-    }  # fmt: skip

@@ -209,9 +209,14 @@ class TakenCalls:
             number: Number of the call.
             oldest: Number of the oldest call that the ingress still waits for. Earlier ones are forgotten.
         """
-        if oldest > self._answered_below:
+        below = self._answered_below
+        if oldest > below:
             self._answered_below = oldest
-            self._taken = {taken for taken in self._taken if taken >= oldest}
+            # Whichever is less: what is taken, or the numbers in between, most of which may be those of other tasks.
+            if len(self._taken) <= oldest - below:
+                self._taken = {taken for taken in self._taken if taken >= oldest}
+            else:
+                self._taken.difference_update(range(below, oldest))
         if number < self._answered_below:
             return CopyKind.LATE
         if number in self._taken:

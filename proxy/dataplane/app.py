@@ -9,6 +9,7 @@ a framework's route serves half the requests of a bare application).
 
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -28,6 +29,9 @@ from proxy.http.uploads import ClientDisconnectedError
 from proxy.refusals import RefusalError
 from proxy.tree.rollout import Rollout
 
+if TYPE_CHECKING:
+    from proxy.dataplane.passing import Passing
+
 log = structlog.get_logger()
 
 _CONTENT_TYPE, _FORM = b"content-type", b"application/x-www-form-urlencoded"
@@ -44,11 +48,14 @@ class DataPlane:
 
     def __init__(self, engine: Engine, behind: AsgiApp) -> None:
         self.engine, self._behind = engine, behind
+        # A cluster's: it passes requests on to other members.
+        self.passing: Passing | None = None
         self._addressing, self._count = Addressing(engine), partial(count_problem, engine.counts)
         endpoints = make_endpoints(EndpointContext(engine, self._addressing.address, request_of, self._count))
         # At most one answers on the hit path and takes connections over: Docker's.
         self.streaming = next((each for each in endpoints.values() if isinstance(each, StreamingEndpoint)), None)
-        self._hit_path = HitPath(engine, self._addressing, frozenset(endpoints))
+        self.apis = frozenset(endpoints)
+        self._hit_path = HitPath(engine, self._addressing, self.apis)
         self._dispatch = Dispatch(engine, self._addressing, endpoints)
         self._sockets = Sockets(engine, engine.answers)
 
@@ -92,13 +99,14 @@ class DataPlane:
             return streaming.known(scope, body)
         return self._hit_path.known(scope, body)
 
-    def expect(self, scope: Scope) -> Rollout | None:
-        """Note a request that the hit path does not answer; see `HitPath.expect`."""
+    def expect(self, scope: Scope) -> object | None:
+        """Note a request that the hit path does not answer; see `HitPath.expect`. The result is for `handled`."""
         return self._hit_path.expect(scope) if self._authorise(scope) is None else None
 
-    def handled(self, rollout: Rollout) -> None:
+    def handled(self, expected: object) -> None:
         """Note that a request which `expect` noted has been handled."""
-        self.engine.step.order.expected(rollout)
+        assert isinstance(expected, Rollout)
+        self.engine.step.order.expected(expected)
 
     def may_stream(self, scope: Scope) -> bool:
         """Return whether an authorised request may take its connection over as a stream."""

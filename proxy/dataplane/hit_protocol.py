@@ -2,14 +2,17 @@
 
 Theory of operation. `HitFirst` is the asyncio protocol of a connection. It reads requests with a parser of its own and
 owns an unmodified uvicorn protocol, which it uses only as asyncio would: it calls `connection_made`, `data_received`
-and so on. A connection is always in one of five states:
+and so on. A connection is always in one of six states:
 
 READING   Every request was answered. Bytes are held until they are the head of a request; then
             1. a request of a task that another worker has: the connection goes there. -> GIVEN
             2. a whole request with a known answer: the response is one write, with no task and no event. -> READING
             3. a request with which a client turns the connection into a stream of bytes (Docker). -> STREAM
             4. an upgrade (WebSocket), or bytes that are not HTTP. -> PASSED
-            5. anything else: uvicorn gets the held bytes. -> SERVED
+            5. in a cluster: a whole request whose answer another member may know. -> AWAITED
+            6. anything else: uvicorn gets the held bytes. -> SERVED
+AWAITED   Another member has the request (`passing`). What the client sends meanwhile is held. If that member knows
+          the answer, it is one write. -> READING. If it does not, uvicorn gets the held bytes. -> SERVED
 SERVED    uvicorn has requests to read or to answer, and gets each byte as it comes. The parser reads along, because
           only it knows where requests end; `report_responses` counts the answers. When all requests that began have
           ended and were answered, the connection goes back to READING, at a boundary between two requests.
@@ -18,7 +21,7 @@ STREAM    The connection belongs to a `Stream`.
 GIVEN     The connection belongs to another process, which has got its socket and the bytes that are not answered.
 
 Because uvicorn sees only its own requests, its keep-alive timer may fire while hits are answered. `UvicornTransport`
-therefore ignores `close` in READING, where only `HitFirst` closes an idle connection.
+therefore ignores `close` in READING and AWAITED, where only `HitFirst` closes an idle connection.
 """
 
 import asyncio
@@ -27,7 +30,7 @@ import socket
 import struct
 from enum import Enum
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import httptools
 import uvicorn
@@ -39,15 +42,13 @@ from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
 from proxy.dataplane.connection_limits import ConnectionLimits, Phase, Watch
 from proxy.dataplane.handover import Handover, first_scope
+from proxy.dataplane.passing import PASSED, PassedRequest, Passing
 from proxy.dataplane.request_reader import RequestReader
 from proxy.dataplane.uvicorn_transport import UvicornTransport
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.exchange import EXPECTED
 from proxy.telemetry.histogram import Histogram
 from sandboxes.task_owner import TaskOwner
-
-if TYPE_CHECKING:
-    from proxy.tree.rollout import Rollout
 
 MAX_STREAM_REQUEST_BYTES = 32 << 10
 """Limits a request that may take its connection over; the JSON of an exec start has less than 200 bytes."""
@@ -83,6 +84,7 @@ class _State(Enum):
     PASSED = 2
     STREAM = 3
     GIVEN = 4
+    AWAITED = 5
 
 
 def protocol_for(data_plane: DataPlane, handover: Handover | None = None) -> type["HitFirst"]:
@@ -94,7 +96,7 @@ def protocol_for(data_plane: DataPlane, handover: Handover | None = None) -> typ
     """
     members = {
         "data_plane": data_plane, "handover": handover, "hit_s": data_plane.engine.counts.hit_s, "tasks": TaskOwner(),
-        "limits": ConnectionLimits(data_plane.engine.settings.max_connections),
+        "limits": ConnectionLimits(data_plane.engine.settings.max_connections), "passing": data_plane.passing,
     }  # fmt: skip
     return type("HitFirstFor", (HitFirst,), members)
 
@@ -109,7 +111,8 @@ def report_responses(application: AsgiApp) -> AsgiApp:
             return
         connection: HitFirst = scope["state"][_CONNECTION]
         expected, connection.expected = connection.expected, None
-        scope[EXPECTED] = expected
+        passed, connection.passed = connection.passed, None
+        scope[EXPECTED], scope[PASSED] = expected, passed
 
         async def sending(message: AsgiMessage) -> None:
             # Counted after the write, because a connection that is back in READING may write the next hit at once.
@@ -122,6 +125,8 @@ def report_responses(application: AsgiApp) -> AsgiApp:
         finally:
             if expected is not None:
                 connection.data_plane.handled(expected)
+            if passed is not None:
+                passed.release()
 
     return reporting
 
@@ -134,6 +139,7 @@ class HitFirst(asyncio.Protocol):
     tasks: ClassVar[TaskOwner]
     limits: ClassVar[ConnectionLimits]
     handover: ClassVar[Handover | None]
+    passing: ClassVar[Passing | None]
 
     def __init__(
         self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], **_: object
@@ -141,8 +147,8 @@ class HitFirst(asyncio.Protocol):
         self._config, self._server_state, self._app_state = config, server_state, app_state
         self._loop = asyncio.get_running_loop()
         self._state, self._reader = _State.READING, RequestReader()
-        self._held = b""
-        self._answered = 0
+        self._held = self._behind = b""
+        self._answered, self._began = 0, 0.0
         self._idle_since, self._idle_timer = 0.0, cast("asyncio.TimerHandle | None", None)
         self._writable = asyncio.Event()
         # Starts writable: asyncio reports only the changes of a transport's buffer.
@@ -150,8 +156,9 @@ class HitFirst(asyncio.Protocol):
         self._body_at: int | None = None
         self._inner: HttpToolsProtocol | None = None
         self._stream: Stream | None = None
-        self._stream_is_held = False
-        self.expected: Rollout | None = None
+        self._stream_is_held = self._is_behind_full = self._is_ending = False
+        self.expected: object | None = None
+        self.passed: PassedRequest | None = None
         self.watch = Watch()
         self._receiver: int | None = None
         self.received_before = b""
@@ -182,6 +189,8 @@ class HitFirst(asyncio.Protocol):
         elif self._state is _State.STREAM:
             assert self._stream is not None
             self._stream.feed(data)
+        elif self._state is _State.AWAITED:
+            self._hold_behind(data)
         else:
             assert self._inner is not None
             # The reader counts first: if a response ends within uvicorn's call, the requests in these bytes must be
@@ -207,6 +216,8 @@ class HitFirst(asyncio.Protocol):
         self._writable.set()
         if self._stream is not None:
             self._stream.lose()
+        if self.passed is not None:
+            self.passed.lose()
         if self._inner is not None:
             self._inner.connection_lost(exc)
 
@@ -229,6 +240,7 @@ class HitFirst(asyncio.Protocol):
         # In SERVED, uvicorn's own protocol is in the server's set as well. A STREAM ends through its task.
         if self._state is _State.READING:
             self._transport.close()
+        self._is_ending = True
 
     def response_ended(self) -> None:
         """Note that uvicorn has written the end of a response."""
@@ -241,7 +253,7 @@ class HitFirst(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether uvicorn has nothing to do on this connection, so that a `close` of its comes from a timer."""
-        return self._state is _State.READING
+        return self._state in {_State.READING, _State.AWAITED}
 
     def hand_over(self) -> None:
         """Leave the connection to the WebSocket protocol that takes this one's position."""
@@ -331,9 +343,12 @@ class HitFirst(asyncio.Protocol):
             before: What uvicorn handled before the request.
         """
         # uvicorn begins a cycle, and with it a task, for each request that it takes.
-        if self.expected is not None and self._inner is not None and self._inner.cycle is before:
-            self.data_plane.handled(self.expected)
-            self.expected = None
+        if self._inner is not None and self._inner.cycle is before:
+            if self.expected is not None:
+                self.data_plane.handled(self.expected)
+            if self.passed is not None:
+                self.passed.release()
+            self.expected = self.passed = None
 
     def _serve_upgrade(self) -> None:
         """Give uvicorn a request that asks for another protocol than Docker's streams."""
@@ -371,16 +386,20 @@ class HitFirst(asyncio.Protocol):
         if not reader.is_plain or not self._writable.is_set() or self._transport.is_closing():
             # `known` has no await, so no other request of the rollout can come between this check and the write.
             return False
-        began = perf_counter()
+        self._began = perf_counter()
         response = self.data_plane.known(scope, reader.body)
         if response is None:
-            return False
+            return self.passing is not None and self._pass_on(self.passing, scope)
+        self._write(response)
+        return True
+
+    def _write(self, response: bytes) -> None:
+        """Answer the held request with a whole response."""
         self._held = b""
         self._transport.write(response)
         self._server_state.total_requests += 1
         self._count_response()
-        self.hit_s.observe(perf_counter() - began)
-        return True
+        self.hit_s.observe(perf_counter() - self._began)
 
     def _serve(self, state: _State) -> None:
         """Give the held bytes to uvicorn."""
@@ -447,6 +466,52 @@ class HitFirst(asyncio.Protocol):
         self.handover.give(self._receiver, socket.socket(fileno=os.dup(own.fileno())), held)
         self._transport.abort()
 
+    # -- requests that another process has: called by it as `WaitingConnection` ---------------------------------------
+
+    def _pass_on(self, passing: Passing, scope: Scope) -> bool:
+        """Pass a whole request on; return whether another process has it."""
+        self.passed = passing.begin(scope, self._held, self._reader.body, self)
+        if self.passed is None:
+            return False
+        self._state = _State.AWAITED
+        return True
+
+    def _hold_behind(self, data: bytes) -> None:
+        """Hold what a client sends before it has its answer."""
+        self._behind += data
+        if len(self._behind) > MAX_HELD_BYTES and not self._is_behind_full:
+            self._is_behind_full = True
+            self._transport.pause_reading()
+
+    def answered(self, response: bytes) -> None:
+        """Write the whole response; see `WaitingConnection`."""
+        self.passed, self._state = None, _State.READING
+        if self._transport.is_closing():
+            return
+        self._write(response)
+        if self._is_ending:
+            self._transport.close()
+        else:
+            self._read_behind()
+
+    def declined(self) -> None:
+        """Let uvicorn have the request; see `WaitingConnection`."""
+        before = None if self._inner is None else self._inner.cycle
+        self._serve(_State.SERVED)
+        self._forget_refused(before)
+        if self._is_ending and self._inner is not None:
+            self._inner.shutdown()
+        self._read_behind()
+
+    def _read_behind(self) -> None:
+        """Go on with what the client has sent meanwhile."""
+        behind, self._behind = self._behind, b""
+        if self._is_behind_full and not self._transport.is_closing():
+            self._is_behind_full = False
+            self._transport.resume_reading()
+        if behind:
+            self.data_received(behind)
+
     # -- idle connections --------------------------------------------------------------------------------------------
 
     def _count_response(self) -> None:
@@ -462,7 +527,7 @@ class HitFirst(asyncio.Protocol):
         # Held bytes are half a request. Its client is slow but not idle.
         if rest_s <= 0 and self.is_idle and not self._held:
             self._transport.close()
-        elif self._state in {_State.READING, _State.SERVED}:
+        elif self._state in {_State.READING, _State.SERVED, _State.AWAITED}:
             rest_s = rest_s if rest_s > 0 else self._config.timeout_keep_alive
             self._idle_timer = self._loop.call_later(rest_s, self._close_if_idle)
 

@@ -1,15 +1,17 @@
 """Links between members, over real sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from proxy.cluster import links as module
+from proxy.cluster.channels import Channel
 from proxy.cluster.database import Membership, Peer
 from proxy.cluster.frames import HELLO_BYTES, Hello
-from proxy.cluster.links import Handler, LinkLostError, Links, LinkServer, PeerFailedError
+from proxy.cluster.links import Handler, LinkLostError, Links, LinkServer, PeerFailedError, Taker, answered
 
 SECRET = b"the members' secret"
 ASKER = Membership("cluster", 1, 7)
@@ -20,9 +22,15 @@ async def echo(hello: Hello, question: bytes, _begin: object = None) -> bytes:
     return b"%d.%d:%b" % (hello.member, hello.boot, question)
 
 
+def no_calls(_hello: Hello, _call: bytes, _begin: object) -> bytes:
+    raise AssertionError
+
+
 @asynccontextmanager
-async def serving(handler: Handler, secret: bytes = SECRET) -> AsyncIterator[tuple[LinkServer, Peer]]:
-    server = LinkServer(secret, ANSWERER, handler)
+async def serving(
+    handler: Handler, secret: bytes = SECRET, taker: Taker = no_calls
+) -> AsyncIterator[tuple[LinkServer, Peer]]:
+    server = LinkServer(secret, ANSWERER, handler, taker)
     port = await server.listen("127.0.0.1", 0)
     try:
         yield server, Peer(ANSWERER.number, ANSWERER.boot, "b", f"127.0.0.1:{port}", alive=True)
@@ -233,5 +241,57 @@ def test_unproven_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
             for _, writer in [*held, (refused, sink)]:
                 writer.close()
             asker.close()
+
+    asyncio.run(run())
+
+
+class Call:
+    """A call that is asked at once, and what became of it."""
+
+    def __init__(self) -> None:
+        self.over: asyncio.Future[bytes | str] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[bytes | Channel] | None = None
+
+    def known(self, content: bytes) -> None:
+        self.over.set_result(content)
+
+    def later(self, answer: asyncio.Future[bytes | Channel]) -> None:
+        self.answer = answer
+        self.over.set_result("later")
+
+    def lost(self) -> None:
+        self.over.set_result("lost")
+
+
+def test_known_calls_are_answered_at_once() -> None:
+    """Others are answered later; one with a defect fails, and the link carries on."""
+
+    async def run() -> None:
+        def take(hello: Hello, call: bytes, _begin: object) -> bytes | Coroutine[Any, Any, bytes]:
+            if call == b"bad":
+                raise ZeroDivisionError
+            return call.upper() if call == b"known" else echo(hello, call)
+
+        async with serving(echo, taker=take) as (_, peer):
+            asker = Links(SECRET, ASKER)
+            assert asker.ready(peer) is None
+            assert await asker.ask(peer, b"x") == b"1.7:x"
+            link = asker.ready(peer)
+            assert link is not None
+            calls = {content: Call() for content in (b"new", b"known", b"bad")}
+            for content, call in calls.items():
+                link.ask_at_once(content, call)
+            assert [await call.over for call in calls.values()] == ["later", b"KNOWN", "later"]
+            new, bad = calls[b"new"].answer, calls[b"bad"].answer
+            assert new is not None
+            assert await answered(new) == b"1.7:new"
+            assert bad is not None
+            with pytest.raises(PeerFailedError):
+                await answered(bad)
+            lost = Call()
+            link.ask_at_once(b"known", lost)
+            asker.close()
+            assert await lost.over == "lost"
+            assert asker.ready(peer) is None
 
     asyncio.run(run())

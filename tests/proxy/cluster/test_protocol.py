@@ -129,6 +129,10 @@ def test_a_call_is_taken_once() -> None:
     assert calls.take(4, oldest=4) is CopyKind.NEW
     assert calls.take(7, oldest=6) is CopyKind.NEW
     assert calls.take(5, oldest=4) is CopyKind.LATE
+    assert all(calls.take(number, oldest=6) is CopyKind.NEW for number in range(10, 20))
+    assert calls.take(11, oldest=11) is CopyKind.COPY
+    assert calls.take(10, oldest=11) is CopyKind.LATE
+    assert vars(calls)["_taken"] == set(range(11, 20))
 
 
 def test_one_row_is_on_its_way() -> None:
