@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from proxy.settings import Settings
+from tests.test_shell_blocks import parse_all
 
 DEPLOY = Path(__file__).parents[2] / "docker" / "deploy"
 CHART = DEPLOY / "helm" / "forkpoint"
@@ -35,6 +36,11 @@ def values(**changed: Any) -> dict[str, Any]:
     merged: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text()) | changed
     jsonschema.validate(merged, json.loads((CHART / "values.schema.json").read_text()))
     return merged
+
+
+def cluster(**changed: Any) -> dict[str, Any]:
+    """Return the chart's values of a cluster."""
+    return {**yaml.safe_load((CHART / "values.yaml").read_text())["cluster"], **changed}
 
 
 RENDER = """\
@@ -89,6 +95,9 @@ def manifests() -> str:
         {},
         {"token": TOKEN, "names": ["tools.example"], "nodeSelector": {"disk": "ssd"}},
         {"tolerations": [{"key": "gpu", "operator": "Exists"}], "storage": {"size": "1Gi", "className": "fast"}},
+        {"cluster": cluster(kind="DaemonSet", store="s3://bucket/states", storeCredentials="bucket")},
+        {"cluster": cluster(kind="DaemonSet", storeClaim="states")},
+        {"cluster": cluster(kind="StatefulSet", members=5, storeClaim="states")},
     ],
 )
 def test_objects_are_valid(changed: dict[str, Any]) -> None:
@@ -130,7 +139,53 @@ def test_token_becomes_a_secret() -> None:
     assert "Secret" not in objects()
 
 
-@pytest.mark.parametrize("wrong", [{"token": "short"}, {"replicas": 2}, {"storage": {"size": 5}}])
+@pytest.mark.parametrize("kind", ["DaemonSet", "StatefulSet"])
+def test_members_have_what_a_cluster_needs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pod has a name of its own, a link that other pods reach, and hands its tasks over before it ends."""
+    made = objects(cluster=cluster(kind=kind, storeClaim="states"))
+    pod = made[kind]["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    from_pod = {
+        entry["name"]: entry["valueFrom"]["fieldRef"]["fieldPath"]
+        for entry in container["env"] if "fieldRef" in entry.get("valueFrom", ())
+    }  # fmt: skip
+    assert from_pod["FORKPOINT_NODE"] == {"DaemonSet": "spec.nodeName", "StatefulSet": "metadata.name"}[kind]
+    for entry in container["env"]:
+        if entry["name"].startswith("FORKPOINT_"):
+            monkeypatch.setenv(entry["name"], entry.get("value", TOKEN).replace("$(POD_IP)", "10.0.0.1"))
+    settings = Settings.load()
+    assert settings.link == "10.0.0.1:8701"
+    assert settings.store in [mount["mountPath"] for mount in container["volumeMounts"]]
+    (links,) = [rule for rule in made["NetworkPolicy"]["spec"]["ingress"] if rule["ports"] == [{"port": 8701}]]
+    assert links["from"][0]["podSelector"] == made[kind]["spec"]["selector"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[:2] == ["sh", "-c"]
+    parse_all(command[2])
+    assert {"name": "data", "mountPath": str(settings.data)} in container["volumeMounts"]
+    if kind == "DaemonSet":
+        assert made["Service"]["spec"]["internalTrafficPolicy"] == "Local"
+        assert "hostPath" in {name for volume in pod["volumes"] for name in volume}
+
+
+def test_workers_of_kuberay_use_the_service() -> None:
+    """Its own objects have no schema here, but their pods are Kubernetes'."""
+    checker = pytest.importorskip("kubernetes_validate")
+    ray = yaml.safe_load((DEPLOY / "kubernetes" / "kuberay.yaml").read_text())["spec"]
+    service = objects()["Service"]
+    url = f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    for group in (ray["headGroupSpec"], *ray["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, **group["template"]}
+        checker.validate(pod, KUBERNETES, strict=True)
+        assert {"name": "FORKPOINT_URL", "value": url} in pod["spec"]["containers"][0]["env"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token": "short"}, {"replicas": 2}, {"storage": {"size": 5}}, {"cluster": cluster(kind="Deployment")},
+        {"cluster": cluster(kind="DaemonSet")}, {"cluster": cluster(kind="DaemonSet", store="s3://a", storeClaim="b")},
+    ],
+)  # fmt: skip
 def test_schema_refuses_wrong_values(wrong: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         values(**wrong)
