@@ -1,6 +1,7 @@
 """A shell for veRL's tool agent loop whose commands run in Forkpoint. Read docs/agents/verl.md.
 
 veRL's tool config names it as `class_name: verl_tool.ForkpointShell`, with `config: {url: "http://127.0.0.1:8700"}`.
+On a cluster it needs no URL.
 """
 
 from typing import Any
@@ -16,7 +17,8 @@ class ForkpointShell(BaseTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         super().__init__(config, tool_schema)
-        self._client = AsyncClient(config["url"])
+        # Without a URL, the proxy of the worker's own machine.
+        self._client = AsyncClient(config.get("url"))
         self._tasks: dict[str, str] = {}
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:

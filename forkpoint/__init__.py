@@ -9,6 +9,7 @@ This package is what other programs may import. Everything else in the distribut
 - `forkpoint.drivers`: the contract of sandbox drivers, for drivers of your own.
 - `forkpoint.dialects`: the contract of request dialects, for endpoints of your own.
 - `forkpoint.inspect`, `forkpoint.harbor` and `forkpoint.trl`: sandboxes for Inspect AI, Harbor and TRL.
+- `forkpoint.ray`: proxies on the nodes of a Ray cluster.
 - `forkpoint.testing`: the test suite that every driver must pass.
 
 Importing `forkpoint` itself loads nothing else: sandbox processes import it and must start in milliseconds.

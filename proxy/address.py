@@ -1,9 +1,20 @@
-"""The address of a running proxy, as a file in its data directory, so that commands find the proxy by its directory."""
+"""The address of a running proxy: its URL, and the file in its data directory by which commands find it."""
 
 import contextlib
 from pathlib import Path
 
 _FILE = "address"
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the base URL of a listening socket, as a client on this machine reaches it.
+
+    Args:
+        host: The address that the socket is bound to; an unspecified one stands for loopback.
+        port: Its TCP port.
+    """
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def write_address(data: Path, url: str) -> None:

@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from proxy.address import remove_address, write_address
+from proxy.address import remove_address, url_of, write_address
 from proxy.control.api_description import TAGS, completed, operation_id
 from proxy.control.metrics import MEDIA_TYPE as METRICS_TYPE
 from proxy.control.metrics import Metrics
@@ -95,20 +95,20 @@ class StartError(RuntimeError):
     """The proxy cannot start. The text says why, and what helps."""
 
 
-def run(settings: Settings) -> None:
+def run(settings: Settings, inherited: int | None = None) -> None:
     """Serve until SIGTERM or SIGINT; the calls in flight are answered first.
 
+    Args:
+        settings: The settings.
+        inherited: The file descriptor of a listening socket that the parent process made; None to listen on the host
+            and port of the settings.
+
     Raises:
-        StartError: The port is in use, the data directory belongs to another process, or a driver cannot start.
+        StartError: The port is in use, the descriptor is no listening socket, the data directory belongs to another
+            process, or a driver cannot start.
     """
     setup(settings.log_level, json=settings.log == "json")
-    try:
-        listener = socket.create_server((settings.host, settings.port), backlog=4096, family=_family(settings.host))
-    except OSError as error:
-        raise StartError(
-            f"cannot listen on {settings.host}:{settings.port}: {os.strerror(error.errno or 0)}. Choose another "
-            "--port, or stop the process that uses this one."
-        ) from error
+    listener = _listen(settings) if inherited is None else _inherit(inherited)
     with listener, ExitStack() as owned:
         try:
             # Before the store is opened, which may upgrade it.
@@ -176,7 +176,7 @@ def _supervise(settings: Settings, listener: socket.socket) -> None:
         write_address(settings.data, url)
         log.info("all workers answer", url=url, workers=settings.workers, page=f"{url}/ui/")
 
-    url = _url(*listener.getsockname()[:2])
+    url = url_of(*listener.getsockname()[:2])
     # A collection in a worker writes to the header of each object, and would so copy the pages that workers share.
     gc.collect()
     gc.freeze()
@@ -190,6 +190,29 @@ def _supervise(settings: Settings, listener: socket.socket) -> None:
 
 def _unusable(settings: Settings, error: OSError) -> StartError:
     return StartError(f"{settings.data} cannot be used: {error}. Choose another directory with --data.")
+
+
+def _listen(settings: Settings) -> socket.socket:
+    try:
+        return socket.create_server((settings.host, settings.port), backlog=4096, family=_family(settings.host))
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {settings.host}:{settings.port}: {os.strerror(error.errno or 0)}. Choose another "
+            "--port, or stop the process that uses this one."
+        ) from error
+
+
+def _inherit(descriptor: int) -> socket.socket:
+    try:
+        listener = socket.socket(fileno=descriptor)
+        listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise StartError(f"--fd {descriptor} is no socket: {os.strerror(error.errno or 0)}.") from error
+    if not listens:
+        raise StartError(f"--fd {descriptor} is a socket that does not listen.")
+    # Like every socket of the proxy, it is not passed on to a sandbox.
+    listener.set_inheritable(False)
+    return listener
 
 
 def _join(settings: Settings) -> "Joined | None":
@@ -257,7 +280,7 @@ class _Server(uvicorn.Server):
             self._worker.open(self._make_protocol)
             return
         for listener in sockets or () if self.started else ():
-            url = _url(*listener.getsockname()[:2])
+            url = url_of(*listener.getsockname()[:2])
             write_address(self._engine.settings.data, url)
             # From here on the proxy answers.
             first_call = f'try: curl -s {url}/t/demo/r/1/shell/exec -d \'{{"command": "uname -a"}}\''
@@ -275,12 +298,6 @@ class _Server(uvicorn.Server):
         """Return the protocol of a connection, as uvicorn makes it for one that it has accepted."""
         made = cast("type[HitFirst]", self.config.http_protocol_class)
         return made(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
-
-
-def _url(host: str, port: int) -> str:
-    """Return the base URL of a listening socket, as a client on this machine reaches it."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -23,6 +23,7 @@ LEFT_OUT = {
     "tests/sandboxes/container/": "Docker",
     "tests/test_containers_through_proxy.py": "Docker",
     "tests/sandboxes/postgres/": "PostgreSQL",
+    "tests/forkpoint/test_ray.py": "Ray and PostgreSQL",
     "tests/proxy/cluster/test_database.py": "PostgreSQL",
     "tests/proxy/test_transparency_postgres.py": "PostgreSQL",
     "tests/proxy/test_transparency_local.py": "minutes",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import typer
 
-from proxy.cli import data, data_directory, inspecting, listing, operating, report, steering
+from proxy.cli import data, data_directory, inspecting, launching, listing, operating, report, steering
 from proxy.cli.options import with_proxy
 
 RUN = "Run a proxy"
@@ -43,10 +43,12 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
 )
 """Group, name, function and example of each command that talks to a running proxy."""
 _OFFLINE: tuple[tuple[str, str, Callable[..., None], str], ...] = (
+    (RUN, "up", launching.up, "forkpoint up --ray"),
+    (RUN, "down", launching.down, "forkpoint down --ray"),
     (OPERATE, "restore", data_directory.restore, "forkpoint restore monday.backup --data restored"),
     (OPERATE, "upgrade", data_directory.upgrade, "forkpoint upgrade --check --data forkpoint-data"),
 )
-"""Group, name, function and example of each command about a data directory that no proxy serves."""
+"""Group, name, function and example of each command that talks to no proxy."""
 
 
 def add_commands(app: typer.Typer) -> None:

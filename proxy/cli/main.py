@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -123,8 +124,17 @@ def serve(
     log: Annotated[
         str | None, typer.Option(help="Format of the log: 'pretty' or 'json'.", show_default="pretty")
     ] = None,
+    descriptor: Annotated[
+        int | None,
+        typer.Option("--fd", help="File descriptor of a listening socket that the parent process made.", min=3),
+    ] = None,
+    parent: Annotated[
+        int | None, typer.Option(help="Process id of the parent process; the proxy ends when it ends.", min=1)
+    ] = None,
 ) -> None:
     """Run the proxy. Settings can also come from FORKPOINT_… variables or from the config file."""
+    if parent is not None:
+        _end_with(parent)
     settings = _settings(
         config,
         host=host,
@@ -150,7 +160,7 @@ def serve(
         _show(requirements, Console(stderr=True))
         fail("This machine does not meet the requirements of sandboxes, so commands would run unprotected. See above.")
     try:
-        run(settings)
+        run(settings, descriptor)
     except StartError as error:
         fail(f"The proxy cannot start: {error}")
 
@@ -239,6 +249,15 @@ def replay(
         fail(str(error))
     if report.failed:
         raise typer.Exit(1)
+
+
+def _end_with(parent: int) -> None:
+    """Make the kernel send SIGTERM to this process when its parent ends, which then leaves no proxy behind."""
+    from sandboxes.linux import syscalls as kernel
+
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        fail(f"--parent {parent} is not the process that started this one, or it has ended.")
 
 
 def _settings(config: Path | None, **options: object) -> "Settings":

@@ -58,9 +58,8 @@ def ephemeral_proxy(data: Path | None = None, settings: Mapping[str, object] | N
             quotes the end of its log.
     """
     folder = Path(tempfile.mkdtemp(prefix="forkpoint-temporary-"))
-    variables = {f"FORKPOINT_{name.upper()}": _text(value) for name, value in (settings or {}).items()}
     try:
-        with _served(data or folder / "data", folder / "serve.log", variables) as proxy:
+        with _served(data or folder / "data", folder / "serve.log", as_variables(settings or {})) as proxy:
             yield proxy
     finally:
         _remove(folder)
@@ -99,9 +98,12 @@ def _package_directory() -> Path:
     return Path(spec.origin).parents[1]
 
 
-def _text(value: object) -> str:
-    """Return a setting as the text of its variable: strings as they are, other values as JSON."""
-    return value if isinstance(value, str) else json.dumps(value)
+def as_variables(settings: Mapping[str, object]) -> dict[str, str]:
+    """Return settings as environment variables: strings and paths as they are, other values as JSON."""
+    return {
+        f"FORKPOINT_{name.upper()}": str(value) if isinstance(value, str | Path) else json.dumps(value)
+        for name, value in settings.items()
+    }
 
 
 def free_port() -> int:

@@ -119,6 +119,15 @@ def render_members(view: Json) -> RenderableType:
     return _table(Columns(("member", "state", "tasks", "link"), cells, names=2), "no member")
 
 
+def render_nodes(rows: Sequence[Json]) -> RenderableType:
+    """Render the proxies of a Ray cluster's nodes."""
+    cells = [
+        (row["address"], row["url"] or "", "ready" if row["ready"] else printable(row["problem"]), f"{row['starts']:,}")
+        for row in rows
+    ]
+    return _table(Columns(("node", "base URL there", "state", "starts"), cells, names=3), "no node")
+
+
 def render_stats(view: Json) -> RenderableType:
     """Render the totals and the budgets."""
     sandboxes = sum(view["sandboxes"].values())

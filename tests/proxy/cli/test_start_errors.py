@@ -19,10 +19,16 @@ HTTP_ONLY = {"FORKPOINT_DRIVERS": '["http"]'}
 
 def started(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `serve` until it fails."""
+    return inheriting((), *options, **environment)
+
+
+def inheriting(descriptors: tuple[int, ...], *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `serve` until it fails; it inherits file descriptors."""
     command = [sys.executable, "-m", "forkpoint", "serve", *options]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60, env=os.environ | HTTP_ONLY | environment
-    )
+        command, capture_output=True, text=True, check=False, timeout=60, env=os.environ | HTTP_ONLY | environment,
+        pass_fds=descriptors,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -40,6 +46,18 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], *parts: str) -> 
 def test_port_in_use_is_one_sentence(busy_port: int, tmp_path: Path) -> None:
     done = started("--port", str(busy_port), "--data", str(tmp_path / "data"))
     assert_one_sentence(done, f"127.0.0.1:{busy_port}: Address already in use", "--port")
+
+
+def test_inherited_socket_must_listen(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file, socket.socket() as silent:
+        for descriptor, wrong in ((file.fileno(), "is no socket"), (silent.fileno(), "does not listen")):
+            done = inheriting((descriptor,), "--fd", str(descriptor), "--data", str(tmp_path / "data"))
+            assert_one_sentence(done, f"--fd {descriptor} is", wrong)
+
+
+def test_parent_must_be_the_parent(tmp_path: Path) -> None:
+    """A parent that has ended before the proxy could ask for its death would leave the proxy behind."""
+    assert_one_sentence(started("--parent", "1", "--data", str(tmp_path / "data")), "--parent 1 is not the process")
 
 
 @pytest.mark.parametrize("locked", [".", "local"])
