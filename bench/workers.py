@@ -4,7 +4,7 @@ All proxies run at once and are measured in turn, so that other load affects all
 proxy's processes without its sandboxes. The clients run on the same cores, so on two cores the rate cannot double; CPU
 time per call says what a worker more costs.
 
-1. Hits of two tasks: on connections of one task each, and on connections whose requests change from task to task.
+1. Hits of two tasks, on connections of one task each.
 2. Misses of the same tasks: calls that change a file, all new to the tree.
 """
 
@@ -95,10 +95,8 @@ def main() -> None:
         for round_ in range(options.rounds):
             for name, server in servers.items():
                 groups = [[read(server, task, each) for each in range(CONNECTIONS)] for task in TASKS]
-                mixed = [[request for pair in zip(*groups, strict=True) for request in pair]]
                 works = {
-                    "hits, one task on a connection": partial(hits, server, groups, options.seconds),
-                    "hits, tasks mixed on connections": partial(hits, server, mixed, options.seconds),
+                    "hits": partial(hits, server, groups, options.seconds),
                     "misses": partial(misses, server, str(round_), options.seconds),
                 }
                 for what, work in works.items():
