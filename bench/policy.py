@@ -1,92 +1,152 @@
-"""A policy of two layers in NumPy, and one step of GRPO for it.
+"""A policy that writes calls word by word: a transformer with a toy tokenizer, and one step of GRPO for it.
 
-The policy sees its task, the turn, its last move and what the last move returned. So a tool that answers differently
-changes what it does next.
+The policy reads its task, its calls and the beginnings of their outputs, as one text. So a tool that answers
+differently changes what it does next.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 import numpy as np
 
-HIDDEN, BUCKETS = 64, 16
-CLIP, KL_WEIGHT, RATE, PASSES = 0.2, 0.01, 0.02, 3
-Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+from bench.transformer import Adam, Array, Tokens, Transformer, softmax
+
+CLIP, KL_WEIGHT, RATE, PASSES = 0.2, 0.01, 0.005, 4
+OUTPUT_WORDS, BUCKETS = 5, 64
+"""Words of an output that the policy reads, and different tokens of such words; a last token stands for the whole."""
+Slots = Sequence[Sequence[str]]
+"""What a call of a task is written with: its first word is one of the first sequence, and so on."""
+
+
+class Tokenizer:
+    """Numbers for words: one for each task, one for each word of each slot, and `BUCKETS` for words of outputs.
+
+    Attributes:
+        size: Number of tokens.
+    """
+
+    def __init__(self, tasks: Sequence[Slots]) -> None:
+        self._slots: list[list[range]] = []
+        self.size = len(tasks) + BUCKETS
+        for slots in tasks:
+            self._slots.append([])
+            for words in slots:
+                self._slots[-1].append(range(self.size, self.size + len(words)))
+                self.size += len(words)
+
+    def slots(self, task: int) -> Sequence[range]:
+        """Return the tokens of each slot of a task, in the order of their words."""
+        return self._slots[task]
+
+    def read(self, output: str) -> list[int]:
+        """Return the tokens of an output: those of its first words, and one of the whole."""
+        words = [*output.split(maxsplit=OUTPUT_WORDS)[:OUTPUT_WORDS], output]
+        return [len(self._slots) + sha256(word.encode()).digest()[0] % BUCKETS for word in words]
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A move of a rollout. advantage: how much better its rollout was than its group."""
+class Choice:
+    """A word that the policy chose. at: its position in the text. among: the tokens that it chose from."""
 
-    seen: Array
-    move: int
+    at: int
+    among: range
     probability: float
+
+
+@dataclass
+class Text:
+    """A rollout as the policy reads it. advantage: how much better its rollout was than its group."""
+
+    tokens: list[int]
+    choices: list[Choice] = field(default_factory=list)
     advantage: float = 0.0
 
 
 class Policy:
-    """The policy, its optimizer (Adam), and the policy that it began as."""
+    """The policy, its optimizer, and the policy that it began as.
 
-    def __init__(self, tasks: int, turns: int, moves: int, seed: int) -> None:
-        self._tasks, self._turns, self.moves = tasks, turns, moves
-        generator = np.random.default_rng(seed)
-        width = tasks * turns + tasks * (moves + 1) + BUCKETS
-        self._weights = [
-            generator.normal(0, 0.5 / np.sqrt(width), (width, HIDDEN)),
-            generator.normal(0, 0.5 / np.sqrt(HIDDEN), (HIDDEN, moves)),
-        ]
-        self._first = [weights.copy() for weights in self._weights]
-        self._moments = [(np.zeros_like(weights), np.zeros_like(weights)) for weights in self._weights]
-        self._updates = 0
+    Args:
+        tasks: The slots of each task.
+        turns: Calls of a rollout.
+        seed: The seed of the weights.
+    """
 
-    def look(self, task: int, turn: int, last: int | None, output: str) -> Array:
-        """Return what the policy sees: ones and zeros."""
-        seen = np.zeros(self._weights[0].shape[0])
-        seen[task * self._turns + turn] = 1
-        base = self._tasks * self._turns + task * (self.moves + 1)
-        seen[base + (self.moves if last is None else last)] = 1
-        seen[-1 - sha256(output.encode()).digest()[0] % BUCKETS] = 1
-        return seen
+    def __init__(self, tasks: Sequence[Slots], turns: int, seed: int) -> None:
+        self.tokenizer = Tokenizer(tasks)
+        context = 1 + turns * (max(map(len, tasks)) + OUTPUT_WORDS + 1)
+        self._model = Transformer(self.tokenizer.size, context, seed)
+        self._first = Transformer(self.tokenizer.size, context, seed)
+        self._adam = Adam(RATE)
 
-    def probabilities(self, seen: Array, *, first: bool = False) -> Array:
-        """Return the probabilities of the moves. first: by the policy that this one began as."""
-        weights = self._first if first else self._weights
-        logits = np.tanh(seen @ weights[0]) @ weights[1]
-        powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
+    def write(self, task: int, text: Text, generator: np.random.Generator) -> list[int]:
+        """Write a call at the end of a text, and return the numbers of its words in their slots."""
+        written = []
+        for among in self.tokenizer.slots(task):
+            logits = self._model.logits(np.array([text.tokens]))[0, -1, among.start : among.stop]
+            chances = softmax(logits)
+            word = int(generator.choice(len(among), p=chances))
+            text.choices.append(Choice(len(text.tokens), among, float(chances[word])))
+            text.tokens.append(among[word])
+            written.append(word)
+        return written
 
-    def kl(self, turns: Sequence[Turn]) -> float:
-        """Return the mean divergence from the first policy over the states of turns, in nats."""
-        seen = np.stack([turn.seen for turn in turns])
-        now, then = self.probabilities(seen), self.probabilities(seen, first=True)
-        return float((now * np.log(now / then)).sum(axis=1).mean())
+    def kl(self, texts: Sequence[Text]) -> float:
+        """Return the mean divergence of a word from the first policy, over the choices of texts, in nats."""
+        batch = _Batch(texts, self.tokenizer.size)
+        now, then = batch.chances(self._model.logits(batch.tokens)), batch.chances(self._first.logits(batch.tokens))
+        return float((now * batch.logs(now, then)).sum(axis=1).mean())
 
-    def learn(self, turns: Sequence[Turn]) -> None:
-        """Take GRPO's steps on the turns of several groups: the clipped objective, minus the weighted divergence."""
-        seen = np.stack([turn.seen for turn in turns])
-        moves = np.array([turn.move for turn in turns])
-        before = np.array([turn.probability for turn in turns])
-        advantages = np.array([turn.advantage for turn in turns])
-        then, rows = self.probabilities(seen, first=True), np.arange(len(turns))
+    def learn(self, texts: Sequence[Text]) -> None:
+        """Take GRPO's steps on the texts of several groups: the clipped objective, minus the weighted divergence."""
+        batch = _Batch(texts, self.tokenizer.size)
+        then = batch.chances(self._first.logits(batch.tokens))
         for _ in range(PASSES):
-            now = self.probabilities(seen)
-            ratio = now[rows, moves] / before
-            # The clipped objective is flat where the ratio has left its bounds in the direction of the advantage.
-            flat = ((advantages > 0) & (ratio > 1 + CLIP)) | ((advantages < 0) & (ratio < 1 - CLIP))
-            slope = -now * (np.where(flat, 0, advantages) * ratio)[:, None]
-            slope[rows, moves] += np.where(flat, 0, advantages) * ratio
-            logs = np.log(now / then)
-            slope -= KL_WEIGHT * now * (logs - (now * logs).sum(axis=1, keepdims=True))
-            self._step(seen, slope / len(turns))
+            gradients = self._model.gradients(batch.tokens, lambda logits: batch.slope(logits, then))
+            self._adam.climb(self._model.weights, gradients)
 
-    def _step(self, seen: Array, slope: Array) -> None:
-        hidden = np.tanh(seen @ self._weights[0])
-        gradients = [seen.T @ ((slope @ self._weights[1].T) * (1 - hidden**2)), hidden.T @ slope]
-        self._updates += 1
-        for weights, gradient, (mean, square) in zip(self._weights, gradients, self._moments, strict=True):
-            np.add(mean, 0.1 * (gradient - mean), out=mean)
-            np.add(square, 0.001 * (gradient**2 - square), out=square)
-            corrected = square / (1 - 0.999**self._updates)
-            step = RATE * (mean / (1 - 0.9**self._updates)) / (np.sqrt(corrected) + 1e-8)
-            np.add(weights, step, out=weights)
+    def digest(self) -> str:
+        """Return a digest of all weights: policies with equal digests are the same."""
+        weights = self._model.weights
+        return sha256(b"".join(weights[name].tobytes() for name in sorted(weights))).hexdigest()
+
+
+class _Batch:
+    """The choices of texts as arrays, one row for each choice."""
+
+    def __init__(self, texts: Sequence[Text], vocabulary: int) -> None:
+        self.tokens: Tokens = np.zeros((len(texts), max(len(text.tokens) for text in texts)), dtype=np.int64)
+        for row, text in enumerate(texts):
+            self.tokens[row, : len(text.tokens)] = text.tokens
+        choices = [(row, choice) for row, text in enumerate(texts) for choice in text.choices]
+        self._rows = np.array([row for row, _ in choices])
+        self._at = np.array([choice.at for _, choice in choices])
+        self._written = self.tokens[self._rows, self._at]
+        self._before = np.array([choice.probability for _, choice in choices])
+        self._advantages = np.array([texts[row].advantage for row, _ in choices])
+        self._allowed = np.zeros((len(choices), vocabulary), dtype=bool)
+        for number, (_, choice) in enumerate(choices):
+            self._allowed[number, choice.among.start : choice.among.stop] = True
+
+    def chances(self, logits: Array) -> Array:
+        """Return the probabilities of each choice's tokens."""
+        return softmax(np.where(self._allowed, logits[self._rows, self._at - 1], -np.inf))
+
+    def logs(self, now: Array, then: Array) -> Array:
+        """Return the logarithms of the ratios of probabilities; 0 for tokens that could not be chosen."""
+        return np.log(np.where(self._allowed, now, 1) / np.where(self._allowed, then, 1))
+
+    def slope(self, logits: Array, then: Array) -> Array:
+        """Return the gradient of GRPO's objective by the logits; then: probabilities of the first policy."""
+        now, rows = self.chances(logits), np.arange(len(self._rows))
+        ratio = now[rows, self._written] / self._before
+        # The clipped objective is flat where the ratio has left its bounds in the direction of the advantage.
+        up, down = self._advantages > 0, self._advantages < 0
+        gain = np.where((up & (ratio > 1 + CLIP)) | (down & (ratio < 1 - CLIP)), 0, self._advantages * ratio)
+        slope = -now * gain[:, None]
+        slope[rows, self._written] += gain
+        logs = self.logs(now, then)
+        slope -= KL_WEIGHT * now * (logs - (now * logs).sum(axis=1, keepdims=True))
+        found = np.zeros_like(logits)
+        found[self._rows, self._at - 1] = slope / len(rows)
+        return found
