@@ -121,13 +121,19 @@ class Comparison:
     Args:
         subjects: The proxy whose answers are compared, or all members of a cluster.
         private: The proxy that gives each rollout sandboxes of its own.
+        clients: One of them makes the calls of a rollout.
         twice: The share of programs that run twice in private sandboxes, for the noise floor.
     """
 
     def __init__(
-        self, subjects: Sequence[Served], private: Served, tally: Tally, client: httpx.Client, twice: float
+        self,
+        subjects: Sequence[Served],
+        private: Served,
+        tally: Tally,
+        clients: Sequence[httpx.Client],
+        twice: float,
     ) -> None:
-        self._subjects, self._private, self._tally, self._client = subjects, [private], tally, client
+        self._subjects, self._private, self._tally, self._clients = subjects, [private], tally, clients
         self._twice = twice
 
     def group(self, number: int, group: Group) -> None:
@@ -204,13 +210,13 @@ class Comparison:
         answers: list[Answer | None] = []
         sources: list[str] = []
         dice = random.Random(f"{task}/{rollout}")  # noqa: S311 - dice of a test
-        proxy = dice.choice(proxies)
+        proxy, client = dice.choice(proxies), dice.choice(self._clients)
         try:
             for number, call in enumerate(program):
                 if dice.random() < MOVES:
                     proxy = dice.choice(proxies)
                 response = self._call(
-                    proxy, f"/t/{task}/r/{rollout}/{call.path}", call.arguments, (task, rollout, number)
+                    client, proxy, f"/t/{task}/r/{rollout}/{call.path}", call.arguments, (task, rollout, number)
                 )
                 answers.append(None if response is None else visible(response.json()))
                 sources.append("" if response is None else response.headers["cache-status"].removeprefix("forkpoint; "))
@@ -222,20 +228,22 @@ class Comparison:
         self._request(proxy, "DELETE", f"/api/v1/tasks/{task}/rollouts/{rollout}")
         return Run(tuple(answers), tuple(sources))
 
-    def _call(self, proxy: Served, path: str, arguments: Any, at: tuple[str, str, int]) -> httpx.Response | None:
+    def _call(
+        self, client: httpx.Client, proxy: Served, path: str, arguments: Any, at: tuple[str, str, int]
+    ) -> httpx.Response | None:
         """Repeat a call until it is answered; None if it was recorded and its answer was lost with the connection."""
         deadline, unsure, problem = time.monotonic() + CALL_S, False, "no answer in time"
         task, rollout, number = at
         while time.monotonic() < deadline:
             try:
                 if unsure:
-                    shown = self._client.get(f"{proxy.url}/api/v1/tasks/{task}/rollouts/{rollout}?limit=1")
+                    shown = client.get(f"{proxy.url}/api/v1/tasks/{task}/rollouts/{rollout}?limit=1")
                     if shown.is_success and int(shown.json()["calls"]) > number:
                         return None
                     unsure = shown.status_code in RETRIED
                     if unsure:
                         continue
-                response = self._client.post(proxy.url + path, json=arguments)
+                response = client.post(proxy.url + path, json=arguments)
             except httpx.TransportError:
                 unsure = True
                 time.sleep(0.1)
@@ -263,7 +271,7 @@ class Comparison:
         deadline = time.monotonic() + CALL_S
         while time.monotonic() < deadline:
             try:
-                response = self._client.request(method, proxy.url + path, json=body)
+                response = self._clients[0].request(method, proxy.url + path, json=body)
             except httpx.TransportError:
                 time.sleep(0.1)
                 continue

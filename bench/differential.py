@@ -29,6 +29,7 @@ import httpx
 
 from bench.comparison import Answer, Comparison, Difference, Tally
 from bench.machine import console, table
+from bench.one_packet import OnePacket
 from bench.programs import Program, shell_group, shell_spec, sql_group
 from bench.strikes import Strikes
 from tests.dockerd import Dockerd, dockerd
@@ -45,6 +46,8 @@ TINY = {"snapshot_bytes": "200000", "checkpoint_bytes": "2000000", "sandbox_idle
 MODES = ("calm", "tiny", "kills")
 SANDBOXES = "8"
 """Fewer sandboxes than rollouts, so that states are given up and restored all the time."""
+TIMEOUT_S = 120.0
+"""How long a client waits for an answer."""
 SHOWN = 10
 """Most differences of a kind that are printed."""
 
@@ -86,9 +89,13 @@ def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
         options = settings | budgets | {"max_sandboxes": SANDBOXES}
         subjects, database = stack.enter_context(compared(folders[0], options, plan.members))
         private = stack.enter_context(served(folders[1], **settings))
+        limits = httpx.Limits(max_connections=None)
         make_group = sql_group if driver in ("sqlite", "postgres") else shell_group
-        client = httpx.Client(timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None))
-        comparison = Comparison(subjects, private, tally, stack.enter_context(client), plan.twice)
+        clients = [
+            stack.enter_context(httpx.Client(timeout=TIMEOUT_S, trust_env=False, limits=limits, transport=transport))
+            for transport in (None, OnePacket(TIMEOUT_S))
+        ]
+        comparison = Comparison(subjects, private, tally, clients, plan.twice)
         if mode == "kills":
             blows = random.Random(seed)  # noqa: S311 - dice of a test
             strikes = Strikes(subjects, daemon, database, blows, plan.every_s, tally.strikes)

@@ -25,7 +25,7 @@ class Scripted(Comparison):
 
     def __init__(self, tally: Tally, later: tuple[object, ...], client: httpx.Client) -> None:
         nothing = Proxy(Path("/nonexistent"))
-        super().__init__([nothing], nothing, tally, client, 0)
+        super().__init__([nothing], nothing, tally, [client], 0)
         self.later = later
 
     def _alone(self, _task: str, program: Program) -> Run:

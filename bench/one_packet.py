@@ -1,0 +1,55 @@
+"""A transport of httpx that sends each request in one packet, as many agents' clients do.
+
+httpx sends the body of a request after its head, in a packet of its own. The proxy answers a hit without its
+application only if the whole request is there at once, so a benchmark of answers needs clients of both kinds.
+"""
+
+import socket
+import threading
+from http.client import HTTPException, HTTPResponse
+
+import httpx
+from typing_extensions import override
+
+Address = tuple[str, int]
+
+
+class OnePacket(httpx.BaseTransport):
+    """Sends HTTP/1.1 requests to plain `http` URLs. Each thread has connections of its own, which stay open."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Give up a request without an answer after some seconds."""
+        self._timeout_s, self._local = timeout_s, threading.local()
+
+    @override
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        address = request.url.host, request.url.port or 80
+        lines = [b"%b %b HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
+        lines += [b"%b: %b" % header for header in request.headers.raw]
+        try:
+            connection = self._connection(address)
+            connection.sendall(b"\r\n".join([*lines, b"", request.read()]))
+            response = HTTPResponse(connection, method=request.method)
+            response.begin()
+            content = response.read()
+        except (OSError, HTTPException) as error:
+            self._close(address)
+            raise httpx.ReadError(str(error), request=request) from error
+        if response.will_close:
+            self._close(address)
+        return httpx.Response(response.status, headers=response.getheaders(), content=content, request=request)
+
+    def _connections(self) -> dict[Address, socket.socket]:
+        known: dict[Address, socket.socket] = self._local.__dict__.setdefault("connections", {})
+        return known
+
+    def _connection(self, address: Address) -> socket.socket:
+        connections = self._connections()
+        if address not in connections:
+            connections[address] = socket.create_connection(address, self._timeout_s)
+        return connections[address]
+
+    def _close(self, address: Address) -> None:
+        connection = self._connections().pop(address, None)
+        if connection is not None:
+            connection.close()
