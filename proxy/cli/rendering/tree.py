@@ -18,6 +18,10 @@ OBSERVATIONS_SHOWN = 3
 """Read-only calls that are listed for each node."""
 ROLLOUTS_SHOWN = 3
 """Rollouts that are named at each node."""
+NAMES_BESIDE = 24
+"""Characters of rollouts' names up to which they stand in the line of their node; longer ones get a line."""
+CALL_WIDTH = 16
+"""Characters of a call that are left however much stands beside it."""
 TREES_SHOWN = 10
 """Other trees of the task that are listed."""
 SNAPSHOT = "◆"
@@ -74,14 +78,18 @@ def _follow(node: NodeView, children: Mapping[Any, Sequence[NodeView]]) -> tuple
 
 
 def _steps(steps: Iterable[NodeView], hidden: int) -> RenderableType:
-    # The command gets the width that the marks leave. It is cut there and never wrapped.
+    # The command gets the width that the marks leave. It is cut there and never wrapped. Names are never cut.
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True, style="cyan")
-    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1, min_width=CALL_WIDTH)
     grid.add_column(no_wrap=True, justify="right")
     last = None
     for last in steps:
-        grid.add_row(printable(str(last["id"])), _title(last), _marks(last))
+        names = _rollouts(last)
+        beside = len(names) <= NAMES_BESIDE
+        grid.add_row(printable(str(last["id"])), _title(last), _marks(last, names if beside else ""))
+        if not beside:
+            grid.add_row("", Text(f"{ROLLOUT} {names}", style="blue", overflow="fold", no_wrap=False), "")
         for row in _observations(last.get("observations", ())):
             grid.add_row("", *row)
     if hidden > 0 and last is not None:
@@ -101,7 +109,13 @@ def describe(call: Mapping[str, Any]) -> str:
     return printable(str(call.get("title", "")))
 
 
-def _marks(node: NodeView) -> Text:
+def _rollouts(node: NodeView) -> str:
+    names = [printable(str(name)) for name in node.get("rollouts", ())]
+    others = len(names) - ROLLOUTS_SHOWN
+    return ", ".join(names[:ROLLOUTS_SHOWN]) + (f" and {others} more" if others > 0 else "")
+
+
+def _marks(node: NodeView, names: str) -> Text:
     marks = Text()
     if node.get("call") is not None:
         marks.append(" ".join(printable(str(effect)) for effect in node.get("effect", ())) + "  ", style="yellow")
@@ -113,10 +127,7 @@ def _marks(node: NodeView) -> Text:
         marks.append(f"  {SNAPSHOT}", style="green")
     for flag in node.get("flags", ()):
         marks.append(f"  {printable(str(flag))}", style="magenta")
-    rollouts = [printable(str(name)) for name in node.get("rollouts", ())]
-    if rollouts:
-        others = len(rollouts) - ROLLOUTS_SHOWN
-        names = ", ".join(rollouts[:ROLLOUTS_SHOWN]) + (f" and {others} more" if others > 0 else "")
+    if names:
         marks.append(f"  {ROLLOUT} {names}", style="blue")
     return marks
 

@@ -101,6 +101,13 @@ def test_long_command_is_cut_before_its_marks() -> None:
         assert line.rstrip().endswith("2 hits")
 
 
+def test_long_names_of_rollouts_are_whole_below_their_call() -> None:
+    long = "policy-2026-11-23-group-17-seed-3-attempt-2"
+    above, *below = (line.strip("│ ") for line in drawn(node("n1", None, "make test", rollouts=[long]), width=44)[1:])
+    assert "make test" in above
+    assert long in "".join(line.strip() for line in below)
+
+
 def test_read_only_calls_are_listed_by_hits() -> None:
     call = {"endpoint": "shell", "tool": "exec"}
     seen = [
