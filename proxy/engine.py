@@ -402,7 +402,7 @@ def build_engine(
     forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool, speculator.forget)
     audit = Auditor(
         restorer, store, counts, lambda: len(step.calls), trees.get, roots,
-        share=settings.audit_share, quarantine=settings.audit_quarantine,
+        share=settings.audit_share, quarantine=settings.audit_quarantine, gate=gate,
     )  # fmt: skip
     adopter = Adopter(store, journal, tasks, trees, cache)
     last_ways = LastWays(pool, capture, snapshot_value, trees)

@@ -30,6 +30,7 @@ from proxy.audit.sampling import ReplayPath, cover, sample_calls
 from proxy.dialects.rule_schema import steady
 from proxy.execution.divergence import ANSWER_DIFFERS, divergence, gap_s, require_conclusive, same_answer
 from proxy.execution.errors import StateLostError
+from proxy.execution.gate import Gate
 from proxy.execution.restore import Restorer
 from proxy.execution.root_state import RootChanges
 from proxy.patterns import BytesPattern
@@ -112,6 +113,7 @@ class Auditor:
         *,
         share: float,
         quarantine: bool,
+        gate: Gate | None = None,
     ) -> None:
         """Create an auditor that does nothing until a hit is sampled or an audit is requested.
 
@@ -124,10 +126,11 @@ class Auditor:
             roots: Knows which trees are what their specs mean now; only those are audited.
             share: Share of the hits that are checked in the background, from 0 to 1.
             quarantine: Whether the calls that differ run again for every rollout.
+            gate: Learns of each finding; None without a cluster.
         """
         self._restorer, self._store, self._counts, self._busy, self._find = restorer, store, counts, busy, find
         self._roots = roots
-        self._share, self.quarantine = share, quarantine
+        self._share, self.quarantine, self._gate = share, quarantine, gate
         self._random = random.Random()  # noqa: S311 - a sample, no secret
         self._queue: deque[int] = deque(maxlen=_MAX_QUEUED_HITS)
         self._running: dict[int, tuple[asyncio.Task[None], Tally]] = {}
@@ -305,8 +308,14 @@ class Auditor:
         record.differs = difference
         if self.quarantine:
             lost = tree.quarantine(record, difference)
-        self._store.audits.save_finding(tree.id, record, lost, quarantined=self.quarantine)
+        self.save_finding(tree, record, lost, quarantined=self.quarantine)
         log.warning("recorded call differs", record=record.id, node=record.source.id, difference=difference)
+
+    def save_finding(self, tree: Tree, record: Record, lost: Iterable[Node], *, quarantined: bool) -> None:
+        """Write that a record differs (`Record.differs`), and which nodes were set aside for it. 0.2 ms."""
+        self._store.audits.save_finding(tree.id, record, lost, quarantined=quarantined)
+        if self._gate is not None:
+            self._gate.found(tree, record, quarantined=quarantined)
 
     def _save(self, tree: Tree, kind: SampleSource, tally: Tally) -> None:
         self._counts.audit_checked += tally.checked

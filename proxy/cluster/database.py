@@ -20,7 +20,7 @@ from sandboxes.task_owner import TaskOwner
 T = TypeVar("T")
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 
-FORMAT = 2
+FORMAT = 3
 """Version of the tables and of the lines. A database of a later version is refused and left unchanged."""
 LEASE_S = 3.0
 """How long a member's lease lasts, in seconds of the database's clock. Another member may take its tasks over after it.
@@ -348,8 +348,8 @@ class ClusterDatabase:
             raise ClusterError(
                 "the database has a schema named forkpoint that belongs to another program. Use another database."
             )
-        # Version 2 has one kind of lines more, and is otherwise the same.
-        await connection.execute("UPDATE forkpoint.cluster SET format = 2 WHERE format = 1")
+        # Versions 2 and 3 have further kinds of lines, and are otherwise the same.
+        await connection.execute("UPDATE forkpoint.cluster SET format = 3 WHERE format IN (1, 2)")
         found = await _row(connection, "SELECT format, id, proof FROM forkpoint.cluster", ())
         if found is None or found[0] != FORMAT:
             version = None if found is None else found[0]

@@ -1,6 +1,7 @@
 """The gate of this member: the rules of `protocol`, applied to the calls and records of its engine."""
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import structlog
@@ -11,7 +12,7 @@ from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.positions import PositionFile
 from proxy.cluster.protocol import Admission, Ended, Entered, Position
 from proxy.refusals import RefusalError
-from proxy.storage.copies import CopyStore, NoteCopy
+from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy
 from proxy.storage.trees import TreeStore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record, Tree
@@ -178,6 +179,13 @@ class ClusterGate:
         owned = self.owned.get(rollout.task)
         if owned is not None:
             owned.note([NoteCopy(rollout.id, protocol, value)])
+
+    def found(self, tree: Tree, record: Record, *, quarantined: bool) -> None:
+        """Write to the log that a record differs, so that a later owner does not answer what this one withholds."""
+        owned = self.owned_tree(tree.id)
+        if owned is not None:
+            copy = FindingCopy(record.id, tree.id, record.differs, quarantined, record.reproducible, time.time())
+            owned.note([copy])
 
     def recorded(self, tree: Tree, record: Record, *, is_first: bool) -> None:
         """Write a record to the log. It answers no call until it is there."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from proxy.cluster.protocol import Ended, Entered, Position
-from proxy.storage.copies import Copy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+from proxy.storage.copies import Copy, FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
 
 class Kept(NamedTuple):
@@ -45,6 +45,7 @@ _HEAD = struct.Struct("!II")
 _KINDS: dict[str, type[Any]] = {
     "task": TaskCopy, "tree": TreeCopy, "record": RecordCopy, "rollout": RolloutCopy, "entered": Entered,
     "ended": Ended, "note": NoteCopy, "kept": Kept, "unkept": Unkept,
+    "finding": FindingCopy,
 }  # fmt: skip
 """The kinds of lines. Their fields are part of the format (`database.FORMAT`)."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from proxy.cluster.database import LogRow
 from proxy.cluster.lines import Kept, Line, Unkept, decode
 from proxy.cluster.protocol import Ended, Entered, Position
-from proxy.storage.copies import Copy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+from proxy.storage.copies import Copy, FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 from proxy.tree.keys import CallKey, private_key
 
 
@@ -19,6 +19,7 @@ class TaskLogReading:
         task: The task; None for a task of which no line was written.
         trees: Its trees by number.
         records: Its records, in the order in which they were written.
+        findings: What was noticed of its records, by record.
         rollouts: Its running rollouts by number.
         notes: What protocols remember of them, by rollout and protocol.
         entered: Lines that name the ingress and the position of each running rollout, in order.
@@ -29,6 +30,7 @@ class TaskLogReading:
     task: TaskCopy | None = None
     trees: dict[int, TreeCopy] = field(default_factory=dict)
     records: list[RecordCopy] = field(default_factory=list)
+    findings: dict[int, FindingCopy] = field(default_factory=dict)
     rollouts: dict[int, RolloutCopy] = field(default_factory=dict)
     notes: dict[tuple[int, str], NoteCopy] = field(default_factory=dict)
     entered: dict[int, Entered] = field(default_factory=dict)
@@ -43,6 +45,8 @@ class TaskLogReading:
                 self.trees[line.tree] = line
             case RecordCopy():
                 self.records.append(line)
+            case FindingCopy():
+                self.findings[line.record] = line
             case RolloutCopy():
                 self.rollouts[line.rollout] = line
             case NoteCopy():
@@ -52,10 +56,14 @@ class TaskLogReading:
             case Ended():
                 self.rollouts.pop(line.rollout, None)
                 self.entered.pop(line.rollout, None)
-            case Kept():
-                self.kept[line.node] = line
-            case Unkept():
-                self.kept.pop(line.node, None)
+            case Kept() | Unkept():
+                self._take_state(line)
+
+    def _take_state(self, line: Kept | Unkept) -> None:
+        if isinstance(line, Kept):
+            self.kept[line.node] = line
+        else:
+            self.kept.pop(line.node, None)
 
     def copies(self, reported: Mapping[int, Position]) -> list[Copy]:
         """Return the rows of the store.
@@ -71,7 +79,7 @@ class TaskLogReading:
             rollouts.append(rollout._replace(node=position.node, calls=position.turn))
         task = [] if self.task is None else [self.task]
         notes = [note for note in self.notes.values() if note.rollout in self.rollouts]
-        return [*task, *self.trees.values(), *self._records(), *rollouts, *notes]
+        return [*task, *self.trees.values(), *self._records(), *self.findings.values(), *rollouts, *notes]
 
     def _records(self) -> list[RecordCopy]:
         """Return the records. A call that was executed again has two, of which the later one answers.

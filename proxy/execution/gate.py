@@ -70,6 +70,10 @@ class Gate(Protocol):
         """Note what a protocol remembers of a rollout, as JSON."""
         ...
 
+    def found(self, tree: Tree, record: Record, *, quarantined: bool) -> None:
+        """Note that a record differs from what its call does now (`Record.differs`), as the store has it."""
+        ...
+
     def recorded(self, tree: Tree, record: Record, *, is_first: bool) -> None:
         """Note that a record was written to the store.
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 
-from proxy.storage.database import StoreDatabase
+from proxy.storage.database import Execute, StoreDatabase
 from proxy.storage.errors import DamagedError
 from proxy.storage.records import update_diverged
 from proxy.storage.schema import is_whole
@@ -19,10 +19,7 @@ class AuditStore:
     def save_finding(self, tree: int, record: Record, lost: Iterable[Node], *, quarantined: bool) -> None:
         """Write that a record differs from what its call does now, and which nodes were set aside for it."""
         with self._database.transaction() as execute:
-            values = (record.id, tree, record.differs, quarantined, time.time())
-            execute("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?)", values)
-            sql = "UPDATE records SET reproducible = ?, quarantined = ? WHERE id = ?"
-            execute(sql, (record.reproducible, quarantined, record.id))
+            put_finding(execute, record.id, tree, record.differs, quarantined, record.reproducible, time.time())
             update_diverged(execute, lost)
 
     def findings(self, tree: int) -> list[tuple[int, int, int, int, str, int, float]]:
@@ -68,3 +65,12 @@ class AuditStore:
         """Write a task's noise masks, as JSON."""
         with self._database.transaction() as execute:
             execute("INSERT OR REPLACE INTO masks VALUES (?, ?)", (task, value))
+
+
+def put_finding(
+    execute: Execute, record: int, tree: int, why: str, quarantined: bool, reproducible: bool, noticed_at: float
+) -> None:
+    """Write a finding, and what follows from it for its record; the arguments are those of `copies.FindingCopy`."""
+    values = (record, tree, why, quarantined, noticed_at)
+    execute("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?)", values)
+    execute("UPDATE records SET reproducible = ?, quarantined = ? WHERE id = ?", (reproducible, quarantined, record))

@@ -7,6 +7,7 @@ same number everywhere, and so have the names that agents and people hold.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from proxy.storage.audits import put_finding
 from proxy.storage.blobs import BlobStore
 from proxy.storage.database import Execute, StoreDatabase
 from proxy.storage.notes import PUT_NOTE
@@ -134,7 +135,27 @@ class NoteCopy(NamedTuple):
     value: str
 
 
-Copy = TaskCopy | TreeCopy | RecordCopy | RolloutCopy | NoteCopy
+class FindingCopy(NamedTuple):
+    """What was noticed of a record: its call does something else now.
+
+    Attributes:
+        record: Number of the record.
+        tree: Number of its tree.
+        why: What differs.
+        quarantined: Whether the record answers no call any more.
+        reproducible: Whether a replay may be expected to reach its target.
+        noticed_at: When it was noticed, in seconds since the epoch.
+    """
+
+    record: int
+    tree: int
+    why: str
+    quarantined: bool
+    reproducible: bool
+    noticed_at: float
+
+
+Copy = TaskCopy | TreeCopy | RecordCopy | FindingCopy | RolloutCopy | NoteCopy
 
 
 class CopyStore:
@@ -226,7 +247,9 @@ class CopyStore:
                         self._write_rollout(execute, copy)
                     case NoteCopy():
                         execute(PUT_NOTE, copy)
-            # Copies do not say so. The findings of this store's own audits stay.
+                    case FindingCopy():
+                        put_finding(execute, *copy)
+            # The findings of this store's own audits stay: they may be of a time at which it did not write to the log.
             findings = f"SELECT record FROM findings WHERE quarantined AND {is_whole('findings')}"
             execute(f"UPDATE records SET quarantined = 1 WHERE id IN ({findings}) AND NOT quarantined")
             own = "SELECT id FROM rollouts WHERE task = ?"

@@ -191,7 +191,7 @@ class Chains:
         if self._engine.answers.of(known).body == report.answer:
             return known
         lost = task.tree.quarantine(known, _DIFFERS)
-        self._engine.store.audits.save_finding(task.tree.id, known, lost, quarantined=True)
+        self._engine.audit.save_finding(task.tree, known, lost, quarantined=True)
         stopped += self._of(task.tree).held.drop(lost)
         log.warning("a client's call differs from its record, and is shared no more", task=task.name, record=known.id)
         return None

@@ -70,14 +70,14 @@ def nodes(folder: Path, dsn: str, names: str, **options: str) -> Iterator[dict[s
                 node.kill()
 
 
-def put_task(node: Node, task: str) -> None:
-    """Create a task whose rollouts write into an empty table."""
+def put_task(node: Node, task: str, **options: Any) -> None:
+    """Create a task whose rollouts write into an empty table; options are further members of its spec."""
     source = node.folder / "empty.sqlite"
     if not source.exists():
         with sqlite3.connect(source) as connection:
             connection.execute("CREATE TABLE entry (value TEXT)")
         connection.close()
-    spec = {"driver": "sqlite", "databases": {"main": {"source": str(source)}}}
+    spec = {"driver": "sqlite", "databases": {"main": {"source": str(source)}}, **options}
     response = httpx.put(f"{node.url}/api/v1/tasks/{task}", json=spec, timeout=60)
     assert response.is_success, response.text
 

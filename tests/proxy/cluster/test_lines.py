@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from proxy.cluster.lines import Line, LogError, decode, encode
 from proxy.cluster.protocol import Ended, Entered, Position
-from proxy.storage.copies import NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
 NUMBERS = st.integers(0, 2**53 - 1)
 VALUES = {
@@ -17,7 +17,9 @@ VALUES = {
     bytes | None: st.none() | st.binary(max_size=32), str | None: st.none() | st.text(max_size=20),
     Position: st.builds(Position, NUMBERS, NUMBERS),
 }  # fmt: skip
-KINDS: tuple[type[Line], ...] = (TaskCopy, TreeCopy, RecordCopy, RolloutCopy, NoteCopy, Entered, Ended)
+KINDS: tuple[type[Line], ...] = (
+    TaskCopy, TreeCopy, RecordCopy, FindingCopy, RolloutCopy, NoteCopy, Entered, Ended,
+)  # fmt: skip
 
 
 def lines_of(kind: type[Line]) -> st.SearchStrategy[Line]:

@@ -1,6 +1,7 @@
 """Whole members as processes: agents' answers are compared with a model, and the log with the answers."""
 
 import asyncio
+import itertools
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -74,6 +75,25 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
             "3",
             "4",
         }
+
+
+def test_what_an_audit_withholds_stays_withheld_after_a_takeover(dsn: str, tmp_path: Path) -> None:
+    """The next owner has never audited the record, and its agents do not get the answer either."""
+
+    def drawn(node: Node, rollout: str) -> str:
+        url = f"{node.url}/t/t/r/{rollout}/sql/query"
+        return history(httpx.post(url, json={"sql": "SELECT hex(randomblob(8))"}, timeout=60))
+
+    with nodes(tmp_path, dsn, "ab", FORKPOINT_AUDIT_SHARE="1") as members:
+        a, b = members.values()
+        put_task(a, "t", volatile="once")
+        first, numbers = drawn(a, "1"), itertools.count(2)
+        assert drawn(b, "again") == first
+        # Each hit is audited soon. The answer to the first call that is no hit is behind the finding in the log.
+        wait_until(lambda: drawn(b, str(next(numbers))) != first, "the audit finds nothing")
+        a.kill()
+        wait_until(lambda: call(b, "writer", "x").status_code == 200, "the task is not taken over")
+        assert drawn(b, "last") != first
 
 
 def test_kill_of_owner_and_ingress(dsn: str, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from proxy.cluster.database import LogRow
 from proxy.cluster.lines import encode
 from proxy.cluster.protocol import Ended, Entered, Position
 from proxy.cluster.takeover import read_log
-from proxy.storage.copies import NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
 TASK = TaskCopy("t", None, 1.0)
 TREE = TreeCopy(1, "t", "key", "{}", 10, None, None, 1.0)
@@ -55,6 +55,14 @@ def test_later_record_of_a_call_answers() -> None:
     assert (second.record, second.key, second.private) == (2, b"k" * 32, False)
     assert first.key != second.key
     assert first.private
+
+
+def test_latest_finding_of_a_record_comes_behind_it() -> None:
+    """The next owner withholds what this one has withheld."""
+    known, first = record(1, 10, b"k" * 32, 11), FindingCopy(1, 1, "files", False, False, 2.0)
+    latest = first._replace(quarantined=True)
+    rows = [LogRow(1, 1, encode([known, first])), LogRow(2, 1, encode([latest]))]
+    assert read_log(rows).copies({}) == [known, latest]
 
 
 def test_empty_log() -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from proxy.storage.copies import Copy
+from proxy.storage.copies import Copy, FindingCopy, RecordCopy
 from proxy.storage.database import BLOCK
 from proxy.storage.errors import StoreError
 from proxy.storage.store import Store
+from proxy.tree.keys import CallKey
 from proxy.tree.tree import Tree
 from tests.proxy.rig import ask, engine
 
@@ -80,6 +81,23 @@ def test_a_copied_task_is_the_same(tmp_path: Path) -> None:
         ]
         assert positions[0] == positions[1]
         assert len(positions[0]) == 2
+    for store in (ours, theirs):
+        store.close()
+
+
+def test_a_finding_keeps_its_record_from_answering(tmp_path: Path) -> None:
+    """Also in a store that has never audited it."""
+    walk(tmp_path / "a")
+    ours, theirs = opened(tmp_path / "a"), opened(tmp_path / "b", block=3)
+    copies = copies_of(ours, "task")
+    tree_id = ours.trees.ids_of("task")[0]
+    record = next(copy for copy in copies if isinstance(copy, RecordCopy))
+    theirs.copies.replace("task", [*copies, FindingCopy(record.record, tree_id, "files", True, False, 2.0)])
+    assert CallKey(record.key) in ours.trees.load(tree_id).nodes[record.source].records
+    source = theirs.trees.load(tree_id).nodes[record.source]
+    assert CallKey(record.key) in source.quarantined
+    assert CallKey(record.key) not in source.records
+    assert [found[0] for found in theirs.audits.findings(tree_id)] == [record.record]
     for store in (ours, theirs):
         store.close()
 
