@@ -19,7 +19,8 @@ class OnePacket(httpx.BaseTransport):
 
     def __init__(self, timeout_s: float) -> None:
         """Give up a request without an answer after some seconds."""
-        self._timeout_s, self._local = timeout_s, threading.local()
+        self._timeout_s = timeout_s
+        self._connections: dict[tuple[int, Address], socket.socket] = {}
 
     @override
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -39,17 +40,19 @@ class OnePacket(httpx.BaseTransport):
             self._close(address)
         return httpx.Response(response.status, headers=response.getheaders(), content=content, request=request)
 
-    def _connections(self) -> dict[Address, socket.socket]:
-        known: dict[Address, socket.socket] = self._local.__dict__.setdefault("connections", {})
-        return known
+    @override
+    def close(self) -> None:
+        """Close the connections of all threads, none of which may use this transport any more."""
+        while self._connections:
+            self._connections.popitem()[1].close()
 
     def _connection(self, address: Address) -> socket.socket:
-        connections = self._connections()
-        if address not in connections:
-            connections[address] = socket.create_connection(address, self._timeout_s)
-        return connections[address]
+        name = threading.get_ident(), address
+        if name not in self._connections:
+            self._connections[name] = socket.create_connection(address, self._timeout_s)
+        return self._connections[name]
 
     def _close(self, address: Address) -> None:
-        connection = self._connections().pop(address, None)
+        connection = self._connections.pop((threading.get_ident(), address), None)
         if connection is not None:
             connection.close()

@@ -16,21 +16,27 @@ from forkpoint.trackers import StepTracker
 from tests.proxy.serving import Running, serving
 
 WANDB = """
-import glob, wandb
+import glob, time, wandb
 from wandb.proto.wandb_internal_pb2 import Record
 run = wandb.init(project="p", mode="offline", dir=folder)
 tracker = StepTracker(client, to_wandb(run), labels={"run": "a"})
 tracker.log(0), tracker.log(1)
 run.finish()
 # The file of an offline run is LevelDB's log: 7 bytes, then records with 4 bytes of checksum, length and kind.
-data, at, rows = open(glob.glob(f"{folder}/wandb/offline-run-*/*.wandb")[0], "rb").read(), 7, []
-while at < len(data):
-    size = int.from_bytes(data[at + 4 : at + 6], "little")
-    items = Record.FromString(data[at + 7 : at + 7 + size]).history.item
-    row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-    rows += [[row["forkpoint/step"], row["forkpoint/hit_rate"]]] if row else []
-    at += 7 + size
-print(json.dumps(rows))
+def rows():
+    data, at = open(glob.glob(f"{folder}/wandb/offline-run-*/*.wandb")[0], "rb").read(), 7
+    while at < len(data):
+        size = int.from_bytes(data[at + 4 : at + 6], "little")
+        items = Record.FromString(data[at + 7 : at + 7 + size]).history.item
+        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+        if row:
+            yield [row["forkpoint/step"], row["forkpoint/hit_rate"]]
+        at += 7 + size
+# W&B's own process writes the records, sometimes a moment after `finish`.
+until = time.monotonic() + 30
+while len(seen := list(rows())) < 2 and time.monotonic() < until:
+    time.sleep(0.05)
+print(json.dumps(seen))
 """
 MLFLOW = """
 import mlflow
