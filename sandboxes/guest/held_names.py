@@ -9,8 +9,9 @@
 # 1. Every thread stands still: CRIU traces it. Then nothing can change between this look and the dump.
 # 2. No process has namespaces of its own, so that all names mean the same.
 # 3. Every name of a working directory, root, program, descriptor, mapping or bound socket leads to what is held,
-#    without a link. A file that was deleted needs its directory, because CRIU makes the file there for a moment. A
-#    directory that was deleted is refused: CRIU would make it again by its path.
+#    without a link. A file that was deleted needs its directory, because CRIU makes the file there for a moment, and so
+#    the directory must not be read-only: the pipes of a container's shells are in such a place, and a shell that is
+#    killed leaves them to its children. A directory that was deleted is refused: CRIU would make it again by its path.
 # 4. No name leads into the kernel's file systems, except to a few harmless files. Their content depends on the rights
 #    of the process that opens them, and that would be CRIU. Side services of a container see them at further places.
 # 5. No descriptor is under way in a socket, where nobody can look at its name.
@@ -211,6 +212,10 @@ def _require_plain(path: bytes, held: os.stat_result | None, subject: str) -> No
         raise UnsafeNameError(f"{subject}, whose directory is not there any more")
     # A link that now has the name of the deleted file.
     _look_up(place, subject)
+    # What is mapped may be shared memory, which only looks like a file (`/dev/zero`), and CRIU makes no file for it.
+    is_file = held is not None and not path.startswith(b"/memfd:")
+    if is_file and os.statvfs(os.path.dirname(place) or b"/").f_flag & os.ST_RDONLY:  # noqa: PTH120
+        raise UnsafeNameError(f"{subject}, which was in a directory where no file can be made again")
 
 
 def _look_up(path: bytes, subject: str) -> os.stat_result | None:

@@ -6,7 +6,10 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from sandboxes.container.sandbox import ContainerSandbox
+from sandboxes.errors import NotFreezableError
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu, wait_until
 from tests.sandboxes.box import opened, run
@@ -44,6 +47,24 @@ def test_restore_waits_for_pids_to_be_reaped(container_dir: Path) -> None:
                 for pid in pids:
                     os.kill(pid, signal.SIGCONT)
             assert (await run(await restore, "kill -0 %1 && echo runs")).out == "runs\n"
+
+    asyncio.run(go())
+
+
+def test_a_pipe_of_a_killed_shell_is_not_dumped(container_dir: Path) -> None:
+    """A restore could not make it again: the place of our pipes is read-only for processes in the container."""
+    require_criu()
+
+    async def go() -> None:
+        async with opened(OnImage(container_dir, checkpoints=True)) as driver:
+            sandbox = await driver.start(SPEC)
+            await run(sandbox, "sleep 1000 &")
+            restored = await driver.restore(SPEC, await sandbox.freeze())
+            assert (await run(restored, "kill -9 $$")).code == 137
+            # The next shell has a directory of the same name, so what was deleted has a place again.
+            assert (await run(restored, "cat /proc/[0-9]*/comm | grep sleep")).out == "sleep\n"
+            with pytest.raises(NotFreezableError, match="no file can be made again"):
+                await restored.freeze()
 
     asyncio.run(go())
 
