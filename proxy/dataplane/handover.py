@@ -6,11 +6,8 @@ from typing import Protocol
 
 import httptools
 
-from proxy.dataplane.request_reader import RequestReader
+from proxy.dataplane.request_reader import END_OF_HEAD, RequestReader
 from proxy.http.asgi import Scope
-
-_END = b"\r\n\r\n"
-"""The end of a request's head."""
 
 
 class Handover(Protocol):
@@ -43,5 +40,5 @@ def first_scope(held: bytes, scheme: str) -> Scope | None:
     """
     first = RequestReader()
     with suppress(httptools.HttpParserError, httptools.HttpParserUpgrade):
-        first.feed(held.partition(_END)[0] + _END)
+        first.feed(held.partition(END_OF_HEAD)[0] + END_OF_HEAD)
     return first.scope(scheme) if first.has_head else None

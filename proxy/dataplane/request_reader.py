@@ -6,6 +6,8 @@ import httptools
 
 from proxy.http.asgi import Scope
 
+END_OF_HEAD = b"\r\n\r\n"
+"""The end of the head of a request or response."""
 MAX_HEAD_BYTES = 64 << 10
 """Limits a request's head, and what a client may send within a body that is no body: trailers, extensions of chunks."""
 MAX_HEADERS = 256

@@ -11,13 +11,12 @@ import httptools
 
 from proxy.cluster.messages import Kind, MessageError
 from proxy.cluster.protocol import Position
-from proxy.dataplane.request_reader import RequestReader
+from proxy.dataplane.request_reader import END_OF_HEAD, RequestReader
 from proxy.http.asgi import Scope
 from proxy.http.lru_cache import LruCache
 
 _CALL = struct.Struct("!QQQHIB")
 _KNOWN = struct.Struct("!QQQI")
-END_OF_HEAD = b"\r\n\r\n"
 MAX_REMEMBERED_BYTES = 2048
 """Limits the heads that are remembered: with their parsed form, 8,192 of them take less than 64 MiB."""
 MAX_REMEMBERED = 8192

@@ -20,13 +20,14 @@ import structlog
 from typing_extensions import override
 
 from proxy.cluster.channels import Channel
-from proxy.cluster.hits.calls import END_OF_HEAD, pack_call, unpack_known
+from proxy.cluster.hits.calls import pack_call, unpack_known
 from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.links import AskedAtOnce
 from proxy.cluster.member import Member
 from proxy.cluster.messages import CallAnswer, MessageError
 from proxy.dataplane.addressing import Addressing
 from proxy.dataplane.passing import PassedRequest, Passing, WaitingConnection
+from proxy.dataplane.request_reader import END_OF_HEAD
 from proxy.http.access import GRANT, Access
 from proxy.http.asgi import Scope
 from proxy.refusals import RefusalError
