@@ -29,7 +29,8 @@ from proxy.control.parts import ControlPlane
 from proxy.control.routes.api import control_plane
 from proxy.control.routes.params import PROBLEM, granted
 from proxy.dataplane.app import DataPlane
-from proxy.dataplane.hit_protocol import HitFirst, protocol_for, report_responses
+from proxy.dataplane.hit_protocol import HitFirst, protocol_for
+from proxy.dataplane.response_reports import report_responses
 from proxy.dataplane.socket_protocol import BoundedSocketProtocol
 from proxy.engine import Engine, build_engine
 from proxy.http.access import AccessError

@@ -1,5 +1,7 @@
 """Connections whose next request another process of this proxy answers; see `proxy.workers`."""
 
+import asyncio
+import os
 import socket
 from contextlib import suppress
 from typing import Protocol
@@ -8,6 +10,9 @@ import httptools
 
 from proxy.dataplane.request_reader import END_OF_HEAD, RequestReader
 from proxy.http.asgi import Scope
+
+_DRAIN_S = 0.01
+"""Interval at which a connection that is given away is checked for bytes that its client has not taken, in seconds."""
 
 
 class Handover(Protocol):
@@ -42,3 +47,25 @@ def first_scope(held: bytes, scheme: str) -> Scope | None:
     with suppress(httptools.HttpParserError, httptools.HttpParserUpgrade):
         first.feed(held.partition(END_OF_HEAD)[0] + END_OF_HEAD)
     return first.scope(scheme) if first.has_head else None
+
+
+def give_when_sent(handover: Handover, process: int, transport: asyncio.Transport, held: bytes) -> None:
+    """Give a connection to another process, once its client has taken what was sent; give up if it closes before.
+
+    Args:
+        handover: Brings it there.
+        process: Number of the process.
+        transport: The connection. Nothing reads it any more.
+        held: What its client has sent and got no answer to.
+    """
+    if transport.is_closing():
+        return
+    transport.pause_reading()
+    if transport.get_write_buffer_size():
+        loop = asyncio.get_running_loop()
+        loop.call_later(_DRAIN_S, give_when_sent, handover, process, transport, held)
+        return
+    own: socket.socket = transport.get_extra_info("socket")
+    # A descriptor of its own: the transport closes the other one, and the connection stays.
+    handover.give(process, socket.socket(fileno=os.dup(own.fileno())), held)
+    transport.abort()

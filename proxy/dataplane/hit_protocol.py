@@ -25,55 +25,33 @@ therefore ignores `close` in READING and AWAITED, where only `HitFirst` closes a
 """
 
 import asyncio
-import os
-import socket
-import struct
 from enum import Enum
 from time import perf_counter
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import httptools
 import uvicorn
 from typing_extensions import override
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from proxy.compat.endpoints import Stream, StreamTransport
+from proxy.dataplane import closing_responses
 from proxy.dataplane.app import DataPlane
 from proxy.dataplane.connection_limits import ConnectionLimits, Phase, Watch
-from proxy.dataplane.handover import Handover, first_scope
-from proxy.dataplane.passing import PASSED, PassedRequest, Passing
+from proxy.dataplane.handover import Handover, first_scope, give_when_sent
+from proxy.dataplane.idle_timer import IdleTimer
+from proxy.dataplane.passing import PassedRequest, Passing
 from proxy.dataplane.request_reader import RequestReader
-from proxy.dataplane.uvicorn_transport import UvicornTransport
-from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
-from proxy.http.exchange import EXPECTED
+from proxy.dataplane.taken_connection import MAX_STREAM_REQUEST_BYTES, TakenConnection, split_request
+from proxy.dataplane.uvicorn_end import UvicornEnd
+from proxy.http.asgi import Scope
 from proxy.telemetry.histogram import Histogram
 from sandboxes.task_owner import TaskOwner
 
-MAX_STREAM_REQUEST_BYTES = 32 << 10
-"""Limits a request that may take its connection over; the JSON of an exec start has less than 200 bytes."""
+if TYPE_CHECKING:
+    from proxy.compat.endpoints import Stream
+
 MAX_HELD_BYTES = 64 << 10
 """Limits the bytes of a head that are held until it is complete. uvicorn gets a longer head piece by piece."""
-_DRAIN_S = 0.01
-"""Interval at which a connection that is given away is checked for bytes that its client has not taken, in seconds."""
-_RESET = struct.pack("ii", 1, 0)
-"""On, and 0 seconds: unsent bytes are dropped."""
-_CONNECTION = "forkpoint.connection"
-"""The key of a connection's `HitFirst` in the `state` of its ASGI scopes."""
-
-
-def _refusal(status: bytes, text: bytes) -> bytes:
-    """Return a whole response that closes the connection."""
-    head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-    return head % (status, len(text)) + text
-
-
-_REFUSAL = _refusal(b"400 Bad Request", b"Invalid HTTP request received.")
-_TOO_LARGE = _refusal(
-    b"431 Request Header Fields Too Large", b"A request's head may have 64 KiB and 256 headers. Send less."
-)
-_TOO_SLOW = _refusal(b"408 Request Timeout", b"The request took too long to arrive. Send it again, in one go.")
-_CROWDED = _refusal(b"503 Service Unavailable", b"All connections of this proxy are in use (max_connections).")
 
 
 class _State(Enum):
@@ -101,36 +79,6 @@ def protocol_for(data_plane: DataPlane, handover: Handover | None = None) -> typ
     return type("HitFirstFor", (HitFirst,), members)
 
 
-def report_responses(application: AsgiApp) -> AsgiApp:
-    """Return an application that reports the end of each HTTP response to its connection."""
-
-    async def reporting(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            # WebSockets need no count: their connections are PASSED and never come back to READING.
-            await application(scope, receive, send)
-            return
-        connection: HitFirst = scope["state"][_CONNECTION]
-        expected, connection.expected = connection.expected, None
-        passed, connection.passed = connection.passed, None
-        scope[EXPECTED], scope[PASSED] = expected, passed
-
-        async def sending(message: AsgiMessage) -> None:
-            # Counted after the write, because a connection that is back in READING may write the next hit at once.
-            await send(message)
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                connection.response_ended()
-
-        try:
-            await application(scope, receive, sending)
-        finally:
-            if expected is not None:
-                connection.data_plane.handled(expected)
-            if passed is not None:
-                passed.release()
-
-    return reporting
-
-
 class HitFirst(asyncio.Protocol):
     """One connection. The server makes it with the arguments that it gives to uvicorn's own protocol classes."""
 
@@ -149,18 +97,16 @@ class HitFirst(asyncio.Protocol):
         self._state, self._reader = _State.READING, RequestReader()
         self._held = self._behind = b""
         self._answered, self._began = 0, 0.0
-        self._idle_since, self._idle_timer = 0.0, cast("asyncio.TimerHandle | None", None)
+        self._idle = IdleTimer(self, config.timeout_keep_alive, self._loop)
         self._writable = asyncio.Event()
         # Starts writable: asyncio reports only the changes of a transport's buffer.
         self._writable.set()
         self._body_at: int | None = None
-        self._inner: HttpToolsProtocol | None = None
         self._stream: Stream | None = None
-        self._stream_is_held = self._is_behind_full = self._is_ending = False
+        self._is_behind_full = self._is_ending = False
         self.expected: object | None = None
         self.passed: PassedRequest | None = None
         self.watch = Watch()
-        self._receiver: int | None = None
         self.received_before = b""
 
     # -- called by the event loop ------------------------------------------------------------------------------------
@@ -168,10 +114,10 @@ class HitFirst(asyncio.Protocol):
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._uvicorn_transport = UvicornTransport(self, self._transport, self._loop)
+        self._uvicorn = UvicornEnd(self, self._transport, self._config, self._server_state, self._app_state)
         self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
         if not self.limits.admit(self, self._loop):
-            self._transport.write(_CROWDED)
+            self._transport.write(closing_responses.CROWDED)
             self._transport.close()
             return
         # The server calls `shutdown` of what it finds here, and waits until it is gone.
@@ -192,12 +138,11 @@ class HitFirst(asyncio.Protocol):
         elif self._state is _State.AWAITED:
             self._hold_behind(data)
         else:
-            assert self._inner is not None
             # The reader counts first: if a response ends within uvicorn's call, the requests in these bytes must be
             # counted.
             if self._state is _State.SERVED and not self._read_along(data):
                 return
-            self._inner.data_received(data)
+            self._uvicorn.feed(data)
 
     @override
     def eof_received(self) -> bool:
@@ -218,20 +163,17 @@ class HitFirst(asyncio.Protocol):
             self._stream.lose()
         if self.passed is not None:
             self.passed.lose()
-        if self._inner is not None:
-            self._inner.connection_lost(exc)
+        self._uvicorn.lose(exc)
 
     @override
     def pause_writing(self) -> None:
         self._writable.clear()
-        if self._inner is not None:
-            self._inner.pause_writing()
+        self._uvicorn.pause_writing()
 
     @override
     def resume_writing(self) -> None:
         self._writable.set()
-        if self._inner is not None:
-            self._inner.resume_writing()
+        self._uvicorn.resume_writing()
 
     # -- called by the server, by `report_responses` and by `UvicornTransport` ---------------------------------------
 
@@ -244,11 +186,19 @@ class HitFirst(asyncio.Protocol):
 
     def response_ended(self) -> None:
         """Note that uvicorn has written the end of a response."""
-        self._uvicorn_transport.begin_response()
-        self._count_response()
+        self._uvicorn.begin_response()
+        self._answered += 1
+        self._idle.restart()
         # All three are equal only between two requests: none half read, none half answered, none pipelined behind.
         if self._state is _State.SERVED and self._reader.begun == self._reader.ended == self._answered:
             self._state, self._reader.keeps_body = _State.READING, True
+
+    def release(self, expected: object | None, passed: PassedRequest | None) -> None:
+        """Note that a request was handled, or never will be; see `ReportedConnection`."""
+        if expected is not None:
+            self.data_plane.handled(expected)
+        if passed is not None:
+            passed.release()
 
     @property
     def is_idle(self) -> bool:
@@ -280,7 +230,7 @@ class HitFirst(asyncio.Protocol):
 
     def is_held_up(self) -> bool:
         """Return whether uvicorn does not read, because the application has not taken what is there."""
-        return self._inner is not None and self._inner.flow is not None and self._inner.flow.read_paused
+        return self._uvicorn.is_held_up
 
     def unread_bytes(self) -> int:
         """Return how many bytes wait for the client to read; 0 for a stream, whose client may take its time."""
@@ -293,7 +243,7 @@ class HitFirst(asyncio.Protocol):
     def time_out(self) -> None:
         """Close the connection. A client that has only begun its first request is told why."""
         if self._state is _State.READING and self._held:
-            self._transport.write(_TOO_SLOW)
+            self._transport.write(closing_responses.TOO_SLOW)
         self._transport.close()
 
     def abort(self) -> None:
@@ -314,9 +264,9 @@ class HitFirst(asyncio.Protocol):
         if unanswered == 0:
             # Only the blank lines that clients may send between requests (RFC 9112, 2.2).
             self._held = b""
-        elif self.handover is not None and self._is_elsewhere(scope, unanswered):
-            self._state = _State.GIVEN
-            self._give()
+        elif self.handover is not None and (process := self._elsewhere(self.handover, scope, unanswered)) is not None:
+            held, self._held, self._state = self._held, b"", _State.GIVEN
+            give_when_sent(self.handover, process, self._transport, held)
         # A stream takes the connection over, so it must be the only request on it.
         elif scope is not None and unanswered == 1 and self._may_stream(scope):
             self._stream_when_whole(scope)
@@ -326,28 +276,18 @@ class HitFirst(asyncio.Protocol):
             if scope is None or not self._answer(scope):
                 # uvicorn makes a task of the request. Until that runs, a hit on another connection must not overtake.
                 self.expected = None if scope is None else self.data_plane.expect(scope)
-                before = None if self._inner is None else self._inner.cycle
                 # The tree does not know the call, or the client needs more than one write. uvicorn gets the very
                 # bytes that arrived.
-                self._serve(_State.SERVED)
-                self._forget_refused(before)
+                self._serve_noted()
         elif unanswered > 1 or reader.has_head or len(self._held) > MAX_HELD_BYTES:
             # Several requests at once (pipelining) need answers in their order, which uvicorn keeps; a body may
             # come too slowly to hold.
             self._serve(_State.SERVED)
 
-    def _forget_refused(self, before: RequestResponseCycle | None) -> None:
-        """Release a noted request that uvicorn has refused by itself: no task will report that it was handled.
-
-        Args:
-            before: What uvicorn handled before the request.
-        """
-        # uvicorn begins a cycle, and with it a task, for each request that it takes.
-        if self._inner is not None and self._inner.cycle is before:
-            if self.expected is not None:
-                self.data_plane.handled(self.expected)
-            if self.passed is not None:
-                self.passed.release()
+    def _serve_noted(self) -> None:
+        """Give uvicorn a whole request. If it refuses the request by itself, no task reports that it was handled."""
+        if not self._serve(_State.SERVED):
+            self.release(self.expected, self.passed)
             self.expected = self.passed = None
 
     def _serve_upgrade(self) -> None:
@@ -398,25 +338,18 @@ class HitFirst(asyncio.Protocol):
         self._held = b""
         self._transport.write(response)
         self._server_state.total_requests += 1
-        self._count_response()
+        self._answered += 1
+        self._idle.restart()
         self.hit_s.observe(perf_counter() - self._began)
 
-    def _serve(self, state: _State) -> None:
-        """Give the held bytes to uvicorn."""
-        # The state changes before uvicorn sees the bytes: it may close the connection from within `data_received`,
-        # and `close` is ignored in READING.
+    def _serve(self, state: _State) -> bool:
+        """Give the held bytes to uvicorn; return whether it has begun to handle a request."""
+        # The state changes before uvicorn sees the bytes: it may close the connection while it reads them, and `close`
+        # is ignored in READING.
         held, self._held, self._state = self._held, b"", state
         # uvicorn collects the body itself now; keeping it here too would hold each upload twice.
         self._body_at, self._reader.keeps_body, self._reader.body = None, False, b""
-        if self._inner is None:
-            # The scope's `state` is the only thing that uvicorn passes from a connection to its application.
-            state_of_scopes = {**self._app_state, _CONNECTION: self}
-            self._inner = HttpToolsProtocol(self._config, self._server_state, state_of_scopes)
-            self._inner.connection_made(cast("asyncio.Transport", self._uvicorn_transport))
-            # asyncio reports a full buffer once, before this protocol existed, so it has to learn of it here.
-            if not self._writable.is_set():
-                self._inner.pause_writing()
-        self._inner.data_received(held)
+        return self._uvicorn.begin(held, is_writable=self._writable.is_set())
 
     def _read_along(self, data: bytes) -> bool:
         """Follow where requests begin and end; return whether uvicorn may have the bytes."""
@@ -438,33 +371,16 @@ class HitFirst(asyncio.Protocol):
 
     def _refuse(self) -> None:
         self._state = _State.PASSED
-        self._transport.write(_TOO_LARGE if self._reader.is_too_large else _REFUSAL)
+        too_large = self._reader.is_too_large
+        self._transport.write(closing_responses.TOO_LARGE if too_large else closing_responses.INVALID)
         self._transport.close()
 
     # -- connections that other processes answer ---------------------------------------------------------------------
 
-    def _is_elsewhere(self, scope: Scope | None, unanswered: int) -> bool:
-        """Return whether another process answers the first of the held requests; False without its whole head."""
-        assert self.handover is not None
+    def _elsewhere(self, handover: Handover, scope: Scope | None, unanswered: int) -> int | None:
+        """Return the process that answers the first of the held requests; None for this one, or an incomplete head."""
         first = scope if unanswered == 1 else first_scope(self._held, self._scheme)
-        self._receiver = None if first is None else self.handover.elsewhere(first)
-        return self._receiver is not None and not self._transport.is_closing()
-
-    def _give(self) -> None:
-        """Give the connection to the process that answers its request, once its client has taken what was sent."""
-        if self._transport.is_closing():
-            return
-        self._transport.pause_reading()
-        if self._transport.get_write_buffer_size():
-            self._loop.call_later(_DRAIN_S, self._give)
-            return
-        assert self.handover is not None
-        assert self._receiver is not None
-        own: socket.socket = self._transport.get_extra_info("socket")
-        held, self._held = self._held, b""
-        # A descriptor of its own: the transport closes the other one, and the connection stays.
-        self.handover.give(self._receiver, socket.socket(fileno=os.dup(own.fileno())), held)
-        self._transport.abort()
+        return None if first is None or self._transport.is_closing() else handover.elsewhere(first)
 
     # -- requests that another process has: called by it as `WaitingConnection` ---------------------------------------
 
@@ -496,11 +412,9 @@ class HitFirst(asyncio.Protocol):
 
     def declined(self) -> None:
         """Let uvicorn have the request; see `WaitingConnection`."""
-        before = None if self._inner is None else self._inner.cycle
-        self._serve(_State.SERVED)
-        self._forget_refused(before)
-        if self._is_ending and self._inner is not None:
-            self._inner.shutdown()
+        self._serve_noted()
+        if self._is_ending:
+            self._uvicorn.shutdown()
         self._read_behind()
 
     def _read_behind(self) -> None:
@@ -512,30 +426,20 @@ class HitFirst(asyncio.Protocol):
         if behind:
             self.data_received(behind)
 
-    # -- idle connections --------------------------------------------------------------------------------------------
+    # -- the end of a connection -------------------------------------------------------------------------------------
 
-    def _count_response(self) -> None:
-        self._answered += 1
-        self._idle_since = self._loop.time()
-        # One timer serves many responses: setting one for each would cost a hit 2 us.
-        # The timer stays: it finds out itself how long the connection has really been idle.
-        if self._idle_timer is None:
-            self._idle_timer = self._loop.call_later(self._config.timeout_keep_alive, self._close_if_idle)
-
-    def _close_if_idle(self) -> None:
-        rest_s = self._idle_since + self._config.timeout_keep_alive - self._loop.time()
+    def expire(self) -> bool:
+        """Close the connection if it is between two requests; see `IdleConnection`."""
         # Held bytes are half a request. Its client is slow but not idle.
-        if rest_s <= 0 and self.is_idle and not self._held:
+        if self.is_idle and not self._held:
             self._transport.close()
-        elif self._state in {_State.READING, _State.SERVED, _State.AWAITED}:
-            rest_s = rest_s if rest_s > 0 else self._config.timeout_keep_alive
-            self._idle_timer = self._loop.call_later(rest_s, self._close_if_idle)
+            return False
+        return self._state in {_State.READING, _State.SERVED, _State.AWAITED}
 
     def _leave(self) -> None:
         # Without this, a shutdown would wait for a connection that no longer exists.
         self._server_state.connections.discard(cast("Any", self))
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
+        self._idle.cancel()
 
     # -- connections that become streams -----------------------------------------------------------------------------
 
@@ -548,52 +452,25 @@ class HitFirst(asyncio.Protocol):
 
     def _stream_when_whole(self, scope: Scope) -> None:
         """Turn the connection into a stream once the request's body has come."""
-        reader, upgrade = self._reader, self._body_at is not None
-        rest = b""
-        # Only a request whose head asks for an upgrade has this offset; Docker's client also streams without one.
-        if self._body_at is not None:
-            # For the parser a request with an upgrade ends with its head; its body is what follows.
-            length = min(reader.content_length, MAX_STREAM_REQUEST_BYTES)
-            body, rest = self._held[self._body_at :][:length], self._held[self._body_at + length :]
+        split = split_request(self._reader, self._held, self._body_at)
+        if split is None:
             # The rest of the body is on its way: the next `data_received` comes here again.
-            if len(body) < length:
-                return
-        elif reader.ended < reader.begun:
-            if len(self._held) > MAX_STREAM_REQUEST_BYTES:
+            if self._body_at is None and len(self._held) > MAX_STREAM_REQUEST_BYTES:
                 self._serve(_State.SERVED)
             return
-        else:
-            body = reader.body
-        streaming = self.data_plane.streaming
+        body, rest = split
+        upgrade, streaming = self._body_at is not None, self.data_plane.streaming
         if streaming is None or not streaming.takes_connection(scope, body):
             # No parser reads a body behind an upgrade. The rewritten request also closes the connection, because
             # the reader stopped at the upgrade.
-            self._held = reader.without_upgrade(body) if upgrade else self._held
+            self._held = self._reader.without_upgrade(body) if upgrade else self._held
             self._serve(_State.SERVED)
             return
         self._held, self._state = b"", _State.STREAM
-        write, close = self._transport.write, self._transport.close
-        transport = StreamTransport(write, self._drain, self._hold, close, self._reset)
+        transport = TakenConnection(self._transport, self._writable).transport
         self._stream, answering = streaming.open_stream(scope, body, transport, upgrade=upgrade, rest=rest)
         if answering is not None:
             task = self.tasks.spawn("stream", answering)
             # A shutdown that takes too long cancels the server's tasks.
             self._server_state.tasks.add(task)
             task.add_done_callback(self._server_state.tasks.discard)
-
-    async def _drain(self) -> None:
-        await self._writable.wait()
-
-    def _reset(self) -> None:
-        """Close the connection at once, so that the client gets an error and does not see the end of a stream."""
-        if not self._transport.is_closing():
-            # With this option the kernel sends a reset when the socket is closed (socket(7), SO_LINGER).
-            own: socket.socket = self._transport.get_extra_info("socket")
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        self._transport.abort()
-
-    def _hold(self, on: bool) -> None:
-        """Stop reading from a client that sends faster than its process reads, or go on."""
-        if on != self._stream_is_held and not self._transport.is_closing():
-            self._stream_is_held = on
-            (self._transport.pause_reading if on else self._transport.resume_reading)()

@@ -12,105 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from proxy.dataplane.hit_protocol import MAX_HELD_BYTES, HitFirst, protocol_for, report_responses
+from proxy.dataplane.hit_protocol import MAX_HELD_BYTES, protocol_for
 from proxy.dataplane.passing import PASSED, WaitingConnection
-from proxy.dataplane.uvicorn_transport import UvicornTransport
+from proxy.dataplane.response_reports import report_responses
 from proxy.http.asgi import Receive, Scope, Send
 
 if TYPE_CHECKING:
     from proxy.dataplane.app import DataPlane
-
-
-class Connection:
-    is_idle = False
-
-
-class Recorded:
-    """A transport that records what is written."""
-
-    def __init__(self) -> None:
-        self.writes: list[bytes] = []
-        self.closed = False
-
-    def write(self, data: bytes) -> None:
-        assert not self.closed
-        self.writes.append(data)
-
-    def close(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-
-def transports() -> tuple[Recorded, UvicornTransport, Connection]:
-    real, connection = Recorded(), Connection()
-    loop = asyncio.get_running_loop()
-    return real, UvicornTransport(cast("HitFirst", connection), cast("asyncio.Transport", real), loop), connection
-
-
-def test_head_and_body_leave_in_one_write() -> None:
-    async def go() -> None:
-        real, transport, _ = transports()
-        transport.write(b"head ")
-        transport.write(b"body")
-        assert real.writes == [b"head body"]
-        transport.write(b"more")
-        await asyncio.sleep(0)
-        assert real.writes == [b"head body", b"more"]
-
-    asyncio.run(go())
-
-
-def test_head_without_body_leaves_once() -> None:
-    async def go() -> None:
-        real, transport, _ = transports()
-        transport.write(b"head")
-        assert real.writes == []
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert real.writes == [b"head"]
-        transport.write(b"body")
-        assert real.writes == [b"head", b"body"]
-
-    asyncio.run(go())
-
-
-def test_each_response_joins_its_own_head() -> None:
-    """The end of a response writes a head that is still held, so that a hit cannot overtake it."""
-
-    async def go() -> None:
-        real, transport, _ = transports()
-        transport.write(b"head 1")
-        transport.begin_response()
-        assert real.writes == [b"head 1"]
-        transport.write(b"head 2 ")
-        transport.write(b"body 2")
-        assert real.writes == [b"head 1", b"head 2 body 2"]
-
-    asyncio.run(go())
-
-
-def test_held_head_leaves_before_the_close() -> None:
-    async def go() -> None:
-        real, transport, _ = transports()
-        transport.write(b"head")
-        transport.close()
-        assert (real.writes, real.closed, transport.is_closing()) == ([b"head"], True, True)
-        await asyncio.sleep(0)
-        assert real.writes == [b"head"]
-
-    asyncio.run(go())
-
-
-def test_uvicorn_cannot_close_an_idle_connection() -> None:
-    async def go() -> None:
-        real, transport, connection = transports()
-        connection.is_idle = True
-        transport.close()
-        assert not real.closed
-
-    asyncio.run(go())
 
 
 class Client(asyncio.Transport):

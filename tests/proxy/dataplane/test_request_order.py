@@ -9,7 +9,8 @@ from uvicorn.server import ServerState
 
 from proxy.app import assemble
 from proxy.control.parts import ControlPlane
-from proxy.dataplane.hit_protocol import protocol_for, report_responses
+from proxy.dataplane.hit_protocol import protocol_for
+from proxy.dataplane.response_reports import report_responses
 from tests.proxy import rig
 from tests.proxy.dataplane.test_hit_protocol import Client
 

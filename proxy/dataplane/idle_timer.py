@@ -1,0 +1,48 @@
+"""The end of connections on which nothing happens."""
+
+import asyncio
+from typing import Protocol
+
+
+class IdleConnection(Protocol):
+    """A connection as its timer sees it."""
+
+    def expire(self) -> bool:
+        """Close the connection if it is between two requests; return whether it has to be looked at again."""
+        ...
+
+
+class IdleTimer:
+    """Looks at a connection that had no response for a while.
+
+    One timer serves many responses: setting one for each would cost a hit 2 us. It finds out itself how long the
+    connection has really been idle.
+    """
+
+    def __init__(self, connection: IdleConnection, limit_s: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin with the first response.
+
+        Args:
+            connection: The connection.
+            limit_s: How long it may be idle.
+            loop: Its event loop.
+        """
+        self._connection, self._limit_s, self._loop = connection, limit_s, loop
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def restart(self) -> None:
+        """Note that a response was written. Called for each hit."""
+        self._since_s = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._limit_s, self._check)
+
+    def cancel(self) -> None:
+        """Look at the connection no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        rest_s = self._since_s + self._limit_s - self._loop.time()
+        if rest_s > 0 or self._connection.expire():
+            self._timer = self._loop.call_later(rest_s if rest_s > 0 else self._limit_s, self._check)

@@ -1,0 +1,57 @@
+"""Tells a connection when the application has written a response, and when it has returned."""
+
+from typing import Protocol
+
+from proxy.dataplane.passing import PASSED, PassedRequest
+from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
+from proxy.http.exchange import EXPECTED
+
+CONNECTION = "forkpoint.connection"
+"""The key of a connection in the `state` of its ASGI scopes, the only thing that uvicorn passes on from it."""
+
+
+class ReportedConnection(Protocol):
+    """A connection that has to know where the responses to its requests end.
+
+    Attributes:
+        expected: What was noted of the request that uvicorn has got; None if nothing was.
+        passed: The request at another process that it continues; None for most.
+    """
+
+    expected: object | None
+    passed: PassedRequest | None
+
+    def response_ended(self) -> None:
+        """Note that the end of a response was written."""
+        ...
+
+    def release(self, expected: object | None, passed: PassedRequest | None) -> None:
+        """Note that the application has returned, given what belonged to its request."""
+        ...
+
+
+def report_responses(application: AsgiApp) -> AsgiApp:
+    """Return an application that reports the end of each HTTP response to its connection."""
+
+    async def reporting(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            # WebSockets need no count: their connections never come back from uvicorn.
+            await application(scope, receive, send)
+            return
+        connection: ReportedConnection = scope["state"][CONNECTION]
+        expected, connection.expected = connection.expected, None
+        passed, connection.passed = connection.passed, None
+        scope[EXPECTED], scope[PASSED] = expected, passed
+
+        async def sending(message: AsgiMessage) -> None:
+            # Reported after the write, because a connection that has its requests back may write the next hit at once.
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                connection.response_ended()
+
+        try:
+            await application(scope, receive, sending)
+        finally:
+            connection.release(expected, passed)
+
+    return reporting

@@ -1,0 +1,65 @@
+"""Connections that become streams: which bytes belong to the request, and what the stream may do to its connection."""
+
+import asyncio
+import socket
+import struct
+
+from proxy.compat.endpoints import StreamTransport
+from proxy.dataplane.request_reader import RequestReader
+
+MAX_STREAM_REQUEST_BYTES = 32 << 10
+"""Limits a request that may take its connection over; the JSON of an exec start has less than 200 bytes."""
+_RESET = struct.pack("ii", 1, 0)
+"""On, and 0 seconds: unsent bytes are dropped."""
+
+
+def split_request(reader: RequestReader, held: bytes, body_at: int | None) -> tuple[bytes, bytes] | None:
+    """Return the body of the only request of a connection, and what its client has sent behind it.
+
+    Args:
+        reader: Has read the request's head.
+        held: The bytes of the request as far as they have come.
+        body_at: Where the body begins in them, for a request that asks for an upgrade; None for others. Docker's
+            client streams with and without one.
+
+    Returns:
+        None if the body is not complete.
+    """
+    if body_at is None:
+        return (reader.body, b"") if reader.ended == reader.begun else None
+    # For the parser a request with an upgrade ends with its head; its body is what follows.
+    length = min(reader.content_length, MAX_STREAM_REQUEST_BYTES)
+    body, rest = held[body_at:][:length], held[body_at + length :]
+    return (body, rest) if len(body) == length else None
+
+
+class TakenConnection:
+    """What a stream may do to its connection."""
+
+    def __init__(self, transport: asyncio.Transport, writable: asyncio.Event) -> None:
+        """Take a connection over.
+
+        Args:
+            transport: The connection.
+            writable: Set while the client reads what is written.
+        """
+        self._transport, self._writable = transport, writable
+        self._is_held = False
+        self.transport = StreamTransport(transport.write, self._drain, self._hold, transport.close, self._reset)
+
+    async def _drain(self) -> None:
+        await self._writable.wait()
+
+    def _hold(self, on: bool) -> None:
+        """Stop reading from a client that sends faster than its process reads, or go on."""
+        if on != self._is_held and not self._transport.is_closing():
+            self._is_held = on
+            (self._transport.pause_reading if on else self._transport.resume_reading)()
+
+    def _reset(self) -> None:
+        """Close the connection at once, so that the client gets an error and does not see the end of a stream."""
+        if not self._transport.is_closing():
+            # With this option the kernel sends a reset when the socket is closed (socket(7), SO_LINGER).
+            own: socket.socket = self._transport.get_extra_info("socket")
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._transport.abort()

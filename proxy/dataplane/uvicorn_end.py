@@ -1,0 +1,166 @@
+"""uvicorn behind a connection that `hit_protocol` shares with it: its protocol, and what that writes to."""
+
+import asyncio
+from typing import Any, Protocol, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from proxy.dataplane.response_reports import CONNECTION
+
+
+class SharedConnection(Protocol):
+    """What uvicorn's transport needs of `HitFirst`."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether uvicorn has nothing to do on the connection.
+
+        Its keep-alive timer may fire then, because it sees none of the hits; the connection is not closed for it.
+        """
+        ...
+
+    def hand_over(self) -> None:
+        """Give the connection to uvicorn for good."""
+        ...
+
+
+class UvicornTransport:
+    """The transport that uvicorn's protocol of a connection writes to.
+
+    It sends the head of a response together with what is written next, or alone if nothing is written in the same
+    turn of the event loop. A packet less for each response saves the server 40 us, and its client as much (measured).
+    """
+
+    def __init__(
+        self, connection: SharedConnection, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Stand between uvicorn's protocol and the transport of a connection.
+
+        Args:
+            connection: Says whether uvicorn has the connection now.
+            transport: The real transport.
+            loop: The event loop of both.
+        """
+        self._connection, self._transport, self._loop = connection, transport, loop
+        self._head: bytes | None = None
+        self._is_head_due = True
+
+    def write(self, data: bytes) -> None:
+        """Write data, after a head that is held."""
+        # The first write after `begin_response` is uvicorn's head. The flush is for a body that comes later, as
+        # from a slow tool.
+        if self._is_head_due:
+            self._is_head_due, self._head = False, data
+            self._loop.call_soon(self.flush)
+            return
+        head, self._head = self._head, None
+        self._transport.write(data if head is None else head + data)
+
+    def flush(self) -> None:
+        """Write a head that is held."""
+        if self._head is not None:
+            self.write(b"")
+
+    def begin_response(self) -> None:
+        """Write what is held, and hold the next head."""
+        self.flush()
+        self._is_head_due = True
+
+    def close(self) -> None:
+        """Close the connection, unless uvicorn has nothing to do on it."""
+        # A response that is complete for uvicorn may have its head still held.
+        self.flush()
+        if not self._connection.is_idle:
+            self._transport.close()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Let a WebSocket protocol have the connection."""
+        # The WebSocket's protocol has pings of its own; the idle timer of this one must not close its connection.
+        self._connection.hand_over()
+        self._transport.set_protocol(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the real transport's."""
+        return getattr(self._transport, name)
+
+
+class UvicornEnd:
+    """An unmodified uvicorn protocol, which is made when uvicorn gets the first request of a connection."""
+
+    def __init__(
+        self,
+        connection: SharedConnection,
+        transport: asyncio.Transport,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+    ) -> None:
+        """Stand behind a connection.
+
+        Args:
+            connection: The connection. The application finds it in the `state` of its scopes.
+            transport: Its transport.
+            config: See uvicorn's protocol classes.
+            server_state: See uvicorn's protocol classes.
+            app_state: See uvicorn's protocol classes.
+        """
+        self._transport = UvicornTransport(connection, transport, asyncio.get_running_loop())
+        self._config, self._server_state = config, server_state
+        self._app_state, self._connection = app_state, connection
+        self._protocol: HttpToolsProtocol | None = None
+
+    def begin(self, held: bytes, *, is_writable: bool) -> bool:
+        """Give uvicorn the connection and what has come on it; return whether it has begun to handle a request.
+
+        Args:
+            held: The bytes that nobody has answered.
+            is_writable: Whether the client reads what is written.
+        """
+        if self._protocol is None:
+            # The scope's `state` is the only thing that uvicorn passes from a connection to its application.
+            state = {**self._app_state, CONNECTION: self._connection}
+            self._protocol = HttpToolsProtocol(self._config, self._server_state, state)
+            self._protocol.connection_made(cast("asyncio.Transport", self._transport))
+            # asyncio reports a full buffer once, before this protocol existed, so it has to learn of it here.
+            if not is_writable:
+                self._protocol.pause_writing()
+        # uvicorn begins a cycle, and with it a task, for each request that it takes.
+        before = self._protocol.cycle
+        self._protocol.data_received(held)
+        return self._protocol.cycle is not before
+
+    def feed(self, data: bytes) -> None:
+        """Give uvicorn what has come on a connection that it has."""
+        assert self._protocol is not None
+        self._protocol.data_received(data)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether uvicorn does not read, because the application has not taken what is there."""
+        return self._protocol is not None and self._protocol.flow is not None and self._protocol.flow.read_paused
+
+    def begin_response(self) -> None:
+        """See `UvicornTransport.begin_response`."""
+        self._transport.begin_response()
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol.pause_writing`."""
+        if self._protocol is not None:
+            self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol.resume_writing`."""
+        if self._protocol is not None:
+            self._protocol.resume_writing()
+
+    def lose(self, exc: Exception | None) -> None:
+        """Note that the connection is lost."""
+        if self._protocol is not None:
+            self._protocol.connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Close the connection once its requests are answered."""
+        if self._protocol is not None:
+            self._protocol.shutdown()
