@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import structlog
 
-from proxy.cluster.channels import Channel
 from proxy.cluster.database import DatabaseError
-from proxy.cluster.frames import Hello
 from proxy.cluster.hits.calls import Heads, KnownAnswer, PassedCall, pack_known, unpack_call
-from proxy.cluster.links import LinkServer
+from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.frames import Hello
+from proxy.cluster.link.server import LinkServer
 from proxy.cluster.member import LEAVE_S, Member
 from proxy.cluster.messages import (
     CallAnswer,

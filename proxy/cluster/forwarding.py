@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from proxy.cluster.channels import Channel
 from proxy.cluster.database import DatabaseError, Ownership
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.links import LinkLostError, PeerFailedError, answered
+from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.opener import LinkLostError, PeerFailedError, answered
 from proxy.cluster.member import Member, answer_to_call
 from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, MessageError, StreamedAnswer
 from proxy.cluster.owned import Owned

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from proxy.cluster.channels import Channel
 from proxy.cluster.database import LEASE_S, ClusterDatabase, DatabaseError, Ownership, Peer
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress
-from proxy.cluster.links import Link, LinkLostError, Links, PeerFailedError
+from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.links import Links
+from proxy.cluster.link.opener import Link, LinkLostError, PeerFailedError
 from proxy.cluster.messages import (
     CallAnswer,
     CallQuestion,

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from proxy.cluster.database import DatabaseError
-from proxy.cluster.frames import Hello
 from proxy.cluster.lines import Kept, Line, encode
+from proxy.cluster.link.frames import Hello
 from proxy.cluster.messages import CallAnswer
 from proxy.cluster.protocol import CopyKind, Outbox, OwnedTask, TakenCalls
 from proxy.refusals import RefusalError

@@ -16,12 +16,12 @@ import orjson
 from typing_extensions import override
 
 from proxy.cluster.answering import PeerQuestions
-from proxy.cluster.channels import Channel
 from proxy.cluster.database import DatabaseError, Ownership
 from proxy.cluster.forwarding import Forwarder
 from proxy.cluster.hits.calls import PassedCall
 from proxy.cluster.hits.passing import CallPassing, RegularCall, SentCall, rollout_named_by
 from proxy.cluster.ingress import WaitingCall
+from proxy.cluster.link.channels import Channel
 from proxy.cluster.member import Member
 from proxy.cluster.messages import CallAnswer, CallQuestion, Kind
 from proxy.cluster.operations import PATHS, Operations

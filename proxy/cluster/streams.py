@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from proxy.cluster.channels import Channel
+from proxy.cluster.link.channels import Channel
 from proxy.cluster.messages import pack_event, unpack_event
 from proxy.cluster.owned import Owned
 from proxy.compat.endpoints import RequestScope, Stream, StreamingEndpoint, StreamTransport

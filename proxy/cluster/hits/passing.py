@@ -19,10 +19,10 @@ from collections.abc import Awaitable, Callable
 import structlog
 from typing_extensions import override
 
-from proxy.cluster.channels import Channel
 from proxy.cluster.hits.calls import pack_call, unpack_known
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.links import AskedAtOnce
+from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.opener import PendingCall
 from proxy.cluster.member import Member
 from proxy.cluster.messages import CallAnswer, MessageError
 from proxy.dataplane.addressing import Addressing
@@ -39,7 +39,7 @@ Continue = Callable[["SentCall"], Awaitable[None]]
 """Continues a call whose agent has hung up."""
 
 
-class SentCall(PassedRequest, AskedAtOnce):
+class SentCall(PassedRequest, PendingCall):
     """A call that its owner may know the answer to.
 
     Attributes:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from proxy.cluster.answering import PeerQuestions
-from proxy.cluster.frames import Hello
 from proxy.cluster.hits.calls import PassedCall, pack_call, unpack_known
+from proxy.cluster.link.frames import Hello
 from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, Kind, pack, unpack
 from proxy.cluster.origin import ORIGIN
 from proxy.cluster.owned import Owned

@@ -15,14 +15,14 @@ import pytest
 from proxy.cluster.hits.calls import Heads, KnownAnswer, pack_known, unpack_call
 from proxy.cluster.hits.passing import CallPassing, SentCall
 from proxy.cluster.ingress import Ingress
-from proxy.cluster.links import AskedAtOnce
+from proxy.cluster.link.opener import PendingCall
 from proxy.cluster.protocol import Position
 from proxy.http.access import GRANT
 from proxy.http.address import Address
 from tests.proxy.cluster.nodes import Node, nodes, put_task
 
 if TYPE_CHECKING:
-    from proxy.cluster.channels import Channel
+    from proxy.cluster.link.channels import Channel
     from proxy.http.asgi import Scope
 
 REQUEST = b"POST /t/t/r/1/x HTTP/1.1\r\nhost: h\r\ncontent-length: 4\r\n\r\nbody"
@@ -45,7 +45,7 @@ class World:
     """An ingress whose link to an owner is a list of what was sent."""
 
     def __init__(self) -> None:
-        self.ingress, self.sent = Ingress(), list[tuple[bytes, AskedAtOnce]]()
+        self.ingress, self.sent = Ingress(), list[tuple[bytes, PendingCall]]()
         self.is_accepted, self.accepted = True, list[Any]()
         self.continued: list[SentCall] = []
         link = SimpleNamespace(ask_at_once=lambda content, call: self.sent.append((content, call)))

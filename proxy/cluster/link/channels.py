@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from proxy.cluster.frames import MAX_FRAME_BYTES, Frame, FrameKind, LinkError
+from proxy.cluster.link.frames import MAX_FRAME_BYTES, Frame, FrameKind, LinkError
 
 WINDOW_BYTES = 256 << 10
 """Bytes of one direction that are under way or not read yet. Halved, a stream needs more round trips: at 1 ms each, it

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.cluster import frames
-from proxy.cluster.frames import Frame, FrameKind, FrameReader, FrameWriter, Hello, LinkError, LinkKeys
+from proxy.cluster.link import frames
+from proxy.cluster.link.frames import Frame, FrameKind, FrameReader, FrameWriter, Hello, LinkError, LinkKeys
 
 KEY = b"k" * 32
 FRAMES = st.lists(

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from proxy.cluster.channels import MAX_CHANNELS, PIECE_BYTES, WINDOW_BYTES, Channel, ChannelEndedError, Channels
-from proxy.cluster.frames import Frame, FrameKind, LinkError
+from proxy.cluster.link.channels import MAX_CHANNELS, PIECE_BYTES, WINDOW_BYTES, Channel, ChannelEndedError, Channels
+from proxy.cluster.link.frames import Frame, FrameKind, LinkError
 
 
 class Pipe:

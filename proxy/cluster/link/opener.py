@@ -1,0 +1,173 @@
+"""The end of a link that opened it: it sends questions, and hands the answers to those that wait for them."""
+
+import asyncio
+import secrets
+from typing import Protocol
+
+from typing_extensions import override
+
+from proxy.cluster.database import Peer
+from proxy.cluster.link.channels import Channel, ChannelEndedError
+from proxy.cluster.link.connection import LinkConnection
+from proxy.cluster.link.frames import HELLO_BYTES, PROOF_BYTES, Frame, FrameKind, Hello, LinkError, LinkKeys
+
+
+class PendingCall(Protocol):
+    """A call that the peer may know the answer to. It gets one of these calls."""
+
+    def known(self, content: bytes) -> None:
+        """Take the answer that the peer knew."""
+        ...
+
+    def later(self, answer: asyncio.Future[bytes | Channel]) -> None:
+        """Wait for the answer, as for one of `Link.ask`."""
+        ...
+
+    def lost(self) -> None:
+        """Note that the link broke. Whether the peer has taken the call is not known."""
+        ...
+
+
+class LinkLostError(RuntimeError):
+    """The link broke. Whether the peer has taken the question is not known."""
+
+
+class PeerFailedError(RuntimeError):
+    """The peer could not answer the question because of a defect. Its log has the reason."""
+
+
+class Link(LinkConnection):
+    """The opener's end: it sends questions."""
+
+    def __init__(self, secret: bytes, cluster: str, hello: Hello, peer: Peer) -> None:
+        super().__init__()
+        self._secret, self._cluster, self._hello, self._peer = secret, cluster, hello, peer
+        self._answers: dict[int, asyncio.Future[bytes | Channel]] = {}
+        self._calls: dict[int, PendingCall] = {}
+        self._last = 0
+        self.opened: asyncio.Future[None] = self._loop.create_future()
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._transport.write(self._hello.pack())
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        lost = LinkLostError(f"the link to member {self._peer.name!r} broke")
+        if not self.opened.done():
+            self.opened.set_exception(lost)
+        # Nobody may wait for the opening any more.
+        self.opened.exception()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(lost)
+        calls, self._calls = tuple(self._calls.values()), {}
+        for call in calls:
+            call.lost()
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether the link is open, and its peer reads what is sent."""
+        return self.is_open and self._writable.is_set()
+
+    def ask_at_once(self, content: bytes, call: PendingCall) -> None:
+        """Send a call that the peer may know the answer to. The link must be open."""
+        stream = self._next()
+        self._calls[stream] = call
+        self.send(Frame(FrameKind.CALL, stream, content))
+
+    def _next(self) -> int:
+        # Four bytes; a link that lives for four billion questions begins again.
+        self._last = self._last % 0xFFFFFFFF + 1
+        return self._last
+
+    async def ask(self, question: bytes) -> bytes | Channel:
+        """Return the peer's answer, or the channel that it has begun; the caller closes it.
+
+        Raises:
+            LinkLostError: The link broke, and nobody knows whether the peer has taken the question.
+            PeerFailedError: The peer met a defect.
+        """
+        if not self.is_open:
+            raise LinkLostError(f"the link to member {self._peer.name!r} is closed")
+        stream = self._next()
+        answer = self._expect(stream)
+        self.send(Frame(FrameKind.ASK, stream, question))
+        try:
+            await self.drain()
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        return await answered(answer)
+
+    def _expect(self, stream: int) -> asyncio.Future[bytes | Channel]:
+        answer: asyncio.Future[bytes | Channel] = self._loop.create_future()
+        self._answers[stream] = answer
+        answer.add_done_callback(lambda _: self._answers.pop(stream, None))
+        return answer
+
+    @override
+    def _greet(self) -> bytes:
+        size = HELLO_BYTES + PROOF_BYTES
+        if len(self._greeting) < size:
+            return b""
+        acceptor = Hello.unpack(bytes(self._greeting[:HELLO_BYTES]))
+        keys = LinkKeys.derive(self._secret, self._cluster, self._hello, acceptor)
+        if not secrets.compare_digest(bytes(self._greeting[HELLO_BYTES:size]), keys.acceptor_proof):
+            raise LinkError(f"{self._peer.url} does not have the cluster's secret")
+        if (acceptor.member, acceptor.boot) != (self._peer.number, self._peer.boot):
+            raise LinkError(f"another member than {self._peer.name!r} answers at {self._peer.url}")
+        self._transport.write(keys.opener_proof)
+        self._established(keys.to_acceptor, keys.to_opener)
+        self.opened.set_result(None)
+        return bytes(self._greeting[size:])
+
+    @override
+    def _got(self, frame: Frame) -> None:
+        call = self._calls.pop(frame.stream, None)
+        if call is not None:
+            if frame.kind is FrameKind.KNOWN:
+                call.known(frame.content)
+                return
+            call.later(self._expect(frame.stream))
+        answer = self._answers.get(frame.stream)
+        # Nobody waits for the answer to a question that was cancelled.
+        if answer is None or answer.done():
+            if frame.kind in (FrameKind.DATA, FrameKind.PIECE):
+                self.send(Frame(FrameKind.CLOSE, frame.stream, b""))
+            return
+        if frame.kind in (FrameKind.DATA, FrameKind.PIECE):
+            try:
+                channel = self._channels.open(frame.stream)
+            except ChannelEndedError as error:
+                self.send(Frame(FrameKind.CLOSE, frame.stream, b""))
+                answer.set_exception(PeerFailedError(str(error)))
+                return
+            channel.got(frame)
+            answer.set_result(channel)
+        elif frame.kind is FrameKind.ANSWER:
+            answer.set_result(frame.content)
+        elif frame.kind is FrameKind.FAILED:
+            answer.set_exception(PeerFailedError(f"member {self._peer.name!r} failed. Its log has the reason."))
+
+    @override
+    def _watch(self) -> None:
+        self.send(Frame(FrameKind.PING, 0, b""))
+        super()._watch()
+
+
+async def answered(answer: asyncio.Future[bytes | Channel]) -> bytes | Channel:
+    """Return the answer to a question, or the channel that it began; the caller closes it.
+
+    Raises:
+        LinkLostError, PeerFailedError: See `Link.ask`.
+    """
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        # Both may happen in one turn of the event loop, and then nobody else would close the channel.
+        if answer.done() and not answer.cancelled() and isinstance(begun := answer.result(), Channel):
+            begun.close()
+        raise

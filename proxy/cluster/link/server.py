@@ -1,0 +1,179 @@
+"""The end of links that peers open: it accepts them, and answers their questions."""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, cast
+
+import structlog
+from typing_extensions import override
+
+from proxy.cluster.database import Membership
+from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.connection import LinkConnection
+from proxy.cluster.link.frames import (
+    HELLO_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Frame,
+    FrameKind,
+    Hello,
+    LinkError,
+    LinkKeys,
+)
+from sandboxes.task_owner import TaskOwner
+
+log = structlog.get_logger()
+
+MAX_UNPROVEN = 256
+"""Most connections at once that have not proven the secret yet. Further ones are closed."""
+
+Handler = Callable[[Hello, bytes, Callable[[], Channel]], Awaitable[bytes]]
+"""Answers a question of a peer, which has proven that it is the member it says it is.
+
+The third argument begins a channel, whose first message is the answer then; what the handler returns is not read.
+"""
+
+Taker = Callable[[Hello, bytes, Callable[[], Channel]], bytes | Coroutine[Any, Any, bytes]]
+"""Takes a call that this member may know the answer to. It returns that answer, or answers later as a handler does."""
+
+
+class LinkServer:
+    """Accepts the links of peers and answers their questions."""
+
+    def __init__(self, secret: bytes, membership: Membership, handler: Handler, taker: Taker) -> None:
+        self.secret, self.membership, self.handler, self.taker = secret, membership, handler, taker
+        self.tasks = TaskOwner()
+        self._server: asyncio.Server | None = None
+        self._connections: set[AcceptedLink] = set()
+        self._latest: dict[int, AcceptedLink] = {}
+
+    async def listen(self, host: str, port: int) -> int:
+        """Accept links; return the port, which is chosen if it is 0.
+
+        Raises:
+            OSError: The address cannot be listened on.
+        """
+        self._server = await asyncio.get_running_loop().create_server(lambda: AcceptedLink(self), host, port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept links on a socket that listens already."""
+        self._server = await asyncio.get_running_loop().create_server(lambda: AcceptedLink(self), sock=listener)
+
+    def is_latest(self, hello: Hello) -> bool:
+        """Return whether the link that began with this greeting is open, and its member has opened no newer one."""
+        latest = self._latest.get(hello.member)
+        return latest is not None and latest.hello == hello and latest.is_open
+
+    async def aclose(self) -> None:
+        """Close the links. Answers that are not sent yet are lost."""
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self._connections):
+            connection.abort()
+        self.tasks.cancel()
+        await self.tasks.wait()
+
+    def admit(self, connection: "AcceptedLink") -> bool:
+        """Note a connection that has proven nothing yet; return whether there is room for it."""
+        self._connections.add(connection)
+        return sum(not each.is_open for each in self._connections) <= MAX_UNPROVEN
+
+    def discard(self, connection: "AcceptedLink") -> None:
+        """Forget a connection that is closed."""
+        self._connections.discard(connection)
+
+    def replace(self, hello: Hello, connection: "AcceptedLink") -> None:
+        """Let a peer's newest link take the place of the one before.
+
+        Raises:
+            LinkError: The link is older than the one that is there.
+        """
+        before = self._latest.get(hello.member)
+        if before is not None and before.hello is not None and before.hello[:3] >= hello[:3]:
+            raise LinkError(f"member {hello.member} has opened a newer link")
+        self._latest[hello.member] = connection
+        if before is not None:
+            before.abort()
+
+
+class AcceptedLink(LinkConnection):
+    """The accepted end: it answers."""
+
+    def __init__(self, server: LinkServer) -> None:
+        super().__init__()
+        self._server, self._keys = server, cast("LinkKeys | None", None)
+        self.hello: Hello | None = None
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if not self._server.admit(self):
+            self.abort()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._server.discard(self)
+
+    @override
+    def _greet(self) -> bytes:
+        if self._keys is None:
+            if len(self._greeting) < HELLO_BYTES:
+                return b""
+            self.hello = Hello.unpack(bytes(self._greeting[:HELLO_BYTES]))
+            member = self._server.membership
+            own = Hello(member.number, member.boot, 0, secrets.token_bytes(NONCE_BYTES))
+            self._keys = LinkKeys.derive(self._server.secret, member.cluster, self.hello, own)
+            self._transport.write(own.pack() + self._keys.acceptor_proof)
+        size = HELLO_BYTES + PROOF_BYTES
+        if len(self._greeting) < size:
+            return b""
+        if not secrets.compare_digest(bytes(self._greeting[HELLO_BYTES:size]), self._keys.opener_proof):
+            raise LinkError("a peer does not have the cluster's secret")
+        assert self.hello is not None
+        self._server.replace(self.hello, self)
+        self._established(self._keys.to_opener, self._keys.to_acceptor)
+        return bytes(self._greeting[size:])
+
+    @override
+    def _got(self, frame: Frame) -> None:
+        if frame.kind is FrameKind.PING:
+            self.send(Frame(FrameKind.PONG, 0, b""))
+        elif frame.kind is FrameKind.CALL and not self._transport.is_closing():
+            self._take(frame)
+        elif frame.kind is FrameKind.ASK and not self._transport.is_closing():
+            assert self.hello is not None
+            answering = self._server.handler(self.hello, frame.content, partial(self._channels.open, frame.stream))
+            self._server.tasks.spawn("cluster call", self._answer(frame.stream, answering))
+
+    def _take(self, frame: Frame) -> None:
+        """Answer a call at once, or say that its answer comes later."""
+        assert self.hello is not None
+        try:
+            taken = self._server.taker(self.hello, frame.content, partial(self._channels.open, frame.stream))
+        # See `_answer`.
+        except Exception:
+            log.exception("a call of a peer failed")
+            self.send(Frame(FrameKind.FAILED, frame.stream, b""))
+            return
+        if isinstance(taken, bytes):
+            self.send(Frame(FrameKind.KNOWN, frame.stream, taken))
+        else:
+            self.send(Frame(FrameKind.LATER, frame.stream, b""))
+            self._server.tasks.spawn("cluster call", self._answer(frame.stream, taken))
+
+    async def _answer(self, stream: int, answering: Awaitable[bytes]) -> None:
+        try:
+            content = await answering
+            if self.is_open:
+                self.send(Frame(FrameKind.ANSWER, stream, content))
+        # The link carries all calls, and must not end for the defect of one.
+        except Exception:
+            log.exception("a call of a peer failed")
+            if self.is_open:
+                self.send(Frame(FrameKind.FAILED, stream, b""))
+        await self.drain()
