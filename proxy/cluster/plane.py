@@ -5,10 +5,8 @@ again if the task has changed hands meanwhile. Requests that name no task are an
 """
 
 import asyncio
-import re
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,11 +17,12 @@ from proxy.cluster.answering import PeerQuestions
 from proxy.cluster.database import DatabaseError, Ownership
 from proxy.cluster.forwarding import Forwarder
 from proxy.cluster.hits.calls import PassedCall
-from proxy.cluster.hits.passing import CallPassing, RegularCall, SentCall, rollout_named_by
+from proxy.cluster.hits.passing import CallPassing, RegularCall, SentCall
 from proxy.cluster.ingress import WaitingCall
 from proxy.cluster.link.channels import Channel
 from proxy.cluster.member import Member
 from proxy.cluster.messages import CallAnswer, CallQuestion, Kind
+from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import Owned
@@ -50,28 +49,8 @@ from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
 from proxy.http.exchange import EXPECTED, Exchange
 from proxy.http.problems import problem_of
+from proxy.http.responses import send_problem, send_response
 from proxy.refusals import RefusalError
-
-_WAY = re.compile(r"/api/v1/tasks/([^/]+)(/.*)?")
-_CHANGES = re.compile(r"(?:/rollouts(?:/[^/]+(?:/fork)?)?)?")
-"""Paths below a task that may be changed in a cluster: the task, its rollouts, and forks of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a request asks for.
-
-    Attributes:
-        task: Name of the task.
-        rollout: Name of the rollout; empty if the address does not say.
-        creates: Whether the request may create the task.
-        sent: The call that the request continues; None for one that no owner has yet.
-    """
-
-    task: str
-    rollout: str
-    creates: bool
-    sent: SentCall | None
 
 
 class ClusterPlane(DataPlane):
@@ -104,56 +83,17 @@ class ClusterPlane(DataPlane):
             await self._operate(scope, receive, send)
             return
         try:
-            task, rollout, creates = self._task_of(scope)
-        except RefusalError as refusal:
-            await self._refuse(scope, receive, send, refusal)
-            return
-        if task is None:
-            await super().__call__(scope, receive, send)
-        else:
-            try:
-                if scope["type"] == "websocket":
-                    await self._converse_anywhere(task, scope, receive, send, creates=creates)
-                    return
+            task = named_task(scope, self.engine.access, self._addressing)
+            if task is None:
+                await super().__call__(scope, receive, send)
+            elif scope["type"] == "websocket":
+                await self._converse_anywhere(task, scope, receive, send)
+            else:
                 body = await self._body(receive)
                 if body is not None:
-                    asked = _Asked(task, rollout, creates, scope.get(PASSED))
-                    await self._answer(asked, scope, body, receive, send)
-            except RefusalError as refusal:
-                await self._refuse(scope, receive, send, refusal)
-
-    # -- which task --------------------------------------------------------------------------------------------------
-
-    def _task_of(self, scope: Scope) -> tuple[str | None, str, bool]:
-        """Return the task and the rollout that a request names, and whether the request may create the task.
-
-        The task is None for a request without one. The rollout is empty if its address does not name one.
-
-        Raises:
-            RefusalError: The request cannot be served by a cluster, or is not authorised.
-        """
-        path: str = scope["path"]
-        agents = path.startswith(("/t/", "/e/", "/ng-rollout/"))
-        below = None if agents else _WAY.fullmatch(path)
-        if not agents and below is None:
-            return None, "", False
-        # A copy: the owner authorises the request too, and must see the token.
-        seen: Scope = {"method": "GET", **scope, "headers": list(scope["headers"])}
-        try:
-            grant = self.engine.access.admit(seen, rollout_named_by(seen))
-            if below is not None:
-                return below[1], "", _require_change(seen, below[2] or "")
-            address = self._addressing.address(seen)
+                    await self._answer(task, scope.get(PASSED), scope, body, receive, send)
         except RefusalError as refusal:
-            if refusal.slug == "token" and path.startswith("/e/"):
-                raise RefusalError(
-                    401,
-                    "token",
-                    "in a cluster a token alone does not say which member has its rollout. Name the rollout too, with "
-                    "the headers X-Forkpoint-Task and X-Forkpoint-Rollout.",
-                ) from None
-            raise
-        return address.task, address.rollout, not grant.rollout
+            await self._refuse(scope, receive, send, refusal)
 
     async def _body(self, receive: Receive) -> bytes | None:
         """Return the body of a request; None if its client has hung up.
@@ -175,16 +115,25 @@ class ClusterPlane(DataPlane):
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, asked: "_Asked", scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, named: NamedTask, sent: SentCall | None, scope: Scope, body: bytes, receive: Receive, send: Send
+    ) -> None:
         """Answer a request here or elsewhere.
+
+        Args:
+            named: The task that it names.
+            sent: The call that it continues; None for one that no owner has yet.
+            scope: Its scope.
+            body: Its body.
+            receive: Returns the client's next message.
+            send: Sends a message to the client.
 
         Raises:
             RefusalError: 503, no owner could be found or reached for a while.
         """
-        name = asked.task
-        task = self._member.ingress.task(name)
-        begun = None if asked.sent is None else asked.sent.adopt()
-        with self._member.ingress.calling(task, receive, begun) as call, task.going_regularly(asked.rollout):
+        task = self._member.ingress.task(named.name)
+        begun = None if sent is None else sent.adopt()
+        with self._member.ingress.calling(task, receive, begun) as call, task.going_regularly(named.rollout):
 
             async def here(owned: Owned) -> bool:
                 return await self._answer_here(owned, call, scope, body, send)
@@ -193,7 +142,7 @@ class ClusterPlane(DataPlane):
                 return await relay(*await self._forwarder.ask(owner, task, call, scope, Kind.CALL, body))
 
             async def relay(answer: CallAnswer | None, channel: Channel | None) -> bool:
-                if answer is None or not self._member.accept(name, answer):
+                if answer is None or not self._member.accept(named.name, answer):
                     if channel is not None:
                         channel.abort()
                     return False
@@ -208,7 +157,7 @@ class ClusterPlane(DataPlane):
                 return
             if begun is not None and not await call.waits():
                 return
-            if not await self._forwarder.route(task, call, here, away, creates=asked.creates):
+            if not await self._forwarder.route(task, call, here, away, creates=named.creates):
                 # Nobody owns a task that does not exist.
                 await super().__call__(scope, _replaying(body, receive), send)
 
@@ -217,8 +166,8 @@ class ClusterPlane(DataPlane):
 
         async def dropped(_: AsgiMessage) -> None: ...
 
-        asked = _Asked(sent.task.name, "", creates=False, sent=sent)
-        await self._answer(asked, sent.scope, sent.body, never, dropped)
+        named = NamedTask(sent.task.name, "", creates=False)
+        await self._answer(named, sent, sent.scope, sent.body, never, dropped)
 
     async def _answer_here(self, owned: Owned, call: WaitingCall, scope: Scope, body: bytes, send: Send) -> bool:
         """Answer a request of an owned task; return False if the task was dropped before the call was taken."""
@@ -252,13 +201,13 @@ class ClusterPlane(DataPlane):
 
     # -- WebSockets, and connections without HTTP --------------------------------------------------------------------
 
-    async def _converse_anywhere(self, name: str, scope: Scope, receive: Receive, send: Send, *, creates: bool) -> None:
+    async def _converse_anywhere(self, named: NamedTask, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a WebSocket here or elsewhere.
 
         Raises:
             RefusalError: 503, no owner could be found or reached for a while.
         """
-        task = self._member.ingress.task(name)
+        task = self._member.ingress.task(named.name)
         with self._member.ingress.calling(task, None) as call:
 
             async def here(owned: Owned) -> bool:
@@ -276,7 +225,7 @@ class ClusterPlane(DataPlane):
                 await relay_socket(channel, receive, send)
                 return True
 
-            if not await self._forwarder.route(task, call, here, away, creates=creates):
+            if not await self._forwarder.route(task, call, here, away, creates=named.creates):
                 await super().__call__(scope, receive, send)
 
     async def _hijack(self, scope: Scope, body: bytes, connection: HijackedConnection, is_upgraded: bool) -> None:
@@ -301,11 +250,11 @@ class ClusterPlane(DataPlane):
             return True
 
         try:
-            name, _, creates = self._task_of(scope)
-            task = self._member.ingress.task(name or "")
+            named = named_task(scope, self.engine.access, self._addressing) or NamedTask("", "", creates=False)
+            task = self._member.ingress.task(named.name)
             with self._member.ingress.calling(task, connection.receive) as call:
-                if not await self._forwarder.route(task, call, here, away, creates=creates):
-                    _refuse_unknown(name)
+                if not await self._forwarder.route(task, call, here, away, creates=named.creates):
+                    _refuse_unknown(named.name)
         except RefusalError as refusal:
             transport.write(await self._refusal_of_hijacked(scope, refusal))
             transport.close()
@@ -403,22 +352,12 @@ class ClusterPlane(DataPlane):
             refusal = error if isinstance(error, RefusalError) else RefusalError(503, "database", str(error))
             await self._refuse(scope, receive, send, refusal)
             return
-        body = orjson.dumps(value)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send_response(send, 200, [(b"content-type", b"application/json")], orjson.dumps(value))
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, refusal: RefusalError) -> None:
         problem = problem_of(refusal)
         self._count(problem)
-        if scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": 1013 if problem.status == 503 else 1008})
-            return
-        body = problem.body()
-        headers = [*problem.headers(), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": problem.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send_problem(scope, receive, send, problem)
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
@@ -435,19 +374,5 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
     return replaying
 
 
-def _refuse_unknown(task: str | None) -> None:
+def _refuse_unknown(task: str) -> None:
     raise RefusalError(404, "no-such-task", f"there is no task {task!r}.")
-
-
-def _require_change(scope: Scope, below: str) -> bool:
-    """Check that a request below a task may be served by a cluster; return whether it may create the task.
-
-    Raises:
-        RefusalError: 501.
-    """
-    method = scope["method"]
-    if method not in ("GET", "HEAD") and not _CHANGES.fullmatch(below):
-        raise RefusalError(501, "not-in-a-cluster", f"{method} {scope['path']} is not available in a cluster yet.")
-    if method == "DELETE" and not below:
-        raise RefusalError(501, "not-in-a-cluster", "a task cannot be deleted in a cluster yet.")
-    return method in ("PUT", "POST")

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, ReceivedHeaders, Scope, Send
 from proxy.http.problems import problem_of
+from proxy.http.responses import send_problem
 from proxy.refusals import RefusalError
 
 _PRIVATE_SUFFIXES = (".localhost", ".internal", ".local", ".test", ".home.arpa", ".lan")
@@ -48,7 +49,7 @@ class BrowserGuard:
             method = scope["method"] if scope["type"] == "http" else "POST"
             refuse_foreign(method, scope["headers"], tool=False, names=self._names)
         except RefusalError as refusal:
-            await _refuse(scope, receive, send, refusal)
+            await send_problem(scope, receive, send, problem_of(refusal))
             return
         await self._behind(scope, receive, _without_sniffing(send))
 
@@ -60,16 +61,6 @@ def _without_sniffing(send: Send) -> Send:
         await send(message)
 
     return sending
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: RefusalError) -> None:
-    if scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.close", "code": 1008})
-        return
-    problem = problem_of(refusal)
-    await send({"type": "http.response.start", "status": problem.status, "headers": problem.headers()})
-    await send({"type": "http.response.body", "body": problem.body()})
 
 
 def refuse_foreign(method: str, headers: ReceivedHeaders, *, tool: bool, names: Collection[str] | None = ()) -> None:

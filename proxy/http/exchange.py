@@ -9,6 +9,7 @@ from proxy.dialects.base import Call, Dialect, Eventful, Local, Request, Respons
 from proxy.execution.step_notes import Answer
 from proxy.http.answer_cache import PreparedAnswer, RawHeaders
 from proxy.http.asgi import Receive, Send
+from proxy.http.responses import send_response
 from proxy.http.streaming import COMMENT_S, ResponseRelay, ServerEvents
 from proxy.refusals import Problem
 from proxy.tree.rollout import Rollout
@@ -177,11 +178,7 @@ class Exchange:
             pass
 
     async def _respond(self, status: int, headers: RawHeaders, body: bytes) -> None:
-        headers = headers + raw(self.extra)
-        if status not in (204, 304) and not any(name == b"content-length" for name, _ in headers):
-            headers.append((b"content-length", b"%d" % len(body)))
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
-        await self.send({"type": "http.response.body", "body": body})
+        await send_response(self.send, status, headers + raw(self.extra), body)
 
 
 def raw(headers: Headers) -> RawHeaders:

@@ -12,6 +12,7 @@ import orjson
 
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.problems import problem_of
+from proxy.http.responses import send_response
 from proxy.refusals import RefusalError
 from proxy.workers.merging import (
     added,
@@ -101,10 +102,9 @@ class AllWorkers:
             named = [[name.decode(), value.decode()] for name, value in problem.headers()]
             part = Part(problem.status, named, problem.body())
         own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in part.headers]
-        size = (b"content-length", b"%d" % len(part.body))
+        # Merged, a part has another length than the worker's that it began with.
         headers = [header for header in own if header[0] != b"content-length"]
-        await send({"type": "http.response.start", "status": part.status, "headers": [*headers, size]})
-        await send({"type": "http.response.body", "body": part.body})
+        await send_response(send, part.status, headers, part.body)
 
     async def respond(self, request: ViewRequest) -> tuple[ViewAnswer, bytes]:
         """Return this worker's part of a view."""

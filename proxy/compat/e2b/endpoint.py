@@ -23,6 +23,7 @@ from proxy.http.address import Address
 from proxy.http.asgi import Receive, Send
 from proxy.http.exchange import Exchange, raw
 from proxy.http.problems import problem_of
+from proxy.http.responses import send_response
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall, ToolResult
@@ -236,8 +237,4 @@ async def _lose_on_disconnect(receive: Receive, stream: EventStream) -> None:
 
 
 async def _respond(send: Send, local: Local) -> None:
-    headers = raw(local.headers)
-    if local.status != 204:
-        headers.append((b"content-length", b"%d" % len(local.body)))
-    await send({"type": "http.response.start", "status": local.status, "headers": headers})
-    await send({"type": "http.response.body", "body": local.body})
+    await send_response(send, local.status, raw(local.headers), local.body)

@@ -1,0 +1,78 @@
+"""The task that a request names: its owner answers the request."""
+
+import re
+from dataclasses import dataclass
+
+from proxy.cluster.hits.passing import rollout_named_by
+from proxy.dataplane.addressing import Addressing
+from proxy.http.access import Access
+from proxy.http.asgi import Scope
+from proxy.refusals import RefusalError
+
+_WAY = re.compile(r"/api/v1/tasks/([^/]+)(/.*)?")
+_CHANGES = re.compile(r"(?:/rollouts(?:/[^/]+(?:/fork)?)?)?")
+"""Paths below a task that may be changed in a cluster: the task, its rollouts, and forks of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTask:
+    """What a request says about the task that it is for.
+
+    Attributes:
+        name: Name of the task.
+        rollout: Name of the rollout; empty if the address does not say.
+        creates: Whether the request may create the task.
+    """
+
+    name: str
+    rollout: str
+    creates: bool
+
+
+def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTask | None:
+    """Return the task that a request names; None for a request without one.
+
+    Args:
+        scope: The request's scope.
+        access: Authorises the request.
+        addressing: Reads its address.
+
+    Raises:
+        RefusalError: The request cannot be served by a cluster, or is not authorised.
+    """
+    path: str = scope["path"]
+    agents = path.startswith(("/t/", "/e/", "/ng-rollout/"))
+    below = None if agents else _WAY.fullmatch(path)
+    if not agents and below is None:
+        return None
+    # A copy: the owner authorises the request too, and must see the token.
+    seen: Scope = {"method": "GET", **scope, "headers": list(scope["headers"])}
+    try:
+        grant = access.admit(seen, rollout_named_by(seen))
+        if below is not None:
+            return NamedTask(below[1], "", _require_change(seen, below[2] or ""))
+        address = addressing.address(seen)
+    except RefusalError as refusal:
+        if refusal.slug == "token" and path.startswith("/e/"):
+            raise RefusalError(
+                401,
+                "token",
+                "in a cluster a token alone does not say which member has its rollout. Name the rollout too, with "
+                "the headers X-Forkpoint-Task and X-Forkpoint-Rollout.",
+            ) from None
+        raise
+    return NamedTask(address.task, address.rollout, not grant.rollout)
+
+
+def _require_change(scope: Scope, below: str) -> bool:
+    """Check that a request below a task may be served by a cluster; return whether it may create the task.
+
+    Raises:
+        RefusalError: 501.
+    """
+    method = scope["method"]
+    if method not in ("GET", "HEAD") and not _CHANGES.fullmatch(below):
+        raise RefusalError(501, "not-in-a-cluster", f"{method} {scope['path']} is not available in a cluster yet.")
+    if method == "DELETE" and not below:
+        raise RefusalError(501, "not-in-a-cluster", "a task cannot be deleted in a cluster yet.")
+    return method in ("PUT", "POST")

@@ -1,0 +1,38 @@
+"""The task that a request names."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from proxy.cluster.named_task import NamedTask, named_task
+from proxy.http.access import ALL
+from proxy.http.address import Address
+from proxy.refusals import RefusalError
+
+
+def named(method: str, path: str) -> NamedTask | None:
+    access = SimpleNamespace(admit=lambda _scope, _tokens: ALL)
+    addressing = SimpleNamespace(address=lambda _: Address("t", "1", "shell", "exec"))
+    scope = {"method": method, "path": path, "headers": []}
+    return named_task(scope, cast("Any", access), cast("Any", addressing))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("POST", "/t/t/r/1/shell/exec", NamedTask("t", "1", creates=True)),
+        ("PUT", "/api/v1/tasks/t", NamedTask("t", "", creates=True)),
+        ("GET", "/api/v1/tasks/t/tree", NamedTask("t", "", creates=False)),
+        ("GET", "/healthz", None),
+    ],
+)
+def test_path_names_the_task(method: str, path: str, expected: NamedTask | None) -> None:
+    assert named(method, path) == expected
+
+
+@pytest.mark.parametrize(("method", "path"), [("DELETE", "/api/v1/tasks/t"), ("POST", "/api/v1/tasks/t/verify")])
+def test_other_changes_are_refused(method: str, path: str) -> None:
+    with pytest.raises(RefusalError) as refusal:
+        named(method, path)
+    assert refusal.value.status == 501
