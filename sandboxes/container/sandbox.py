@@ -20,7 +20,8 @@ from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.host.defaults import ENVIRONMENT
 from sandboxes.host.machine_sandbox import MachineSandbox
 from sandboxes.host.server_calls import ServerCalls
-from sandboxes.ipc.messages import CallDone, ServerOrder
+from sandboxes.ipc.messages import CallDone
+from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.ipc.state_messages import (
     BeginSandbox,
     CopiedState,

@@ -17,7 +17,7 @@ from sandboxes.container.daemon import SANDBOX, Daemon
 from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.errors import SpecError
 from sandboxes.host.provision import run_set_up
-from sandboxes.ipc.messages import ServerOrder
+from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.server_spec import MAIN, Service, start_order, words
 from sandboxes.spec import EnvironmentSpec
 

@@ -6,7 +6,7 @@ from typing import Any
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.tool_servers import ServerProcess, Servers, ToolServerError
-from sandboxes.ipc.messages import ServerOrder
+from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
 from sandboxes.shell_text import quote

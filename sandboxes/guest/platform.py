@@ -9,7 +9,8 @@ from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.files.tracker import Digests
 from sandboxes.guest.process_call import StartedProcess
 from sandboxes.guest.shell import Shell
-from sandboxes.ipc.messages import CallDone, CommandOutcome, FileDelta, Outcome, RunCommand, RunProcess, ServerOrder
+from sandboxes.ipc.messages import CallDone, CommandOutcome, FileDelta, Outcome, RunCommand, RunProcess
+from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux.processes import Process
 from sandboxes.shell_text import ShellSession
 

@@ -48,17 +48,19 @@ from sandboxes.ipc.messages import (
     Done,
     ExpectOrder,
     FileOutcome,
-    FinishServerCall,
     RunCommand,
     RunFileOperation,
     RunProcess,
+    ServerOutcome,
+    StateSummary,
+    UseBackgroundProcess,
+)
+from sandboxes.ipc.server_messages import (
+    FinishServerCall,
     ServerConnected,
     ServerFailed,
     ServerOrder,
-    ServerOutcome,
     StartServers,
-    StateSummary,
-    UseBackgroundProcess,
     UseServer,
 )
 from sandboxes.linux import outlet, user_counts

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sandboxes.ipc.messages import ServerOrder
+from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux.descriptors import close_all, read_available
 
 TAIL_BYTES = 1 << 14

@@ -15,7 +15,8 @@ from sandboxes.host.guest import Guest
 from sandboxes.host.server_calls import ServerCalls
 from sandboxes.host.translate import execution
 from sandboxes.ipc.codec import Envelope
-from sandboxes.ipc.messages import CallDone, ServerConnected
+from sandboxes.ipc.messages import CallDone
+from sandboxes.ipc.server_messages import ServerConnected
 from sandboxes.listener import Listener
 from sandboxes.server_spec import McpServer
 from sandboxes.spec import EnvironmentSpec

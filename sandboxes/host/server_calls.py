@@ -9,14 +9,13 @@ from sandboxes.errors import ServerError
 from sandboxes.host.guest import Guest
 from sandboxes.host.guest_link import GRACE_S
 from sandboxes.ipc.codec import Envelope
-from sandboxes.ipc.messages import (
-    CallDone,
+from sandboxes.ipc.messages import CallDone, ServerOutcome
+from sandboxes.ipc.server_messages import (
     FinishServerCall,
     ReconnectServer,
     ServerConnected,
     ServerFailed,
     ServerOrder,
-    ServerOutcome,
     StartServers,
     UseServer,
 )

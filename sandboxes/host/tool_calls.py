@@ -10,7 +10,7 @@ from sandboxes.errors import NotFreezableError
 from sandboxes.host.server_calls import ServerCalls
 from sandboxes.host.translate import execution
 from sandboxes.ipc.codec import Envelope
-from sandboxes.ipc.messages import ServerConnected
+from sandboxes.ipc.server_messages import ServerConnected
 from sandboxes.linux.descriptors import close_all
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec

@@ -42,10 +42,9 @@ from sandboxes.ipc.messages import (
     OpenTerminal,
     RunCommand,
     RunProcess,
-    ServerOrder,
-    StartServers,
     StateSummary,
 )
+from sandboxes.ipc.server_messages import ServerOrder, StartServers
 from sandboxes.ipc.state_messages import (
     InspectHeld,
     LayerManifest,

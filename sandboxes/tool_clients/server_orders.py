@@ -11,7 +11,7 @@ import orjson
 from sandboxes.calls import ToolCall, ToolResult, content_type
 from sandboxes.errors import SandboxError, ServerError
 from sandboxes.http_message import InvalidRequestError, of_tool_server, request_head
-from sandboxes.ipc.messages import ServerOrder
+from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.listener import Headers, Listener
 from sandboxes.spec import EnvironmentSpec
 

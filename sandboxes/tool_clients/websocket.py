@@ -32,7 +32,7 @@ from websockets.uri import WebSocketURI
 
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.http_message import end_to_end
-from sandboxes.ipc.messages import ServerOrder
+from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.tool_clients.descriptors import write_all
 from sandboxes.tool_clients.http1 import MalformedResponseError
 

@@ -52,11 +52,9 @@ from sandboxes.ipc.messages import (
     RunCommand,
     RunFileOperation,
     RunProcess,
-    ServerOrder,
-    StartServers,
     UseBackgroundProcess,
-    UseServer,
 )
+from sandboxes.ipc.server_messages import ServerOrder, StartServers, UseServer
 from sandboxes.ipc.state_messages import (
     BeginSandbox,
     CopyFiles,

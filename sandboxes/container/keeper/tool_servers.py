@@ -12,7 +12,7 @@ from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
 from sandboxes.container.keeper.shell import make_files
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.tool_servers import POLL_S, Log, ServerProcess, Servers, ToolServerError, is_open
-from sandboxes.ipc.messages import ServerOrder
+from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux.descriptors import close_all
 from sandboxes.shell_text import quote
 

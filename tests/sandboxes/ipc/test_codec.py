@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.effects import StateDigest
-from sandboxes.ipc import launch_messages, messages, state_messages
+from sandboxes.ipc import launch_messages, messages, server_messages, state_messages
 from sandboxes.ipc.codec import IpcMessage, answers_of, decode, encode
 from sandboxes.ipc.codec import messages as all_messages
 from sandboxes.ipc.frames import HEADER, Inbox, MalformedFrameError, Message, pack
@@ -158,6 +158,7 @@ def test_requests_name_their_answers() -> None:
     expected = (state_messages.NotFreezable, state_messages.ProcessTree, state_messages.LayerState)
     assert answers_of(state_messages.Pause) == expected
     assert answers_of(launch_messages.ForkSandbox) == (launch_messages.Forked,)
+    assert answers_of(server_messages.FinishServerCall) == (messages.CallDone,)
 
 
 def test_the_table_in_the_docstring_is_complete() -> None:

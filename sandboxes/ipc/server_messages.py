@@ -1,0 +1,103 @@
+"""Messages that start tool servers and call them; `messages` has the table of all."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sandboxes.ipc.codec import IpcMessage, IpcRequest
+from sandboxes.ipc.messages import CallDone, Done
+
+
+@dataclass(frozen=True)
+class ServerOrder:
+    """What a sandbox must know to start a tool server and to reach it.
+
+    Attributes:
+        name: The server's name in this sandbox.
+        command: The shell command that becomes the server.
+        port: The loopback port that it listens on; None if it talks over stdin and stdout.
+        environment: Its environment variables.
+        workdir: Its working directory.
+        ready: "tcp", or the path that answers below 500 when the server is ready.
+        ready_s: How long it may take until it is ready.
+        behind: The server that this one is a connection to, made ready first; None for a server itself.
+        health: For a side service, the shell command that exits with 0 once it is ready, or an empty text if its port
+            tells; None for a tool server.
+    """
+
+    name: str
+    command: str
+    port: int | None
+    environment: dict[str, str]
+    workdir: str
+    ready: str
+    ready_s: float
+    # A connection over which a WebSocket runs is a process too; it needs its server first.
+    behind: "ServerOrder | None" = None
+    health: str | None = None
+
+
+# Two descriptors for a server without a port: its stdin and its stdout.
+@dataclass(frozen=True)
+class ServerConnected(IpcMessage, op="server_connected", descriptors=(1, 2)):
+    """The descriptors lead to the server: one connection, or its stdin and its stdout.
+
+    Attributes:
+        fresh: Whether the server was started for this call.
+        note: What an earlier call noted about this server process; empty if nothing.
+    """
+
+    # The proxy makes the protocol's handshake with a fresh process; an older one has had it.
+    fresh: bool
+    note: str
+
+
+# After this message the sandbox counts as dead: what the server did before is not known.
+@dataclass(frozen=True)
+class ServerFailed(IpcMessage, op="server_failed"):
+    """The server ended, or did not get ready in time.
+
+    Attributes:
+        kind: "crashed" or "silent".
+        detail: The reason, with the last lines of the server's log.
+    """
+
+    # The codec refuses any other text, so the proxy may match without a default.
+    kind: Literal["crashed", "silent"]
+    detail: str
+
+
+@dataclass(frozen=True)
+class UseServer(IpcRequest[ServerConnected | ServerFailed], op="serve"):
+    """Begin a call to a tool server; the body is what to send to it at once."""
+
+    server: ServerOrder
+
+
+# Only between `serve` and `served`: the supervisor waits for one of these two.
+@dataclass(frozen=True)
+class ReconnectServer(IpcRequest[ServerConnected | ServerFailed], op="reconnect"):
+    """During a call to a tool server: give another connection to it."""
+
+
+@dataclass(frozen=True)
+class FinishServerCall(IpcRequest[CallDone], op="served"):
+    """End a call to a tool server: its answer has come.
+
+    Attributes:
+        read: Whether the call is known not to change the server's memory.
+        log: Whether the answer is to contain the server's log.
+        note: What later calls have to know about this server process; None leaves the note as it is.
+    """
+
+    # Decides whether the call counts as a change of the server's memory.
+    read: bool
+    log: bool = False
+    # Optional and not empty by default: a call that agreed on nothing must not delete the note.
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class StartServers(IpcRequest[Done | ServerFailed], op="start_servers"):
+    """Start tool servers as part of the root state."""
+
+    servers: list[ServerOrder]
