@@ -8,10 +8,9 @@ Theory of operation. The sandbox's root is an overlay: an *upper*, which it writ
 2. Freezing without live processes then costs nothing: the stack of layers and the sessions' dumps *are* the state.
 3. Freezing with live processes cannot exchange the upper, because they have files of it open. CRIU freezes and dumps
    them; meanwhile the upper is copied into a new layer (`_checkpoint`).
-4. Many small layers are merged into one, so that lookups stay cheap (`_merge_when_deep`).
+4. Many small layers are merged into one, so that lookups stay cheap (`SandboxLayers`).
 
-Who may delete a layer? Layers in `_unkept` are this sandbox's own: no frozen state has them, and closing deletes them.
-A freeze moves them out of that set. Layers in `_held` are in a state that the caller does not know of yet.
+`SandboxLayers` has the layers. Those in `_held` are in a state that the caller does not know of yet.
 """
 
 import asyncio
@@ -29,8 +28,8 @@ from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.host.machine_sandbox import MachineSandbox
 from sandboxes.ipc.inherited import inherited
-from sandboxes.ipc.launch_messages import LayerStack, MountLayers, RunCriu, SwitchLayers
-from sandboxes.ipc.messages import CallDone, Done
+from sandboxes.ipc.launch_messages import MountLayers, RunCriu
+from sandboxes.ipc.messages import CallDone
 from sandboxes.ipc.state_messages import (
     FinishRestore,
     InspectHeld,
@@ -43,8 +42,9 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux.descriptors import close_all
 from sandboxes.local.bases import Base
-from sandboxes.local.layers import MAX_DEPTH, LayerMeta, Upper, copy_upper, mergeable
+from sandboxes.local.layers import LayerMeta, Upper
 from sandboxes.local.machine import Machine, Spare, ended
+from sandboxes.local.sandbox_layers import SandboxLayers
 from sandboxes.spec import EnvironmentSpec
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ class LocalSandbox(MachineSandbox):
     """A sandbox of namespaces and overlay layers.
 
     Attributes:
-        stack: Its layers, the topmost first.
         begun_at: The digest of the state that it began at; None if processes ran.
         pristine: What a new session looked like when it began; None if that is not known.
     """
@@ -86,32 +85,25 @@ class LocalSandbox(MachineSandbox):
         """
         # The descriptor names pid 1 until it is closed, so signals never reach another process (pidfd_open(2)).
         self._process: int | None = spare.process
-        self._switches = spare.switches
         super().__init__(
             spare.id, spare.channel, spec, machine.data_dir, machine.read_only,
             server_environment={**ENVIRONMENT, **variables(spec)}, process_environment=variables(spec),
         )  # fmt: skip
-        self.stack = layers
         self._seals = seals
         self.begun_at: StateDigest | None = None
         self.pristine: dict[str, Any] | None = None
-        self._unkept: set[str] = set()
         self._held: tuple[str, ...] = ()
         self._sealed: LayerState | None = None
         self._machine = machine
         self._base = base
         self._root_layers, self._born_ns = root_layers, born_ns
-        self._upper: Upper = machine.layers.allocate()
-        self._namespace: int | None = None
+        self._layers = SandboxLayers(machine, self.link, base, root_layers, layers, spare.switches)
         self._pending: asyncio.Task[None] | None = None
-        # Held while the descriptors of the sandbox are in use for a move to other layers; `_close` takes it before it
-        # closes them.
-        self._switching = asyncio.Lock()
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The layers and checkpoints that must not be collected while this sandbox is open."""
-        return (*self.stack, *self._held)
+        return (*self._layers.stack, *self._held)
 
     @property
     def cpu_s(self) -> float | None:
@@ -139,9 +131,8 @@ class LocalSandbox(MachineSandbox):
         memory_bytes = limits.memory_mb << 20
         # Before the order: the spare has run without limits, and the agent's first process must not.
         cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
-        stack = replace(self._layer_stack(), root=self._lowers(self._root_layers))
-        mounted = await self._machine.launcher.ask(MountLayers(stack))
-        tables, table = self._machine.layers.tables.of_state(self._new_layers())
+        mounted = await self._machine.launcher.ask(MountLayers(self._layers.mounted(root=True)))
+        tables, table = self._machine.layers.tables.of_state(self._layers.above_root)
         given = [*mounted.fds, table]
         order = StartSandbox(
             binds=list(self._base.binds),
@@ -153,7 +144,7 @@ class LocalSandbox(MachineSandbox):
             environment={**ENVIRONMENT, **variables(self._spec), **self._spec.env},
             workdir=self._spec.workdir,
             output_bytes=limits.output_bytes,
-            below_bytes=sum(map(self._machine.layers.size_bytes, self._new_layers())),
+            below_bytes=sum(map(self._machine.layers.size_bytes, self._layers.above_root)),
             born_ns=self._born_ns,
             reserve_bytes=RESERVE_BYTES,
             seals=self._seals,
@@ -179,22 +170,13 @@ class LocalSandbox(MachineSandbox):
                 started, handed_over = finished.message, finished.fds
         finally:
             close_all(given)
-        # The mount namespace of pid 1, for `_switch`. Pid 1 itself passes it: after this it is confined.
-        self._namespace = handed_over[0]
+        # The mount namespace of pid 1, for moves to a fresh upper. Pid 1 itself passes it: after this it is confined.
+        self._layers.enter(handed_over[0])
         if self._spec.egress is not None:
             self.egress = await self._machine.egress.open_outlet(self.id, self._spec, handed_over[1])
-        if started.shell_error is not None and not self.stack:
+        if started.shell_error is not None and not self._layers.stack:
             raise SpecError(f"base {self._spec.base!r}: {started.shell_error}")
         self.begun_at, self.pristine = started.state.digest, started.pristine
-
-    def _new_layers(self) -> tuple[str, ...]:
-        return self.stack[: len(self.stack) - len(self._root_layers)]
-
-    def _layer_stack(self) -> LayerStack:
-        return LayerStack(self._lowers(self.stack), self._upper.diff, self._upper.work)
-
-    def _lowers(self, layers: tuple[str, ...]) -> list[str]:
-        return [*self._machine.layers.lowers(layers), *self._base.lowers]
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -259,15 +241,8 @@ class LocalSandbox(MachineSandbox):
                 # Case 3: processes run.
                 return await self._checkpoint(paused.message.pid)
             state = await self._on_new_layer(paused.message, paused.body)
-        added = self._keep_stack()
-        return FrozenState("local", "files", self._payload(state, self.stack), added, state.state.digest, self.stack)
-
-    def _keep_stack(self) -> int:
-        """Hand the sandbox's layers over to a frozen state; return the bytes of those that no state had before."""
-        mine = self._unkept.intersection(self.stack)
-        # From here on the frozen state owns them: closing this sandbox deletes only what is still in `_unkept`.
-        self._unkept -= mine
-        return sum(map(self._machine.layers.size_bytes, mine))
+        added, stack = self._layers.keep(), self._layers.stack
+        return FrozenState("local", "files", self._payload(state, stack), added, state.state.digest, stack)
 
     def _payload(self, state: LayerState, layers: tuple[str, ...]) -> dict[str, Any]:
         return {
@@ -308,7 +283,7 @@ class LocalSandbox(MachineSandbox):
                 copies.append(layers.allocate())
                 # Held before it exists as a layer: a collection may run between its making and the end of this freeze.
                 self._held = (copies[0].id,)
-                await asyncio.to_thread(self._copy_upper, copies[0], state, held.body)
+                await asyncio.to_thread(self._layers.copy_upper, copies[0], _meta(state), held.body)
 
         checkpointer, layers = self._machine.checkpointer, self._machine.layers
         try:
@@ -321,18 +296,13 @@ class LocalSandbox(MachineSandbox):
         layer = tuple(copy.id for copy in copies)
         # Held until the next freeze: the caller learns the names only when this method returns.
         self._held = (*layer, images)
-        stack = (*layer, *self.stack)
+        stack = (*layer, *self._layers.stack)
         payload = self._payload(states[-1], stack)
         payload |= {"images": images, "checkpoint": states[-1].checkpoint, "young_s": self.settle_s}
         # Before any other await: a sandbox that is closed meanwhile deletes the layers that no frozen state has.
-        added = self._keep_stack() + sum(map(layers.size_bytes, layer))
+        added = self._layers.keep() + sum(map(layers.size_bytes, layer))
         added += await asyncio.to_thread(checkpointer.size_bytes, [images])
         return FrozenState("local", "processes", payload, added, states[-1].state.digest, (*stack, images))
-
-    def _copy_upper(self, copy: Upper, state: LayerState, table: bytes) -> None:
-        """Make a layer of a copy of what the sandbox has written so far; it keeps writing to the original."""
-        copy_upper(self._upper, copy)
-        self._machine.layers.freeze(copy, _meta(state), table)
 
     async def _seal(self) -> None:
         """Make a layer of what a call wrote, whether or not its state will be kept.
@@ -356,78 +326,14 @@ class LocalSandbox(MachineSandbox):
             why = self._machine.checkpointer.unavailable_reason
             raise NotFreezableError(f"sandbox {self.id}: {paused.reason}{'; ' if why else ''}{why}")
         if not paused.empty:
-            await self._switch(_meta(paused), table)
+            await self._layers.switch(_meta(paused), table)
         return paused
 
     async def _discard_upper(self) -> None:
         """Replace an upper that differs in nothing from the layers below, as a restored sandbox has none."""
         with contextlib.suppress(SandboxError):
             await self.link.next(LayerState, NotFreezable)
-            await self._switch(None, b"")
-
-    async def _switch(self, meta: LayerMeta | None, table: bytes) -> None:
-        """Move the sandbox to a fresh upper.
-
-        Args:
-            meta: What is stored with the old upper, which becomes a layer; None throws the old upper away.
-            table: The rows that the layer changes.
-
-        Raises:
-            SandboxError: The sandbox was closed, or died because the move failed halfway.
-        """
-        async with self._switching:
-            if self._namespace is None:
-                raise SandboxError(f"sandbox {self.id} was closed")
-            await self._switch_in(self._namespace, meta, table)
-
-    async def _switch_in(self, namespace: int, meta: LayerMeta | None, table: bytes) -> None:
-        layers, old = self._machine.layers, self._upper
-        try:
-            same_below = False
-            if meta is not None:
-                # The sandbox still has the upper mounted, but pid 1 has paused: nothing writes to it any more.
-                frozen = layers.freeze(old, meta, table)
-                self.stack = (frozen, *self.stack)
-                self._unkept.add(frozen)
-                # The layers that a merge replaces may be deleted, so the old root, which has them, must go.
-                same_below = not await self._merge_when_deep()
-            # A kill -9 from here on leaves an upper without a sandbox; the next `Layers.open` removes it.
-            self._upper = layers.allocate()
-            added = 0 if meta is None else meta.size_bytes
-            order = SwitchLayers(self._layer_stack(), list(self._base.binds), added, same_below)
-            complete = layers.tables.open_complete(() if meta is None else (old.id,))
-            try:
-                # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor, and
-                # reports to pid 1, which then answers here.
-                await self._machine.launcher.post(order, [namespace, self._switches.fileno(), complete])
-            finally:
-                os.close(complete)
-            await self.link.next(Done)
-        except (SandboxError, OSError) as error:
-            # The sandbox is half moved, so it cannot continue. Its frozen layers are complete.
-            self.link.die(str(error))
-            raise SandboxError(f"sandbox {self.id} could not be put on a new layer: {error}") from error
-        # A layer keeps its `diff` only: overlayfs needs `work` just for the upper of a mount.
-        self._machine.reaper.remove([old.path if meta is None else layers.frozen / old.id / "work"])
-
-    async def _merge_when_deep(self) -> bool:
-        """Merge small layers into one if there are many; return whether any were merged.
-
-        At once and not in the background: depth must depend on the calls alone.
-        """
-        above = self._new_layers()
-        if len(above) <= MAX_DEPTH:
-            return False
-        run = tuple(mergeable(above, self._machine.layers.mergeable_sizes(above)))
-        if run:
-            upper = self._machine.layers.allocate()
-            # Held before it exists as a layer: a collection may run in between.
-            with self._machine.holding((upper.id,)):
-                merged = await asyncio.to_thread(self._machine.layers.merge, run, upper)
-                self._unkept.add(merged)
-                at = self.stack.index(run[0])
-                self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
-        return bool(run)
+            await self._layers.switch(None, b"")
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
@@ -435,24 +341,17 @@ class LocalSandbox(MachineSandbox):
         self._kill()
         self._tools.close()
         self.link.close()
-        # A move to another upper in flight fails soon, because its pid 1 is dead. Until then it uses the descriptors: a
-        # number that is closed now could name another sandbox's namespace a moment later.
-        async with self._switching:
-            self._switches.close()
-            if self._process is not None:
-                await ended(self._process)
-                os.close(self._process)
-                self._process = None
-            if self._namespace is not None:
-                os.close(self._namespace)
-                self._namespace = None
+        await self._layers.close()
+        if self._process is not None:
+            await ended(self._process)
+            os.close(self._process)
+            self._process = None
         if self._pending is not None:
             # The seal ends by itself, with an error that it handles. Cancelling it would leave an upper half moved.
             await asyncio.wait([self._pending])
         # Only now: the kernel refuses to remove a group that still has processes (cgroups(7)).
         await self._machine.forget_group(self.id)
-        # No frozen state has the layers in `_unkept`, so nothing else can refer to them.
-        self._machine.reaper.remove([self._upper.path, *self._machine.layers.detach(self._unkept)])
+        self._layers.remove()
         self.closed = True
 
 

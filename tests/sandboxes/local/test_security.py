@@ -159,7 +159,7 @@ def test_start_survives_what_a_sandbox_left(data_dir: Path, monkeypatch: pytest.
             await run(sandbox, f'cd /tmp; python3 -c "{NEST.format(levels=3_000)}"', timeout_s=30)
             await run(sandbox, "cd /tmp; touch $'\\xff\\n' stuck; mkdir -m 0 closed; sleep 100 & disown")
             # What is on disk at this moment is what a `kill -9` leaves.
-            left = sandbox._upper.path
+            left = sandbox._layers.upper.path
             left.rename(data_dir / "saved")
         (data_dir / "saved").rename(left)
         unlink = os.unlink

@@ -1,0 +1,163 @@
+"""The layers of one live sandbox, and its moves to a fresh upper.
+
+Who may delete a layer? Layers in `_unkept` are this sandbox's own: no frozen state has them, and closing deletes them.
+A freeze moves them out of that set (`keep`).
+"""
+
+import asyncio
+import os
+from socket import socket
+
+from sandboxes.errors import SandboxError
+from sandboxes.host.guest_link import GuestLink
+from sandboxes.ipc.launch_messages import LayerStack, SwitchLayers
+from sandboxes.ipc.messages import Done
+from sandboxes.local.bases import Base
+from sandboxes.local.layers import MAX_DEPTH, LayerMeta, Upper, copy_upper, mergeable
+from sandboxes.local.machine import Machine
+
+
+class SandboxLayers:
+    """An upper, which the sandbox writes to, on a stack of read-only layers.
+
+    Attributes:
+        stack: The layers, the topmost first.
+        upper: What the sandbox writes to now.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        link: GuestLink,
+        base: Base,
+        root_layers: tuple[str, ...],
+        layers: tuple[str, ...],
+        switches: socket,
+    ) -> None:
+        """Begin with a fresh upper.
+
+        Args:
+            machine: The shared parts of the driver.
+            link: The link to pid 1.
+            base: The spec's base, below all layers.
+            root_layers: The layers of the spec's root state.
+            layers: The sandbox's layers, the topmost first; the root state's are the last of them.
+            switches: The socket on which the launcher reports to pid 1; closed by `close`.
+        """
+        self._machine, self._link, self._base = machine, link, base
+        self._root_layers, self.stack = root_layers, layers
+        self._switches = switches
+        self.upper: Upper = machine.layers.allocate()
+        self._namespace: int | None = None
+        self._unkept: set[str] = set()
+        # Held while the descriptors of the sandbox are in use for a move to other layers; `close` takes it before it
+        # closes them.
+        self._switching = asyncio.Lock()
+
+    @property
+    def above_root(self) -> tuple[str, ...]:
+        """The layers above those of the root state."""
+        return self.stack[: len(self.stack) - len(self._root_layers)]
+
+    def mounted(self, *, root: bool = False) -> LayerStack:
+        """Return what the launcher has to mount, on request with the root state beside it."""
+        below = self._lowers(self._root_layers) if root else None
+        return LayerStack(self._lowers(self.stack), self.upper.diff, self.upper.work, below)
+
+    def _lowers(self, layers: tuple[str, ...]) -> list[str]:
+        return [*self._machine.layers.lowers(layers), *self._base.lowers]
+
+    def enter(self, namespace: int) -> None:
+        """Take over the descriptor of the mount namespace of pid 1, for `switch`."""
+        self._namespace = namespace
+
+    def keep(self) -> int:
+        """Hand the layers over to a frozen state; return the bytes of those that no state had before."""
+        mine = self._unkept.intersection(self.stack)
+        # From here on the frozen state owns them: closing this sandbox deletes only what is still in `_unkept`.
+        self._unkept -= mine
+        return sum(map(self._machine.layers.size_bytes, mine))
+
+    def copy_upper(self, copy: Upper, meta: LayerMeta, table: bytes) -> None:
+        """Make a layer of a copy of what the sandbox has written so far; it keeps writing to the original."""
+        copy_upper(self.upper, copy)
+        self._machine.layers.freeze(copy, meta, table)
+
+    async def switch(self, meta: LayerMeta | None, table: bytes) -> None:
+        """Move the sandbox to a fresh upper. Pid 1 must have paused.
+
+        Args:
+            meta: What is stored with the old upper, which becomes a layer; None throws the old upper away.
+            table: The rows that the layer changes.
+
+        Raises:
+            SandboxError: The sandbox was closed, or died because the move failed halfway.
+        """
+        async with self._switching:
+            if self._namespace is None:
+                raise SandboxError(f"sandbox {self._link.name} was closed")
+            await self._switch_in(self._namespace, meta, table)
+
+    async def _switch_in(self, namespace: int, meta: LayerMeta | None, table: bytes) -> None:
+        layers, old = self._machine.layers, self.upper
+        try:
+            same_below = False
+            if meta is not None:
+                # The sandbox still has the upper mounted, but pid 1 has paused: nothing writes to it any more.
+                frozen = layers.freeze(old, meta, table)
+                self.stack = (frozen, *self.stack)
+                self._unkept.add(frozen)
+                # The layers that a merge replaces may be deleted, so the old root, which has them, must go.
+                same_below = not await self._merge_when_deep()
+            # A kill -9 from here on leaves an upper without a sandbox; the next `Layers.open` removes it.
+            self.upper = layers.allocate()
+            added = 0 if meta is None else meta.size_bytes
+            order = SwitchLayers(self.mounted(), list(self._base.binds), added, same_below)
+            complete = layers.tables.open_complete(() if meta is None else (old.id,))
+            try:
+                # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor, and
+                # reports to pid 1, which then answers here.
+                await self._machine.launcher.post(order, [namespace, self._switches.fileno(), complete])
+            finally:
+                os.close(complete)
+            await self._link.next(Done)
+        except (SandboxError, OSError) as error:
+            # The sandbox is half moved, so it cannot continue. Its frozen layers are complete.
+            self._link.die(str(error))
+            raise SandboxError(f"sandbox {self._link.name} could not be put on a new layer: {error}") from error
+        # A layer keeps its `diff` only: overlayfs needs `work` just for the upper of a mount.
+        self._machine.reaper.remove([old.path if meta is None else layers.frozen / old.id / "work"])
+
+    async def _merge_when_deep(self) -> bool:
+        """Merge small layers into one if there are many; return whether any were merged.
+
+        At once and not in the background: depth must depend on the calls alone.
+        """
+        above = self.above_root
+        if len(above) <= MAX_DEPTH:
+            return False
+        run = tuple(mergeable(above, self._machine.layers.mergeable_sizes(above)))
+        if run:
+            upper = self._machine.layers.allocate()
+            # Held before it exists as a layer: a collection may run in between.
+            with self._machine.holding((upper.id,)):
+                merged = await asyncio.to_thread(self._machine.layers.merge, run, upper)
+                self._unkept.add(merged)
+                at = self.stack.index(run[0])
+                self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
+        return bool(run)
+
+    async def close(self) -> None:
+        """Close the descriptors. Pid 1 must be dead."""
+        # A move to another upper in flight fails soon, because its pid 1 is dead. Until then it uses the descriptors: a
+        # number that is closed now could name another sandbox's namespace a moment later.
+        async with self._switching:
+            self._switches.close()
+            if self._namespace is not None:
+                os.close(self._namespace)
+                self._namespace = None
+
+    def remove(self) -> None:
+        """Delete what only this sandbox has, in the background."""
+        # No frozen state has the layers in `_unkept`, so nothing else can refer to them.
+        self._machine.reaper.remove([self.upper.path, *self._machine.layers.detach(self._unkept)])
