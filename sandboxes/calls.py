@@ -105,6 +105,7 @@ class Execution:
         live: Since the last call something came from outside the sandbox that was not recorded before. A replay that
             has it may have put other bytes into a process.
         exchanges: The requests to hosts outside since the last call.
+        volatile: The call used the clock or random numbers, so a replay may well reach another state.
     """
 
     result: ToolResult
@@ -119,3 +120,4 @@ class Execution:
     is_empty: bool = False
     live: bool = False
     exchanges: tuple[Exchange, ...] = ()
+    volatile: bool = False

@@ -8,11 +8,11 @@ Then states go at which no rollout is: they are forgotten with their snapshots. 
 budget (`full`). Beyond a hard bound no further snapshot is taken (`accepts`), and none is given up for another.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import structlog
 
@@ -34,6 +34,24 @@ meanwhile. Farther from it, the disk must have more room than the budgets say.
 """
 HARD_BYTES = 256 << 20
 """Least room between a budget and its hard bound, in bytes, so that a small budget does not refuse the only ways."""
+
+
+HOPELESS_FAILURES = 3
+"""Failed restores, without a success between them, after which a snapshot may count as lost."""
+HOPELESS_S = 30.0
+"""Seconds between the first and the last of them. An estimate: a daemon that restarts is back within ten.
+
+Halved, trouble of the machine that a fresh sandbox does not show may cost a state. Doubled, a rollout whose state is
+lost waits longer until it is told so.
+"""
+
+
+class Failures(NamedTuple):
+    """Restores of a snapshot that failed since its last success; times in seconds of a monotonic clock."""
+
+    first_s: float
+    last_s: float
+    number: int
 
 
 class StateNode(Protocol):
@@ -121,7 +139,8 @@ class SnapshotCache:
         """
         self._store, self._drivers, self._counters = store, drivers, counters
         self._budget_bytes, self._checkpoint_bytes = budget_bytes, checkpoint_bytes
-        self._failures: Counter[str] = Counter()
+        self._failures: dict[str, Failures] = {}
+        self._renewals: set[str] = set()
         self.used_bytes = 0
         self.unproven: list[str] = []
         self.full: set[SnapshotKind] = set()
@@ -256,14 +275,16 @@ class SnapshotCache:
         snapshot = self.of(node)
         if snapshot is not None:
             snapshot.restore_s = seconds
+            self._failures.pop(snapshot.id, None)
             self.costs[snapshot.driver] = self.costs[snapshot.driver].restored(snapshot_kind(snapshot), seconds)
 
-    def failed(self, node: StateNode, error: SandboxError, *, reproducible: bool) -> None:
+    def failed(self, node: StateNode, error: SandboxError, now: float, *, reproducible: bool) -> None:
         """Note that a restore of the node's snapshot failed, and drop the snapshot if it is of no further use.
 
         Args:
             node: The node whose snapshot was restored.
             error: Why the restore failed.
+            now: When, in seconds of a monotonic clock.
             reproducible: Whether the node can be reached without its snapshot. If not, the snapshot stays: the machine
                 may recover.
         """
@@ -272,12 +293,48 @@ class SnapshotCache:
             # Another restore of the same snapshot may have failed before and dropped it.
             return
         # Counted by snapshot and not by node: the node's next snapshot begins without failures.
-        self._failures[snapshot.id] += 1
-        failed_again = self._failures[snapshot.id] > 1
+        known = self._failures.get(snapshot.id, Failures(now, now, 0))
+        self._failures[snapshot.id] = failures = Failures(known.first_s, now, known.number + 1)
+        failed_again = failures.number > 1
         # 3. A missing or damaged snapshot is dropped at once. One that only the machine failed to restore is
         # dropped at the second failure, and only if a replay reaches the node as well.
         if isinstance(error, StateGoneError) or (failed_again and reproducible):
             self.drop(node)
+
+    def is_hopeless(self, node: StateNode) -> bool:
+        """Return whether every restore of the node's snapshot has failed for so long that the next one will too."""
+        failures = None if node.snapshot is None else self._failures.get(node.snapshot)
+        if failures is None or failures.number < HOPELESS_FAILURES:
+            return False
+        return failures.last_s - failures.first_s >= HOPELESS_S
+
+    def is_renewal(self, node: StateNode) -> bool:
+        """Return whether the node's snapshot was taken because another one could not be restored."""
+        return node.snapshot in self._renewals
+
+    @contextmanager
+    def renewing(self, node: StateNode) -> Iterator[None]:
+        """Take the snapshot of a node away while another one is taken; give it back if there is no other at the end."""
+        old, node.snapshot = self.of(node), None
+        if old is not None:
+            # Not evicted meanwhile: it may be the only one again in a moment.
+            old.leases += 1
+        try:
+            yield
+        finally:
+            self._end_renewal(node, old)
+
+    def _end_renewal(self, node: StateNode, old: Snapshot | None) -> None:
+        if node.snapshot is not None:
+            self._renewals.add(node.snapshot)
+        if old is None:
+            return
+        old.leases -= 1
+        # A node that was forgotten meanwhile has lost its snapshots.
+        if node.snapshot is None and not node.detached and self._store.get(old.id) is old:
+            node.snapshot = old.id
+        else:
+            self._remove(old)
 
     def drop(self, node: StateNode) -> None:
         """Remove the snapshot of a node."""
@@ -285,9 +342,13 @@ class SnapshotCache:
         # The node first, the files after it: from here on no plan can choose this snapshot.
         node.snapshot = None
         if snapshot is not None:
-            self._failures.pop(snapshot.id, None)
-            # 5. The directory is removed here; the drivers free the storage that only it used (`Driver.collect`).
-            self._store.drop(snapshot)
+            self._remove(snapshot)
+
+    def _remove(self, snapshot: Snapshot) -> None:
+        self._failures.pop(snapshot.id, None)
+        self._renewals.discard(snapshot.id)
+        # 5. The directory is removed here; the drivers free the storage that only it used (`Driver.collect`).
+        self._store.drop(snapshot)
 
     def drop_tree(self, tree: int) -> None:
         """Remove every snapshot of a tree."""
@@ -367,7 +428,7 @@ class SnapshotCache:
             node = find(snapshot.tree, snapshot.node)
             if node is not None and node.snapshot == name:
                 node.snapshot = None
-            self._store.drop(snapshot)
+            self._remove(snapshot)
 
     async def _collect(self) -> int:
         """Have the drivers free storage that no snapshot uses; return the bytes that remain."""

@@ -146,6 +146,28 @@ class Capture(Generic[N]):
             self.taken(tree, node)
         return frozen.state
 
+    async def renew(self, sandbox: Sandbox, tree: StateTree, node: N, error: SandboxError) -> None:
+        """Replace a snapshot that could not be restored by one of a sandbox that a replay has brought to its state.
+
+        Args:
+            sandbox: The sandbox, which is leased.
+            tree: Tree of the node.
+            node: The node.
+            error: Why its snapshot could not be restored.
+
+        Raises:
+            SandboxError, OSError: The sandbox failed.
+        """
+        if self._cache.is_renewal(node):
+            # No snapshot of this state can be restored. This one goes once replays have proven their way.
+            node.unfreezable = f"its snapshots cannot be restored: {error}"
+            return
+        try:
+            with self._cache.renewing(node):
+                await self.freeze(sandbox, tree, node)
+        except NotFreezableError as refusal:
+            log.info("a snapshot that cannot be restored is not replaced", node=node.id, error=str(refusal))
+
     def adopt(self, frozen: FrozenState, tree: StateTree, node: N, *, cost_s: float) -> bool:
         """Make a state from another machine the snapshot of a node; return False if the node goes without. Blocking."""
         # Checked before the write, so that nothing has to be removed then.

@@ -4,6 +4,12 @@
 machine, or because no way is left. In the last case the node, and what can only be reached through it, is set aside, so
 that no other rollout is led there.
 
+A snapshot that cannot be restored blocks nobody, whatever its driver. The next snapshot above it is tried, and after
+that no snapshot any more, but a fresh sandbox and a replay from the root. If the replay reaches the state, a new
+snapshot of it replaces the old one. If no replay reaches it, the snapshot is the only way: its rollouts get an error of
+the machine for a while (`snapshots.cache.HOPELESS_S`), and then, if a fresh sandbox shows that the machine works, the
+state counts as lost.
+
 Which sandboxes may a rollout take? Its own, and any sandbox whose state can be had again: the node is the root or has a
 snapshot. A state that exists in one sandbox only is left to the rollout that made it; taking it would make that node
 unreachable.
@@ -26,15 +32,21 @@ from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
 from proxy.tree.restore_plan import RestorePlan, Way, plan_restore
 from proxy.tree.rollout import Rollout
-from proxy.tree.tree import Node, Tree
+from proxy.tree.tree import Node, Record, Tree, path
 from sandboxes.driver import Driver, Sandbox, rest
-from sandboxes.errors import NotFreezableError, RootLostError, SandboxError
+from sandboxes.errors import NotFreezableError, RootLostError, SandboxError, SpecError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
 from snapshots.cache import SnapshotCache
 from snapshots.capture import Capture
 
 log = structlog.get_logger()
+
+_TRIED_SNAPSHOTS = 2
+"""How many snapshots a lease tries. Each failing restore may take seconds, while the call waits.
+
+With 1, a damaged snapshot costs a replay from the root. With 4, a machine without descriptors answers later.
+"""
 
 
 class Owner(IntEnum):
@@ -230,6 +242,7 @@ class Restorer:
         driver_of(self._drivers, tree.spec)
         # Only within this lease: a snapshot that failed once may well be restored by the next one.
         failed: dict[Node, SandboxError] = {}
+        missed: set[Record] = set()
         demand_noted, patient, may_fetch = not _is_rollout(owner), False, not without
         while True:
             # 1. Plan the cheapest way: a sandbox at the node or above it, a snapshot, or a fresh sandbox at the root;
@@ -239,7 +252,7 @@ class Restorer:
                 node,
                 idle_at=lambda at: self._idle_at(at, owner) is not None,
                 costs=self._cache.costs[tree.spec.driver],
-                avoid={*failed, *without},
+                avoid={*_unusable(failed, node), *without},
             )
             # Once for each lease: what was fetched and fails is not fetched again.
             if may_fetch and self.fetch is not None:
@@ -247,6 +260,8 @@ class Restorer:
                 if await self.fetch(tree, node, plan):
                     continue
             if plan is None:
+                if failed and await self._give_up(failed, tree, owner):
+                    continue
                 # A snapshot that the machine failed to restore is an error of the machine, not a lost state.
                 raise next(iter(failed.values()), None) or self._lost(tree, node, owner)
             # Demand is counted once for each lease, not for each plan, and not if a sandbox is here already.
@@ -262,10 +277,12 @@ class Restorer:
                 continue
             # 3. Replay the calls in between and check them. The sandbox is closed unless it reached the node.
             with timing.measure("replay_s"):
-                result = await self._replayer.replay(slot, plan, tree, timing, patient=patient)
+                result = await self._replayer.replay(slot, plan, tree, timing, missed, patient=patient)
             if result is ReplayResult.REACHED:
+                await self._renew(slot, tree, node, failed)
                 return slot
-            # A diverged record is marked, so the next plan avoids it. That is why the loop ends.
+            # A diverged record is marked, so the next plan avoids it, and each record misses its state once at most.
+            # That is why the loop ends.
             patient = patient or result is ReplayResult.TOO_FAST
 
     def _idle_at(self, node: Node, owner: int | None) -> Slot | None:
@@ -286,7 +303,14 @@ class Restorer:
             return await self._take(plan, tree, owner)
         if plan.way is Way.SNAPSHOT:
             return await self._restore(plan.start, tree, owner, failed)
-        return await self._start(tree, owner)
+        try:
+            return await self._start(tree, owner)
+        except SpecError:
+            # The root cannot be built any more, for example because its base has changed. That is final, but a snapshot
+            # that has just failed may be restored by the next attempt.
+            if failed and not any(map(self._cache.is_hopeless, failed)):
+                raise next(iter(failed.values())) from None
+            raise
 
     async def _take(self, plan: RestorePlan, tree: Tree, owner: int | None) -> Slot | None:
         # There is no await between the plan and this line, so the sandbox is still idle.
@@ -334,13 +358,11 @@ class Restorer:
             log.warning("restore failed", node=node.id, error=str(error))
             # A damaged snapshot is dropped at once, another one at its second failure if a replay reaches the node
             # as well.
-            self._cache.failed(node, error, reproducible=self._value.is_proven(node, tree.spec.driver))
+            is_proven = self._value.is_proven(node, tree.spec.driver)
+            self._cache.failed(node, error, time.monotonic(), reproducible=is_proven)
             # A snapshot that was dropped needs no entry: the next plan does not see it.
             if node.snapshot is not None:
                 failed[node] = error
-            # Two snapshots in a row: the machine is at fault. A later attempt finds it better, or drops them.
-            if len(failed) > 1:
-                raise
             return None
         # Includes the wait for room: that is what a restore costs a call on this machine now.
         seconds = time.perf_counter() - start
@@ -348,6 +370,37 @@ class Restorer:
         self._counts.restore_s.observe(seconds)
         self._cache.restored(node, seconds)
         return slot
+
+    async def _renew(self, slot: Slot, tree: Tree, node: Node, failed: Mapping[Node, SandboxError]) -> None:
+        """Replace the node's snapshot, if it could not be restored, now that a sandbox is in its state."""
+        if node not in failed:
+            return
+        assert slot.sandbox is not None
+        try:
+            await self._capture.renew(slot.sandbox, tree, node, failed[node])
+        except BaseException:
+            await self._pool.close(slot)
+            raise
+
+    async def _give_up(self, failed: dict[Node, SandboxError], tree: Tree, owner: int | None) -> bool:
+        """Drop snapshots that are the only way and have failed for long on a machine that works.
+
+        Returns:
+            Whether there were any, so that the next plan differs.
+
+        Raises:
+            SandboxError, SpecError, OverloadedError: No fresh sandbox starts either.
+        """
+        hopeless = [node for node in failed if self._cache.is_hopeless(node)]
+        if not hopeless or not _is_rollout(owner):
+            return False
+        # Only this shows that the machine is not to blame; nothing runs in the sandbox.
+        await self._pool.close(await self._start(tree, owner))
+        for node in hopeless:
+            self._counts.failure("lost-snapshot")
+            log.error("a snapshot that is the only way is given up", node=node.id, error=str(failed.pop(node)))
+            self._cache.drop(node)
+        return True
 
     async def _start(self, tree: Tree, owner: int | None) -> Slot:
         driver, costs = self._drivers[tree.spec.driver], self._cache.costs
@@ -418,6 +471,12 @@ class Restorer:
             lost = tree.set_aside(barrier, why)
             self._records.save_divergence(barrier, lost)
         return StateLostError(why)
+
+
+def _unusable(failed: Collection[Node], target: Node) -> Collection[Node]:
+    """Return the nodes whose snapshots a lease must not use any more: the failed ones; after two of them all."""
+    # Two in a row: a third would hardly do better, and a fresh sandbox shows whether the machine is at fault.
+    return failed if len(failed) < _TRIED_SNAPSHOTS else {target, *(record.source for record in path(target))}
 
 
 def _is_rollout(owner: int | None) -> bool:

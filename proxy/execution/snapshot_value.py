@@ -162,6 +162,7 @@ class SnapshotValue:
             # Looked up only where it decides: the walk up from every rollout may be long.
             occupied=plan is not None or snapshot is None or self._is_occupied(node, tree_id),
             held=held,
+            doubtful=kind == "files" and plan is not None and any(record.doubtful for record in plan.suffix),
         )
 
     def _risk_s(self, plan: RestorePlan) -> float:

@@ -127,11 +127,14 @@ _FORWARDED = frozenset({"target", "server"})
 def doubtful(call: ToolCall, execution: Execution) -> bool:
     """Return whether a replay of a call may well fail to reach the recorded state.
 
-    Beside live processes a replay must repeat the whole answer, so every state change is doubtful. The exception are
-    calls to a server that wrote no file, if nothing in the answer looks random or timed: no rollout was shown what they
-    leave in the server's memory. They are doubtful all the same if another process may be writing files (`restless`):
-    a replay comes at another moment and would find other files.
+    A call that used the clock or random numbers is doubtful, as far as its driver can tell. Beside live processes a
+    replay must repeat the whole answer, so every state change is doubtful. The exception are calls to a server that
+    wrote no file, if nothing in the answer looks random or timed: no rollout was shown what they leave in the server's
+    memory. They are doubtful all the same if another process may be writing files (`restless`): a replay comes at
+    another moment and would find other files.
     """
+    if execution.volatile and execution.effect:
+        return True
     if execution.state is not None or not execution.effect:
         return False
     plain = execution.effect is Effect.PROCESSES and not _FORWARDED.isdisjoint(call.arguments)

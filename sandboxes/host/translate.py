@@ -75,10 +75,9 @@ def sql_execution(done: Envelope[CallDone], call: ToolCall, spec: EnvironmentSpe
         error = Failure("the statement was ended: it ran out of time, memory or disk", "limit")
         result = ToolResult(200, "application/json", failure(error, shape=shape))
     # An answer that depends on the load of the machine, or on chance, is not for other rollouts.
-    once = (
-        facts is None or (facts.timed_out and not spec.shares_timeouts) or (facts.volatile and spec.volatile == "never")
-    )
-    return replace(ran, effect=effect, result=result, shareable=not once)
+    volatile = facts is not None and facts.volatile and spec.volatile != "frozen"
+    once = facts is None or (facts.timed_out and not spec.shares_timeouts) or (volatile and spec.volatile == "never")
+    return replace(ran, effect=effect, result=result, shareable=not once, volatile=volatile)
 
 
 def command_execution(done: Envelope[CallDone], spec: EnvironmentSpec) -> Execution:

@@ -163,10 +163,13 @@ class PostgresSandbox:
         raise WorkerLostError("memory" if cause == "memory" else "killed", message)
 
     def _execution(self, fields: dict[str, Any], body: bytes, effect: Effect) -> Execution:
-        volatile = bool(fields.get("volatile")) and self._spec.volatile == "never"
+        volatile = bool(fields.get("volatile"))
+        once = (volatile and self._spec.volatile == "never") or (
+            fields.get("timed_out") and not self._spec.shares_timeouts
+        )
         return Execution(
             ToolResult(200, "application/json", body), effect, float(fields["seconds"]), self._state(),
-            self._witness(), shareable=not (volatile or (fields.get("timed_out") and not self._spec.shares_timeouts)),
+            self._witness(), shareable=not once, volatile=volatile,
         )  # fmt: skip
 
     def _aborted(

@@ -39,7 +39,9 @@ class SqliteSandbox:
         outcome = await self._databases[call.arguments["database"]].run(call)
         result = ToolResult(200, "application/json", outcome.body)
         state, witness = self._state()
-        return Execution(result, outcome.effect, outcome.seconds, state, witness, outcome.shareable)
+        return Execution(
+            result, outcome.effect, outcome.seconds, state, witness, outcome.shareable, volatile=outcome.volatile
+        )
 
     async def freeze(self) -> FrozenState:
         """Save the state of every database."""

@@ -31,12 +31,14 @@ class CallOutcome:
         effect: What the call changed.
         seconds: How long it ran.
         shareable: Whether the result may answer other rollouts.
+        volatile: Whether another run of it may give something else: it used the clock or random numbers.
     """
 
     body: bytes
     effect: Effect = Effect.NONE
     seconds: float = 0.0
     shareable: bool = True
+    volatile: bool = False
 
 
 class CallAbortedError(Exception):
@@ -121,5 +123,7 @@ class WorkerCalls:
         circumstantial = fields["kind"] in CIRCUMSTANTIAL and not fields["repeatable"]
         if fields["kind"] == "timeout" and self._spec.shares_timeouts:
             circumstantial = False
-        volatile = fields["volatile"] and self._spec.volatile == "never"
-        return CallOutcome(answer.body, seconds=fields["seconds"], shareable=not circumstantial and not volatile)
+        # With a frozen clock, each run gets the same time and the same random numbers.
+        volatile = fields["volatile"] and self._spec.volatile != "frozen"
+        shareable = not circumstantial and not (volatile and self._spec.volatile == "never")
+        return CallOutcome(answer.body, seconds=fields["seconds"], shareable=shareable, volatile=volatile)

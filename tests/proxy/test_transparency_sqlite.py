@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from proxy.engine import build_engine
 from proxy.settings import Settings
+from proxy.tree.rollout import Outcome
 from sandboxes.sql.sqlite_connection import statements
 from sandboxes.sqlite.driver import SqliteDriver
 from snapshots.policy import Reuse
 from tests.proxy.rig import KEEPS_ALL
-from tests.proxy.sql_walks import Statement, Trouble, walk
+from tests.proxy.sql_walks import Statement, Trouble, ask, walk
 from tests.sandboxes.sqlite_files import folder_digest, make, spec_of
 
 SCRIPT = """
@@ -169,3 +170,29 @@ def test_each_rollout_is_answered_as_if_alone(
         for number, walked in enumerate(rollouts):
             (own := folder / f"own-{number}").mkdir()
             assert got[number] == alone(walked, own), walked
+
+
+def test_random_states_are_kept_for_later_rollouts(tmp_path: Path) -> None:
+    """A rollout comes by hits to a state with a random number that its maker has left, and goes on from there."""
+
+    async def body() -> None:
+        spec = spec_of(make(tmp_path / "shop.db", SCRIPT), volatile="once")
+        driver = SqliteDriver(tmp_path / "sqlite")
+        engine = build_engine(Settings(data=tmp_path / "data", default_spec=spec, warm_sandboxes=0), {"sqlite": driver})
+        # No state is worth a snapshot for the time that it saves.
+        engine.snapshot_value.reuse = Reuse(0.0, 1e9)
+        await engine.open()
+        try:
+            draw = [("query", "UPDATE item SET stock = abs(random())"), ("query", "UPDATE item SET name = 'x' || id")]
+            look = ("query", "SELECT sum(stock) FROM item")
+            first = [await ask(engine, "first", statement) for statement in (*draw, ("query", "DELETE FROM log"), look)]
+            await engine.capture.drain()
+            await engine.pool.close_where(lambda _: True)
+            later = [await ask(engine, "later", statement) for statement in (*draw, look)]
+            assert [answer["outcome"] for answer in later[:2]] == [Outcome.HIT, Outcome.HIT]
+            assert later[-1]["rows"] == first[-1]["rows"]
+            assert engine.counts.divergences == 0
+        finally:
+            await engine.aclose()
+
+    asyncio.run(body())

@@ -25,7 +25,7 @@ class SqlResponse:
         self.rows: list[list[Any]] = self.body.get("rows", [])
         self.error: dict[str, Any] | None = self.body["error"]
         self.effect, self.state, self.witness = execution.effect, execution.state, execution.witness
-        self.shareable = execution.shareable
+        self.shareable, self.volatile = execution.shareable, execution.volatile
 
     @property
     def value(self) -> Any:

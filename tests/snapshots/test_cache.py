@@ -129,7 +129,7 @@ def test_a_missing_snapshot_is_dropped_at_once(tmp_path: Path) -> None:
     (tmp_path / node.snapshot / "payload.json").unlink()
     with pytest.raises(StateGoneError, match="n1 is damaged") as caught, rig.cache.leased(node):
         pass
-    rig.cache.failed(node, caught.value, reproducible=False)
+    rig.cache.failed(node, caught.value, 0.0, reproducible=False)
     assert not list(rig.store)
     assert rig.cache.of(node) is None
 
@@ -138,9 +138,9 @@ def test_a_missing_snapshot_is_dropped_at_once(tmp_path: Path) -> None:
 def test_a_second_failure_drops_only_reproducible_states(tmp_path: Path, *, reproducible: bool, dropped: bool) -> None:
     rig = Rig(tmp_path)
     node = rig.add(1, 100)
-    rig.cache.failed(node, SandboxError("the mount failed"), reproducible=reproducible)
+    rig.cache.failed(node, SandboxError("the mount failed"), 0.0, reproducible=reproducible)
     assert node.snapshot is not None
-    rig.cache.failed(node, SandboxError("the mount failed"), reproducible=reproducible)
+    rig.cache.failed(node, SandboxError("the mount failed"), 0.0, reproducible=reproducible)
     assert (node.snapshot is None) is dropped
 
 

@@ -31,6 +31,7 @@ prospects = st.builds(
     proven=st.booleans(),
     occupied=st.booleans(),
     held=st.sampled_from(["", "pinned", "leased"]),
+    doubtful=st.booleans(),
 )
 lists = st.lists(prospects, max_size=20, unique_by=lambda prospect: prospect.name)
 
@@ -104,6 +105,7 @@ def test_costing_less_never_makes_a_snapshot_worthless(prospect: Prospect, cost_
 @given(prospects, seconds)
 def test_unreproducible_states_are_always_worth_keeping(prospect: Prospect, cost_s: float) -> None:
     assert worth_keeping(replace(prospect, reproducible=False), cost_s=cost_s)
+    assert worth_keeping(replace(prospect, doubtful=True), cost_s=cost_s)
 
 
 def test_states_without_expected_uses_are_not_kept() -> None:

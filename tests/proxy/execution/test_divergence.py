@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox, _State
 class RandomSandbox(MemorySandbox):
     """In its commands `random` is a number that never comes again."""
 
-    numbers = itertools.count(1000)
+    numbers: Iterator[int] = itertools.count(1000)
 
     def _run(self, call: ToolCall) -> ToolResult:
         command = re.sub("random", lambda _: str(next(self.numbers)), call.arguments["command"])
@@ -79,6 +80,34 @@ def test_a_snapshot_keeps_an_unreproducible_state(tmp_path: Path) -> None:
             assert await output(running, second, "cat f; ls") == f"{number}f\nseed\n"
             assert driver.executed.count("echo random > f") == 1
             assert running.counts.divergences == 0
+
+    asyncio.run(body())
+
+
+class SeldomSandbox(RandomSandbox):
+    """In its second run of a command with `random`, the number is another one than in all others."""
+
+    numbers = itertools.chain([1, 2], itertools.repeat(1))
+
+
+class SeldomDriver(MemoryDriver):
+    def _adopt(self, spec: EnvironmentSpec, state: _State) -> MemorySandbox:
+        sandbox = SeldomSandbox(f"memory-{next(self._ids)}", spec, state, self)
+        self.live[sandbox.id] = sandbox
+        return sandbox
+
+
+def test_a_replay_that_misses_once_is_tried_again(tmp_path: Path) -> None:
+    """A command that leaves another state in one run of many costs no rollout."""
+
+    async def body() -> None:
+        async with engine(tmp_path, driver := SeldomDriver()) as running:
+            first, number = await drawn(running)
+            await lose_all(running)
+            assert await output(running, first, "cat f; pwd") == f"{number}/root\n"
+            assert driver.executed.count("echo random > f") == 3
+            assert running.counts.divergences == 0
+            assert not first.node.diverged
 
     asyncio.run(body())
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from proxy.engine import Engine
+from proxy.execution.errors import StateLostError
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SandboxError, StateGoneError
 from sandboxes.spec import EnvironmentSpec
+from snapshots import cache
 from snapshots.costs import KindCosts, Mean
 from snapshots.policy import Reuse
 from snapshots.snapshot import Snapshot
@@ -25,11 +27,17 @@ WRITES = [f"echo {'x' * 100 * n} > f{n}" for n in range(1, 7)]
 
 
 class Choosy(MemoryDriver):
-    """A memory driver whose next restores fail with the errors in `refuse`."""
+    """A memory driver whose next restores fail with the errors in `refuse`, and starts while `fail_starts`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.refuse: list[SandboxError] = []
+        self.fail_starts = False
+
+    async def start(self, spec: EnvironmentSpec) -> MemorySandbox:
+        if self.fail_starts:
+            raise SandboxError("no descriptor is free")
+        return await super().start(spec)
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> MemorySandbox:
         if self.refuse:
@@ -111,16 +119,64 @@ def test_unreproducible_states_are_not_evicted(tmp_path: Path) -> None:
     kept(tmp_path, test, snapshot_bytes=0)
 
 
-def test_a_failing_snapshot_is_avoided_then_dropped(tmp_path: Path) -> None:
+def test_a_failing_snapshot_is_avoided_and_replaced(tmp_path: Path) -> None:
+    """A second snapshot that fails is not replaced, because no further one could be restored either."""
+
     async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
-        broken = rollout.node
-        for turn, still_there in ((1, True), (2, False)):
+        names = [rollout.node.snapshot]
+        for turn in range(1, 5):
             driver.refuse = [SandboxError("the mount failed")]
             assert (await ask(running, rollout, f"cat f{turn}"))[0]["exit_code"] == 0
-            assert driver.executed[-2:] == [WRITES[-1], f"cat f{turn}"], "restored one state before, and replayed"
-            assert (broken.snapshot is not None) == still_there
+            if turn < 4:
+                assert driver.executed[-2:] == [WRITES[-1], f"cat f{turn}"], "restored one state before, and replayed"
+            names.append(rollout.node.snapshot)
             await running.pool.close_where(lambda _: True)
-        assert running.counts.failures["restore"] == 2
+        assert names[1] not in (None, names[0])
+        assert names[2:] == [names[1], None, None]
+        assert rollout.node.unfreezable
+        assert running.counts.failures["restore"] == 4
+
+    kept(tmp_path, test)
+
+
+def test_snapshots_that_fail_block_no_rollout(tmp_path: Path) -> None:
+    """No snapshot of a tree can be restored, and no replay was proven: a replay from the root reaches the state."""
+
+    async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
+        for node in rollout.tree.nodes.values():
+            for record in node.records.values():
+                record.proven = False
+        for turn in range(1, 4):
+            driver.refuse = [SandboxError("the mount failed")] * 9
+            assert (await ask(running, rollout, f"cat f{turn}"))[0]["exit_code"] == 0
+            assert driver.executed == [*WRITES, f"cat f{turn}"]
+            assert len(driver.refuse) == 7, "two snapshots were tried"
+            driver.executed.clear()
+            await running.pool.close_where(lambda _: True)
+
+    kept(tmp_path, test)
+
+
+def test_the_only_way_is_given_up_if_it_fails_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only on a machine that starts sandboxes; then the state is lost, and another rollout runs its call again."""
+    monkeypatch.setattr(cache, "HOPELESS_S", 0.0)
+
+    async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
+        assert rollout.node.origin is not None
+        rollout.node.origin.reproducible = False
+        driver.refuse, driver.fail_starts = [SandboxError("it was not made by this CRIU")] * 9, True
+        for _ in range(4):
+            with pytest.raises(SandboxError):
+                await ask(running, rollout, "cat f1")
+        driver.fail_starts = False
+        with pytest.raises(StateLostError):
+            await ask(running, rollout, "cat f1")
+        assert running.counts.failures["lost-snapshot"] == 1
+        driver.refuse = []
+        later = await running.tasks.rollout("task", "later")
+        for command in WRITES:
+            assert (await ask(running, later, command))[0]["exit_code"] == 0
+        assert driver.executed == [WRITES[-1]]
 
     kept(tmp_path, test)
 
@@ -140,12 +196,12 @@ def test_a_failing_machine_costs_no_state(tmp_path: Path, reproducible: bool) ->
         assert rollout.node.origin is not None
         rollout.node.origin.reproducible = reproducible
         before = held(running)
-        driver.refuse = [SandboxError("no descriptor is free")] * 2
+        driver.refuse, driver.fail_starts = [SandboxError("no descriptor is free")] * 2, True
         with pytest.raises(SandboxError, match="no descriptor is free"):
             await ask(running, rollout, "cat f1")
         assert held(running) == before
         assert not rollout.node.diverged
-        driver.refuse = []
+        driver.refuse, driver.fail_starts = [], False
         assert (await ask(running, rollout, "cat f1"))[0]["exit_code"] == 0
 
     kept(tmp_path, test)

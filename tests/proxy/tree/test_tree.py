@@ -193,5 +193,8 @@ def test_changes_without_a_digest_are_doubtful() -> None:
     assert is_doubtful(b"", Effect.PROCESSES | Effect.FILES)
     assert not is_doubtful(b"0.123456", Effect.NONE)
     assert not is_doubtful(b"0.123456", Effect.FILES, state=StateDigest(b"e" * 32, b"c" * 32))
+    for effect in (Effect.DATABASE, Effect.NONE):
+        state = StateDigest(b"e" * 32, b"c" * 32)
+        assert is_doubtful(b"", effect, state=state, volatile=True) == bool(effect)
     command = ToolCall("shell", "exec", {"command": "x &"})
     assert doubtful(command, Execution(ToolResult(200, "text/plain", b""), Effect.PROCESSES, 0.1))

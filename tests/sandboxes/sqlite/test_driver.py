@@ -417,6 +417,7 @@ def test_volatile_results_follow_the_spec(tmp_path: Path) -> None:
                     answer = await ask(await driver.start(spec), sql)
                     assert answer.error is None, sql
                     assert answer.shareable is shared, (policy, sql)
+                    assert answer.volatile is (statements is VOLATILE and policy != "frozen"), (policy, sql)
 
     driven(tmp_path, test)
 
