@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from proxy.app import build, server
+from proxy.app import build
 from proxy.engine import Engine
+from proxy.server import server
 from proxy.settings import Settings
 from sandboxes.driver import Driver
 from sandboxes.linux.files import remove_tree

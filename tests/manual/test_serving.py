@@ -17,7 +17,7 @@ from tests.ui.browser import chromium, missing
 def proxy(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A proxy with the manual; it has a token, which the manual does not need."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("proxy.app.manual", partial(manual, site))
+        patch.setattr("proxy.control_app.manual", partial(manual, site))
         with serving(tmp_path_factory.mktemp("data"), token=SecretStr("0123456789abcdef")) as running:
             yield running
 
@@ -55,7 +55,7 @@ def test_other_files_are_refused(proxy: Running, path: str) -> None:
 
 def test_installation_without_the_manual_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout has no built site, and a start does not need one."""
-    monkeypatch.setattr("proxy.app.manual", partial(manual, tmp_path / "none"))
+    monkeypatch.setattr("proxy.control_app.manual", partial(manual, tmp_path / "none"))
     with serving(tmp_path / "data") as running:
         answer = running.client.get("/manual/")
     assert answer.status_code == 404

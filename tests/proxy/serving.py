@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from proxy.app import assemble, server
+from proxy.app import assemble
 from proxy.control.parts import ControlPlane
 from proxy.engine import Engine, build_engine
+from proxy.server import server
 from proxy.settings import Settings
 from sandboxes.driver import Driver
 from sandboxes.spec import EnvironmentSpec

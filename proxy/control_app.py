@@ -1,0 +1,136 @@
+"""The application behind the data plane: the control plane, the page, the manual, and the health of the proxy."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from proxy.control.api_description import TAGS, completed, operation_id
+from proxy.control.metrics import MEDIA_TYPE as METRICS_TYPE
+from proxy.control.metrics import Metrics
+from proxy.control.parts import ControlPlane
+from proxy.control.routes.api import control_plane
+from proxy.control.routes.params import PROBLEM, granted
+from proxy.engine import Engine
+from proxy.http.problems import FORESEEN, problem_of
+from proxy.refusals import MEDIA_TYPE, RefusalError
+from proxy.storage.errors import StoreError
+from proxy.ui.api import PageData, page_data
+from proxy.ui.manual_files import manual
+from proxy.ui.static_files import page
+from proxy.ui.system import system
+from proxy.ui.ways import ways
+from sandboxes.errors import SandboxError
+
+log = structlog.get_logger()
+
+
+def control_application(control: ControlPlane) -> FastAPI:
+    """Return the application behind the data plane. The engine opens and closes with its lifespan."""
+    engine = control.engine
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        try:
+            await engine.open()
+        except (SandboxError, StoreError, OSError) as error:
+            # Foreseen: `run` shows the sentence, and the data plane keeps the traceback away from the log.
+            engine.lifecycle.start_error = str(error)
+            raise
+        try:
+            yield
+        finally:
+            await engine.aclose()
+            log.info("stopped")
+
+    app = FastAPI(
+        title="Forkpoint",
+        version=version("forkpoint"),
+        summary="A transparent proxy between LLM agents and their tools.",
+        lifespan=lifespan,
+        # The framework's pages run scripts of other hosts. `proxy.ui` shows the description with its own files.
+        docs_url=None,
+        redoc_url=None,
+        openapi_tags=TAGS,
+        generate_unique_id_function=operation_id,
+    )
+    app.state.control = control
+    app.include_router(control_plane)
+    app.state.page = PageData.over(engine)
+    app.include_router(page_data)
+    app.include_router(ways)
+    app.include_router(system)
+    app.include_router(page())
+    app.include_router(manual())
+    _health(app, control)
+    _problems(app, engine)
+    _describe(app)
+    return app
+
+
+def _health(app: FastAPI, control: ControlPlane) -> None:
+    engine, metrics = control.engine, Metrics(control)
+
+    @app.get("/healthz", tags=["health"], name="get_health")
+    async def healthz() -> dict[str, str]:
+        """Report that the process answers requests."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["health"], name="get_readiness", responses={503: PROBLEM})
+    async def readyz() -> dict[str, str]:
+        """Report that calls can be answered: the store is open and can be written."""
+        if not engine.lifecycle.ready:
+            raise RefusalError(503, "not-ready", "the store and the drivers are still opening. Try again soon.")
+        engine.store.database.check_writable()
+        return {"status": "ready"}
+
+    @app.get(
+        "/metrics",
+        tags=["health"],
+        name="get_metrics",
+        response_class=Response,
+        responses={200: {"content": {METRICS_TYPE: {}}}},
+    )
+    async def show_metrics(request: Request) -> Response:
+        """Return the totals in Prometheus' text format."""
+        granted(request).require_whole()
+        return Response(metrics.render(), media_type=METRICS_TYPE)
+
+
+def _problems(app: FastAPI, engine: Engine) -> None:
+    async def respond(_request: Request, error: Exception) -> Response:
+        problem = problem_of(_refused(error))
+        if problem.infrastructure:
+            engine.counts.failure(problem.slug)
+            log.error("request failed", problem=problem.slug, error=repr(error), exc_info=error)
+        headers = {name.decode(): value.decode() for name, value in problem.headers() if name != b"cache-status"}
+        return Response(problem.body(), status_code=problem.status, headers=headers, media_type=MEDIA_TYPE)
+
+    # Every known class is registered by itself: Starlette answers errors of the handler for `Exception`, and then
+    # raises them again as unexpected.
+    for kind in (Exception, HTTPException, RequestValidationError, *FORESEEN):
+        app.add_exception_handler(kind, respond)
+
+
+def _refused(error: Exception) -> Exception:
+    """Return an error of the web framework as a refusal; other errors unchanged."""
+    if isinstance(error, HTTPException):
+        return RefusalError(error.status_code, "http", str(error.detail))
+    if isinstance(error, RequestValidationError):
+        faults = (f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors())
+        return RefusalError(422, "validation", "; ".join(faults))
+    return error
+
+
+def _describe(app: FastAPI) -> None:
+    framework = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        return completed(framework())
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,82 @@
+"""The web server of an application: uvicorn, with protocols of ours for its connections."""
+
+import asyncio
+import socket
+from typing import cast
+
+import structlog
+import uvicorn
+
+from proxy.address import remove_address, url_of, write_address
+from proxy.dataplane.app import DataPlane
+from proxy.dataplane.hit_protocol import HitFirst, protocol_for
+from proxy.dataplane.response_reports import report_responses
+from proxy.dataplane.socket_protocol import BoundedSocketProtocol
+from proxy.engine import Engine
+from proxy.workers.worker import Worker
+
+log = structlog.get_logger()
+
+
+def server(application: DataPlane, worker: Worker | None = None) -> uvicorn.Server:
+    """Return the web server of an application; the caller runs it on a listening socket.
+
+    Args:
+        application: The application.
+        worker: This process among the workers of the proxy; None if it has no others.
+    """
+    served = application if worker is None else worker.before(application)
+    return _Server(
+        application.engine,
+        uvicorn.Config(
+            report_responses(served),
+            loop="uvloop",
+            http=protocol_for(application, None if worker is None else worker.siblings),
+            ws=BoundedSocketProtocol,
+            ws_max_size=application.engine.settings.max_body_bytes,
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            # Longer than a model thinks between two calls. With the library's 5 s, the server would close idle
+            # connections just as their agents send the next call.
+            timeout_keep_alive=120,
+            timeout_graceful_shutdown=30,
+        ),
+        worker,
+    )
+
+
+class _Server(uvicorn.Server):
+    """Ends event streams and terminals before it waits for open requests, which would otherwise never end."""
+
+    def __init__(self, engine: Engine, config: uvicorn.Config, worker: Worker | None) -> None:
+        super().__init__(config)
+        self._engine, self._worker = engine, worker
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._worker is not None and self.started:
+            self._worker.open(self._make_protocol)
+            return
+        for listener in sockets or () if self.started else ():
+            url = url_of(*listener.getsockname()[:2])
+            write_address(self._engine.settings.data, url)
+            # From here on the proxy answers.
+            first_call = f'try: curl -s {url}/t/demo/r/1/shell/exec -d \'{{"command": "uname -a"}}\''
+            log.info("listening", url=url, page=f"{url}/ui/")
+            log.info(first_call)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.lifecycle.hang_up()
+        if self._worker is not None:
+            await self._worker.siblings.aclose()
+        remove_address(self._engine.settings.data)
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        """Return the protocol of a connection, as uvicorn makes it for one that it has accepted."""
+        made = cast("type[HitFirst]", self.config.http_protocol_class)
+        return made(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
