@@ -1,6 +1,7 @@
 """Warm forks are made where they are likely to be used, within their limits, and never delay a call."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from proxy.engine import Engine
+from proxy.execution import warm_forks
 from proxy.execution.warm_forks import available_bytes
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node
@@ -296,6 +298,19 @@ def test_short_memory_stops_forks_and_closes_idle_sandboxes(tmp_path: Path) -> N
         assert driver.live
         await running._sweep()
         assert not driver.live
+
+    warmed(tmp_path, test, memory_reserve_bytes=1 << 60)
+
+
+def test_memory_is_read_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([0])
+
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        warm = running.warm
+        monkeypatch.setattr(warm_forks, "available_bytes", lambda: next(free))
+        monkeypatch.setattr(warm_forks, "_MEMORY_READ_EVERY_S", 3600.0)
+        warm._memory_read_at = -math.inf
+        assert [warm._short_of_memory() for _ in range(3)] == [True] * 3
 
     warmed(tmp_path, test, memory_reserve_bytes=1 << 60)
 

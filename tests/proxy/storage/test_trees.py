@@ -5,15 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy.storage import trees
+from proxy.storage.journal_segments import JournalEntry
 from proxy.storage.store import Store
 from proxy.tree.keys import call_key
+from proxy.tree.rollout import Outcome
 from proxy.tree.tree import Node, Record, Tree
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.effects import Effect, StateDigest
-from tests.proxy.storage.rig import opened, tree_of
+from tests.proxy.storage.rig import opened, save, tree_of
 
 
 def digest(number: int) -> StateDigest:
@@ -119,3 +123,22 @@ def test_a_tree_is_read_back_unchanged(makings: list[Made], doubted: int, pinned
                     assert again.records.call(known) == made.call
                     assert again.records.result(known) == made.result
                     assert known.key == call_key(again.records.call(known))
+
+
+def test_long_rollouts_are_read_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are counted a few at a time, so that hits of other tasks wait for few of them; no count is lost."""
+    monkeypatch.setattr(trees, "_STEPS_AT_ONCE", 5)
+    monkeypatch.setattr(trees, "_RECORDS_OF_A_COUNT", 2)
+    with opened(tmp_path) as store:
+        tree = tree_of(store)
+        records = [save(store, tree, f"echo {number}", b"") for number in range(5)]
+        for name in "abcd":
+            rollout = store.rollouts.create("task", name, tree.id, tree.root.id)
+            steps = [JournalEntry(rollout, turn, record.id, Outcome.HIT) for turn, record in enumerate(records)]
+            store.rollouts.fold(steps)
+        slices = sum(1 for _ in store.trees._uses(tree))
+        again = store.trees.load(tree.id)
+    # One at the end of the page, and one before each rollout but the first.
+    assert slices == 4
+    # The first of four uses was a miss.
+    assert [record.hits for record in again.root.records.values()] == [3] * 5

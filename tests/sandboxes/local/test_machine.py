@@ -45,6 +45,23 @@ def test_spares_follow_demand(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(go())
 
 
+def test_a_first_call_goes_before_the_next_spare(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a spare is left, the next one is made later; when none is left, it is made at once."""
+    monkeypatch.setattr("sandboxes.local.machine._FIRST_CALL_S", 3600.0)
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            machine = driver.machine
+            assert (await run(await driver.start(SPEC), "echo hi")).out == "hi\n"
+            assert len(machine._spares) == LEAST - 1
+            for _ in range(LEAST - 1):
+                await driver.start(SPEC)
+            await until(lambda: len(machine._spares) >= LEAST)
+
+    asyncio.run(go())
+
+
 def test_a_failed_switch_ends_one_sandbox(data_dir: Path) -> None:
     """The launcher reports to the sandbox's first process, and goes on serving all others."""
 
