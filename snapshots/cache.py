@@ -12,16 +12,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
 
 from sandboxes.driver import Driver, FrozenState
-from sandboxes.effects import StateDigest
 from sandboxes.errors import SandboxError, StateGoneError
 from snapshots.costs import Costs, SnapshotKind
+from snapshots.failures import RestoreFailures
 from snapshots.policy import Prospect, abandoned, unproven, victims
-from snapshots.snapshot import Snapshot, snapshot_kind
+from snapshots.snapshot import Snapshot, StateNode, snapshot_kind
 from snapshots.store import SnapshotStore
 
 log = structlog.get_logger()
@@ -34,46 +34,6 @@ meanwhile. Farther from it, the disk must have more room than the budgets say.
 """
 HARD_BYTES = 256 << 20
 """Least room between a budget and its hard bound, in bytes, so that a small budget does not refuse the only ways."""
-
-
-HOPELESS_FAILURES = 3
-"""Failed restores, without a success between them, after which a snapshot may count as lost."""
-HOPELESS_S = 30.0
-"""Seconds between the first and the last of them. An estimate: a daemon that restarts is back within ten.
-
-Halved, trouble of the machine that a fresh sandbox does not show may cost a state. Doubled, a rollout whose state is
-lost waits longer until it is told so.
-"""
-
-
-class Failures(NamedTuple):
-    """Restores of a snapshot that failed since its last success; times in seconds of a monotonic clock."""
-
-    first_s: float
-    last_s: float
-    number: int
-
-
-class StateNode(Protocol):
-    """What the snapshot rooms know of a node: the holder of at most one snapshot. `proxy.tree.tree.Node` is one.
-
-    Attributes:
-        id: Number of the node.
-        state: Digest of the state; None if it has none.
-        snapshot: Id of the attached snapshot; None without one.
-        unfreezable: Why the driver cannot freeze the state; empty if nothing is known against it.
-        detached: Whether the node has been forgotten.
-    """
-
-    @property
-    def id(self) -> int:
-        """Number of the node."""
-        ...
-
-    state: StateDigest | None
-    snapshot: str | None
-    unfreezable: str
-    detached: bool
 
 
 class SnapshotCounters(Protocol):
@@ -116,6 +76,7 @@ class SnapshotCache:
         used_bytes: Bytes that all snapshots take, as the drivers last counted them, with what was added since.
         unproven: Names of the snapshots that can be evicted once a replay has reached their states, least value first;
             as of the last `fit` that found too little to evict.
+        failures: The restores that failed.
         full: Kinds of snapshots whose budget is exceeded by states that cannot be evicted at all.
     """
 
@@ -139,8 +100,7 @@ class SnapshotCache:
         """
         self._store, self._drivers, self._counters = store, drivers, counters
         self._budget_bytes, self._checkpoint_bytes = budget_bytes, checkpoint_bytes
-        self._failures: dict[str, Failures] = {}
-        self._renewals: set[str] = set()
+        self.failures = RestoreFailures(store)
         self.used_bytes = 0
         self.unproven: list[str] = []
         self.full: set[SnapshotKind] = set()
@@ -275,7 +235,7 @@ class SnapshotCache:
         snapshot = self.of(node)
         if snapshot is not None:
             snapshot.restore_s = seconds
-            self._failures.pop(snapshot.id, None)
+            self.failures.end(snapshot.id)
             self.costs[snapshot.driver] = self.costs[snapshot.driver].restored(snapshot_kind(snapshot), seconds)
 
     def failed(self, node: StateNode, error: SandboxError, now: float, *, reproducible: bool) -> None:
@@ -292,49 +252,11 @@ class SnapshotCache:
         if snapshot is None:
             # Another restore of the same snapshot may have failed before and dropped it.
             return
-        # Counted by snapshot and not by node: the node's next snapshot begins without failures.
-        known = self._failures.get(snapshot.id, Failures(now, now, 0))
-        self._failures[snapshot.id] = failures = Failures(known.first_s, now, known.number + 1)
-        failed_again = failures.number > 1
+        failed_again = self.failures.note(snapshot.id, now) > 1
         # 3. A missing or damaged snapshot is dropped at once. One that only the machine failed to restore is
         # dropped at the second failure, and only if a replay reaches the node as well.
         if isinstance(error, StateGoneError) or (failed_again and reproducible):
             self.drop(node)
-
-    def is_hopeless(self, node: StateNode) -> bool:
-        """Return whether every restore of the node's snapshot has failed for so long that the next one will too."""
-        failures = None if node.snapshot is None else self._failures.get(node.snapshot)
-        if failures is None or failures.number < HOPELESS_FAILURES:
-            return False
-        return failures.last_s - failures.first_s >= HOPELESS_S
-
-    def is_renewal(self, node: StateNode) -> bool:
-        """Return whether the node's snapshot was taken because another one could not be restored."""
-        return node.snapshot in self._renewals
-
-    @contextmanager
-    def renewing(self, node: StateNode) -> Iterator[None]:
-        """Take the snapshot of a node away while another one is taken; give it back if there is no other at the end."""
-        old, node.snapshot = self.of(node), None
-        if old is not None:
-            # Not evicted meanwhile: it may be the only one again in a moment.
-            old.leases += 1
-        try:
-            yield
-        finally:
-            self._end_renewal(node, old)
-
-    def _end_renewal(self, node: StateNode, old: Snapshot | None) -> None:
-        if node.snapshot is not None:
-            self._renewals.add(node.snapshot)
-        if old is None:
-            return
-        old.leases -= 1
-        # A node that was forgotten meanwhile has lost its snapshots.
-        if node.snapshot is None and not node.detached and self._store.get(old.id) is old:
-            node.snapshot = old.id
-        else:
-            self._remove(old)
 
     def drop(self, node: StateNode) -> None:
         """Remove the snapshot of a node."""
@@ -342,13 +264,9 @@ class SnapshotCache:
         # The node first, the files after it: from here on no plan can choose this snapshot.
         node.snapshot = None
         if snapshot is not None:
-            self._remove(snapshot)
-
-    def _remove(self, snapshot: Snapshot) -> None:
-        self._failures.pop(snapshot.id, None)
-        self._renewals.discard(snapshot.id)
-        # 5. The directory is removed here; the drivers free the storage that only it used (`Driver.collect`).
-        self._store.drop(snapshot)
+            self.failures.forget(snapshot.id)
+            # 5. The directory is removed here; the drivers free the storage that only it used (`Driver.collect`).
+            self._store.drop(snapshot)
 
     def drop_tree(self, tree: int) -> None:
         """Remove every snapshot of a tree."""
@@ -428,7 +346,8 @@ class SnapshotCache:
             node = find(snapshot.tree, snapshot.node)
             if node is not None and node.snapshot == name:
                 node.snapshot = None
-            self._remove(snapshot)
+            self.failures.forget(snapshot.id)
+            self._store.drop(snapshot)
 
     async def _collect(self) -> int:
         """Have the drivers free storage that no snapshot uses; return the bytes that remain."""

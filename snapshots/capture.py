@@ -21,8 +21,8 @@ from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
 from sandboxes.task_owner import TaskOwner
-from snapshots.cache import N, SnapshotCache, SnapshotCounters, StateNode
-from snapshots.snapshot import snapshot_kind
+from snapshots.cache import N, SnapshotCache, SnapshotCounters
+from snapshots.snapshot import StateNode, snapshot_kind
 
 log = structlog.get_logger()
 
@@ -158,12 +158,12 @@ class Capture(Generic[N]):
         Raises:
             SandboxError, OSError: The sandbox failed.
         """
-        if self._cache.is_renewal(node):
+        if self._cache.failures.is_renewal(node):
             # No snapshot of this state can be restored. This one goes once replays have proven their way.
             node.unfreezable = f"its snapshots cannot be restored: {error}"
             return
         try:
-            with self._cache.renewing(node):
+            with self._cache.failures.renewing(node):
                 await self.freeze(sandbox, tree, node)
         except NotFreezableError as refusal:
             log.info("a snapshot that cannot be restored is not replaced", node=node.id, error=str(refusal))

@@ -167,7 +167,7 @@ def value(prospect: Prospect) -> float:
 def why(prospect: Prospect) -> str:
     """Return a phrase that says why a snapshot is kept."""
     reasons = [prospect.held] if prospect.held else []
-    if prospect.doubtful or not prospect.reproducible:
+    if not prospect.reproducible:
         reasons.append("the only way back: no replay reaches this state")
     elif not prospect.proven:
         reasons.append("no replay has reached this state yet, so it is not evicted")

@@ -1,7 +1,9 @@
-"""The snapshot: one kept sandbox state, and what is known of its worth."""
+"""The snapshot: one kept sandbox state, what is known of its worth, and the node that it belongs to."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
+from sandboxes.effects import StateDigest
 from snapshots.costs import SnapshotKind
 
 
@@ -36,6 +38,28 @@ class Snapshot:
     uses: int = 0
     leases: int = 0
     restore_s: float = 0.0
+
+
+class StateNode(Protocol):
+    """What the snapshot rooms know of a node: the holder of at most one snapshot. `proxy.tree.tree.Node` is one.
+
+    Attributes:
+        id: Number of the node.
+        state: Digest of the state; None if it has none.
+        snapshot: Id of the attached snapshot; None without one.
+        unfreezable: Why the driver cannot freeze the state; empty if nothing is known against it.
+        detached: Whether the node has been forgotten.
+    """
+
+    @property
+    def id(self) -> int:
+        """Number of the node."""
+        ...
+
+    state: StateDigest | None
+    snapshot: str | None
+    unfreezable: str
+    detached: bool
 
 
 def snapshot_kind(snapshot: Snapshot) -> SnapshotKind:

@@ -6,9 +6,9 @@ that no other rollout is led there.
 
 A snapshot that cannot be restored blocks nobody, whatever its driver. The next snapshot above it is tried, and after
 that no snapshot any more, but a fresh sandbox and a replay from the root. If the replay reaches the state, a new
-snapshot of it replaces the old one. If no replay reaches it, the snapshot is the only way: its rollouts get an error of
-the machine for a while (`snapshots.cache.HOPELESS_S`), and then, if a fresh sandbox shows that the machine works, the
-state counts as lost.
+snapshot of it replaces the old one. If no replay reaches it, the snapshot is the only way. Then its rollouts
+get an error of the machine for a while (`snapshots.failures.HOPELESS_S`). After that the state counts as lost, if a
+fresh sandbox shows that the machine works.
 
 Which sandboxes may a rollout take? Its own, and any sandbox whose state can be had again: the node is the root or has a
 snapshot. A state that exists in one sandbox only is left to the rollout that made it; taking it would make that node
@@ -308,7 +308,7 @@ class Restorer:
         except SpecError:
             # The root cannot be built any more, for example because its base has changed. That is final, but a snapshot
             # that has just failed may be restored by the next attempt.
-            if failed and not any(map(self._cache.is_hopeless, failed)):
+            if failed and not any(map(self._cache.failures.is_hopeless, failed)):
                 raise next(iter(failed.values())) from None
             raise
 
@@ -391,7 +391,7 @@ class Restorer:
         Raises:
             SandboxError, SpecError, OverloadedError: No fresh sandbox starts either.
         """
-        hopeless = [node for node in failed if self._cache.is_hopeless(node)]
+        hopeless = [node for node in failed if self._cache.failures.is_hopeless(node)]
         if not hopeless or not _is_rollout(owner):
             return False
         # Only this shows that the machine is not to blame; nothing runs in the sandbox.

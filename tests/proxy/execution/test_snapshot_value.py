@@ -15,7 +15,7 @@ from proxy.tree.tree import Node
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SandboxError, StateGoneError
 from sandboxes.spec import EnvironmentSpec
-from snapshots import cache
+from snapshots import failures
 from snapshots.costs import KindCosts, Mean
 from snapshots.policy import Reuse
 from snapshots.snapshot import Snapshot
@@ -159,7 +159,7 @@ def test_snapshots_that_fail_block_no_rollout(tmp_path: Path) -> None:
 
 def test_the_only_way_is_given_up_if_it_fails_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only on a machine that starts sandboxes; then the state is lost, and another rollout runs its call again."""
-    monkeypatch.setattr(cache, "HOPELESS_S", 0.0)
+    monkeypatch.setattr(failures, "HOPELESS_S", 0.0)
 
     async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
         assert rollout.node.origin is not None
