@@ -106,12 +106,17 @@ class Served:
         """The proxy's settings, as environment variables."""
         raise NotImplementedError
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Descriptors of this process that the proxy gets under the same numbers."""
+        return ()
+
     def launch(self) -> None:
         """Start the process; `is_ready` says when it answers."""
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command, cwd=self.folder, env=os.environ | self.settings, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True,
+                stderr=log, start_new_session=True, pass_fds=self.descriptors,
             )  # fmt: skip
 
     def start(self) -> None:

@@ -8,6 +8,8 @@ whether the statement ran, and the caller reads again.
 import asyncio
 import contextlib
 import hmac
+import os
+import socket
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeVar
@@ -150,14 +152,23 @@ class _Channel:
             DatabaseError: The database did not answer in time, or refused the statement.
         """
         async with self._lock:
+            loop = asyncio.get_running_loop()
+            until, is_new = loop.time() + PATIENCE_S, self._connection is None
             try:
-                async with asyncio.timeout(PATIENCE_S):
-                    if self._connection is None:
+                if self._connection is None:
+                    async with asyncio.timeout_at(until):
                         self._connection = await psycopg.AsyncConnection.connect(
                             self._dsn, autocommit=True, row_factory=tuple_row, application_name="forkpoint"
                         )
+                # A task that is cancelled in a statement makes psycopg ask the server to cancel it, and wait for that.
+                # Behind a partition this takes ten seconds.
+                impatience = loop.call_at(until, _shut_down, self._connection)
+                try:
+                    if is_new:
                         await self._connection.execute(_DURABLE)
                     return await work(self._connection)
+                finally:
+                    impatience.cancel()
             except (psycopg.Error, OSError, TimeoutError) as error:
                 await self._give_up()
                 text = " ".join(str(error).split()) or "it did not answer in time"
@@ -432,6 +443,12 @@ class ClusterDatabase:
             for number, future in waiting:
                 if not future.done():
                     future.set_result((tasks[number], rows[number]) in written)
+
+
+def _shut_down(connection: Connection) -> None:
+    """End a connection's socket, so that the statement which waits for it fails."""
+    with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.shutdown(socket.SHUT_RDWR)
 
 
 async def _rows(connection: Connection, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:

@@ -40,6 +40,7 @@ class Cluster:
     port: int
     data: Path
     start: Callable[[], None] = field(compare=False)
+    host: str = "127.0.0.1"
 
     def kill(self) -> None:
         """Kill the server with SIGKILL; `start` starts it again."""
@@ -53,12 +54,17 @@ class Cluster:
     def dsn(self) -> str:
         """Connection string of the administrator."""
         return (
-            f"host=127.0.0.1 port={self.port} user=postgres password='{PASSWORD.replace(chr(39), chr(92) + chr(39))}'"
+            f"host={self.host} port={self.port} user=postgres password='{PASSWORD.replace(chr(39), chr(92) + chr(39))}'"
         )
+
+    @property
+    def socket_dsn(self) -> str:
+        """The same by a socket of the file system, which reaches a server in another network namespace too."""
+        return self.dsn.replace(f"host={self.host}", f"host={self.data.parent}")
 
     def connect(self, database: str = "postgres") -> psycopg.Connection[Any]:
         """Open a connection of the administrator."""
-        return psycopg.connect(self.dsn, dbname=database, autocommit=True)
+        return psycopg.connect(self.socket_dsn, dbname=database, autocommit=True)
 
     def create(self, name: str, script: str = SHOP) -> None:
         """Create a database and run a script in it."""
@@ -111,8 +117,16 @@ def _user() -> pwd.struct_passwd | None:
 
 
 @contextmanager
-def cluster() -> Iterator[Cluster]:
-    """Start a server with an empty data directory; stop it and remove the directory at the end."""
+def cluster(
+    prefix: tuple[str, ...] = (), host: str = "127.0.0.1", standby_of: Cluster | None = None
+) -> Iterator[Cluster]:
+    """Start a server with an empty data directory; stop it and remove the directory at the end.
+
+    Args:
+        prefix: What runs a command on another machine of the test.
+        host: Where clients reach the server. One on another machine listens on all of its addresses.
+        standby_of: The server whose changes it follows, until it is promoted.
+    """
     programs = _programs()
     assert programs is not None
     folder = Path(tempfile.mkdtemp(prefix="forkpoint-pg-", dir="/var/tmp"))
@@ -123,27 +137,44 @@ def cluster() -> Iterator[Cluster]:
         identity = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
         for path in (folder, password):
             os.chown(path, user.pw_uid, user.pw_gid)
-    port = free_port()
+    port = free_port() if standby_of is None else standby_of.port
     data = str(folder / "data")
     try:
-        _run(
-            [programs / "initdb", "-D", data, "-U", "postgres", "-A", "scram-sha-256", f"--pwfile={password}",
-             "-E", "UTF8", "--locale=C.UTF-8", "--no-sync"], identity,
-        )  # fmt: skip
+        if standby_of is None:
+            _run(
+                [programs / "initdb", "-D", data, "-U", "postgres", "-A", "scram-sha-256", f"--pwfile={password}",
+                 "-E", "UTF8", "--locale=C.UTF-8", "--no-sync"], identity,
+            )  # fmt: skip
+        if prefix:
+            prefix, identity = (*prefix, *_as(identity)), {}
+        if standby_of is not None:
+            copy = [programs / "pg_basebackup", "-D", data, "-d", standby_of.dsn, "-R", "-c", "fast", "--no-sync"]
+            _run([*prefix, *copy], identity)
         settings = {
-            "port": port, "listen_addresses": "127.0.0.1", "unix_socket_directories": str(folder), "fsync": "off",
-            "full_page_writes": "off", "synchronous_commit": "off", "max_connections": 200, "shared_buffers": "32MB",
+            "port": port, "listen_addresses": "*" if prefix else host, "unix_socket_directories": str(folder),
+            "fsync": "off", "full_page_writes": "off", "synchronous_commit": "off", "max_connections": 200,
+            "shared_buffers": "32MB",
         }  # fmt: skip
         with (folder / "data" / "postgresql.conf").open("a") as file:
             file.writelines(f"{name} = '{value}'\n" for name, value in settings.items())
-        start = [programs / "pg_ctl", "-D", data, "-l", str(folder / "log"), "-w", "-t", "60"]
+        if prefix:
+            with (folder / "data" / "pg_hba.conf").open("a") as file:
+                file.write("host all,replication all all scram-sha-256\n")
+        start = [*prefix, programs / "pg_ctl", "-D", data, "-l", str(folder / "log"), "-w", "-t", "60"]
         _run([*start, "start"], identity)
         try:
-            yield Cluster(port, Path(data), lambda: _start_again([*start, "start"], identity))
+            yield Cluster(port, Path(data), lambda: _start_again([*start, "start"], identity), host)
         finally:
-            _run([programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop"], identity)
+            _run([*prefix, programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop"], identity)
     finally:
         shutil.rmtree(folder)
+
+
+def _as(identity: dict[str, Any]) -> tuple[str, ...]:
+    """Return what runs a command as a user. Only root can bring it to another machine first."""
+    if not identity:
+        return ()
+    return ("setpriv", f"--reuid={identity['user']}", f"--regid={identity['user']}", "--clear-groups")
 
 
 def _start_again(command: list[Any], identity: dict[str, Any]) -> None:

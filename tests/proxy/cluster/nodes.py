@@ -5,7 +5,8 @@ import itertools
 import random
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,12 +92,14 @@ class Truth:
         answers: How many answers were compared.
         wrong: What was wrong with an answer.
         slowest_s: The longest time from a call to its answer, retries included.
+        refused: How many calls were refused for now, by the agent's name.
     """
 
     witnesses: list[tuple[str, str]] = field(default_factory=list)
     answers: int = 0
     wrong: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
+    refused: Counter[str] = field(default_factory=Counter)
 
 
 class Agent:
@@ -105,12 +108,14 @@ class Agent:
     A call that failed may have been taken or not, so several histories are possible until the next answer.
     """
 
-    def __init__(self, name: str, task: str, homes: list[Node], truth: Truth, seed: int) -> None:
-        """Create an agent; with several homes it changes its node after each answer."""
+    def __init__(
+        self, name: str, task: str, homes: Sequence[Node], truth: Truth, seed: int, pause_s: float = 0.0
+    ) -> None:
+        """Create an agent; with several homes it changes its node after each answer. It pauses before each write."""
         self.name, self.task, self.truth = name, task, truth
         # The same walk for the same seed, and no secret.
         self.random, self.nodes, self.homes = random.Random(seed), homes, itertools.cycle(homes)  # noqa: S311
-        self.home, self.answers = next(self.homes), 0
+        self.home, self.answers, self._pause_s = next(self.homes), 0, pause_s
         self.possible = {""}
 
     async def run(self, client: httpx.AsyncClient, stop: asyncio.Event, turns: int = 1 << 30) -> None:
@@ -118,6 +123,7 @@ class Agent:
         for _ in range(turns):
             if stop.is_set():
                 return
+            await asyncio.sleep(self._pause_s)
             value = self.random.choice("ab")
             write = f"INSERT INTO entry VALUES ('{value}'); {READ}"
             for tool, sql, written in (("script", write, value), ("query", READ, ""), ("query", WITNESS, "")):
@@ -150,6 +156,9 @@ class Agent:
                 if response.status_code not in (503, 429):
                     self.truth.wrong.append(f"{self.name}: {response.status_code} {response.text}")
                     return None
+                self.truth.refused[self.name] += 1
+                if "retry-after" not in response.headers:
+                    self.truth.wrong.append(f"{self.name}: {response.status_code} without Retry-After")
             if stop.is_set():
                 return None
             # It was taken, or it was not.
@@ -171,22 +180,40 @@ async def until(true: Callable[[], bool], within_s: float = 60.0) -> None:
             await asyncio.sleep(0.05)
 
 
-def check_log(dsn: str, truth: Truth) -> None:
+@dataclass
+class LogReading:
+    """What is wrong with the logs of all tasks, in the order of `check_log`."""
+
+    lost: list[str] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
+    disorder: list[str] = field(default_factory=list)
+
+
+def read_logs(dsn: str, truth: Truth) -> LogReading:
     """Compare each task's log with the answers that agents received: it has each answer, and no call twice."""
     logged: dict[str, set[bytes]] = {}
     with psycopg.connect(dsn) as connection:
         rows = connection.execute("SELECT task, row, body FROM forkpoint.lines ORDER BY task, row").fetchall()
     expected: dict[str, int] = {}
-    calls = set()
+    calls, reading = set(), LogReading()
     for task, row, body in rows:
         expected[task] = expected.get(task, 0) + 1
-        assert row == expected[task], f"the log of {task} has a gap before row {row}"
+        if row != expected[task]:
+            reading.disorder.append(f"the log of {task} has a gap before row {row}")
         for line in decode(body or b""):
             if isinstance(line, RecordCopy):
                 call = (task, line.tree, line.source, line.key)
-                assert call not in calls, f"recorded twice: {line}"
+                if call in calls:
+                    reading.twice.append(f"recorded twice: {line}")
                 calls.add(call)
                 logged.setdefault(task, set()).add(line.answer)
     for task, witness in truth.witnesses:
-        answers = [answer for answer in logged[task] if witness.encode() in answer]
-        assert len(answers) == 1, f"{witness} was answered in {task}, and is in the log {len(answers)} times"
+        answers = [answer for answer in logged.get(task, ()) if witness.encode() in answer]
+        if len(answers) != 1:
+            reading.lost.append(f"{witness} was answered in {task}, and is in the log {len(answers)} times")
+    return reading
+
+
+def check_log(dsn: str, truth: Truth) -> None:
+    """Assert that the logs have each answer that an agent received, and no call twice."""
+    assert read_logs(dsn, truth) == LogReading()

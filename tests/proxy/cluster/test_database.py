@@ -1,6 +1,7 @@
 """The cluster's database, on a real server that is killed as well."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -8,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 from proxy.cluster.database import ClusterDatabase, ClusterError, DatabaseError, Membership
-from sandboxes.task_owner import start
+from sandboxes.task_owner import TaskOwner, start
 from tests.sandboxes.postgres_cluster import Cluster
 
 T = TypeVar("T")
@@ -146,6 +147,51 @@ def test_an_owner_without_a_lease_is_not_alive(dsn: str) -> None:
             owner = await second.owner("task")
             assert owner is not None
             assert not owner.peer.alive
+
+    asyncio.run(run())
+
+
+def test_a_partition_does_not_hold_a_statement(server: Cluster, dsn: str) -> None:
+    """Behind a partition, the statement is given up, and nobody waits for the server to hear that it is cancelled."""
+
+    async def run() -> None:
+        is_cut, connections = False, 0
+        tasks = TaskOwner()
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.closing(writer):
+                while data := await reader.read(65536):
+                    if not is_cut:
+                        writer.write(data)
+
+        async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.closing(writer):
+                back, forth = await asyncio.open_connection("127.0.0.1", server.port)
+                tasks.spawn("back", carry(back, writer))
+                await carry(reader, forth)
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal connections
+            connections += 1
+            tasks.spawn("connection", connect(reader, writer))
+
+        relay = await asyncio.start_server(accept, "127.0.0.1", 0)
+        port = relay.sockets[0].getsockname()[1]
+        try:
+            async with member(dsn.replace(f"port={server.port}", f"port={port}"), "a") as first:
+                assert await first.owner("task") is None
+                before, is_cut = connections, True
+                with pytest.raises(DatabaseError):
+                    await first.owner("task")
+                assert connections == before
+                is_cut = False
+                assert await first.owner("task") is None
+        finally:
+            relay.close()
+            tasks.cancel()
+            await tasks.wait()
+            # The transports that were closed end in the next turn of the loop.
+            await asyncio.sleep(0)
 
     asyncio.run(run())
 
