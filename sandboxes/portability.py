@@ -41,6 +41,31 @@ class Unpacking(Protocol):
 
 
 @runtime_checkable
+class SharingUnpacking(Unpacking, Protocol):
+    """An import that can use parts which this driver has already: equal bytes of parts mean equal parts."""
+
+    def use(self, name: str, part: str) -> None:
+        """Use a part of this driver instead of importing it.
+
+        Args:
+            name: The name of the part on the machine that exported the state.
+            part: The name of a part of this driver that packs to the same bytes.
+
+        Raises:
+            NotPortableError: This driver does not have the part any more.
+        """
+        ...
+
+    def name_here(self, name: str) -> str:
+        """Return what an imported or used part is called here.
+
+        Args:
+            name: The name of the part on the machine that exported it.
+        """
+        ...
+
+
+@runtime_checkable
 class Porter(Protocol):
     """Exports and imports frozen states."""
 

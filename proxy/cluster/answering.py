@@ -20,10 +20,13 @@ from proxy.cluster.messages import (
     ConfirmQuestion,
     DrainQuestion,
     ElsewhereAnswer,
+    HostQuestion,
     Kind,
     MessageError,
     ReportAnswer,
     ReportQuestion,
+    RoomAnswer,
+    RoomQuestion,
     StreamedAnswer,
     TakeQuestion,
     pack,
@@ -63,12 +66,28 @@ class PeerPlane(Protocol):
         ...
 
 
+class PeerHost(Protocol):
+    """What runs sandboxes of peers; see `proxy.cluster.hosting`."""
+
+    @property
+    def room(self) -> RoomAnswer:
+        """How many more sandboxes of peers would be started now."""
+        ...
+
+    async def serve(self, hello: Hello, order: bytes, begin: Callable[[], Channel]) -> bytes:
+        """Host one sandbox for its whole life, or return why not."""
+        ...
+
+
 class PeerQuestions:
     """Answers the questions of peers.
 
     Attributes:
         server: Accepts their links.
+        host: Answers what concerns sandboxes of peers; set before the links are accepted.
     """
+
+    host: PeerHost
 
     def __init__(self, member: Member, secret: bytes, plane: PeerPlane) -> None:
         """Answer for a member, with the secret that all members share."""
@@ -95,6 +114,10 @@ class PeerQuestions:
                 return pack(await self._take_over(question))
             case DrainQuestion():
                 return pack(await self._member.drain())
+            case RoomQuestion():
+                return pack(self.host.room)
+            case HostQuestion(order=order):
+                return await self.host.serve(hello, order, begin)
             case ConfirmQuestion() as question:
                 call = self._member.ingress.call(question.number)
                 return pack(ConfirmAnswer(call is not None and await call.waits()))

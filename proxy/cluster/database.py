@@ -59,6 +59,7 @@ SELECT l.row, l.member, l.boot, m.name, m.url, m.boot = l.boot AND m.until > clo
 FROM forkpoint.lines l JOIN forkpoint.members m ON m.number = l.member
 WHERE l.task = %s AND l.body IS NULL ORDER BY l.row DESC LIMIT 1
 """
+_PEERS = "SELECT number, boot, name, url, until > clock_timestamp() FROM forkpoint.members"
 _MEMBERS = """
 WITH owners AS (
     SELECT DISTINCT ON (task) member, boot FROM forkpoint.lines WHERE body IS NULL ORDER BY task, row DESC)
@@ -298,9 +299,18 @@ class ClusterDatabase:
         Raises:
             DatabaseError: The database did not answer.
         """
-        statement = "SELECT number, boot, name, url, until > clock_timestamp() FROM forkpoint.members WHERE number = %s"
-        row = await self._reads.run(lambda connection: _row(connection, statement, (number,)))
+        row = await self._reads.run(lambda connection: _row(connection, f"{_PEERS} WHERE number = %s", (number,)))
         return None if row is None else Peer(*row)
+
+    async def alive(self) -> list[Peer]:
+        """Return the members whose leases hold.
+
+        Raises:
+            DatabaseError: The database did not answer.
+        """
+        statement = f"{_PEERS} WHERE until > clock_timestamp()"
+        rows = await self._reads.run(lambda connection: _rows(connection, statement, ()))
+        return [Peer(*row) for row in rows]
 
     async def members(self) -> list[tuple[Peer, int]]:
         """Return all members, each with the number of tasks that it owns, by name. It reads who owns each task.

@@ -67,6 +67,7 @@ class Member:
         database: The cluster's database.
         gate: The tasks that this member owns.
         ingress: The tasks that its agents ask for.
+        links: The links to other members.
         replaced: Called when a later start of this member has taken its place.
         hands_over: Awaited before a task is handed over, so that the next owner finds its kept states.
         is_leaving: Whether this member takes no task over any more, because it is drained or stops.
@@ -78,7 +79,7 @@ class Member:
         self.hands_over: Callable[[Owned], Awaitable[None]] | None = None
         self.is_leaving = False
         self._engine = engine
-        self._links = Links(secret, database.membership)
+        self.links = Links(secret, database.membership)
         self._peers: dict[int, Peer] = {}
         self._tasks = TaskOwner()
         self._lease_until = 0.0
@@ -101,7 +102,7 @@ class Member:
         self.gate.owned.clear()
         self._tasks.cancel()
         await self._tasks.wait()
-        self._links.close()
+        self.links.close()
         await self.database.aclose()
 
     # -- owners ------------------------------------------------------------------------------------------------------
@@ -181,11 +182,11 @@ class Member:
             LinkLostError: The link broke. Whether the owner has taken the call is not known.
             PeerFailedError: The owner met a defect.
         """
-        return await answer_to_call(await self._links.call(owner.peer, pack(question)))
+        return await answer_to_call(await self.links.call(owner.peer, pack(question)))
 
     def link_to(self, owner: Ownership) -> Link | None:
         """Return the link to the owner of a task if a frame can be sent on it now."""
-        return self._links.ready(owner.peer)
+        return self.links.ready(owner.peer)
 
     def accept(self, name: str, answer: CallAnswer) -> bool:
         """Keep the positions of an answer; return False if it comes from a view that was replaced.
@@ -362,7 +363,7 @@ class Member:
                 found = peer or await self.database.member(number)
                 if found is None:
                     return None
-                answer = unpack(await self._links.ask(found, pack(question)))
+                answer = unpack(await self.links.ask(found, pack(question)))
             except (LinkLostError, PeerFailedError, MessageError, DatabaseError) as error:
                 log.debug("a peer did not answer", member=number, error=str(error))
             else:

@@ -125,6 +125,32 @@ class DrainAnswer(NamedTuple):
     kept: int
 
 
+class RoomQuestion(NamedTuple):
+    """An owner asks whether a member would run sandboxes for it."""
+
+
+class RoomAnswer(NamedTuple):
+    """What a member says of its room.
+
+    Attributes:
+        room: How many sandboxes of others it would start now.
+        load: Running processes for each of its processors, over the last minute.
+    """
+
+    room: int
+    load: float
+
+
+class HostQuestion(NamedTuple):
+    """An owner asks a member to run a sandbox for it; see `proxy.cluster.hosting.messages`.
+
+    Attributes:
+        order: The order.
+    """
+
+    order: bytes
+
+
 class CallAnswer(NamedTuple):
     """The answer to a call.
 
@@ -176,17 +202,17 @@ class ConfirmAnswer(NamedTuple):
 
 
 Message = (
-    CallQuestion | ReportQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion
-    | CallAnswer | StreamedAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer
+    CallQuestion | ReportQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion | RoomQuestion | HostQuestion
+    | CallAnswer | StreamedAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer | RoomAnswer
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {
     "call": CallQuestion, "report": ReportQuestion, "confirm": ConfirmQuestion, "take": TakeQuestion,
     "drain": DrainQuestion, "answer": CallAnswer, "streamed": StreamedAnswer,
     "elsewhere": ElsewhereAnswer, "reported": ReportAnswer,
-    "confirmed": ConfirmAnswer, "drained": DrainAnswer,
+    "confirmed": ConfirmAnswer, "drained": DrainAnswer, "room": RoomQuestion, "rooms": RoomAnswer, "host": HostQuestion,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_WITH_BYTES = (CallQuestion, CallAnswer)
+_WITH_BYTES = (CallQuestion, CallAnswer, HostQuestion)
 """Messages whose last value is bytes."""
 _WITH_POSITIONS = (CallAnswer, ReportAnswer)
 """Messages whose second value is positions."""

@@ -12,6 +12,7 @@ import structlog
 
 from proxy.cluster.database import ClusterDatabase, ClusterError, DatabaseError, Membership
 from proxy.cluster.gate import ClusterGate
+from proxy.cluster.hosting.service import Hosting
 from proxy.cluster.member import Member
 from proxy.cluster.plane import ClusterPlane
 from proxy.cluster.positions import PositionFile, PositionsLostError
@@ -100,9 +101,11 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     plane = ClusterPlane(engine, behind, member, joined.secret)
     assert engine.settings.store is not None
     states = SharedStates(open_store(engine.settings.store), engine, joined.gate)
+    hosting = plane.questions.host = Hosting(engine, member)
 
     async def opened() -> None:
         states.open()
+        hosting.open()
         await plane.questions.server.serve(joined.listener)
         member.start()
 
@@ -111,6 +114,7 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
         signal.raise_signal(signal.SIGTERM)
 
     async def closed() -> None:
+        await hosting.aclose()
         await states.aclose()
         await plane.questions.aclose()
         await member.aclose()

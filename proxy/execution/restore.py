@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -33,12 +34,15 @@ from proxy.telemetry.timing import Timing
 from proxy.tree.restore_plan import RestorePlan, Way, plan_restore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node, Record, Tree, path
-from sandboxes.driver import Driver, Sandbox, rest
+from sandboxes.driver import Driver, FrozenState, Sandbox, rest
 from sandboxes.errors import NotFreezableError, RootLostError, SandboxError, SpecError
-from sandboxes.pool.pool import Pool
+from sandboxes.pool.pool import NoRoomElsewhereError, Pool
 from sandboxes.pool.roster import Slot
 from snapshots.cache import SnapshotCache
 from snapshots.capture import Capture
+
+if TYPE_CHECKING:
+    from sandboxes.spec import EnvironmentSpec
 
 log = structlog.get_logger()
 
@@ -66,6 +70,8 @@ class Restorer:
     Attributes:
         fetch: Fetches a snapshot that makes the way to a node cheaper than a plan, or possible if there is no plan.
             Returns whether one was fetched. None if no other machine keeps states of this proxy's tasks.
+        elsewhere: Restores a sandbox on another machine, or raises NoRoomElsewhereError. None if no other machine runs
+            sandboxes for this proxy.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class Restorer:
         self._records, self._counts = records, counts
         self._replayer = Replayer(pool, cache, records, counts)
         self.fetch: Callable[[Tree, Node, RestorePlan | None], Awaitable[bool]] | None = None
+        self.elsewhere: Callable[[EnvironmentSpec, FrozenState], Awaitable[Sandbox]] | None = None
 
     @asynccontextmanager
     async def lease_at(self, rollout: Rollout, node: Node, timing: Timing) -> AsyncIterator[Slot]:
@@ -351,7 +358,7 @@ class Restorer:
         try:
             # The lease keeps the snapshot from being evicted while the pool waits for room.
             with self._cache.leased(node) as frozen:
-                slot = await self._launch(lambda: driver.restore(tree.spec, frozen), node, owner)
+                slot = await self._launch(lambda: driver.restore(tree.spec, frozen), node, tree, owner)
         # Only `SandboxError`: a defect or a cancellation must not be counted against the snapshot.
         except SandboxError as error:
             self._counts.failure("restore")
@@ -395,7 +402,7 @@ class Restorer:
         if not hopeless or not _is_rollout(owner):
             return False
         # Only this shows that the machine is not to blame; nothing runs in the sandbox.
-        await self._pool.close(await self._start(tree, owner))
+        await self._pool.close(await self._start(tree, Owner.CONTROL_PLANE))
         for node in hopeless:
             self._counts.failure("lost-snapshot")
             log.error("a snapshot that is the only way is given up", node=node.id, error=str(failed.pop(node)))
@@ -407,7 +414,7 @@ class Restorer:
         # The content that the spec refers to may have changed on disk; its records would then be of another root state.
         await self._require_current(tree)
         start = time.perf_counter()
-        slot = await self._launch(lambda: driver.start(tree.spec), tree.root, owner)
+        slot = await self._launch(lambda: driver.start(tree.spec), tree.root, tree, owner)
         try:
             # A change between that look and the mount is noticed here, before anything is recorded in this sandbox.
             await self._require_current(tree)
@@ -449,11 +456,24 @@ class Restorer:
         if not await self._roots.is_current(tree):
             raise RootChangedError
 
-    async def _launch(self, make: Callable[[], Awaitable[Sandbox]], node: Node, owner: int | None) -> Slot:
+    async def _launch(self, make: Callable[[], Awaitable[Sandbox]], node: Node, tree: Tree, owner: int | None) -> Slot:
         # Warm forks must not make room by closing sandboxes, so they have a door of their own.
         if owner is None or owner == Owner.AHEAD:
             return await self._pool.start_warm(make, node)
-        return await self._pool.start(make, node, owner)
+        # What is no rollout's may be looked into, or proves something about this machine.
+        may_go = self.elsewhere is not None and node.snapshot is not None and _is_rollout(owner)
+        away = (lambda: self._make_elsewhere(node, tree)) if may_go else None
+        return await self._pool.start(make, node, owner, away)
+
+    async def _make_elsewhere(self, node: Node, tree: Tree) -> Sandbox:
+        if self.elsewhere is None or node.snapshot is None:
+            raise NoRoomElsewhereError
+        try:
+            with self._cache.leased(node) as frozen:
+                return await self.elsewhere(tree.spec, frozen)
+        except SandboxError as error:
+            # Whether the snapshot or the other machine is at fault shows when it is restored here.
+            raise NoRoomElsewhereError from error
 
     def _lost(self, tree: Tree, node: Node, owner: int | None) -> StateLostError:
         """Return the error of a node that cannot be rebuilt, and set aside what is lost with it.

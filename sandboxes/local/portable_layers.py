@@ -77,6 +77,20 @@ class LayerUnpacking:
         self._hold(upper.id)
         self._names[name] = self._layers.freeze(upper, meta, table)
 
+    def use(self, name: str, part: str) -> None:
+        """Use a layer that is here already; see `SharingUnpacking.use`."""
+        # Held before the look: a collection in between would delete it.
+        self._hold(part)
+        if self._layers.missing([part]):
+            raise NotPortableError(f"the layer {part} is not here any more")
+        self._names[name] = part
+        # A state that was here before has counted its bytes.
+        self._counted.add(part)
+
+    def name_here(self, name: str) -> str:
+        """Return what a layer is called here."""
+        return self._names[name]
+
     def _unpacked(self, upper: Upper, data: BinaryIO, sha256: str) -> tuple[LayerMeta, bytes]:
         table = layer_tar.unpack(data, upper.path, FORM).head
         try:

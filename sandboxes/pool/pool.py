@@ -10,7 +10,9 @@ Theory of operation:
    lease it in between, and `freezing` may then wait for more calls of its rollout. A caller that waits, for this
    sandbox or for room, sets `freeze_now` and ends that wait.
 4. Before an idle sandbox is closed for room, `keep` may freeze it, if it is the last way to its state.
-5. A caller that is cancelled never leaves a sandbox half closed: `close` runs to its end in a task of its own.
+5. If the budget has no room, a sandbox may be started on another machine. It has a slot here, which takes no room. A
+   machine that runs sandboxes for others reserves slots for them, while it has more room than its next caller needs.
+6. A caller that is cancelled never leaves a sandbox half closed: `close` runs to its end in a task of its own.
 """
 
 import asyncio
@@ -30,6 +32,10 @@ _STARTS = 4
 
 class OverloadedError(RuntimeError):
     """Every sandbox of the budget was busy for too long. A later attempt may succeed."""
+
+
+class NoRoomElsewhereError(RuntimeError):
+    """No other machine takes a sandbox."""
 
 
 class Pool:
@@ -57,18 +63,58 @@ class Pool:
         self._starts = asyncio.Semaphore(_STARTS)
         self._closing = 0
 
-    async def start(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable, owner: int | None) -> Slot:
+    async def start(
+        self,
+        make: Callable[[], Awaitable[Sandbox]],
+        position: Hashable,
+        owner: int | None,
+        elsewhere: Callable[[], Awaitable[Sandbox]] | None = None,
+    ) -> Slot:
         """Make a sandbox and lease it; idle sandboxes are closed if the budget has no room.
 
         Args:
             make: Starts or restores the sandbox.
             position: Where the sandbox is then.
             owner: The rollout that needs it; None for the control plane.
+            elsewhere: Makes the sandbox on another machine, or raises NoRoomElsewhereError. It is tried first if the
+                budget has no room. None if the sandbox cannot be made elsewhere.
 
         Raises:
             OverloadedError: There was no room within the patience.
         """
-        return await self._start(await self._make_room(owner), make, position)
+        while elsewhere is not None and self._taken >= self._budget:
+            away = Slot(owner, elsewhere=True)
+            self.roster.add(away)
+            with contextlib.suppress(NoRoomElsewhereError):
+                return await self.fill(away, elsewhere, position)
+            # There is no room anywhere: the sandbox that is missed least goes, wherever it is.
+            victim = self.roster.victim(anywhere=True)
+            if victim is None or not victim.elsewhere:
+                break
+            await self.close_victim(anywhere=True)
+        return await self.fill(await self._make_room(owner), make, position)
+
+    def reserve(self, position: Hashable) -> Slot:
+        """Take room for a sandbox of another machine, if no own caller needs it. `fill` or `close` must follow.
+
+        Raises:
+            OverloadedError: There is no such room.
+        """
+        if not self.spare:
+            raise OverloadedError("there is no room for a sandbox of another machine.")
+        slot = Slot(None, position=position)
+        self.roster.add(slot)
+        return slot
+
+    @property
+    def spare(self) -> int:
+        """How many sandboxes may be started so that the next caller still has room."""
+        return max(0, self._budget - self._taken - 1)
+
+    @property
+    def _taken(self) -> int:
+        """How much of the budget is taken."""
+        return len(self.roster) - self.roster.elsewhere + self._closing
 
     async def start_warm(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
         """Make a sandbox ahead of its use and lease it. Nothing is closed or delayed for it.
@@ -80,16 +126,23 @@ class Pool:
             raise OverloadedError("there is no room for a warm fork.")
         slot = Slot(None, warm=True)
         self.roster.add(slot)
-        return await self._start(slot, make, position)
+        return await self.fill(slot, make, position)
 
     @property
     def has_spare_room(self) -> bool:
         """Whether a sandbox may be made ahead: two slots and a start are free, so the next caller still has one."""
-        return len(self.roster) + self._closing + 1 < self._budget and not self._starts.locked()
+        return bool(self.spare) and not self._starts.locked()
 
-    async def _start(self, slot: Slot, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
+    async def fill(self, slot: Slot, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
+        """Make the sandbox of a new slot and lease it. If that fails, the slot is closed.
+
+        Args:
+            slot: The slot, which is in the roster.
+            make: Makes the sandbox; what it raises passes through.
+            position: Where the sandbox is then.
+        """
         try:
-            async with self._starts:
+            async with contextlib.nullcontext() if slot.elsewhere else self._starts:
                 slot.sandbox = await make()
         except BaseException:
             await self.close(slot)
@@ -159,7 +212,7 @@ class Pool:
             return
         self.roster.apply(slot, LifecycleEvent.CLOSE)
         # The budget is about the machine: until its processes have ended, the sandbox takes room.
-        self._closing += 1
+        self._closing += not slot.elsewhere
         closing = start_task(self._close(slot))
         try:
             await asyncio.shield(closing)
@@ -187,9 +240,13 @@ class Pool:
                 await self.close(slot)
         return len(idle)
 
-    async def close_victim(self) -> bool:
-        """Close the idle sandbox that is missed least, after `keep`. Return False if none is idle."""
-        while (victim := self.roster.victim()) is not None:
+    async def close_victim(self, *, anywhere: bool = False) -> bool:
+        """Close the idle sandbox that is missed least, after `keep`. Return False if none is idle.
+
+        Args:
+            anywhere: Whether it may be one on another machine, which makes no room here.
+        """
+        while (victim := self.roster.victim(anywhere=anywhere)) is not None:
             position = victim.position
             kept = victim.irreplaceable or await self.keep(victim)
             if victim.state is not SandboxState.IDLE or victim.position is not position:
@@ -207,7 +264,7 @@ class Pool:
             if slot.sandbox is not None:
                 await slot.sandbox.close()
         finally:
-            self._closing -= 1
+            self._closing -= not slot.elsewhere
             await self._notify()
 
     async def _make_room(self, owner: int | None) -> Slot:
@@ -215,7 +272,7 @@ class Pool:
         self.waiting += 1
         try:
             async with asyncio.timeout(self._patience_s):
-                while len(self.roster) + self._closing >= self._budget:
+                while self._taken >= self._budget:
                     if await self.close_victim():
                         continue
                     # A sandbox whose freeze is delayed could be closed, too.

@@ -16,6 +16,9 @@ from sandboxes.driver import Sandbox
 from sandboxes.pool.lifecycle import NEXT, LifecycleEvent, SandboxState
 from sandboxes.state_table import next_state
 
+FOR_OTHERS: Hashable = "for another machine"
+"""The position of every sandbox that another machine has started here. It has no state that anyone here knows of."""
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
@@ -32,6 +35,7 @@ class Slot:
         warm: The sandbox was made ahead of its use and was not used yet.
         ahead: Only calls that no rollout had made yet ran in the sandbox since it was made.
         irreplaceable: The sandbox may be the last way to its state, and the state could not be kept; see `Pool.keep`.
+        elsewhere: The sandbox runs on another machine, so it takes no room in the budget of this one.
         number: Number of the slot in the order of creation, unique in this process.
         freeze_now: Set when a caller waits for the end of the sandbox's freeze, which may have been delayed.
     """
@@ -46,6 +50,7 @@ class Slot:
     warm: bool = False
     ahead: bool = False
     irreplaceable: bool = False
+    elsewhere: bool = False
     number: int = field(default_factory=itertools.count(1).__next__)
     freeze_now: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -56,9 +61,11 @@ class Roster:
 
     Attributes:
         slots: Every slot that is not closed.
+        elsewhere: How many of them have a sandbox on another machine.
     """
 
     slots: list[Slot] = field(default_factory=list)
+    elsewhere: int = 0
     _by_position: dict[Hashable, list[Slot]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -67,6 +74,7 @@ class Roster:
     def add(self, slot: Slot) -> None:
         """Add a slot, which counts towards the budget from now on."""
         self.slots.append(slot)
+        self.elsewhere += slot.elsewhere
 
     def apply(self, slot: Slot, event: LifecycleEvent) -> None:
         """Change the state of a slot. A closed slot leaves the roster.
@@ -78,6 +86,7 @@ class Roster:
         if slot.state is SandboxState.CLOSED:
             self._leave_position(slot)
             self.slots.remove(slot)
+            self.elsewhere -= slot.elsewhere
 
     def move(self, slot: Slot, position: Hashable) -> None:
         """Record that the sandbox of a slot is at a position now."""
@@ -107,12 +116,12 @@ class Roster:
         here = self._by_position.get(position, ())
         return next((s for s in here if s.ahead and s.state is SandboxState.IDLE and _alive(s)), None)
 
-    def victim(self) -> Slot | None:
-        """Return the idle sandbox to close first.
+    def victim(self, *, anywhere: bool = False) -> Slot | None:
+        """Return the idle sandbox to close first, of this machine or anywhere.
 
         Irreplaceable ones come last, and owned ones after those without an owner; then the one idle longest is first.
         """
-        idle = (s for s in self.slots if s.state is SandboxState.IDLE)
+        idle = (s for s in self.slots if s.state is SandboxState.IDLE and (anywhere or not s.elsewhere))
         return min(idle, key=lambda s: (s.irreplaceable, s.owner is not None, s.used_at), default=None)
 
     def unused_since(self, moment: float) -> list[Slot]:

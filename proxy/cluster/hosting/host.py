@@ -1,0 +1,290 @@
+"""The host: it starts sandboxes for other members with its own drivers, in its own budget, and runs their calls.
+
+A sandbox lives as long as its channel. If its owner ends the channel, or the link breaks, it is closed here.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+
+import orjson
+import structlog
+from pydantic import ValidationError
+
+from proxy.cluster.hosting.messages import (
+    CancelHosted,
+    Conversation,
+    DetachHosted,
+    EndHosted,
+    FreezeHosted,
+    Hosted,
+    HostedData,
+    HostedFailed,
+    HostedHead,
+    HostedState,
+    HostingError,
+    HostOrder,
+    Lacks,
+    NotFreezableHosted,
+    NotHosted,
+    Rested,
+    RestHosted,
+    RunHosted,
+    digest_of,
+    object_of,
+    pack_execution,
+    unpacked,
+)
+from proxy.cluster.hosting.units import DamagedUnitError, Units, chosen
+from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.frames import Hello
+from proxy.cluster.messages import RoomAnswer
+from proxy.telemetry.counters import HostingCounters
+from sandboxes.calls import ToolCall
+from sandboxes.driver import Driver, FrozenState, Sandbox, execute, expect_order, rest
+from sandboxes.errors import NotFreezableError, SandboxError, ServerError, SpecError, StateGoneError
+from sandboxes.ipc.codec import Envelope, IpcMessage, pack_message
+from sandboxes.listener import Headers
+from sandboxes.pool.pool import OverloadedError, Pool
+from sandboxes.pool.roster import FOR_OTHERS
+from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import start
+
+log = structlog.get_logger()
+
+
+CLOCK_BEHIND_S = 0.5
+"""How far the clock of a host may be behind the owner's, in seconds.
+
+Files that a call writes must not look older than the root state: drivers would take their times for set ones, and the
+digests of equal states would differ.
+"""
+
+
+class Host:
+    """Runs sandboxes of other members."""
+
+    def __init__(
+        self,
+        drivers: Mapping[str, Driver],
+        pool: Pool,
+        units: Mapping[str, Units],
+        counts: HostingCounters,
+        has_memory: Callable[[], bool],
+    ) -> None:
+        """Host for others.
+
+        Args:
+            drivers: The drivers by name.
+            pool: The budget that sandboxes of others take room in.
+            units: The storage units of the drivers whose sandboxes may come here.
+            counts: Where sandboxes are counted.
+            has_memory: Returns whether this machine has memory for more processes.
+        """
+        self._drivers, self._pool, self._units = drivers, pool, units
+        self._counts, self._has_memory = counts, has_memory
+
+    @property
+    def room(self) -> RoomAnswer:
+        """How many sandboxes of others this member would start now, and how busy its processors are."""
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
+        return RoomAnswer(self._pool.spare if self._has_memory() else 0, load)
+
+    async def serve(self, hello: Hello, content: bytes, begin: Callable[[], Channel]) -> bytes:
+        """Host one sandbox for its whole life, or return why not.
+
+        Args:
+            hello: The owner.
+            content: Its order.
+            begin: Begins the channel of the sandbox.
+        """
+        try:
+            order, spec, frozen = _read(unpacked(content))
+            await self._require_fit(order, spec)
+        except HostingError as error:
+            return pack_message(NotHosted(str(error), unfit=True))
+        try:
+            slot = self._pool.reserve(FOR_OTHERS)
+        except OverloadedError as error:
+            return pack_message(NotHosted(str(error), unfit=False))
+        conversation = Conversation(begin())
+        try:
+            units = self._units[order.driver]
+            try:
+                state, until = await units.receive(conversation, frozen, order.units, hold=True)
+                # Until the sandbox is there: it keeps its own units then.
+                with until:
+                    make = partial(self._drivers[order.driver].restore, spec, state)
+                    await self._pool.fill(slot, make, FOR_OTHERS)
+            except (DamagedUnitError, SandboxError, SpecError, OSError) as error:
+                log.warning("a sandbox of another member was not started", owner=hello.member, reason=str(error))
+                await conversation.send(NotHosted(str(error), unfit=isinstance(error, SpecError | StateGoneError)))
+                return b""
+            assert slot.sandbox is not None
+            self._counts.hosted += 1
+            await conversation.send(Hosted(slot.sandbox.id))
+            await _Serving(conversation, slot.sandbox, units).serve()
+        except HostingError as error:
+            log.debug("a sandbox of another member ends", owner=hello.member, reason=str(error))
+        finally:
+            await self._pool.close(slot)
+            # Now the owner may use the room again.
+            conversation.channel.close()
+        return b""
+
+    async def _require_fit(self, order: HostOrder, spec: EnvironmentSpec) -> None:
+        """Check that a spec means the same here as at the owner.
+
+        Raises:
+            HostingError: It does not, or sandboxes of its driver do not run for others.
+        """
+        driver = self._drivers.get(order.driver)
+        if driver is None or order.driver not in self._units or spec.driver != order.driver:
+            raise HostingError(f"this member hosts no sandboxes of the driver {order.driver!r}")
+        try:
+            identity = await driver.identity(spec)
+        except (SpecError, SandboxError, OSError) as error:
+            raise HostingError(f"the environment cannot be used here: {error}") from error
+        if time.time() < order.clock_s - CLOCK_BEHIND_S:
+            raise HostingError("the clock of this machine is behind that of the owner. Set both by NTP")
+        if identity != order.identity:
+            raise HostingError("the environment means something else here: its base or a source differs")
+
+
+class _Serving:
+    """Answers what the owner of one sandbox asks of it."""
+
+    def __init__(self, conversation: Conversation, sandbox: Sandbox, units: Units) -> None:
+        self._conversation, self._sandbox, self._units = conversation, sandbox, units
+        self._listener: _ChannelListener | None = None
+        self._frozen: FrozenState | None = None
+
+    async def serve(self) -> None:
+        """Answer until the channel ends. A call that runs then is cancelled.
+
+        Raises:
+            HostingError: The owner says something that does not belong here.
+        """
+        work: asyncio.Task[None] | None = None
+        try:
+            while (envelope := await self._conversation.receive()) is not None:
+                match envelope.message:
+                    case CancelHosted():
+                        if self._listener is not None:
+                            self._listener.is_cancelled.set()
+                    case DetachHosted():
+                        if self._listener is not None:
+                            self._listener.is_detached.set()
+                    case EndHosted():
+                        return
+                    case _ if work is not None and not work.done():
+                        raise HostingError("the owner asks for two things at once")
+                    case _:
+                        # In a task: the channel may end, or the call be cancelled, while it runs.
+                        work = start(self._answer(envelope))
+        finally:
+            if work is not None:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+
+    async def _answer(self, envelope: Envelope[IpcMessage]) -> None:
+        try:
+            await self._perform(envelope)
+        except HostingError:
+            self._conversation.channel.abort()
+        except (SandboxError, OSError) as error:
+            silent, status = (error.silent, error.status) if isinstance(error, ServerError) else (False, 0)
+            with suppress(HostingError):
+                failed = HostedFailed(str(error), isinstance(error, ServerError), silent, status)
+                await self._conversation.send(failed)
+        except Exception:
+            log.exception("a sandbox of another member failed")
+            self._conversation.channel.abort()
+
+    async def _perform(self, envelope: Envelope[IpcMessage]) -> None:
+        match envelope.message:
+            case RunHosted() as run:
+                await self._run(run, envelope.body)
+            case RestHosted(dwell_s=dwell_s):
+                await rest(self._sandbox, dwell_s)
+                await self._conversation.send(Rested())
+            case FreezeHosted():
+                await self._freeze()
+            case Lacks() as lacks if self._frozen is not None:
+                await self._units.send(self._conversation, chosen(self._units.of(self._frozen), lacks))
+                # The owner has it now, and may want another sandbox at this state here.
+                self._units.keep(self._frozen)
+                self._frozen = None
+            case other:
+                raise HostingError(f"the message {other.op} was not expected")
+
+    async def _run(self, run: RunHosted, body: bytes) -> None:
+        call = ToolCall(run.endpoint, run.tool, run.arguments, body)
+        await expect_order(self._sandbox, run.order)
+        self._listener = _ChannelListener(self._conversation) if run.streamed else None
+        try:
+            execution = await execute(self._sandbox, call, self._listener)
+        finally:
+            self._listener = None
+        await self._conversation.send(*pack_execution(execution))
+
+    async def _freeze(self) -> None:
+        try:
+            frozen = await self._sandbox.freeze()
+        except NotFreezableError as error:
+            await self._conversation.send(NotFreezableHosted(str(error)))
+            return
+        if not self._units.porter.carries(frozen.kind):
+            await self._conversation.send(NotFreezableHosted("processes run, and cannot leave their machine"))
+            return
+        self._frozen, state = frozen, frozen.state
+        exact, content = (None, None) if state is None else (state.exact, state.content)
+        message = HostedState(frozen.kind, exact, content, self._units.of(frozen))
+        await self._conversation.send(message, orjson.dumps(frozen.payload))
+
+
+class _ChannelListener:
+    """Passes a response on to the owner while it arrives. An owner that is gone ends the sandbox, not the listener."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self.is_cancelled, self.is_detached = asyncio.Event(), asyncio.Event()
+
+    async def head(self, status: int, headers: Headers) -> None:
+        """See `Listener.head`."""
+        with suppress(HostingError):
+            await self._conversation.send(HostedHead(status, [list(header) for header in headers]))
+
+    async def data(self, chunk: bytes) -> None:
+        """See `Listener.data`."""
+        with suppress(HostingError):
+            await self._conversation.send(HostedData(), chunk)
+
+    async def cancelled(self) -> None:
+        """See `Cancellable`."""
+        await self.is_cancelled.wait()
+
+    async def detached(self) -> None:
+        """See `Detachable`."""
+        await self.is_detached.wait()
+
+
+def _read(envelope: Envelope[IpcMessage]) -> tuple[HostOrder, EnvironmentSpec, FrozenState]:
+    """Return an order, and its spec and state.
+
+    Raises:
+        HostingError: The order is malformed.
+    """
+    order, body = envelope.message, envelope.body
+    if not isinstance(order, HostOrder):
+        raise HostingError("a sandbox begins with an order")
+    try:
+        spec = EnvironmentSpec.model_validate_json(body[: order.spec_bytes])
+    except ValidationError as error:
+        raise HostingError(f"the environment cannot be read here: {error.errors()[0]['msg']}") from error
+    payload = object_of(body[order.spec_bytes :])
+    digest, parts = digest_of(order.exact, order.content), tuple(unit.name for unit in order.units)
+    return order, spec, FrozenState(order.driver, order.kind, payload, 0, digest, parts)

@@ -1,0 +1,380 @@
+"""What an owner and a host say to each other about one sandbox, over the channel that the sandbox has for its life.
+
+| from | message | answer |
+|---|---|---|
+| owner | host_order, which begins the channel | lacks |
+| owner | piece and unit_end for each unit that the host lacks | hosted, or not_hosted |
+| owner | run_hosted | hosted_head and hosted_data while the answer arrives, then hosted_done |
+| owner | cancel_hosted, detach_hosted | none; they belong to the call that runs |
+| owner | rest_hosted | rested |
+| owner | freeze_hosted | hosted_state, or not_freezable_hosted |
+| owner | lacks, after hosted_state | piece and unit_end for each of these units |
+| owner | end_hosted | the end of the channel, once the sandbox is closed |
+
+hosted_failed answers anything, and the sandbox is dead then. The end of the channel closes the sandbox.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from proxy.cluster.link.channels import Channel, ChannelEndedError
+from proxy.cluster.link.frames import LinkError
+from sandboxes.calls import Exchange, Execution, ToolCall, ToolResult
+from sandboxes.effects import Effect, StateDigest
+from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message
+from sandboxes.ipc.frames import Inbox, MalformedFrameError
+
+
+class HostingError(RuntimeError):
+    """The other member has ended the conversation, or has said something that does not belong there."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A storage unit of a state.
+
+    Attributes:
+        name: Its name at the sender.
+        sha256: The SHA-256 of its packed bytes, in hexadecimal; empty if the sender has not packed it yet.
+        size_bytes: Its packed bytes; 0 if the sender has not packed it yet.
+    """
+
+    name: str
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class HostOrder(IpcMessage, op="host_order"):
+    """Restore a sandbox at a state. The body is the spec as JSON, then the payload of the state as JSON.
+
+    Attributes:
+        driver: Name of the driver.
+        identity: What the driver of the sender says that the spec means on its machine.
+        kind: See `FrozenState.kind`.
+        exact: The exact digest of the state; None if it has none.
+        content: The content digest of the state; None if it has none.
+        units: The storage units that the state needs.
+        spec_bytes: Where the payload begins in the body.
+        clock_s: The time of the owner, in seconds since the epoch.
+    """
+
+    driver: str
+    identity: str
+    kind: str
+    exact: bytes | None
+    content: bytes | None
+    units: list[Unit]
+    spec_bytes: int
+    clock_s: float
+
+
+@dataclass(frozen=True)
+class Lacks(IpcMessage, op="lacks"):
+    """The receiver of a state lacks these of its units, by their places in the list."""
+
+    places: list[int]
+
+
+@dataclass(frozen=True)
+class Piece(IpcMessage, op="piece"):
+    """The next bytes of a unit are the body."""
+
+
+@dataclass(frozen=True)
+class UnitEnd(IpcMessage, op="unit_end"):
+    """A unit is complete. sha256: the SHA-256 of its bytes, in hexadecimal; empty if it could not be read."""
+
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Hosted(IpcMessage, op="hosted"):
+    """The sandbox has been started. name: its name at the host."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class NotHosted(IpcMessage, op="not_hosted"):
+    """The sandbox is not started here.
+
+    Attributes:
+        reason: Why, for people.
+        unfit: Whether this host cannot run sandboxes of this spec at all, so that nobody needs to ask it again.
+    """
+
+    reason: str
+    unfit: bool
+
+
+@dataclass(frozen=True)
+class RunHosted(IpcMessage, op="run_hosted"):
+    """Run a call; the body is its body. The members are those of `ToolCall`.
+
+    Attributes:
+        streamed: Whether the response is passed on while it arrives.
+        order: What `driver.expect_order` gets before the call; None for nothing.
+    """
+
+    endpoint: str
+    tool: str
+    arguments: dict[str, Any]
+    streamed: bool
+    order: bytes | None
+
+
+@dataclass(frozen=True)
+class CancelHosted(IpcMessage, op="cancel_hosted"):
+    """The client has cancelled the call that runs; see `listener.Cancellable`."""
+
+
+@dataclass(frozen=True)
+class DetachHosted(IpcMessage, op="detach_hosted"):
+    """The process of the call that runs is to continue in the background; see `listener.Detachable`."""
+
+
+@dataclass(frozen=True)
+class HostedHead(IpcMessage, op="hosted_head"):
+    """A tool server has begun to answer."""
+
+    status: int
+    headers: list[list[str]]
+
+
+@dataclass(frozen=True)
+class HostedData(IpcMessage, op="hosted_data"):
+    """The next piece of a tool server's answer is the body."""
+
+
+@dataclass(frozen=True)
+class HostedExchange:
+    """See `sandboxes.calls.Exchange`."""
+
+    method: str
+    url: str
+    outcome: Literal["recorded", "repeated", "live", "refused", "failed"]
+    status: int
+    size_bytes: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class ReplayCall:
+    """A call in the place of the one that ran; see `Execution.replay`. arguments: as JSON."""
+
+    endpoint: str
+    tool: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class HostedDone(IpcMessage, op="hosted_done"):
+    """A call has ended. The body is the body of the result, then that of the replay. The others are as in `Execution`.
+
+    Attributes:
+        effect: The bits of the effects.
+        exact: The exact digest of the state after the call; None if it has none.
+        content: The content digest of the state after the call; None if it has none.
+        body_bytes: Where the body of the result ends.
+    """
+
+    status: int
+    media_type: str
+    headers: list[list[str]]
+    body_bytes: int
+    effect: int
+    seconds: float
+    exact: bytes | None
+    content: bytes | None
+    witness: bytes | None
+    shareable: bool
+    restless: bool
+    replay: ReplayCall | None
+    order: bytes | None
+    is_empty: bool
+    live: bool
+    exchanges: list[HostedExchange]
+
+
+@dataclass(frozen=True)
+class HostedFailed(IpcMessage, op="hosted_failed"):
+    """The sandbox or its machine has failed, and the sandbox is dead.
+
+    Attributes:
+        text: What failed, for people.
+        server: Whether it was a tool server; see `ServerError` for the others.
+    """
+
+    text: str
+    server: bool
+    silent: bool
+    status: int
+
+
+@dataclass(frozen=True)
+class RestHosted(IpcMessage, op="rest_hosted"):
+    """Wait until background processes have had time to start; see `Resting`."""
+
+    dwell_s: float
+
+
+@dataclass(frozen=True)
+class Rested(IpcMessage, op="rested"):
+    """They have had it."""
+
+
+@dataclass(frozen=True)
+class FreezeHosted(IpcMessage, op="freeze_hosted"):
+    """Freeze the state after the last call."""
+
+
+@dataclass(frozen=True)
+class NotFreezableHosted(IpcMessage, op="not_freezable_hosted"):
+    """The state cannot be frozen, or cannot travel; the sandbox continues."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class HostedState(IpcMessage, op="hosted_state"):
+    """The state was frozen; the body is its payload as JSON. The members are those of `HostOrder`."""
+
+    kind: str
+    exact: bytes | None
+    content: bytes | None
+    units: list[Unit]
+
+
+@dataclass(frozen=True)
+class EndHosted(IpcMessage, op="end_hosted"):
+    """Close the sandbox."""
+
+
+class Conversation:
+    """One end of the channel of a sandbox, as messages."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    async def send(self, message: IpcMessage, body: bytes = b"") -> None:
+        """Send a message.
+
+        Raises:
+            HostingError: The other end has ended the conversation.
+        """
+        try:
+            await self.channel.send(pack_message(message, body))
+        except ChannelEndedError as error:
+            raise HostingError(str(error)) from error
+
+    async def receive(self) -> Envelope[IpcMessage] | None:
+        """Return the next message; None if none follows.
+
+        Raises:
+            HostingError: What came is no message.
+        """
+        try:
+            data = await self.channel.receive()
+            return None if data is None else unpacked(data)
+        except LinkError as error:
+            raise HostingError(str(error)) from error
+
+    async def expect(self, *kinds: type[IpcMessage]) -> Envelope[IpcMessage]:
+        """Return the next message, which must be of one of these kinds.
+
+        Raises:
+            HostingError: It is another one, or none follows.
+        """
+        envelope = await self.receive()
+        if envelope is None:
+            raise HostingError("the conversation about a sandbox was ended")
+        if not isinstance(envelope.message, kinds):
+            raise HostingError(f"the message {envelope.message.op} was not expected")
+        return envelope
+
+
+def unpacked(data: bytes) -> Envelope[IpcMessage]:
+    """Return the message that bytes hold.
+
+    Raises:
+        HostingError: They hold none.
+    """
+    inbox = Inbox()
+    inbox.feed(data, [])
+    try:
+        frame = inbox.take()
+        if frame is not None:
+            return decode(frame)
+    except MalformedFrameError as error:
+        raise HostingError(str(error)) from error
+    raise HostingError("a message about a sandbox is cut off")
+
+
+def object_of(data: bytes) -> dict[str, Any]:
+    """Return the JSON object that bytes hold.
+
+    Raises:
+        HostingError: They hold none.
+    """
+    try:
+        value = orjson.loads(data)
+    except ValueError as error:
+        raise HostingError(f"a state cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise HostingError("a state is no object")
+    return value
+
+
+def digest_of(exact: bytes | None, content: bytes | None) -> StateDigest | None:
+    """Return the digest that a message holds; None if it holds none."""
+    return None if exact is None or content is None else StateDigest(exact, content)
+
+
+def pack_execution(execution: Execution) -> tuple[HostedDone, bytes]:
+    """Return what a call taught as a message and its body."""
+    result, state, replay = execution.result, execution.state, execution.replay
+    done = HostedDone(
+        status=result.status, media_type=result.media_type, headers=[list(header) for header in result.headers],
+        body_bytes=len(result.body), effect=execution.effect.value, seconds=execution.seconds,
+        exact=None if state is None else state.exact, content=None if state is None else state.content,
+        witness=execution.witness, shareable=execution.shareable, restless=execution.restless,
+        replay=None if replay is None else _packed_replay(replay),
+        order=execution.order, is_empty=execution.is_empty, live=execution.live,
+        exchanges=[
+            HostedExchange(each.method, each.url, each.outcome, each.status, each.size_bytes, each.detail)
+            for each in execution.exchanges
+        ],
+    )  # fmt: skip
+    return done, result.body + (b"" if replay is None else replay.body)
+
+
+def execution_of(done: HostedDone, body: bytes) -> Execution:
+    """Return what a message says that a call taught.
+
+    Raises:
+        HostingError: It has values that no execution has.
+    """
+    try:
+        effect, replay = Effect(done.effect), None
+        if done.replay is not None:
+            arguments = orjson.loads(done.replay.arguments)
+            replay = ToolCall(done.replay.endpoint, done.replay.tool, arguments, body[done.body_bytes :])
+        headers = tuple((name, value) for name, value in done.headers)
+    except ValueError as error:
+        raise HostingError(f"the outcome of a call cannot be read: {error}") from error
+    return Execution(
+        ToolResult(done.status, done.media_type, body[: done.body_bytes], headers), effect, done.seconds,
+        state=digest_of(done.exact, done.content), witness=done.witness, shareable=done.shareable,
+        restless=done.restless, replay=replay, order=done.order, is_empty=done.is_empty, live=done.live,
+        exchanges=tuple(
+            Exchange(each.method, each.url, each.outcome, each.status, each.size_bytes, each.detail)
+            for each in done.exchanges
+        ),
+    )  # fmt: skip
+
+
+def _packed_replay(call: ToolCall) -> ReplayCall:
+    return ReplayCall(call.endpoint, call.tool, orjson.dumps(dict(call.arguments)).decode())

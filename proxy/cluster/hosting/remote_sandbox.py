@@ -1,0 +1,212 @@
+"""A sandbox that runs on another member, as its owner uses it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+
+from proxy.cluster.hosting.messages import (
+    CancelHosted,
+    Conversation,
+    DetachHosted,
+    EndHosted,
+    FreezeHosted,
+    Hosted,
+    HostedData,
+    HostedDone,
+    HostedFailed,
+    HostedHead,
+    HostedState,
+    HostingError,
+    NotFreezableHosted,
+    Rested,
+    RestHosted,
+    RunHosted,
+    digest_of,
+    execution_of,
+    object_of,
+)
+from proxy.cluster.hosting.units import DamagedUnitError, Units
+from sandboxes.calls import Execution, ToolCall
+from sandboxes.driver import FrozenState
+from sandboxes.errors import NotFreezableError, SandboxError, ServerError
+from sandboxes.ipc.codec import Envelope, IpcMessage
+from sandboxes.listener import Cancellable, Detachable, Listener
+from sandboxes.task_owner import start
+
+CLOSE_S = 5.0
+"""How long a host may take to close a sandbox, in seconds. It does so alone then."""
+
+
+class RemoteSandbox:
+    """A `Sandbox` on another member. It dies with the link to that member.
+
+    Attributes:
+        id: The name of the host, and the name that the host gave the sandbox.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        hosted: Hosted,
+        host: str,
+        units: Units,
+        driver: str,
+        closed: Callable[[], None],
+        *,
+        is_live: bool,
+    ) -> None:
+        """Take over a sandbox that a host has started.
+
+        Args:
+            conversation: The channel to it.
+            hosted: What the host said.
+            host: Name of the member.
+            units: The storage units of the driver at this member.
+            driver: Name of the driver.
+            closed: Called when the host has closed the sandbox.
+            is_live: Whether processes run in the state that it was started at.
+        """
+        self.id = f"{host}/{hosted.name}"
+        self._conversation, self._host, self._units, self._driver = conversation, host, units, driver
+        self._is_dead, self._is_live, self._closed = False, is_live, closed
+        self._order: bytes | None = None
+        self._frozen = ExitStack()
+
+    @property
+    def alive(self) -> bool:
+        """False once the host, the link or the sandbox has ended."""
+        return not self._is_dead and not self._conversation.channel.ended.is_set()
+
+    async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
+        """Run a call; see `ServingSandbox.execute`."""
+        order, self._order = self._order, None
+        run = RunHosted(call.endpoint, call.tool, dict(call.arguments), listener is not None, order)
+        signals = []
+        if isinstance(listener, Cancellable):
+            signals.append(start(self._signal(listener.cancelled(), CancelHosted())))
+        if isinstance(listener, Detachable):
+            signals.append(start(self._signal(listener.detached(), DetachHosted())))
+        try:
+            await self._send(run, call.body)
+            while True:
+                envelope = await self._answer(HostedHead, HostedData, HostedDone)
+                match envelope.message:
+                    case HostedHead(status=status, headers=headers):
+                        assert listener is not None
+                        await listener.head(status, tuple((name, value) for name, value in headers))
+                    case HostedData():
+                        assert listener is not None
+                        await listener.data(envelope.body)
+                    case HostedDone() as done:
+                        execution = execution_of(done, envelope.body)
+                        self._is_live = execution.state is None
+                        return execution
+        except HostingError as error:
+            raise self._died(str(error)) from error
+        except BaseException:
+            # Nobody knows how far a call has come that was given up.
+            self._die()
+            raise
+        finally:
+            for signal in signals:
+                signal.cancel()
+            await asyncio.gather(*signals, return_exceptions=True)
+
+    async def expect_order(self, order: bytes) -> None:
+        """Prepare for a replay; see `Ordering`. The order travels with the call."""
+        self._order = order
+
+    async def rest(self, dwell_s: float) -> None:
+        """Let background processes start; see `Resting`."""
+        try:
+            # Infinity is no JSON; the host's sandbox waits for what is missing and no longer.
+            await self._send(RestHosted(min(dwell_s, 1e6)))
+            await self._answer(Rested)
+        except BaseException as error:
+            raise self._died(str(error)) from error
+
+    async def freeze(self) -> FrozenState:
+        """Freeze the state and bring it here; see `Sandbox.freeze`.
+
+        Raises:
+            NotFreezableError: Processes run, which stay on their machine; or the driver cannot freeze the state.
+            SandboxError: The host, the link or the sandbox failed, or the state was damaged on its way.
+        """
+        if self._is_live:
+            raise NotFreezableError(f"processes run in sandbox {self.id}, and cannot leave their machine")
+        try:
+            await self._send(FreezeHosted())
+            answer = await self._answer(HostedState, NotFreezableHosted)
+            state = answer.message
+            arrived = await self._bring(state, answer.body) if isinstance(state, HostedState) else None
+        except (HostingError, DamagedUnitError, OSError) as error:
+            raise self._died(f"its state did not arrive: {error}") from error
+        except BaseException:
+            self._die()
+            raise
+        if arrived is None:
+            assert isinstance(state, NotFreezableHosted)
+            raise NotFreezableError(state.reason)
+        return arrived
+
+    async def close(self) -> None:
+        """Return when the sandbox is closed at its host, or the host cannot be reached. Idempotent."""
+        if self.alive:
+            self._is_dead = True
+            with suppress(HostingError, TimeoutError):
+                await self._conversation.send(EndHosted())
+                async with asyncio.timeout(CLOSE_S):
+                    await self._conversation.channel.ended.wait()
+                self._closed()
+        self._die()
+        self._frozen.close()
+
+    async def _bring(self, message: HostedState, body: bytes) -> FrozenState:
+        """Bring a state that the host has frozen to this member.
+
+        Raises:
+            HostingError, DamagedUnitError, OSError: See `Units.receive`.
+        """
+        digest, parts = digest_of(message.exact, message.content), tuple(unit.name for unit in message.units)
+        payload = object_of(body)
+        frozen = FrozenState(self._driver, message.kind, payload, 0, digest, parts)
+        arrived, until = await self._units.receive(self._conversation, frozen, message.units, hold=False)
+        # As in a sandbox of this machine, the parts stay while it is open, until the next freeze.
+        self._frozen.close()
+        self._frozen = until
+        return arrived
+
+    async def _signal(self, given: Awaitable[None], message: IpcMessage) -> None:
+        """Tell the host what a listener says of the call that runs."""
+        await given
+        with suppress(HostingError):
+            await self._conversation.send(message)
+
+    async def _send(self, message: IpcMessage, body: bytes = b"") -> None:
+        if not self.alive:
+            raise HostingError(f"member {self._host!r} cannot be reached")
+        await self._conversation.send(message, body)
+
+    async def _answer(self, *kinds: type[IpcMessage]) -> Envelope[IpcMessage]:
+        """Return an answer of one of these kinds.
+
+        Raises:
+            SandboxError: The host says that the sandbox failed.
+            HostingError: See `Conversation.expect`.
+        """
+        envelope = await self._conversation.expect(*kinds, HostedFailed)
+        if isinstance(envelope.message, HostedFailed):
+            failed = envelope.message
+            self._die()
+            if failed.server:
+                raise ServerError(failed.text, silent=failed.silent, status=failed.status)
+            raise SandboxError(failed.text)
+        return envelope
+
+    def _died(self, why: str) -> SandboxError:
+        self._die()
+        return SandboxError(f"sandbox {self.id} on member {self._host!r} was lost: {why}. Try again.")
+
+    def _die(self) -> None:
+        self._is_dead = True
+        self._conversation.channel.abort()

@@ -1,0 +1,71 @@
+"""Hosting as a whole: what the engine asks of other members, and what they ask of this one."""
+
+from collections.abc import Callable
+
+from proxy.cluster.database import Peer
+from proxy.cluster.hosting.host import Host
+from proxy.cluster.hosting.messages import NotHosted
+from proxy.cluster.hosting.placement import Placement
+from proxy.cluster.hosting.units import Units
+from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.frames import Hello
+from proxy.cluster.member import Member
+from proxy.cluster.messages import RoomAnswer
+from proxy.engine import LAST_FREEZES_S, Engine
+from proxy.execution.warm_forks import available_bytes
+from sandboxes.ipc.codec import pack_message
+from sandboxes.portability import porter_of
+
+DRIVERS = ("local", "sqlite")
+"""Drivers whose sandboxes may run on other members. The others need what only their machine has: images of a Docker
+daemon, a PostgreSQL server, prepared videos, or servers that know the address of their proxy."""
+
+
+class Hosting:
+    """Sandboxes of this member on others, and of others here."""
+
+    def __init__(self, engine: Engine, member: Member) -> None:
+        """Connect an engine that is not open yet with the other members, if its settings allow it."""
+        self._engine, self._member = engine, member
+        self._folder = engine.settings.data / "cluster" / "hosting"
+        self._units: dict[str, Units] = {}
+        counts = engine.counts.hosting
+        reserve_bytes = engine.settings.memory_reserve_bytes
+        self._host = Host(engine.drivers, engine.pool, self._units, counts, lambda: available_bytes() >= reserve_bytes)
+        self._placement = Placement(engine.drivers, self._units, counts, self._peers, member.ask, member.links.call)
+        if engine.settings.hosting == "on":
+            porters = {name: porter_of(engine.drivers.get(name)) for name in DRIVERS}
+            budget = engine.settings.hosting_bytes
+            self._units |= {
+                name: Units(porter, self._folder, counts, budget_bytes=budget)
+                for name, porter in porters.items()
+                if porter is not None
+            }
+            engine.restorer.elsewhere = self._placement.restore
+
+    @property
+    def room(self) -> RoomAnswer:
+        """What this member answers when another one asks for its room."""
+        return self._host.room if self._units and not self._member.is_leaving else RoomAnswer(0, 0.0)
+
+    async def serve(self, hello: Hello, order: bytes, begin: Callable[[], Channel]) -> bytes:
+        """Host a sandbox of another member, for its whole life; see `Host.serve`."""
+        if not self._units or self._member.is_leaving:
+            return pack_message(NotHosted("this member hosts no sandboxes", unfit=False))
+        return await self._host.serve(hello, order, begin)
+
+    async def _peers(self) -> list[Peer]:
+        return [peer for peer in await self._member.database.alive() if peer.number != self._member.number]
+
+    def open(self) -> None:
+        """Remove what a kill left of units that arrived."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file in self._folder.iterdir():
+            file.unlink()
+
+    async def aclose(self) -> None:
+        """Bring the last states home, while the other members can still be reached."""
+        away = [slot for slot in self._engine.pool.roster.slots if slot.elsewhere]
+        await self._engine.last_ways.close(away, within_s=LAST_FREEZES_S, even_unkept=True)
+        for units in self._units.values():
+            units.close()

@@ -1,0 +1,88 @@
+"""Members as processes: sandboxes of a full member run on another one, which may die at any time."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.machine import require_sandboxes, wait_until
+from tests.proxy.cluster.nodes import Agent, Node, Truth, check_log, nodes, put_task, until
+from tests.proxy.cluster.test_nodes import meanwhile
+
+BUDGET = 3
+"""Sandboxes of each member. The fourth one of a task runs elsewhere."""
+
+
+@contextmanager
+def hosting(folder: Path, dsn: str, names: str, driver: str, **options: str) -> Iterator[list[Node]]:
+    """Run members that run sandboxes for each other."""
+    drivers = {"FORKPOINT_DRIVERS": f'["{driver}"]', "FORKPOINT_MAX_SANDBOXES": str(BUDGET)}
+    with nodes(folder, dsn, names, FORKPOINT_HOSTING="on", **drivers, **options) as members:
+        yield list(members.values())
+
+
+def run(node: Node, rollout: str, command: str) -> str:
+    """Return what a command printed. A call whose sandbox was lost is made again, as agents do."""
+    answers: list[httpx.Response] = []
+
+    def is_answered() -> bool:
+        url = f"{node.url}/t/t/r/{rollout}/shell/exec"
+        answers.append(httpx.post(url, json={"command": command}, timeout=60))
+        assert answers[-1].status_code in (200, 503), answers[-1].text
+        return answers[-1].status_code == 200
+
+    wait_until(is_answered, "the call is not answered", within_s=60)
+    return str(answers[-1].json()["stdout"])
+
+
+def metric(node: Node, name: str) -> float:
+    page = httpx.get(f"{node.url}/metrics", timeout=30).text
+    return float(next(line for line in page.splitlines() if line.startswith(f"forkpoint_{name} ")).split()[1])
+
+
+def sandboxes(node: Node) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = httpx.get(f"{node.url}/api/v1/sandboxes", timeout=30).json()["items"]
+    return items
+
+
+def test_full_member_runs_sandboxes_elsewhere(dsn: str, data_dir: Path) -> None:
+    """Five rollouts need five sandboxes: two run on the other member, and are made again when it is killed."""
+    require_sandboxes()
+    with hosting(data_dir, dsn, "ab", "local", FORKPOINT_WARM_SANDBOXES="0") as (a, b):
+        rollouts = [str(number) for number in range(5)]
+        for rollout in rollouts:
+            assert run(a, rollout, f"echo {rollout} > own; cd /tmp; cat /root/own") == f"{rollout}\n"
+        away = [each for each in sandboxes(a) if each["id"].startswith("b/")]
+        assert len(away) == 2
+        assert {each["why"] for each in sandboxes(b)} == {"run for another member of the cluster"}
+        assert (metric(a, "sandboxes"), metric(a, "sandboxes_elsewhere")) == (BUDGET, 2)
+        assert metric(b, "sandboxes_for_others") == 2
+        for rollout in rollouts:
+            assert run(a, rollout, "pwd; cat /root/own; echo more >> /root/own") == f"/tmp\n{rollout}\n"
+        b.kill()
+        for rollout in rollouts:
+            assert run(a, rollout, "cat /root/own; pwd") == f"{rollout}\nmore\n/tmp\n"
+
+
+def test_kill_of_a_host(dsn: str, tmp_path: Path) -> None:
+    """The host of most sandboxes is killed while agents make calls. No answer is wrong, and each is in the log once."""
+    truth = Truth()
+    with hosting(tmp_path, dsn, "ab", "sqlite") as (a, b):
+        put_task(a, "t")
+        agents = [Agent(str(number), "t", [a], truth, seed=number // 2) for number in range(8)]
+
+        async def kill() -> None:
+            await until(lambda: metric(a, "sandboxes_placed_total") > BUDGET)
+            before = metric(a, "sandboxes_placed_total")
+            await asyncio.to_thread(b.kill)
+            seen = {agent.name: agent.answers for agent in agents}
+            await until(lambda: all(agent.answers > seen[agent.name] for agent in agents))
+            await asyncio.to_thread(b.start)
+            await until(lambda: metric(a, "sandboxes_placed_total") > before)
+
+        asyncio.run(meanwhile(agents, kill))
+    assert truth.wrong == []
+    check_log(dsn, truth)
