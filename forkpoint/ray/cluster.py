@@ -30,30 +30,16 @@ class RayError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeProxy:
-    """The proxy of one node.
+class NodeProxy(ProxyState):
+    """The proxy of one node, and what `ProxyState` says of it.
 
     Attributes:
         node: Ray's ID of the node.
         address: The node's address.
-        url: The proxy's base URL for processes of this node; None if it does not listen.
-        pid: Its process id on the node; None if it does not run.
-        ready: Whether it answers.
-        starts: How often it was started.
-        failures: How often in a row it did not start or ended; 0 if it is ready.
-        problem: Why it does not run, or why it ended the last time; empty if it is ready.
-        log: The file on the node with its log; None if there is none.
     """
 
     node: str
     address: str
-    url: str | None
-    pid: int | None
-    ready: bool
-    starts: int
-    failures: int
-    problem: str
-    log: str | None
 
 
 @contextmanager
@@ -257,23 +243,19 @@ def _proxies(addresses: Mapping[str, str]) -> list[NodeProxy]:
     Args:
         addresses: The addresses of the living nodes, by their IDs.
     """
-    asked = [(node, actor.state.remote()) for node, name in named() if (actor := find(name)) is not None]
-    return [_shown(node, addresses.get(node, ""), _state(state)) for node, state in asked]
+    pending = [(node, actor.state.remote()) for node, name in named() if (actor := find(name)) is not None]
+    return [NodeProxy(**asdict(_state(state)), node=node, address=addresses.get(node, "")) for node, state in pending]
 
 
-def _state(asked: Any) -> ProxyState:
+def _state(pending: Any) -> ProxyState:
     """Return what an actor answers; one that cannot be made has a problem and nothing else."""
     try:
-        state: ProxyState = ray.get(asked, timeout=ANSWER_S)
+        state: ProxyState = ray.get(pending, timeout=ANSWER_S)
     except (ActorUnavailableError, GetTimeoutError):
         return ProxyState(None, None, False, 0, 0, "Ray starts its actor again", None)
     except FrameworkError as error:
         return ProxyState(None, None, False, 0, FAILURES, _last(error), None)
     return state
-
-
-def _shown(node: str, address: str, state: ProxyState) -> NodeProxy:
-    return NodeProxy(node, address, **asdict(state))
 
 
 def _answer(method: Any, within_s: float) -> Any:

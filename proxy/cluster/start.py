@@ -23,6 +23,7 @@ from proxy.engine import Engine
 from proxy.http.asgi import AsgiApp
 from proxy.settings import Settings
 from proxy.storage.data_dir import make_private
+from sandboxes.linux.files import write_whole
 
 log = structlog.get_logger()
 
@@ -81,9 +82,7 @@ def join(settings: Settings) -> Joined:
     except BaseException:
         positions.close()
         raise
-    draft = own / "member.json.draft"
-    draft.write_bytes(orjson.dumps({"cluster": membership.cluster, "number": membership.number}))
-    draft.rename(own / "member.json")
+    write_whole(own / "member.json", orjson.dumps({"cluster": membership.cluster, "number": membership.number}))
     return Joined(membership, dsn, secret, ClusterGate(membership.number, positions), listener)
 
 

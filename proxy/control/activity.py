@@ -18,6 +18,8 @@ from proxy.tree.rollout import Rollout
 
 HOUR = 3600
 """Length of the timeline in seconds."""
+_MAX_LISTENERS = 64
+"""Maximum number of event streams."""
 _QUEUED = 64
 """Events that may wait for one client: about a minute."""
 _MOVES_SHOWN = 200
@@ -126,7 +128,6 @@ class Activity:
         rollouts: Callable[[str], list[Rollout]],
         *,
         keep: Callable[[Second], None] = lambda _: None,
-        max_listeners: int = 64,
     ) -> None:
         """Start the timeline.
 
@@ -135,10 +136,9 @@ class Activity:
             sandboxes: Returns the number of live sandboxes.
             rollouts: Returns a task's running rollouts.
             keep: Takes each second for longer than an hour.
-            max_listeners: Maximum number of event streams.
         """
         self._counts, self._sandboxes, self._rollouts, self._keep = counts, sandboxes, rollouts, keep
-        self.max_listeners = max_listeners
+        self.max_listeners = _MAX_LISTENERS
         self._last = totals(counts)
         self._closed = False
         self.seconds: deque[Second] = deque(maxlen=HOUR)

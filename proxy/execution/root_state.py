@@ -106,11 +106,6 @@ class RootChanges:
         """Return the key of the tree that a spec means now; see `tree_key`."""
         return await tree_key(self._drivers, spec, self._sources)
 
-    def is_outdated(self, tree: Tree) -> bool:
-        """Return whether a tree was no longer current when that was last looked at. O(1), for people and metrics."""
-        look = self._looks.get(tree.id)
-        return look is not None and look.key != tree.key
-
     async def is_current(self, tree: Tree, *, patience_s: float | None = None) -> bool:
         """Return whether a tree's root state is what its spec means now.
 

@@ -46,11 +46,11 @@ class StaticFile:
     tag: str
 
 
-def read_files(folder: Path = _FILES) -> Mapping[str, StaticFile]:
+def read_files() -> Mapping[str, StaticFile]:
     """Read the page's files, by path below `/ui/`."""
     return {
-        path.relative_to(folder).as_posix(): read_file(path, MEDIA_TYPES[path.suffix])
-        for path in sorted(folder.rglob("*"))
+        path.relative_to(_FILES).as_posix(): read_file(path, MEDIA_TYPES[path.suffix])
+        for path in sorted(_FILES.rglob("*"))
         if path.is_file() and path.suffix in MEDIA_TYPES
     }
 

@@ -8,6 +8,7 @@ import orjson
 from proxy.settings import Settings
 from proxy.storage.data_dir import STORE, WORKERS, workers_of
 from proxy.storage.errors import StoreError
+from sandboxes.linux.files import write_whole
 
 _DIVIDED = (
     "max_sandboxes", "snapshot_bytes", "checkpoint_bytes", "warm_sandboxes", "answer_memory_bytes",
@@ -64,6 +65,4 @@ def claim(data: Path, count: int) -> None:
                 f"{data} belongs to a proxy without workers. Start without --workers, or use another --data and import "
                 "the tasks there (forkpoint export, forkpoint import)."
             )
-        draft = data / f"{WORKERS}.draft"
-        draft.write_bytes(orjson.dumps({"format": _FORMAT, "workers": count}))
-        draft.rename(data / WORKERS)
+        write_whole(data / WORKERS, orjson.dumps({"format": _FORMAT, "workers": count}))

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import orjson
 
 from sandboxes.errors import NotFreezableError, RootLostError, SpecError
-from sandboxes.linux.files import sync_path
+from sandboxes.linux.files import write_whole
 from sandboxes.spec import EnvironmentSpec
 
 KEPT_S = 30 * 86_400.0
@@ -120,15 +120,9 @@ class RootStates(Generic[Root]):
         return root
 
     def _save(self, key: str, root: Root) -> None:
-        draft = self._directory / f"{key}.part"
-        # Overwrites what a kill may have left of an earlier draft.
-        draft.write_text(json.dumps(asdict(root)))
         # Durable, as the storage is: without the file, a set-up with random names would be run again after a loss of
         # power, and its state would go under the records of the old one.
-        sync_path(draft)
-        # The rename is atomic: a reader sees no half-written file.
-        draft.rename(self._directory / f"{key}.json")
-        sync_path(self._directory)
+        write_whole(self._directory / f"{key}.json", json.dumps(asdict(root)).encode(), sync=True)
 
     def all(self) -> list[Root]:
         """Return every root state that was ever built here."""

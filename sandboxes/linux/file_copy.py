@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import stat
+from pathlib import Path
 
 from sandboxes.linux.file_flags import copy_flags
 
@@ -21,6 +22,19 @@ _SMALL = 128 << 10
 def is_whiteout(status: os.stat_result) -> bool:
     """Return whether a file is a whiteout, which hides a name of lower layers (overlayfs.rst)."""
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
+
+
+def is_opaque(folder: int | Path, marks: str) -> bool:
+    """Return whether a directory of an upper, or of a layer, hides the entries of the layers below.
+
+    Args:
+        folder: Its descriptor, or its path.
+        marks: See `is_mark`.
+    """
+    try:
+        return os.getxattr(folder, f"{marks}opaque") == b"y"
+    except OSError:
+        return False
 
 
 def is_mark(attribute: str, marks: str) -> bool:

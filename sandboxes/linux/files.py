@@ -74,6 +74,30 @@ def sync_path(path: str | Path, *, within: int | None = None) -> None:
         os.close(descriptor)
 
 
+def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
+    """Replace a file of the proxy's own, for its owner only. A kill leaves the old content or the new.
+
+    Args:
+        path: The file.
+        content: Its new content.
+        sync: Whether the content is on the disk when this returns.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    # Overwrites what a kill may have left of an earlier draft.
+    draft = path.with_name(f"{path.name}.part")
+    # The mode first: the content may be a secret.
+    draft.touch(mode=0o600)
+    draft.write_bytes(content)
+    if sync:
+        sync_path(draft)
+    # Atomic: a reader sees no half-written file.
+    draft.rename(path)
+    if sync:
+        sync_path(path.parent)
+
+
 def boot_id() -> str:
     """Return the kernel's name of this start of the machine (random(4)); the same text each time where there is none.
 

@@ -55,7 +55,7 @@ def prepare(*, devices_from_host: bool) -> None:
 def bind_read_only(folder: str) -> None:
     """Bind a directory of the host read-only to its own path. It must be in `kept` of the next `switch`."""
     kernel.mount(folder, folder, "", kernel.MS_BIND | kernel.MS_REC)
-    _remount_read_only(folder, kernel.MS_NOSUID | kernel.MS_NODEV)
+    remount_read_only(folder, kernel.MS_NOSUID | kernel.MS_NODEV)
 
 
 def hide(path: str) -> None:
@@ -138,14 +138,14 @@ def _fill_dev(nodes: dict[str, int]) -> None:
     for name, target in {**_LINKS, "shm": SHARED_MEMORY}.items():
         os.symlink(target, f"dev/{name}")  # noqa: PTH211
     # Read-only from here on: whatever a call leaves must be in the overlay.
-    _remount_read_only("dev", kernel.MS_NOSUID)
+    remount_read_only("dev", kernel.MS_NOSUID)
 
 
 def _narrow_proc() -> None:
     for name in _READ_ONLY:
         if os.path.exists(f"proc/{name}"):  # noqa: PTH110
             kernel.mount(f"proc/{name}", f"proc/{name}", "", kernel.MS_BIND | kernel.MS_REC)
-            _remount_read_only(f"proc/{name}", _PROC_FLAGS)
+            remount_read_only(f"proc/{name}", _PROC_FLAGS)
     mask_proc()
 
 
@@ -159,5 +159,6 @@ def mask_proc() -> None:
             kernel.mount("tmpfs", f"proc/{name}", "tmpfs", _PROC_FLAGS | kernel.MS_RDONLY, "size=4k,nr_inodes=2")
 
 
-def _remount_read_only(path: str, flags: int) -> None:
+def remount_read_only(path: str, flags: int) -> None:
+    """Make a bind mount read-only, with these flags too."""
     kernel.mount("", path, "", kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | flags)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sandboxes.host.source_walk import CHANGES, MODIFY
-from sandboxes.linux.file_copy import is_whiteout
-from sandboxes.local.layer_merge import OPAQUE
+from sandboxes.linux.file_copy import is_opaque, is_whiteout
+from sandboxes.local.layer_merge import MARKS, OPAQUE
 
 Watch = Callable[[str, int], None]
 """Watches a directory for events, by its path and inotify's mask."""
@@ -163,7 +163,7 @@ def build_mask(target: Path, hidden: list[Path]) -> None:
     _own_text(target / "etc")
     for folder, _, _ in os.walk(target):
         path = Path(folder)
-        if path != target and not _is_opaque(path):
+        if path != target and not is_opaque(path, MARKS):
             _copy_attributes(host / path.relative_to(target), path)
     _fix_times(target)
 
@@ -226,7 +226,7 @@ def _hide(path: Path, mask: Path) -> None:
     # it.
     for parent in reversed(inside.parents[:-1]):
         # In an opaque directory nothing of the host shows, and a whiteout itself would be visible as a device.
-        if _is_whiteout(mask / parent) or _is_opaque(mask / parent):
+        if _is_whiteout(mask / parent) or is_opaque(mask / parent, MARKS):
             return
         if not (mask / parent).exists():
             (mask / parent).mkdir()
@@ -250,13 +250,6 @@ def _whiteout(path: Path) -> None:
 def _is_whiteout(path: Path) -> bool:
     try:
         return is_whiteout(path.lstat())
-    except OSError:
-        return False
-
-
-def _is_opaque(path: Path) -> bool:
-    try:
-        return os.getxattr(path, OPAQUE) == b"y"
     except OSError:
         return False
 

@@ -10,14 +10,14 @@ import stat
 from pathlib import Path
 
 from sandboxes.linux import trees
-from sandboxes.linux.file_copy import copy_entry, copy_facts, is_whiteout
+from sandboxes.linux.file_copy import copy_entry, copy_facts, is_opaque, is_whiteout
 from sandboxes.linux.file_flags import copy_flags
 from sandboxes.linux.files import remove_entry
 
 OPAQUE = "user.overlay.opaque"
 """The attribute of a directory that hides the entries of lower layers; `user.`, because mounts use `userxattr`."""
 
-_MARKS = "user.overlay."
+MARKS = "user.overlay."
 """The prefix of overlayfs' own attributes. Others than `OPAQUE` refer to the inode that a file was copied up from."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -62,7 +62,7 @@ def _make_folder(path: str, layer: int, merged: int) -> bool:
     Returns:
         Whether the merged directory is opaque.
     """
-    opaque = _is_opaque(layer)
+    opaque = is_opaque(layer, MARKS)
     folder, _, name = path.rstrip("/").rpartition("/")
     if not name:
         return opaque
@@ -84,7 +84,7 @@ def _make_folder(path: str, layer: int, merged: int) -> bool:
     into = _open_folder(merged, path)
     try:
         # The lower of the two may have been opaque already, and then the merged directory is.
-        return opaque or _is_opaque(into)
+        return opaque or is_opaque(into, MARKS)
     finally:
         os.close(into)
 
@@ -100,7 +100,7 @@ def _lay_entry(
     if shared and (first := links.setdefault(status.st_ino, path)) != path:
         os.link(first, name, src_dir_fd=merged, dst_dir_fd=into, follow_symlinks=False)
         return
-    copy_entry(name, status, folder.fd, into, _MARKS)
+    copy_entry(name, status, folder.fd, into, MARKS)
 
 
 def _finish_folder(path: str, layer: int, merged: int, *, opaque: bool) -> None:
@@ -109,7 +109,7 @@ def _finish_folder(path: str, layer: int, merged: int, *, opaque: bool) -> None:
         if opaque:
             os.setxattr(target, OPAQUE, b"y")
         copy_flags(source, target)
-        copy_facts(".", os.fstat(source), source, target, _MARKS)
+        copy_facts(".", os.fstat(source), source, target, MARKS)
     finally:
         os.close(source)
         os.close(target)
@@ -120,10 +120,3 @@ def _open_folder(top: int, path: str) -> int:
     if folder is None:
         raise FileNotFoundError(f"directory {path!r} of a layer is gone")
     return folder
-
-
-def _is_opaque(folder: int) -> bool:
-    try:
-        return os.getxattr(folder, OPAQUE) == b"y"
-    except OSError:
-        return False

@@ -14,6 +14,7 @@ import structlog
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SpecError, StateGoneError
 from sandboxes.linux.dir_lock import Ownership
+from sandboxes.linux.files import write_whole
 from sandboxes.postgres.clones import Clones, Template
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.sandbox import DatabasePosition, PostgresSandbox
@@ -131,11 +132,7 @@ class PostgresDriver:
         return {"prefix": f"forkpoint_{secrets.token_hex(5)}", "password": secrets.token_urlsafe(24), "servers": {}}
 
     def _save_instance(self) -> None:
-        part = self._instance_file.with_suffix(".part")
-        # The mode first: the file contains a password.
-        part.touch(mode=0o600)
-        part.write_bytes(orjson.dumps(self._instance))
-        part.replace(self._instance_file)
+        write_whole(self._instance_file, orjson.dumps(self._instance))
 
     def _record(self, template: Template, source: list[str] | None) -> None:
         """Record a template. `source` is a root's source, fingerprint and behaviour; None for other states."""

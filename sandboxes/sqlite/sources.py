@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 
 from sandboxes.errors import SandboxError, SpecError
-from sandboxes.linux.files import file_digest
+from sandboxes.linux.files import file_digest, write_whole
 from sandboxes.linux.plain_files import open_plain
 from sandboxes.sources import SourceRules
 from sandboxes.sqlite.build import SCRIPT_S
@@ -134,10 +134,7 @@ class Sources:
         return part
 
     def _save(self) -> None:
-        # Write and rename, so that a kill leaves the old file or the new one.
-        draft = self._file.with_suffix(".new")
-        draft.write_bytes(orjson.dumps([[key, *value] for key, value in self._known.items()]))
-        draft.replace(self._file)
+        write_whole(self._file, orjson.dumps([[key, *value] for key, value in self._known.items()]))
 
 
 def _files(paths: list[str]) -> list[Path]:

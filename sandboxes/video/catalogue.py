@@ -12,6 +12,7 @@ from pathlib import Path
 import orjson
 
 from sandboxes.errors import SpecError
+from sandboxes.linux.files import write_whole
 from sandboxes.linux.plain_files import open_plain
 from sandboxes.sources import SourceRules
 from sandboxes.video.faults import VideoError
@@ -65,9 +66,7 @@ class Contents:
         with self._saving:
             if self._unsaved:
                 self._unsaved = False
-                partial = self._path.with_suffix(".new")
-                partial.write_bytes(orjson.dumps([[path, *known] for path, known in list(self._known.items())]))
-                partial.replace(self._path)
+                write_whole(self._path, orjson.dumps([[path, *known] for path, known in list(self._known.items())]))
 
     def digest(self, path: Path, *, confined: bool) -> str:
         """Return a file's digest; read the file if the digest is not known.

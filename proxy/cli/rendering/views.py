@@ -14,6 +14,8 @@ from proxy.cli.text import printable, shortened
 _SPARKS = " ▁▂▃▄▅▆▇█"
 """Bars of a timeline, by height."""
 _STYLES = {"hit": "green", "wait": "cyan", "miss": "yellow", "bypass": "magenta"}
+_TOP_TASKS = 15
+"""How many tasks `forkpoint top` shows."""
 _WIDE = 100
 """Longest line of a list, in characters."""
 _LINES = 200
@@ -163,7 +165,7 @@ def render_audit(view: Json) -> RenderableType:
     return Group(*parts)
 
 
-def render_top(stats: Json, tasks: Sequence[Json], seconds: Sequence[Json], max_tasks: int = 15) -> RenderableType:
+def render_top(stats: Json, tasks: Sequence[Json], seconds: Sequence[Json]) -> RenderableType:
     """Render the totals, the last minute, and the busiest tasks."""
     head = Table.grid(padding=(0, 3))
     head.add_row(
@@ -178,7 +180,7 @@ def render_top(stats: Json, tasks: Sequence[Json], seconds: Sequence[Json], max_
         values = [float(second[name]) for second in seconds]
         bars = Text(spark(values), style=_STYLES.get(name[:-1], ""))
         lines.add_row(name, bars, f"{values[-1] if values else 0:,.0f}/s")
-    busiest = sorted(tasks, key=lambda task: (-int(task["running"]), -int(task["calls"])))[:max_tasks]
+    busiest = sorted(tasks, key=lambda task: (-int(task["running"]), -int(task["calls"])))[:_TOP_TASKS]
     return Group(head, Text(f"sandboxes: {states}; {snapshots}", style="dim"), lines, Text(), render_tasks(busiest))
 
 

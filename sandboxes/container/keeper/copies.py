@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from sandboxes.guest.files.delta import ENTRY_BYTES
 from sandboxes.linux import trees
-from sandboxes.linux.file_copy import copy_entry, copy_facts, is_whiteout
+from sandboxes.linux.file_copy import copy_entry, copy_facts, is_opaque, is_whiteout
 from sandboxes.linux.file_flags import copy_flags
 from sandboxes.linux.files import remove_entry
 
@@ -159,7 +159,7 @@ def _make_folder(path: str, source: int, target: int) -> bool:
         below = _status(name, above)
         # The copy's directory replaces what the image has there if that is no directory, or if it was made opaque.
         # Removing through the overlay and making the directory again makes overlayfs set its own opaque mark.
-        if below is not None and (not stat.S_ISDIR(below.st_mode) or is_opaque(source)):
+        if below is not None and (not stat.S_ISDIR(below.st_mode) or is_opaque(source, MARKS)):
             remove_entry(name, above)
             below = None
         if below is None:
@@ -167,16 +167,8 @@ def _make_folder(path: str, source: int, target: int) -> bool:
         return below is None
 
 
-def is_opaque(folder: int) -> bool:
-    """Return whether a directory of an upper hides everything below it in the image."""
-    try:
-        return os.getxattr(folder, OPAQUE) == b"y"
-    except OSError:
-        return False
-
-
 def _copy_marks(source: int, target: int) -> None:
-    if is_opaque(source):
+    if is_opaque(source, MARKS):
         # Only root of the first user namespace can set `trusted.` attributes (xattr(7)), so no agent can forge the
         # mark.
         os.setxattr(target, OPAQUE, b"y")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sandboxes.container.boot_scripts import BOX, SERVICES, SHARED
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.mounts import SHARED_MEMORY, mask_proc
+from sandboxes.linux.mounts import SHARED_MEMORY, mask_proc, remount_read_only
 
 _KEPT = ("/proc", "/sys")
 """Mount points that stay, with all mounts below them. Docker makes them read-only where a container could do harm."""
@@ -56,7 +56,7 @@ def narrow(pid: int) -> None:
             kernel.unmount(path)
     # A process that is root in the container could otherwise raise its own limits, or move between groups.
     if "/sys/fs/cgroup" in mount_points:
-        _read_only("/sys/fs/cgroup", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+        remount_read_only("/sys/fs/cgroup", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     # The tmpfs at /dev/shm was unmounted above; the directory below it lies in Docker's /dev, which no snapshot holds.
     _share_memory()
     services = _services()
@@ -72,7 +72,7 @@ def narrow(pid: int) -> None:
         if os.path.isdir(path):  # noqa: PTH112
             os.utime(path, ns=(_FIXED_NS, _FIXED_NS), follow_symlinks=False)
     # Last, because the lines above still write to /dev.
-    _read_only("/dev", kernel.MS_NOSUID)
+    remount_read_only("/dev", kernel.MS_NOSUID)
     _mount_for(services)
 
 
@@ -137,10 +137,6 @@ def _write(path: str, text: str) -> None:
     with open(fd, "w") as file:  # noqa: PTH123
         file.write(text)
     os.utime(path, ns=(_FIXED_NS, _FIXED_NS))
-
-
-def _read_only(path: str, flags: int) -> None:
-    kernel.mount("", path, "", kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | flags)
 
 
 def _unescaped(text: str) -> str:

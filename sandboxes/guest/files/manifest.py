@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from sandboxes.guest.files import facts
 from sandboxes.linux import trees
+from sandboxes.linux.file_copy import is_opaque
 
 
 class Manifest(NamedTuple):
@@ -82,11 +83,3 @@ def of_tree(top: int, marks: str, *, contents: bool) -> Manifest:
             content = facts.content(entry.name, status, folder.fd) if contents else b""
             items.append(Item(folder.path + entry.name, status.st_mode, status.st_size, status.st_mtime_ns, content))
     return of_items(items)
-
-
-def is_opaque(folder: int, marks: str) -> bool:
-    """Return whether a directory of an upper layer hides the entries of lower layers."""
-    try:
-        return os.getxattr(folder, f"{marks}opaque") == b"y"
-    except OSError:
-        return False

@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 from sandboxes.guest.files import facts
 from sandboxes.guest.files.delta import DeltaRoots, bytes_on_disk
-from sandboxes.guest.files.manifest import OPAQUE, Item, Manifest, is_opaque, of_items
+from sandboxes.guest.files.manifest import OPAQUE, Item, Manifest, of_items
 from sandboxes.guest.files.row_table import CLOCKED, FIXED, GONE, Row
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.linux import trees
+from sandboxes.linux.file_copy import is_opaque, is_whiteout
 
 USER_MARKS, TRUSTED_MARKS = "user.overlay.", "trusted.overlay."
 """Prefixes of overlayfs' own attributes: of mounts with `userxattr`, as of local sandboxes, and of Docker's mounts."""
@@ -262,11 +263,6 @@ class UpperScan:
                     inside = b""
                 items.append(Item(path, mode, size, mtime_ns, inside))
         return of_items(items)
-
-
-def is_whiteout(status: os.stat_result) -> bool:
-    """Return whether a file is a whiteout, which hides a name of lower layers."""
-    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
 def _signatures(upper: int) -> tuple[dict[str, bytes], int]:

@@ -42,7 +42,9 @@ def test_up_lists_nodes_and_down_ends_them(monkeypatch: pytest.MonkeyPatch) -> N
         yield
 
     url = "http://127.0.0.1:8700"
-    proxy = cluster.NodeProxy("a1", "10.0.0.1", url, 7, ready=True, starts=1, failures=0, problem="", log=None)
+    proxy = cluster.NodeProxy(
+        url, 7, ready=True, starts=1, failures=0, problem="", log=None, node="a1", address="10.0.0.1"
+    )
     monkeypatch.setattr(cluster, "connected", connected)
     monkeypatch.setattr(cluster, "up", lambda: [proxy])
     monkeypatch.setattr(cluster, "down", lambda: called.append("down"))
