@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -20,6 +21,9 @@ class EnvironmentRequest:
         memory_mb: Memory limit.
         pids: Limit of processes.
         base: The environment that the settings give this image name; None if they give none.
+        services: Side services to add, each as a spec has it.
+        volumes: Shared volumes to add, as a spec has them.
+        setup: Set-up commands to add.
     """
 
     image: str
@@ -28,6 +32,9 @@ class EnvironmentRequest:
     memory_mb: int | None = None
     pids: int | None = None
     base: EnvironmentSpec | None = None
+    services: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    volumes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    setup: tuple[str, ...] = ()
 
 
 def spec_for(
@@ -64,6 +71,9 @@ def spec_for(
     limits = {"memory_mb": request.memory_mb, "pids": request.pids}
     fields = base.model_dump()
     fields["env"] |= request.env
+    fields["services"] |= request.services
+    fields["volumes"] |= request.volumes
+    fields["setup"] = (*fields["setup"], *request.setup)
     fields["workdir"] = request.workdir or fields["workdir"]
     fields["limits"] |= {name: value for name, value in limits.items() if value}
     try:

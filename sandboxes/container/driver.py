@@ -381,7 +381,7 @@ class ContainerDriver:
         born_with = variables(await self.config(image))
         box = await (self.spares.take if spare else self.spares.make)(image, spec.limits)
         sandbox = ContainerSandbox(
-            box, spec, image, born_ns, self.spares, self.states, self.checkpointer, born_with, self.egress
+            box, spec, image, born_ns, self.spares, self.states, self.checkpointer, born_with, self.egress, self.config
         )
         # Known before `begin`, so that `aclose` and `collect` see a sandbox that is still starting.
         self.sandboxes.add(sandbox)

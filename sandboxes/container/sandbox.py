@@ -5,18 +5,20 @@ something, so a second freeze returns the first one's state (`_frozen`). With li
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.checkpointing import Checkpointer, MappedFiles
 from sandboxes.container.portable_copies import part_of
+from sandboxes.container.service_commands import call_in_service, frame_of
 from sandboxes.container.spares import Box, Spares
 from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
 from sandboxes.egress.gateway import Egress, variables
-from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.host.defaults import ENVIRONMENT
 from sandboxes.host.machine_sandbox import MachineSandbox
 from sandboxes.host.server_calls import ServerCalls
@@ -56,6 +58,7 @@ class ContainerSandbox(MachineSandbox):
         checkpointer: Checkpointer,
         born_with: Mapping[str, str],
         egress: Egress,
+        config: Callable[[str], Awaitable[Mapping[str, Any]]],
     ) -> None:
         """Take over a container; `begin` starts the sandbox.
 
@@ -69,6 +72,7 @@ class ContainerSandbox(MachineSandbox):
             checkpointer: Saves and restores its live processes.
             born_with: The environment variables of the image.
             egress: Opens its way to hosts outside, if the spec has one.
+            config: Returns the configuration of an image, as Docker reports it.
         """
         # The image's variables are known to the keeper, which adds them to those of tool servers. A process of its own
         # gets its whole environment from here.
@@ -81,7 +85,7 @@ class ContainerSandbox(MachineSandbox):
         self._box, self._born_ns = box, born_ns
         self._spares, self._states, self._checkpointer = spares, states, checkpointer
         self._frozen: FrozenState | None = None
-        self._outlets = egress
+        self._outlets, self._config = egress, config
 
     @property
     def container(self) -> str:
@@ -170,11 +174,23 @@ class ContainerSandbox(MachineSandbox):
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
-        """Run a call. A frozen state stays valid as long as calls change nothing."""
+        """Run a call. A frozen state stays valid as long as calls change nothing.
+
+        Raises:
+            SpecError: The call is for a side service that the spec does not have.
+        """
+        if call.endpoint in {"process", "archive"} and (service := call.arguments.get("service")):
+            call = await self._for_service(call, str(service))
         ran = await super().execute(call, listener)
         if ran.effect is not Effect.NONE:
             self._frozen = None
         return ran
+
+    async def _for_service(self, call: ToolCall, name: str) -> ToolCall:
+        service = self._spec.services.get(name)
+        if service is None:
+            raise SpecError(f"there is no service {name!r}: the spec has {sorted(self._spec.services) or 'none'}.")
+        return call_in_service(call, frame_of(name, service, await self._config(service.image)))
 
     def _begin_after_call(self, done: CallDone) -> None:
         """Do nothing: a container needs nothing between calls."""

@@ -15,15 +15,12 @@ from typing import Any
 from sandboxes.container.boot_scripts import SERVICES, SHARED
 from sandboxes.container.daemon import SANDBOX, Daemon
 from sandboxes.container.sandbox import ContainerSandbox
+from sandboxes.container.service_commands import frame_of
 from sandboxes.errors import SpecError
 from sandboxes.host.provision import run_set_up
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.server_spec import MAIN, Service, start_order, words
 from sandboxes.spec import EnvironmentSpec
-
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""The search path of images that name none, as Docker gives it."""
-
 
 _PREPARE = (
     f"mkdir -m 0700 {SERVICES} && for p in chroot env sleep touch; do "
@@ -100,11 +97,7 @@ def _order(name: str, service: Service, config: Mapping[str, Any]) -> ServerOrde
     command = entry + (words(service.command) if service.command is not None else default)
     if not command:
         raise SpecError(f"service {name!r} has no command, and neither has its image: name one.")
-    given = dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry)
-    user = service.user or str(config.get("User") or "")
-    home = {"HOME": "/root"} if user.partition(":")[0] in ("", "0", "root") else {}
-    environment = {"PATH": _PATH, "HOSTNAME": name, **home, **given, **service.environment}
-    workdir = service.working_dir or str(config.get("WorkingDir") or "/")
+    frame = frame_of(name, service, config)
     test = _test(service, config)
     port = None if test else service.port or _only_port(config)
     if not test and port is None:
@@ -114,24 +107,14 @@ def _order(name: str, service: Service, config: Mapping[str, Any]) -> ServerOrde
         )
     return ServerOrder(
         name=f"service {name}",
-        command=_inside(name, environment, workdir, user, command),
+        command=frame.shell_text(command),
         port=port,
         environment={},
         workdir="/",
         ready="tcp",
         ready_s=service.ready_s,
-        health=_inside(name, environment, workdir, user, test) if test else "",
+        health=frame.shell_text(test) if test else "",
     )
-
-
-def _inside(name: str, environment: Mapping[str, str], workdir: str, user: str, command: list[str]) -> str:
-    """Return the shell text that becomes a command with a service's root, variables and user."""
-    as_user = [] if user in ("", "0", "root", "0:0", "root:root") else [f"--userspec={user}"]
-    move = ["/bin/sh", "-c", 'cd -- "$0" && exec "$@"', workdir] if workdir != "/" else []
-    before = shlex.join(["env", "-i", *(f"{key}={value}" for key, value in environment.items())])
-    after = shlex.join([*as_user, f"{SERVICES}/{name}", *move, *command])
-    # The program comes from the main image; `env` looks for programs in the service's search path.
-    return f'c=$(command -v chroot) && exec {before} "$c" {after}'
 
 
 def _test(service: Service, config: Mapping[str, Any]) -> list[str]:

@@ -12,15 +12,16 @@ Creating a container begins a rollout, but no sandbox is started before the firs
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
-
-import orjson
+from typing import Any
 
 from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
 from proxy.compat.docker.containers import Container
+from proxy.compat.docker.events import ContainerEvents
 from proxy.compat.docker.execs import ContainerExecs
+from proxy.compat.docker.images import Images
 from proxy.compat.docker.lifecycle import ContainerLifecycle, StreamedResponse
+from proxy.compat.docker.projects import Projects
 from proxy.compat.docker.registry import ContainerRegistry
 from proxy.compat.docker.requests import NO_PAGE, DockerRequest
 from proxy.compat.docker.stream import StreamConnection
@@ -30,31 +31,10 @@ from proxy.http.access import Grant
 from proxy.http.address import Address
 from proxy.http.answer_cache import Answers, response
 from proxy.http.exchange import raw
-from proxy.http.lru_cache import LruCache
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.rollout import Rollout
-from sandboxes.errors import SpecError
 from sandboxes.spec import SHELLLESS_DRIVERS
-
-_LISTED_IMAGES = 1000
-"""Names of listed images that are kept by id. A client that inspects an older id gets the id as its name."""
-
-
-class Images(Protocol):
-    """The part of the container driver that knows images."""
-
-    async def config(self, image: str) -> dict[str, Any]:
-        """Return an image's ID and defaults.
-
-        Raises:
-            SpecError: The image does not exist.
-        """
-        ...
-
-    async def tags(self) -> list[str]:
-        """Return the names of all images."""
-        ...
 
 
 class DockerApi:
@@ -65,12 +45,15 @@ class DockerApi:
         self._registry = ContainerRegistry(engine.store, engine.tasks)
         engine.lifecycle.at_drop.append(self._registry.forget)
         max_stdin_bytes = engine.settings.max_body_bytes
-        self._listed_images = LruCache[str, str](_LISTED_IMAGES)
+        self._images, self._events = Images(engine), ContainerEvents()
+        self._projects = Projects(self._registry)
+        engine.lifecycle.at_drop.append(self._projects.forget)
         self._calls = ContainerCalls(engine, answers)
         self._execs = ContainerExecs(self._registry, self._calls, max_stdin_bytes=max_stdin_bytes)
         self._lifecycle = ContainerLifecycle(
-            self._registry, self._execs, self._calls, max_stdin_bytes=max_stdin_bytes, closing=engine.lifecycle.closing
-        )
+            self._registry, self._execs, self._calls, self._events, self._projects, max_stdin_bytes=max_stdin_bytes,
+            closing=engine.lifecycle.closing,
+        )  # fmt: skip
         # Names of containers and of rollouts that creations under way have taken: a creation awaits several times.
         self._reserved_names: set[tuple[str, str, str]] = set()
         self._reserved_rollouts: set[tuple[str, str]] = set()
@@ -142,11 +125,11 @@ class DockerApi:
                 return responses.ping(request.method)
             case ("GET", "version"):
                 return responses.version()
-            case ("GET", "networks"):
-                return responses.json_response([])
-            case ("GET", "volumes"):
-                return responses.json_response({"Volumes": [], "Warnings": None})
-        return self._container_from_memory(request, task, owner) if self._registry.is_loaded(task) else None
+        if not self._registry.is_loaded(task):
+            return None
+        if request.segments[:1] in (("networks",), ("volumes",)):
+            return self._projects.names(task, owner).answer(request, self._registry.of(task, owner))
+        return self._container_from_memory(request, task, owner)
 
     def _container_from_memory(self, request: DockerRequest, task: str, owner: str) -> Local | None:
         match (request.method, *request.segments):
@@ -156,37 +139,47 @@ class DockerApi:
                 return self._list(request, task, owner)
             case ("GET", "containers", name, "json"):
                 container = self._registry.find(task, owner, name)
-                # A rollout that is not in memory may have been finished: that needs an await to find out.
-                return responses.container_details(container) if self._registry.rollout(container) else None
+                if not (container.is_planned or self._registry.rollout(container)):
+                    # A rollout that is not in memory may have been finished: that needs an await to find out.
+                    return None
+                return responses.container_details(container, self._network_ids(task, owner))
             case ("POST", "containers", name, "exec"):
                 container = self._registry.find(task, owner, name)
-                return self._execs.create(request, container) if self._registry.rollout(container) else None
+                if self._registry.rollout(container) is None:
+                    return None
+                self._projects.require_whole(container)
+                return self._execs.create(request, container)
             case ("GET", "exec", name, "json"):
                 return responses.exec_details(self._execs.find(task, owner, name))
         return None
 
     def _list(self, request: DockerRequest, task: str, owner: str) -> Local:
-        filters = _filters(request)
+        filters = request.filters()
         with_stopped = request.flag("all") or "status" in filters
         containers = [
             container
             for container in self._registry.of(task, owner)
             if (with_stopped or container.is_running) and responses.matches(container, filters)
         ]
-        return responses.container_list(containers, time.time())
+        return responses.container_list(containers, time.time(), self._network_ids(task, owner))
+
+    def _network_ids(self, task: str, owner: str) -> dict[str, str]:
+        return {name: network.id for name, network in self._projects.names(task, owner).networks.items()}
 
     # -- answered with an await --------------------------------------------------------------------------------------
 
     async def _act(self, request: DockerRequest, task: str, owner: str, grant: Grant) -> Local | StreamedResponse:
         match (request.method, *request.segments):
-            case ("POST", "images", "create"):
-                return await self._pull(request, task)
-            case ("GET", "images", "json"):
-                return await self._images(request, task)
-            case ("GET", "images", *name, "json") if name:
-                named = "/".join(name)
-                image = self._listed_images.get(named) or named
-                return responses.image(image, await self._config(task, image))
+            case (_, "images", *_):
+                return await self._images.answer(request, task)
+            case ("POST", "build", *_):
+                raise RefusalError(
+                    404, "docker", "Forkpoint builds no images. Build them on its host, and name them with `image`."
+                )
+            case ("GET", "events"):
+                return self._stream_events(request, task, owner)
+            case ("POST", "networks", name, "connect" | "disconnect" as verb):
+                return self._change_network(verb, request, task, owner, name)
             case ("POST", "containers", "create"):
                 return await self._create(request, task, owner, grant)
             case ("POST", "exec", name, "start"):
@@ -197,26 +190,33 @@ class DockerApi:
                 return Local(200, headers=())
             case (_, "containers", name, *_) if name not in {"json", "create", "prune"}:
                 container = self._registry.find(task, owner, name)
+                if _makes_call(request):
+                    await self._projects.begin(
+                        container, lambda environment: self._begin(task, owner, environment, grant)
+                    )
+                    self._projects.require_whole(container)
                 # Loads the rollout, after which the request may be one that memory answers.
-                rollout = await self._registry.require_rollout(container)
+                rollout = None if container.is_planned else await self._registry.require_rollout(container)
                 return self._container_from_memory(request, task, owner) or await self._in_container(
                     request, container, rollout
                 )
         raise NO_PAGE
 
     async def _in_container(
-        self, request: DockerRequest, container: Container, rollout: Rollout
+        self, request: DockerRequest, container: Container, rollout: Rollout | None
     ) -> Local | StreamedResponse:
         match (request.method, *request.segments[2:]):
             case ("POST", "start" | "stop" | "restart" | "kill" | "wait" as verb):
                 return await self._lifecycle.change(verb, request, container)
             case ("POST", "resize"):
                 return Local(200, headers=())
+            case ("POST", "rename"):
+                return self._rename(request, container)
             case ("GET", "logs"):
                 return await self._lifecycle.logs(request, container)
             case ("GET", "top"):
                 return await self._lifecycle.top(request, container)
-            case ("HEAD" | "GET" | "PUT", "archive"):
+            case ("HEAD" | "GET" | "PUT", "archive") if rollout is not None:
                 return await self._calls.copy(request, container, rollout)
             case ("DELETE",):
                 return await self._lifecycle.remove(request, container)
@@ -229,88 +229,44 @@ class DockerApi:
         if opened.spec.driver in SHELLLESS_DRIVERS or opened.spec.upstreams:
             raise RefusalError(404, "docker", f"This task's driver, {opened.spec.driver!r}, runs no processes.")
 
-    # -- images ------------------------------------------------------------------------------------------------------
-
-    async def _config(self, task: str, image: str) -> Mapping[str, Any]:
-        """Return the defaults of an image.
-
-        A task that was created with an environment decides what its containers are made of, whatever image the client
-        names. Then the defaults are those of the environment's image, or empty if its driver has no images.
-
-        Raises:
-            RefusalError: 404, the image does not exist.
-        """
-        opened = await self._engine.tasks.open(task)
-        spec = opened.spec if opened.origin is not None else None
-        driver = spec.driver if spec is not None else "container"
-        if driver == "container" and driver in self._engine.drivers:
-            real_image = spec.image if spec is not None and spec.image else image
-            try:
-                return await cast("Images", self._engine.drivers[driver]).config(real_image)
-            except SpecError:
-                raise RefusalError(404, "docker", f"No such image: {real_image}") from None
-        if spec is None and not self._engine.settings.any_image:
-            raise RefusalError(
-                404, "docker", f"No such image: {image}. PUT the task with an environment, or serve with the driver "
-                "container (FORKPOINT_DRIVERS), or with any_image."
-            )  # fmt: skip
-        return {}
-
-    async def _images(self, request: DockerRequest, task: str) -> Local:
-        """List the images that containers of this task can name. Harnesses look here before they build an image."""
-        opened = await self._engine.tasks.open(task)
-        driver = self._engine.drivers.get("container")
-        wanted = _filters(request).get("reference", [])
-        names = list(wanted)
-        if opened.origin is not None:
-            # What the containers are made of is decided; any name that a client asks for stands for it.
-            names = names or [opened.spec.image or "forkpoint"]
-        elif driver is not None:
-            tags = await cast("Images", driver).tags()
-            names = [tag for tag in tags if not wanted or any(_is_tag(tag, name) for name in wanted)]
-        entries = []
-        for name in names:
-            try:
-                entry = responses.image_entry(name, await self._config(task, name))
-            except RefusalError:
-                # The filter's name does not exist, or the image was removed meanwhile.
-                continue
-            # Docker's SDK inspects each listed image by its id, and takes the names from there.
-            self._listed_images[entry["Id"]] = name
-            entries.append(entry)
-        return responses.json_response(entries)
-
-    async def _pull(self, request: DockerRequest, task: str) -> Local:
-        name, tag = request.query.get("fromImage", ""), request.query.get("tag", "")
-        full = f"{name}@{tag}" if tag.startswith("sha256:") else f"{name}:{tag}" if tag else name
-        if not name:
-            raise RefusalError(400, "docker", "Forkpoint imports no images. Name one in fromImage.")
-        try:
-            await self._config(task, full)
-        except RefusalError as error:
-            raise RefusalError(
-                404, "docker", f"{error} Forkpoint pulls no images. Run docker pull on its host."
-            ) from None
-        return responses.pulled(full)
-
     # -- containers --------------------------------------------------------------------------------------------------
 
     async def _create(self, request: DockerRequest, task: str, owner: str, grant: Grant) -> Local:
         body, name = request.json(), requests.name_of(request.query)
         image = body.get("Image")
-        config = await self._config(task, image) if isinstance(image, str) and image else {}
-        spec = requests.container_spec(body, config)
+        config = await self._images.config(task, image) if isinstance(image, str) and image else {}
+        project = self._projects.name_of(task, owner, body)
+        if project and not body.get("Healthcheck"):
+            body["Healthcheck"] = config.get("Healthcheck")
+        spec = requests.container_spec(body, config, in_project=bool(project))
         container_id = secrets.token_hex(32)
         name = name or f"forkpoint_{container_id[:12]}"
         self._require_free(task, owner, name)
         # From here to `add` there are awaits: a concurrent create with this name must fail.
         self._reserved_names.add((task, owner, name))
         try:
-            rollout = await self._begin(task, owner, container_id, requests.environment(body, config), grant)
-            self._registry.add(Container(container_id, name, task, owner, rollout, spec, time.time()))
+            environment = requests.environment(body, config)
+            container = Container(container_id, name, task, owner, "", spec, time.time(), project=project)
+            if project:
+                grant.require_rollout(owner or container_id)
+                await self._plan(container, config, environment)
+            else:
+                container.rollout = (await self._begin(task, owner, environment, grant, container_id)).name
+            self._registry.add(container)
         finally:
             self._reserved_names.discard((task, owner, name))
+        self._events.publish("create", container)
         return responses.json_response({"Id": container_id, "Warnings": []}, 201)
+
+    async def _plan(self, container: Container, config: Mapping[str, Any], environment: EnvironmentRequest) -> None:
+        has_others = bool(self._registry.project(container.task, container.owner, container.project))
+        if has_others and not await self._images.has_images(container.task):
+            raise RefusalError(
+                400, "docker", "This task's environment is given, so a project has one container. For several, use a "
+                "task without a spec, and serve with the driver container (FORKPOINT_DRIVERS).",
+            )  # fmt: skip
+        # No await from here to `add`: another container of the project may be planned at the same time.
+        self._projects.plan(container, config, environment)
 
     def _require_free(self, task: str, owner: str, name: str) -> None:
         if (task, owner, name) in self._reserved_names:
@@ -325,46 +281,75 @@ class DockerApi:
                 )  # fmt: skip
 
     async def _begin(
-        self, task: str, owner: str, container_id: str, environment: EnvironmentRequest, grant: Grant
-    ) -> str:
-        """Begin the rollout that a container is.
+        self, task: str, owner: str, environment: EnvironmentRequest, grant: Grant, container_id: str = ""
+    ) -> Rollout:
+        """Begin the rollout that a container or a project is.
 
         Returns:
-            The rollout's name: the URL's rollout if no other container is that yet, else that name with a number. If
-            the URL has no rollout, the container's ID.
+            The rollout. Its name is the URL's rollout if no other container is that yet, else that name with a number.
+            If the URL has no rollout, the container's ID; a project gets a random one.
 
         Raises:
-            RefusalError: 403, the request's token stands for a rollout that is a container already.
+            RefusalError: 403, the request's token stands for a rollout that is a container already; 409, a rollout of
+                this name runs in another environment than the project's.
         """
         reserved = (name for reserved_task, name in self._reserved_rollouts if reserved_task == task)
         taken = {*self._registry.rollout_names(task), *reserved}
         names = (owner if n == 1 else f"{owner}~{n}" for n in range(1, 1 << 16))
-        name = next(name for name in names if name not in taken) if owner else container_id
+        name = next(name for name in names if name not in taken) if owner else container_id or secrets.token_hex(32)
         grant.require_rollout(name)
         self._reserved_rollouts.add((task, name))
         try:
-            await self._engine.tasks.open_rollout(task, name, environment=environment)
+            rollout = await self._engine.tasks.open_rollout(task, name, environment=environment)
         finally:
             self._reserved_rollouts.discard((task, name))
-        return name
+        if rollout.tree.spec.services.keys() != environment.services.keys() and environment.services:
+            raise RefusalError(
+                409, "docker", f"Rollout {name!r} runs already, without the services of this project. Finish it first."
+            )
+        return rollout
+
+    def _rename(self, request: DockerRequest, container: Container) -> Local:
+        name = requests.name_of(request.query)
+        if not name:
+            raise RefusalError(400, "docker", "Neither old nor new names may be empty")
+        self._require_free(container.task, container.owner, name)
+        container.name = name
+        self._registry.save(container)
+        return Local(204, headers=())
+
+    # -- networks and events -----------------------------------------------------------------------------------------
+
+    def _change_network(self, verb: str, request: DockerRequest, task: str, owner: str, name: str) -> Local:
+        """Connect a container of a project to a network, or disconnect it. Both only change what clients are shown."""
+        network, body = self._projects.names(task, owner).require_network(name), request.json()
+        container = self._registry.find(task, owner, str(body.get("Container") or ""))
+        if container.project != network.project:
+            raise RefusalError(
+                400, "docker", f"Container {container.name} is not of network {network.name!r}. Name the network when "
+                "you create the container.",
+            )  # fmt: skip
+        settings = container.spec.body.setdefault("NetworkingConfig", None) or {}
+        endpoints = dict(settings.get("EndpointsConfig") or {})
+        if verb == "connect":
+            endpoints[network.name] = body.get("EndpointConfig") or {}
+        else:
+            endpoints.pop(network.name, None)
+        container.spec.body["NetworkingConfig"] = {**settings, "EndpointsConfig": endpoints}
+        self._registry.save(container)
+        return Local(200, headers=())
+
+    def _stream_events(self, request: DockerRequest, task: str, owner: str) -> StreamedResponse:
+        filters = request.filters()
+        return self._lifecycle.until_closing(lambda send: self._events.send(task, owner, filters, send))
 
 
-def _filters(request: DockerRequest) -> dict[str, list[str]]:
-    """Return the filters of a listing, by name.
-
-    Raises:
-        RefusalError: 400, the filters are no JSON object.
-    """
-    try:
-        filters = orjson.loads(request.query.get("filters") or b"{}")
-    except orjson.JSONDecodeError:
-        raise RefusalError(400, "docker", "invalid filter") from None
-    if not isinstance(filters, dict):
-        raise RefusalError(400, "docker", "invalid filter")
-    # Older clients send {"label": {"a": true}}, newer ones {"label": ["a"]}.
-    return {name: list(map(str, values)) for name, values in filters.items() if isinstance(values, list | dict)}
-
-
-def _is_tag(tag: str, name: str) -> bool:
-    """Return whether a name means an image's tag: Docker's default tag may be left out."""
-    return tag in (name, f"{name}:latest") or tag.rpartition(":")[0] == name
+def _makes_call(request: DockerRequest) -> bool:
+    """Return whether a request about a container makes a call, so that its project has to begin."""
+    match (request.method, *request.segments[2:]):
+        case ("POST", "exec") | (_, "archive") | ("GET", "top"):
+            return True
+        case ("GET", "logs"):
+            # A client that follows the output may do so from before the start of the other containers.
+            return not request.flag("follow")
+    return False

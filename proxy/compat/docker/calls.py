@@ -53,13 +53,14 @@ class ContainerCalls:
         if not path or "\0" in path:
             raise RefusalError(400, "docker", "invalid path")
         path = path if path.startswith("/") else f"/{path}"
+        service = {"service": container.service} if container.service else {}
         if request.method == "PUT":
-            arguments = {"path": path, "no_overwrite": request.flag("noOverwriteDirNonDir")}
+            arguments = {"path": path, "no_overwrite": request.flag("noOverwriteDirNonDir"), **service}
             # The key is made from the archive's members, not from its bytes; see `extract_key`.
             call = ToolCall("archive", "extract", arguments, request.body)
             status, body = await self._copy(rollout, call, archives.extract_key(call), path, container)
             return Local(status, body, headers=())
-        call = ToolCall("archive", "stat" if request.method == "HEAD" else "pack", {"path": path})
+        call = ToolCall("archive", "stat" if request.method == "HEAD" else "pack", {"path": path, **service})
         _, body = await self._copy(rollout, call, call_key(call), path, container)
         # The result is a line of JSON about the path, then the archive.
         description, _, archive = body.partition(b"\n")

@@ -9,6 +9,7 @@ A container is a rollout. It needs no process to be RUNNING: a main command that
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Any
 
 from proxy.compat.docker.requests import ContainerSpec, ExecSpec
 from sandboxes.state_table import StateTable, next_state
@@ -67,7 +68,7 @@ class Container:
         name: The name that the client chose, or one made from the ID.
         task: The task in the URL.
         owner: The rollout in the URL that created the container; empty if the URL had none. Only this URL shows it.
-        rollout: The name of the rollout that the container is.
+        rollout: The name of the rollout that the container is, or belongs to; empty while its project is planned.
         spec: What the create request said.
         created_at: Seconds since 1970.
         state: Where the container stands.
@@ -75,6 +76,8 @@ class Container:
         started_at: Seconds since 1970; 0 before the first start.
         finished_at: Seconds since 1970; 0 before the first exit.
         execs: The latest exec instances by ID.
+        project: The project that it belongs to; empty for a container by itself.
+        service: The side service of the sandbox that it is; empty for the main container.
     """
 
     id: str
@@ -89,6 +92,19 @@ class Container:
     started_at: float = 0.0
     finished_at: float = 0.0
     execs: dict[str, "Exec"] = field(default_factory=dict)
+    project: str = ""
+    service: str = ""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it belongs to a project that has made no call yet, and so has no rollout."""
+        return not self.rollout
+
+    @property
+    def networks(self) -> dict[str, Any]:
+        """What the client said about each network of the container, by the network's name or ID."""
+        settings: dict[str, Any] = self.spec.body.get("NetworkingConfig") or {}
+        return settings.get("EndpointsConfig") or {}
 
     @property
     def is_running(self) -> bool:

@@ -42,7 +42,7 @@ class ContainerExecs:
         """
         require_running(container)
         body = request.json()
-        spec = requests.exec_spec(body, container.spec.user)
+        spec = requests.exec_spec(body, "" if container.service else container.spec.user, container.service)
         instance = Exec(secrets.token_hex(32), container, spec, str(body.get("DetachKeys") or ""))
         self._execs[instance.id] = container.execs[instance.id] = instance
         # An agent may exec thousands of times in one container; clients ask only about the latest.

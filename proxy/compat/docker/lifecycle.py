@@ -23,8 +23,11 @@ import structlog
 from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
 from proxy.compat.docker.containers import Container, ContainerChange, ContainerState
+from proxy.compat.docker.events import ContainerEvents
 from proxy.compat.docker.execs import FAILED_EXIT_CODE, ContainerExecs, require_running
+from proxy.compat.docker.members import OUTPUT
 from proxy.compat.docker.output import OutputListener, OutputSink, client_output
+from proxy.compat.docker.projects import Projects
 from proxy.compat.docker.registry import KILLED_EXIT_CODE, ContainerActivity, ContainerRegistry
 from proxy.compat.docker.requests import DockerRequest
 from proxy.compat.docker.stream import StreamConnection
@@ -69,6 +72,8 @@ class ContainerLifecycle:
         registry: ContainerRegistry,
         execs: ContainerExecs,
         calls: ContainerCalls,
+        events: ContainerEvents,
+        projects: Projects,
         *,
         max_stdin_bytes: int,
         closing: asyncio.Event,
@@ -79,10 +84,13 @@ class ContainerLifecycle:
             registry: The containers.
             execs: Their exec instances.
             calls: Runs their calls.
+            events: Tells clients what happens.
+            projects: The projects that containers belong to.
             max_stdin_bytes: Largest stdin of a main command.
             closing: Set when the proxy shuts down; waiting responses then end.
         """
         self._registry, self._execs, self._calls = registry, execs, calls
+        self._events, self._projects = events, projects
         self._max_stdin_bytes, self._closing = max_stdin_bytes, closing
         self._tasks = TaskOwner()
 
@@ -112,19 +120,37 @@ class ContainerLifecycle:
     async def _start(self, container: Container) -> Local:
         if container.is_running:
             return _NOT_MODIFIED
+        if container.project:
+            return self._start_member(container)
         rollout = await self._registry.require_rollout(container)
         if container.state is ContainerState.EXITED:
             # A stop ends every process. Nothing can observe that before the next start, so they are killed only now.
             await self._calls.run(rollout, requests.kill_all(container.spec.user))
             self._registry.activity(container).exited = asyncio.Event()
-        container.change(ContainerChange.START)
-        container.started_at = time.time()
-        self._registry.save(container)
+        self._note_start(container)
         if container.spec.background:
             await self._start_background_main(container, rollout)
         elif container.spec.main:
             self._tasks.spawn("run main command of container", self._run_main(container, rollout))
         return _NO_CONTENT
+
+    def _start_member(self, container: Container) -> Local:
+        """Start a container of a project. Its command is run with the sandbox, before the project's first call."""
+        if not self._projects.is_planned(container):
+            raise RefusalError(
+                409, "docker", f"Project {container.project!r} has made calls already, so no container can be started "
+                "in its state. End it first (docker compose down).",
+            )  # fmt: skip
+        if container.state is ContainerState.EXITED:
+            self._registry.activity(container).exited = asyncio.Event()
+        self._note_start(container)
+        return _NO_CONTENT
+
+    def _note_start(self, container: Container) -> None:
+        container.change(ContainerChange.START)
+        container.started_at = time.time()
+        self._registry.save(container)
+        self._events.publish("start", container)
 
     async def _start_background_main(self, container: Container, rollout: Rollout) -> None:
         body = await self._calls.run(rollout, requests.main_command(container.spec).call(detach=True))
@@ -165,6 +191,7 @@ class ContainerLifecycle:
         container.change(ContainerChange.EXIT)
         container.exit_code, container.finished_at = exit_code, time.time()
         self._registry.save(container)
+        self._events.publish("die", container)
         activity = self._registry.activity(container)
         activity.exited.set()
         # Attached clients wait for the end of the stream, and then ask for the exit code.
@@ -199,6 +226,9 @@ class ContainerLifecycle:
     async def _remove(self, container: Container) -> None:
         await self._registry.remove(container)
         self._execs.forget(container)
+        if container.project:
+            self._projects.forget_member(container)
+        self._events.publish("destroy", container)
 
     def _wait(self, request: DockerRequest, container: Container) -> StreamedResponse:
         activity, condition = self._registry.activity(container), request.query.get("condition", "")
@@ -226,6 +256,8 @@ class ContainerLifecycle:
         streams = _streams(request)
         if not streams:
             raise RefusalError(400, "docker", "Bad parameters: you must choose at least one stream")
+        if container.project:
+            return await self._member_logs(request, container, streams)
         if activity.log is None and activity.main is None and container.spec.main:
             # The proxy was restarted since the command ended: its result is still in the tree.
             rollout = await self._registry.require_rollout(container)
@@ -251,6 +283,33 @@ class ContainerLifecycle:
 
         return StreamedResponse(content, _RAW if tty else _FRAMES)
 
+    async def _member_logs(
+        self, request: DockerRequest, container: Container, streams: frozenset[int]
+    ) -> StreamedResponse:
+        """Return what a service of a project has printed; the main container only waits, and prints nothing."""
+        body = b""
+        if container.service and OUT in streams:
+            rollout = await self._registry.require_rollout(container)
+            argv = ["cat", OUTPUT]
+            call = ToolCall("process", "run", {"argv": argv, "env": {}, "tty": False, "service": container.service})
+            body = responses.tail(await self._calls.run(rollout, call), request.query.get("tail", "all"))
+        activity = self._registry.activity(container)
+
+        async def content(send: SendPiece) -> None:
+            await send(client_output(body, streams, tty=container.spec.tty) if body else b"")
+            if request.flag("follow") and container.is_running:
+                await self._first_of(activity.exited.wait())
+
+        return StreamedResponse(content, _RAW if container.spec.tty else _FRAMES)
+
+    def until_closing(self, content: Callable[[SendPiece], Coroutine[Any, Any, None]]) -> StreamedResponse:
+        """Return a response that goes on until the client leaves or the proxy shuts down."""
+
+        async def bounded(send: SendPiece) -> None:
+            await self._first_of(content(send))
+
+        return StreamedResponse(bounded, _JSON)
+
     async def top(self, request: DockerRequest, container: Container) -> Local:
         """List the processes of a container with its own `ps`.
 
@@ -261,6 +320,7 @@ class ContainerLifecycle:
         rollout = await self._registry.require_rollout(container)
         argv = ["ps", *(request.query.get("ps_args") or "-ef").split()]
         arguments: dict[str, Any] = {"argv": argv, "env": {}, "cwd": "/", "user": None, "tty": False}
+        arguments |= {"service": container.service} if container.service else {}
         body = await self._calls.run(rollout, ToolCall("process", "run", arguments))
         if ending(body).exit_code:
             raise RefusalError(500, "docker", f"ps: {output(body, OUT).decode(errors='replace').strip()}")

@@ -20,6 +20,8 @@ _STORED = ("id", "name", "owner", "created_at", "state", "exit_code", "started_a
 """Attributes of a container that are stored."""
 _STORED_OF_SPEC = ("image", "image_id", "main", "user", "tty", "stdin", "auto_remove", "background", "body")
 """Attributes of a container's spec that are stored, below the member `made`."""
+_STORED_OF_MEMBER = ("project", "service")
+"""Attributes that only the containers of projects have. Older versions of Forkpoint do not know them."""
 _PROTOCOL = "docker"
 KILLED_EXIT_CODE = 137
 """Exit code of a stopped container, as Docker reports it for SIGKILL: 128 + 9."""
@@ -71,7 +73,7 @@ class ContainerRegistry:
         # Checked again: another request may have loaded them during the await.
         if task not in self._by_task:
             notes = self._store.notes.of_task(task, _PROTOCOL)
-            containers = [_decode(task, rollout, note) for rollout, note in notes.items()]
+            containers = [container for rollout, note in notes.items() for container in _decode(task, rollout, note)]
             self._by_task[task] = {container.id: container for container in containers}
 
     def forget(self, task: str) -> None:
@@ -122,7 +124,11 @@ class ContainerRegistry:
 
     def rollout_names(self, task: str) -> Iterator[str]:
         """Return the names of the rollouts that are containers of a task."""
-        return (container.rollout for container in self._by_task[task].values())
+        return (container.rollout for container in self._by_task[task].values() if container.rollout)
+
+    def project(self, task: str, owner: str, project: str) -> list[Container]:
+        """Return the containers of a project."""
+        return [container for container in self.of(task, owner) if container.project == project]
 
     def activity(self, container: Container) -> ContainerActivity:
         """Return what is under way in a container."""
@@ -138,14 +144,27 @@ class ContainerRegistry:
         rollout = self.rollout(container)
         if rollout is None:
             return
-        note = {name: getattr(container, name) for name in _STORED}
-        note["made"] = {name: getattr(container.spec, name) for name in _STORED_OF_SPEC}
+        if container.project:
+            members = self.project(container.task, container.owner, container.project)
+            note: Any = [_encode(member) for member in members]
+        else:
+            note = _encode(container)
         self._tasks.rollouts.note(rollout, _PROTOCOL, orjson.dumps(note).decode())
 
     async def remove(self, container: Container) -> None:
-        """Remove a container and finish its rollout, once the calls under way have ended."""
+        """Remove a container and finish its rollout, once the calls under way have ended.
+
+        The rollout of a project ends with its last container.
+        """
         # A running command would keep the turn to its end.
         self.activity(container).detach()
+        others = self.project(container.task, container.owner, container.project) if container.project else []
+        others = [other for other in others if other is not container and other.rollout == container.rollout]
+        if container.is_planned or others:
+            self._drop(container)
+            for other in others[:1]:
+                self.save(other)
+            return
         # A rollout that has lost its position can still be removed.
         if not await self._tasks.dismiss(container.task, container.rollout):
             rollout = await self._tasks.running(container.task, container.rollout)
@@ -162,14 +181,25 @@ class ContainerRegistry:
         activity.removed.set()
 
 
-def _decode(task: str, rollout: str, text: str) -> Container:
-    """Read a stored container."""
-    note: dict[str, Any] = orjson.loads(text)
+def _encode(container: Container) -> dict[str, Any]:
+    names = (*_STORED, *(_STORED_OF_MEMBER if container.project else ()))
+    note = {name: getattr(container, name) for name in names}
+    note["made"] = {name: getattr(container.spec, name) for name in _STORED_OF_SPEC}
+    return note
+
+
+def _decode(task: str, rollout: str, text: str) -> list[Container]:
+    """Read what is stored beside a rollout: a container, or a list of those of a project."""
+    note: Any = orjson.loads(text)
+    return [_decode_one(task, rollout, fields) for fields in (note if isinstance(note, list) else [note])]
+
+
+def _decode_one(task: str, rollout: str, note: dict[str, Any]) -> Container:
     # The stored name of the spec is `made`.
     stored = note.pop("made")
     spec = ContainerSpec(**{**stored, "main": tuple(stored["main"])})
     container = Container(task=task, rollout=rollout, spec=spec, **{**note, "state": ContainerState(note["state"])})
-    if container.is_running and spec.main and not spec.background:
+    if container.is_running and spec.main and not spec.background and not container.project:
         # The client of the main command was connected to a process that is gone, as after a crash of a Docker daemon.
         container.change(ContainerChange.EXIT)
         container.exit_code = KILLED_EXIT_CODE

@@ -65,6 +65,21 @@ class DockerRequest:
             raise RefusalError(400, "docker", "invalid JSON: the body must be an object")
         return value
 
+    def filters(self) -> dict[str, list[str]]:
+        """Return the filters of a listing, by name.
+
+        Raises:
+            RefusalError: 400, the filters are no JSON object.
+        """
+        try:
+            filters = orjson.loads(self.query.get("filters") or b"{}")
+        except orjson.JSONDecodeError:
+            raise RefusalError(400, "docker", "invalid filter") from None
+        if not isinstance(filters, dict):
+            raise RefusalError(400, "docker", "invalid filter")
+        # Older clients send {"label": {"a": true}}, newer ones {"label": ["a"]}.
+        return {name: list(map(str, values)) for name, values in filters.items() if isinstance(values, list | dict)}
+
 
 def read(method: str, path: str, query: str, body: bytes) -> DockerRequest:
     """Parse a request.
@@ -146,12 +161,13 @@ def name_of(query: Mapping[str, str]) -> str:
     return name.removeprefix("/")
 
 
-def container_spec(body: dict[str, Any], config: Mapping[str, Any]) -> ContainerSpec:
+def container_spec(body: dict[str, Any], config: Mapping[str, Any], *, in_project: bool = False) -> ContainerSpec:
     """Parse a create request.
 
     Args:
         body: The body of the request.
         config: The image's defaults.
+        in_project: The container belongs to a compose project, which may have named volumes.
 
     Raises:
         RefusalError: 400, the request needs a feature that Forkpoint does not have.
@@ -160,15 +176,8 @@ def container_spec(body: dict[str, Any], config: Mapping[str, Any]) -> Container
     if not isinstance(image, str) or not image:
         raise RefusalError(400, "docker", "config cannot be empty in order to create a container: name an Image")
     host = body.get("HostConfig") or {}
-    _refuse(host, body)
-    command, entrypoint = _arguments(body, "Cmd"), _arguments(body, "Entrypoint")
-    if entrypoint is None:
-        entrypoint = _arguments(config, "Entrypoint") or []
-        # As in Docker, an entrypoint in the request also discards the image's command.
-        command = _arguments(config, "Cmd") if command is None else command
-    command = command or []
-    # Docker's clients send [""] to clear an entrypoint or a command.
-    argv = tuple(argument for argument in (*entrypoint, *command) if argument or len(entrypoint) + len(command) > 1)
+    _refuse(host, body, in_project=in_project)
+    argv = arguments_of(body, config)
     stdin, tty = bool(body.get("OpenStdin")), bool(body.get("Tty"))
     # With stdin attached the command has input to read. On a terminal, or detached, it would wait for a person.
     has_input = bool(body.get("AttachStdin")) and not tty
@@ -176,8 +185,30 @@ def container_spec(body: dict[str, Any], config: Mapping[str, Any]) -> Container
     return ContainerSpec(
         image=image, image_id=str(config.get("Id") or image_id(image)), main=main, user=str(body.get("User") or ""),
         tty=tty, stdin=stdin, auto_remove=bool(host.get("AutoRemove")),
-        background=bool(main and entrypoint and command) and waits(tuple(command), interactive=False), body=body,
+        background=bool(main) and not in_project and _has_waiting_command(body, config), body=body,
     )  # fmt: skip
+
+
+def arguments_of(body: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the arguments of a container's main command: entrypoint and command of the request, else of its image."""
+    entrypoint, command = _entrypoint_and_command(body, config)
+    # Docker's clients send [""] to clear an entrypoint or a command.
+    return tuple(argument for argument in (*entrypoint, *command) if argument or len(entrypoint) + len(command) > 1)
+
+
+def _has_waiting_command(body: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return whether the main command is an entrypoint before a command that only waits."""
+    entrypoint, command = _entrypoint_and_command(body, config)
+    return bool(entrypoint and command) and waits(tuple(command), interactive=False)
+
+
+def _entrypoint_and_command(body: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    command, entrypoint = _arguments(body, "Cmd"), _arguments(body, "Entrypoint")
+    if entrypoint is None:
+        entrypoint = _arguments(config, "Entrypoint") or []
+        # As in Docker, an entrypoint in the request also discards the image's command.
+        command = _arguments(config, "Cmd") if command is None else command
+    return entrypoint, command or []
 
 
 def image_id(name: str) -> str:
@@ -203,11 +234,13 @@ _UNSUPPORTED = {
     "Devices": "passes no devices on.",
 }
 """Members of HostConfig that are refused, and why."""
+_CHECKED_IN_PROJECTS = frozenset({"Binds", "Mounts"})
+"""Members of HostConfig that `members.named_mounts` checks for the containers of a project."""
 
 
-def _refuse(host: Mapping[str, Any], body: Mapping[str, Any]) -> None:
+def _refuse(host: Mapping[str, Any], body: Mapping[str, Any], *, in_project: bool) -> None:
     for name, why in _UNSUPPORTED.items():
-        if host.get(name):
+        if host.get(name) and not (in_project and name in _CHECKED_IN_PROJECTS):
             raise RefusalError(400, "docker", f"HostConfig.{name}: Forkpoint {why}")
     if str(host.get("NetworkMode") or "").startswith("container:"):
         raise RefusalError(400, "docker", "HostConfig.NetworkMode: Forkpoint's containers cannot share a network.")
@@ -248,6 +281,7 @@ class ExecSpec:
         tty: The command runs on a terminal.
         stdin: The command reads stdin.
         streams: The streams that the client wants: stdout (1), stderr (2).
+        service: The side service in which the command runs; empty for the main container.
     """
 
     argv: tuple[str, ...]
@@ -257,6 +291,7 @@ class ExecSpec:
     tty: bool
     stdin: bool
     streams: frozenset[int]
+    service: str = ""
 
     def call(self, stdin: bytes = b"", *, detach: bool = False) -> ToolCall:
         """Return the call that runs the command.
@@ -268,15 +303,17 @@ class ExecSpec:
         arguments: dict[str, Any] = {
             "argv": list(self.argv), "env": dict(self.env), "cwd": self.cwd, "user": self.user, "tty": self.tty,
         }  # fmt: skip
-        return ToolCall("process", "run", arguments | ({"detach": True} if detach else {}), stdin)
+        service = {"service": self.service} if self.service else {}
+        return ToolCall("process", "run", arguments | service | ({"detach": True} if detach else {}), stdin)
 
 
-def exec_spec(body: Mapping[str, Any], user: str) -> ExecSpec:
+def exec_spec(body: Mapping[str, Any], user: str, service: str = "") -> ExecSpec:
     """Parse a request that creates an exec instance.
 
     Args:
         body: The body of the request.
         user: The container's user.
+        service: The side service that the container is; empty for the main container.
 
     Raises:
         RefusalError: 400, the request names no command.
@@ -290,7 +327,7 @@ def exec_spec(body: Mapping[str, Any], user: str) -> ExecSpec:
     streams = frozenset(number for number, name in ((1, "AttachStdout"), (2, "AttachStderr")) if body.get(name, False))
     return ExecSpec(
         tuple(argv), env, str(body.get("WorkingDir") or "") or None, str(body.get("User") or "") or user or None,
-        bool(body.get("Tty")), bool(body.get("AttachStdin")), streams,
+        bool(body.get("Tty")), bool(body.get("AttachStdin")), streams, service,
     )  # fmt: skip
 
 

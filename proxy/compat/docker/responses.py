@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from proxy.compat.docker.containers import Container, Exec
+from proxy.compat.docker.members import named_mounts
 from proxy.compat.docker.requests import API, ENGINE, OLDEST_API, image_id
 from proxy.dialects.base import Local
 from sandboxes.listener import Headers
@@ -110,8 +111,13 @@ def timestamp(seconds: float) -> str:
     return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def container_details(container: Container) -> Local:
-    """Return the full description of a container."""
+def container_details(container: Container, network_ids: Mapping[str, str]) -> Local:
+    """Return the full description of a container.
+
+    Args:
+        container: The container.
+        network_ids: The ID of each network by its name.
+    """
     body, running = container.spec.body, container.is_running
     # Path and Args show the request's command, also if it is never executed.
     argv = [*_as_list(body.get("Entrypoint")), *_as_list(body.get("Cmd"))] or [""]
@@ -125,6 +131,10 @@ def container_details(container: Container) -> Local:
         "Dead": False, "Pid": 1 if running else 0, "ExitCode": container.exit_code, "Error": "",
         "StartedAt": timestamp(container.started_at), "FinishedAt": timestamp(container.finished_at),
     }  # fmt: skip
+    test = (body.get("Healthcheck") or {}).get("Test") or ["NONE"]
+    if container.project and test[0] != "NONE":
+        # No call meets a service that is not ready, so to clients a started one is healthy.
+        state["Health"] = {"Status": "healthy" if running else "starting", "FailingStreak": 0, "Log": []}
     running_execs = [instance.id for instance in container.execs.values() if instance.is_running]
     host = {"NetworkMode": "none", "AutoRemove": False, **(body.get("HostConfig") or {})}
     # Docker's SDK reads logs only if it knows that the logging driver keeps them.
@@ -133,28 +143,51 @@ def container_details(container: Container) -> Local:
         "Id": container.id, "Name": f"/{container.name}", "Created": timestamp(container.created_at), "State": state,
         "Path": argv[0], "Args": argv[1:], "Image": container.spec.image_id, "Config": config,
         "HostConfig": host,
-        "NetworkSettings": {"Networks": {}, "Ports": {}, "IPAddress": ""}, "Mounts": [], "RestartCount": 0,
+        "NetworkSettings": {"Networks": _endpoints(container, network_ids), "Ports": {}, "IPAddress": ""},
+        "Mounts": _mounts(container) if container.project else [], "RestartCount": 0,
         "Driver": "forkpoint", "Platform": "linux", "ExecIDs": running_execs or None,
         "GraphDriver": {"Name": "forkpoint", "Data": {}}, "LogPath": "", "ResolvConfPath": "",
     })  # fmt: skip
+
+
+def _endpoints(container: Container, network_ids: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a container is on each network: all names stand for the sandbox's loopback."""
+    address = "127.0.0.1" if container.is_running else ""
+    return {
+        name: {
+            "NetworkID": network_ids.get(name, ""), "EndpointID": "", "Gateway": "", "MacAddress": "", "Links": None,
+            "IPAddress": address, "IPPrefixLen": 8, "IPAMConfig": (settings or {}).get("IPAMConfig"),
+            "Aliases": [*((settings or {}).get("Aliases") or ()), container.id[:12]],
+        }
+        for name, settings in container.networks.items()
+    }  # fmt: skip
+
+
+def _mounts(container: Container) -> list[dict[str, Any]]:
+    body = container.spec.body
+    return [
+        {"Type": "volume", "Name": name, "Source": "", "Destination": path, "Driver": "local", "Mode": "rw", "RW": True}
+        for name, path in named_mounts(body.get("HostConfig") or {})
+    ]
 
 
 def _as_list(arguments: Any) -> list[str]:
     return [arguments] if isinstance(arguments, str) else list(arguments or [])
 
 
-def container_list(containers: Sequence[Container], now: float) -> Local:
+def container_list(containers: Sequence[Container], now: float, network_ids: Mapping[str, str]) -> Local:
     """Return a list of containers, the newest first.
 
     Args:
         containers: The containers.
         now: Seconds since 1970.
+        network_ids: The ID of each network by its name.
     """
     ordered = sorted(containers, key=lambda container: container.created_at, reverse=True)
-    return json_response([_summary(container, now) for container in ordered])
+    return json_response([_summary(container, now, network_ids) for container in ordered])
 
 
-def _summary(container: Container, now: float) -> dict[str, Any]:
+def _summary(container: Container, now: float, network_ids: Mapping[str, str]) -> dict[str, Any]:
     spec, body = container.spec, container.spec.body
     up_s, exited_s = int(now - (container.started_at or container.created_at)), int(now - container.finished_at)
     status = {"running": f"Up {up_s} seconds", "created": "Created"}.get(
@@ -165,12 +198,18 @@ def _summary(container: Container, now: float) -> dict[str, Any]:
         "Command": " ".join([*_as_list(body.get("Entrypoint")), *_as_list(body.get("Cmd"))]),
         "Created": int(container.created_at), "Ports": [], "Labels": body.get("Labels") or {},
         "State": container.state, "Status": status, "HostConfig": {"NetworkMode": "none"},
-        "NetworkSettings": {"Networks": {}}, "Mounts": [],
+        "NetworkSettings": {"Networks": _endpoints(container, network_ids)}, "Mounts": [],
     }  # fmt: skip
 
 
+def has_label(labels: Mapping[str, str], wanted: str) -> bool:
+    """Return whether labels have `NAME` or `NAME=VALUE`."""
+    name, equals, value = wanted.partition("=")
+    return name in labels and (not equals or labels[name] == value)
+
+
 def matches(container: Container, filters: Mapping[str, Sequence[str]]) -> bool:
-    """Return whether a container passes the filters of a list: id, name, status, ancestor and label.
+    """Return whether a container passes the filters of a list: id, name, status, ancestor, label and network.
 
     Other filters are ignored.
     """
@@ -180,10 +219,8 @@ def matches(container: Container, filters: Mapping[str, Sequence[str]]) -> bool:
         "name": lambda value: value.removeprefix("/").strip("^$") in container.name,
         "status": lambda value: container.state == value,
         "ancestor": lambda value: container.spec.image.partition(":")[0] == value.partition(":")[0],
-        "label": lambda value: (
-            value.partition("=")[0] in labels
-            and ("=" not in value or labels[value.partition("=")[0]] == value.partition("=")[2])
-        ),
+        "label": lambda value: has_label(labels, value),
+        "network": lambda value: value in container.networks,
     }
     for name, check in checks.items():
         values = list(filters.get(name) or ())

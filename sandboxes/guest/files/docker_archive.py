@@ -46,6 +46,10 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, b
     """
     if tool not in {"stat", "pack", "extract"}:
         raise ArchiveError(404, f"there is no tool {tool!r}: use exec, put, get, delete")
+    if root := fields.get("root"):
+        # The files of a side service: its absolute links lead to its own files. Only this child moves.
+        os.chroot(root)
+        os.chdir("/")
     if tool == "stat":
         return 200, "application/json", json.dumps(look(fields["path"])).encode()
     if tool == "pack":

@@ -1,0 +1,89 @@
+"""Docker's events: what happens to the containers that a URL shows, for clients that wait for it (`GET /events`)."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from proxy.compat.docker.containers import Container
+
+_MAX_WAITING = 1000
+"""Events that are kept for a client that does not read. A client that falls further behind loses the oldest ones."""
+
+
+class ContainerEvents:
+    """Passes events on to the clients that listen. Nothing is kept for those that come later."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[tuple[str, str], set[asyncio.Queue[bytes]]] = {}
+
+    def publish(self, action: str, container: Container) -> None:
+        """Tell the clients of a container's URL what happened: create, start, die, stop or destroy."""
+        listeners = self._listeners.get((container.task, container.owner))
+        if not listeners:
+            return
+        line = orjson.dumps(_event(action, container, time.time_ns())) + b"\n"
+        for listener in listeners:
+            if listener.full():
+                listener.get_nowait()
+            listener.put_nowait(line)
+
+    async def send(
+        self,
+        task: str,
+        owner: str,
+        filters: Mapping[str, Sequence[str]],
+        send: Callable[[bytes], Awaitable[None]],
+    ) -> None:
+        """Send the events of a URL until the caller cancels.
+
+        Args:
+            task: The task in the URL.
+            owner: The rollout in the URL; empty for none.
+            filters: Docker's filters: type, event, container and label. Others are ignored.
+            send: Sends bytes to the client.
+        """
+        queue: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING)
+        listeners = self._listeners.setdefault((task, owner), set())
+        listeners.add(queue)
+        try:
+            # The head goes out at once: clients act only when they listen.
+            await send(b"")
+            while True:
+                line = await queue.get()
+                if _matches(orjson.loads(line), filters):
+                    await send(line)
+        finally:
+            listeners.discard(queue)
+            if not listeners:
+                self._listeners.pop((task, owner), None)
+
+
+def _event(action: str, container: Container, time_ns: int) -> dict[str, Any]:
+    attributes = {**(container.spec.body.get("Labels") or {}), "image": container.spec.image, "name": container.name}
+    if action == "die":
+        attributes["exitCode"] = str(container.exit_code)
+    return {
+        "status": action, "id": container.id, "from": container.spec.image, "Type": "container", "Action": action,
+        "Actor": {"ID": container.id, "Attributes": attributes}, "scope": "local", "time": time_ns // 10**9,
+        "timeNano": time_ns,
+    }  # fmt: skip
+
+
+def _matches(event: Mapping[str, Any], filters: Mapping[str, Sequence[str]]) -> bool:
+    attributes = event["Actor"]["Attributes"]
+    values = {
+        "type": (event["Type"],),
+        "event": (event["Action"],),
+        "container": (event["id"], attributes["name"]),
+        "label": (*attributes, *(f"{name}={value}" for name, value in attributes.items())),
+    }
+    for name, held in values.items():
+        wanted = list(filters.get(name) or ())
+        # As in Docker's lists: all labels, and any of several other values.
+        combine = all if name == "label" else any
+        if wanted and not combine(value in held for value in wanted):
+            return False
+    return True

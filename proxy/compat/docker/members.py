@@ -1,0 +1,266 @@
+"""Containers of a compose project as side services of one sandbox: what a create request means (pure).
+
+A project is one rollout and one sandbox. The container that only waits (`sleep infinity`) is the sandbox's main
+container, in which the agent works. Every other one is a side service. If all of them do something, the main container
+has the image of the first one, and only carries the services.
+
+Names that Docker's clients make up (of projects, containers, networks) are in no spec. So rollouts of any name share a
+tree.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.compat.docker.requests import ContainerSpec, arguments_of, variables
+from proxy.compat.docker.waiting_commands import waits as waits_alone
+from proxy.refusals import RefusalError
+from proxy.tree.environments import EnvironmentRequest
+from sandboxes.container.boot_scripts import SERVICES
+from sandboxes.server_spec import MAIN
+
+PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
+"""Labels that compose gives its containers; networks and volumes have the first one, too."""
+VOLUME = "com.docker.compose.volume"
+"""The label of a volume with its name in the compose file."""
+OUTPUT = "/.output"
+"""The file of a side service that has what it printed. It is part of the state, so `docker logs` is a call
+like others."""
+_ONE_OFF, _DEPENDS_ON = "com.docker.compose.oneoff", "com.docker.compose.depends_on"
+_RUN = f'"$@" >>{OUTPUT} 2>&1 || {{ c=$?; cat {OUTPUT}; exit $c; }}'
+"""Runs a service's command and keeps its output. If the command fails, the start of the sandbox reports the output."""
+_HOST_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
+"""A name on the network: what the keeper writes to /etc/hosts (`keeper.mounts`)."""
+_SHORT_ID = re.compile(r"[0-9a-f]{12}")
+"""The beginning of a container's ID, as clients show it."""
+_NS = 10**9
+_READY_S = (60.0, 600.0)
+"""Shortest and longest time that a service gets to become ready: the spec's default and its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A container of a project, as its create request describes it.
+
+    Attributes:
+        name: Its name on the project's network.
+        image: Its image.
+        waits: Its command only waits, so it can be the main container.
+        service: The members of a side service, as a spec has them.
+        depends_on: Names of the members that must be ready before.
+        volumes: The path of each named volume that it uses.
+        aliases: Further names on the network.
+    """
+
+    name: str
+    image: str
+    waits: bool
+    service: Mapping[str, Any]
+    depends_on: frozenset[str]
+    volumes: Mapping[str, str]
+    aliases: frozenset[str]
+
+
+def member(
+    name: str, spec: ContainerSpec, config: Mapping[str, Any], volumes: Mapping[str, str], running: Collection[str]
+) -> Member:
+    """Return what a create request means.
+
+    Args:
+        name: The container's name.
+        spec: The parsed request.
+        config: The defaults of its image.
+        volumes: What the spec calls each volume, by the name that clients use.
+        running: Names of the members that run already. Compose 1 does not say what depends on what, but it creates a
+            container when what it depends on has started.
+
+    Raises:
+        RefusalError: 400, the request needs what services do not have.
+    """
+    body, labels = spec.body, spec.body.get("Labels") or {}
+    host = body.get("HostConfig") or {}
+    own_name = str(labels.get(SERVICE) or name)
+    _refuse(own_name, host, labels)
+    waits, argv = not spec.main, arguments_of(body, config)
+    health = _health(body, config)
+    port = _only_port(body)
+    if not waits and not health and port is None and _only_port(config) is None:
+        raise RefusalError(
+            400, "docker", f"Nothing says when service {own_name!r} is ready. Give it a healthcheck, or exactly one "
+            "port under `expose` in the compose file, so that no call meets it half started.",
+        )  # fmt: skip
+    service = {
+        "image": spec.image, "entrypoint": ("/bin/sh", "-c", _RUN, "sh"),
+        "command": argv if argv and (not waits or waits_alone(argv, interactive=False)) else ("sleep", "infinity"),
+        "environment": variables(body.get("Env")), "working_dir": body.get("WorkingDir") or None,
+        "user": spec.user or None, "healthcheck": ("CMD-SHELL", ":") if waits else health or None,
+        "port": None if waits or health else port, "ready_s": _ready_s(body.get("Healthcheck") or {}),
+    }  # fmt: skip
+    depends_on = _depends_on(own_name, labels, running)
+    return Member(
+        own_name, spec.image, waits, service, depends_on, _mounts(host, volumes), _aliases(body, own_name, name)
+    )
+
+
+def _refuse(name: str, host: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+    """Refuse what a service of one sandbox cannot have."""
+    if str(labels.get(_ONE_OFF, "")).lower() == "true":
+        raise RefusalError(
+            400, "docker", "Forkpoint has no `docker compose run`: a project is one state. Use `docker compose exec`."
+        )
+    refused = {
+        "Privileged": "Services run without privileges. Remove `privileged` from the compose file.",
+        "ExtraHosts": "Services reach each other and no other host. Remove `extra_hosts` from the compose file.",
+    }
+    for member_name, why in refused.items():
+        if host.get(member_name):
+            raise RefusalError(400, "docker", f"Service {name!r}, HostConfig.{member_name}: {why}")
+    if host.get("NetworkMode") == "host":
+        raise RefusalError(
+            400, "docker", f"Service {name!r} asks for the host's network. All services of a project share one network "
+            "without a way out: remove `network_mode` from the compose file.",
+        )  # fmt: skip
+
+
+def _health(body: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the test of a health check; empty if there is none."""
+    for source in (body, config):
+        test = (source.get("Healthcheck") or {}).get("Test") or ()
+        if test:
+            return () if test[0] == "NONE" else tuple(map(str, test))
+    return ()
+
+
+def _only_port(source: Mapping[str, Any]) -> int | None:
+    """Return the TCP port that a request or an image exposes, if it exposes exactly one."""
+    ports = [entry.partition("/") for entry in source.get("ExposedPorts") or {}]
+    numbers = [number for number, _, protocol in ports if protocol in ("", "tcp") and number.isdigit()]
+    return int(numbers[0]) if len(numbers) == 1 else None
+
+
+def _ready_s(check: Mapping[str, Any]) -> float:
+    """Return the time until Docker would call a service unhealthy, within the limits of a spec."""
+    interval, timeout = check.get("Interval") or 30 * _NS, check.get("Timeout") or 30 * _NS
+    total = (check.get("StartPeriod") or 0) + (interval + timeout) * (check.get("Retries") or 3)
+    return min(_READY_S[1], max(_READY_S[0], total / _NS))
+
+
+def _depends_on(name: str, labels: Mapping[str, str], running: Collection[str]) -> frozenset[str]:
+    text = labels.get(_DEPENDS_ON)
+    if text is None:
+        return frozenset(running)
+    # Compose 2 writes `name:condition:restart`, separated by commas.
+    entries = [entry.split(":") for entry in text.split(",") if entry]
+    for other, *condition in entries:
+        if condition[:1] == ["service_completed_successfully"]:
+            raise RefusalError(
+                400, "docker", f"Service {name!r} waits for the end of {other!r}. All services of a project keep "
+                f"running: run the command of {other!r} with `docker compose exec` after the start.",
+            )  # fmt: skip
+    return frozenset(entry[0] for entry in entries)
+
+
+def _mounts(host: Mapping[str, Any], volumes: Mapping[str, str]) -> dict[str, str]:
+    """Return the path of each named volume, by the volume's name in the spec."""
+    paths: dict[str, str] = {}
+    for source, target in named_mounts(host):
+        if source not in volumes:
+            raise RefusalError(400, "docker", f"There is no volume {source!r}. Create it before its containers.")
+        if volumes[source] in paths:
+            raise RefusalError(400, "docker", f"Volume {source!r} has two paths in one container. Leave one out.")
+        paths[volumes[source]] = target.rstrip("/")
+    return paths
+
+
+def named_mounts(host: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return name and path of each named volume that a create request mounts.
+
+    Anonymous volumes and memory file systems are left out: they are directories of their container.
+
+    Raises:
+        RefusalError: 400, the request mounts something else.
+    """
+    found: list[tuple[str, str]] = []
+    for bind in host.get("Binds") or ():
+        source, _, rest = str(bind).partition(":")
+        target, _, options = rest.partition(":")
+        found.append((source, _writable(target, "ro" in options.split(","))))
+    for mount in host.get("Mounts") or ():
+        kind, source, target = (str(mount.get(key) or "") for key in ("Type", "Source", "Target"))
+        if kind not in {"volume", "tmpfs"} or (mount.get("VolumeOptions") or {}).get("Subpath"):
+            raise RefusalError(400, "docker", f"A mount of type {kind!r} at {target}: {NO_HOST_PATHS}")
+        if kind == "volume" and source:
+            found.append((source, _writable(target, bool(mount.get("ReadOnly")))))
+    for source, target in found:
+        if "/" in source or source in {".", ".."}:
+            raise RefusalError(400, "docker", f"{source} at {target}: {NO_HOST_PATHS}")
+    return found
+
+
+NO_HOST_PATHS = (
+    "Forkpoint mounts nothing of the host. Put the files into the image, or copy them in with `docker compose cp`."
+)
+"""Why a host path is refused, and what helps."""
+
+
+def _writable(target: str, read_only: bool) -> str:
+    if read_only:
+        raise RefusalError(
+            400, "docker", f"The volume at {target} is read-only. Volumes are directories of the state, which all can "
+            "write to: leave `:ro` out.",
+        )  # fmt: skip
+    return target
+
+
+def _aliases(body: Mapping[str, Any], own_name: str, container_name: str) -> frozenset[str]:
+    networks = (body.get("NetworkingConfig") or {}).get("EndpointsConfig") or {}
+    named = {str(alias) for endpoint in networks.values() for alias in (endpoint or {}).get("Aliases") or ()}
+    # Compose adds the container's name, or the beginning of an ID, which differ in each project and rollout.
+    return frozenset(alias for alias in named - {own_name, container_name} if not _SHORT_ID.fullmatch(alias))
+
+
+def main_member(members: Sequence[Member]) -> Member | None:
+    """Return the member that becomes the main container; None if each of them does something."""
+    waiting = sorted((member for member in members if member.waits), key=lambda member: member.name)
+    return next((member for member in waiting if member.name == MAIN), waiting[0] if waiting else None)
+
+
+def environment(members: Sequence[Member], requests: Mapping[str, EnvironmentRequest]) -> EnvironmentRequest:
+    """Return the environment of a project.
+
+    Args:
+        members: Its members.
+        requests: What each member would be without the others, by its name.
+
+    Raises:
+        RefusalError: 400, the network cannot have one of the names.
+    """
+    main = main_member(members)
+    services = sorted((member for member in members if member is not main), key=lambda member: member.name)
+    names = {member.name for member in services}
+    users: dict[str, dict[str, str]] = {}
+    for member in [*services, *([main] if main is not None else [])]:
+        for volume, path in member.volumes.items():
+            users.setdefault(volume, {})[MAIN if member is main else member.name] = path
+    further = {alias for member in members for alias in member.aliases} | ({main.name} if main is not None else set())
+    outputs = [f": >{SERVICES}/{name}{OUTPUT} && chmod 666 {SERVICES}/{name}{OUTPUT}" for name in sorted(names)]
+    # Each directory there is a name in /etc/hosts. This one has no files but the points at which the keeper mounts.
+    unused = sorted(further - names - {MAIN}) if services else []
+    if wrong := [name for name in unused if not _HOST_NAME.fullmatch(name)]:
+        raise RefusalError(
+            400, "docker", f"{wrong[0]!r} cannot be a name on the project's network. Use at most 31 lower-case "
+            "letters, digits, '-' and '_', the first of them a letter.",
+        )  # fmt: skip
+    others = [f"cd {SERVICES} && mkdir -p {name}/proc {name}/dev {name}/sys" for name in unused]
+    base = requests[main.name] if main is not None else EnvironmentRequest(services[0].image)
+    return EnvironmentRequest(
+        base.image, base.env, base.workdir, base.memory_mb, base.pids,
+        services={
+            member.name: {**member.service, "depends_on": tuple(sorted(member.depends_on & names))}
+            for member in services
+        },
+        # A volume with one user is a directory of it.
+        volumes={volume: paths for volume, paths in sorted(users.items()) if len(paths) > 1},
+        setup=(*outputs, *others),
+    )  # fmt: skip

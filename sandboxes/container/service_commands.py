@@ -1,0 +1,71 @@
+"""Commands that run in a side service: in its root directory, with its variables, its directory and its user (pure)."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sandboxes.calls import ToolCall
+from sandboxes.container.boot_scripts import SERVICES
+from sandboxes.server_spec import Service
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""The search path of images that name none, as Docker gives it."""
+_ROOT = frozenset({"", "0", "root", "0:0", "root:root"})
+"""Names of the user and group that a command has without `--userspec`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceFrame:
+    """What surrounds each command of a service.
+
+    Attributes:
+        name: The service's name.
+        environment: All variables.
+        workdir: The directory.
+        user: `user` or `user:group`; empty for root.
+    """
+
+    name: str
+    environment: Mapping[str, str]
+    workdir: str
+    user: str
+
+    def shell_text(self, command: Sequence[str]) -> str:
+        """Return a line for the main container's shell that becomes a command of the service."""
+        as_user = [] if self.user in _ROOT else [f"--userspec={self.user}"]
+        move = ["/bin/sh", "-c", 'cd -- "$0" && exec "$@"', self.workdir] if self.workdir != "/" else []
+        before = shlex.join(["env", "-i", *(f"{key}={value}" for key, value in self.environment.items())])
+        after = shlex.join([*as_user, f"{SERVICES}/{self.name}", *move, *command])
+        # The program comes from the main image; `env` looks for programs in the service's search path.
+        return f'c=$(command -v chroot) && exec {before} "$c" {after}'
+
+
+def frame_of(name: str, service: Service, config: Mapping[str, Any]) -> ServiceFrame:
+    """Return what surrounds the commands of a service, from its spec and the configuration of its image."""
+    given = dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry)
+    user = service.user or str(config.get("User") or "")
+    home = {"HOME": "/root"} if user.partition(":")[0] in ("", "0", "root") else {}
+    environment = {"PATH": _PATH, "HOSTNAME": name, **home, **given, **service.environment}
+    return ServiceFrame(name, environment, service.working_dir or str(config.get("WorkingDir") or "/"), user)
+
+
+def call_in_service(call: ToolCall, frame: ServiceFrame) -> ToolCall:
+    """Return the call of the main container that runs a process in a service, or works on the service's files.
+
+    Args:
+        call: `process.run`, or a call of `archive`, with the service's name as the argument `service`.
+        frame: What surrounds the service's commands.
+    """
+    arguments = {name: value for name, value in call.arguments.items() if name != "service"}
+    if call.endpoint == "archive":
+        return replace(call, arguments={**arguments, "root": f"{SERVICES}/{frame.name}"})
+    terminal = {"TERM": "xterm"} if arguments.get("tty") else {}
+    inner = replace(
+        frame,
+        environment={**frame.environment, **terminal, **(arguments.get("env") or {})},
+        workdir=arguments.get("cwd") or frame.workdir,
+        user=arguments.get("user") or frame.user,
+    )
+    argv = ["/bin/sh", "-c", inner.shell_text(arguments["argv"])]
+    return replace(call, arguments={**arguments, "argv": argv, "env": {}, "cwd": "/", "user": None})

@@ -1,0 +1,35 @@
+"""A call in a side service becomes a call of the main container, with the service's root, variables and user."""
+
+import shlex
+
+from sandboxes.calls import ToolCall
+from sandboxes.container.service_commands import call_in_service, frame_of
+from sandboxes.server_spec import Service
+
+CONFIG = {"Env": ["KIND=image", "OWN=1"], "WorkingDir": "/srv", "User": "app"}
+
+
+def test_process_gets_what_surrounds_the_service() -> None:
+    frame = frame_of("db", Service(image="any", environment={"KIND": "spec"}), CONFIG)
+    call = ToolCall("process", "run", {"argv": ["echo", "a b"], "env": {"X": "'"}, "service": "db", "tty": True})
+    inner = call_in_service(call, frame)
+    assert inner.arguments.keys() == {"argv", "env", "cwd", "user", "tty"}
+    words = shlex.split(inner.arguments["argv"][2].partition("exec ")[2])
+    assert words[:2] == ["env", "-i"]
+    assert {"KIND=spec", "OWN=1", "X='", "TERM=xterm", "HOSTNAME=db"} <= set(words)
+    assert words[words.index("$c") :] == [
+        "$c", "--userspec=app", "/.services/db", "/bin/sh", "-c", 'cd -- "$0" && exec "$@"', "/srv", "echo", "a b",
+    ]  # fmt: skip
+
+
+def test_request_replaces_directory_and_user() -> None:
+    frame = frame_of("db", Service(image="any"), CONFIG)
+    call = ToolCall("process", "run", {"argv": ["id"], "cwd": "/", "user": "root", "service": "db"})
+    text = call_in_service(call, frame).arguments["argv"][2]
+    assert text.endswith(("'$c' /.services/db id", '"$c" /.services/db id'))
+
+
+def test_archive_gets_the_root_directory() -> None:
+    frame = frame_of("db", Service(image="any"), {})
+    call = ToolCall("archive", "pack", {"path": "/x", "service": "db"}, b"")
+    assert call_in_service(call, frame).arguments == {"path": "/x", "root": "/.services/db"}
