@@ -1,6 +1,9 @@
 """E2B's own SDKs, unmodified: three versions of the Python SDK, and the JavaScript SDK."""
 
+import os
 import re
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ GROUP = [f"p{n}" for n in range(1, 7)]
 KEY = "e2b_" + "0123456789abcdef" * 2
 PYTHON_SDKS = ["2.63.0", "2.40.0", "2.10.2"]
 JS_SDK = "2.51.0"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def sdk(version: str) -> Path:
@@ -161,3 +165,23 @@ def test_javascript_sdk_rare_features_work() -> None:
         packages_dir = node_packages(f"e2b@{JS_SDK}")
         for _ in range(2):
             assert without_messages(run(packages_dir, "e2b_more.mjs", env=urls(proxy, "more"))) == expected
+
+
+def test_example_agent_in_javascript_repeats_itself(tmp_path: Path) -> None:
+    """Each run of `examples/e2b_agent.mjs` ends without an error, and all its rollouts see the first one's number."""
+    packages_dir = node_packages(f"e2b@{JS_SDK}")
+    (tmp_path / "node_modules").symlink_to(packages_dir / "node_modules")
+    script = shutil.copy(EXAMPLES / "e2b_agent.mjs", tmp_path)
+    numbers = set()
+    with real_proxy() as proxy:
+        for _ in range(3):
+            done = subprocess.run(
+                ["node", script, proxy.url], env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+                capture_output=True, text=True, check=False, timeout=300,
+            )  # fmt: skip
+            assert (done.returncode, done.stderr) == (0, "")
+            for name, line in zip(("first", "second"), done.stdout.splitlines(), strict=True):
+                number = line.partition("drawn ")[2].partition(",")[0]
+                assert line == f"{name}: drawn {number}, read shared,{name},{number}"
+                numbers.add(number)
+    assert len(numbers) == 1

@@ -84,6 +84,27 @@ def test_tree_indents_only_at_branches() -> None:
     assert column["n1"] == column["n2"] < column["n3"] == column["n4"]
 
 
+def test_the_manuals_picture_is_what_is_drawn() -> None:
+    """The tree in docs/cli.md, from the calls that it shows."""
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    picture = page.partition("## `forkpoint tree TASK`")[2].split("```")[1].strip("\n").splitlines()
+    look = {
+        "call": {"endpoint": "shell", "tool": "exec", "arguments": {}, "title": "ls -la"},
+        "seconds": 0.01,
+        "hits": 7,
+    }
+    lines = drawn(
+        node("n1", None, None, 2, snapshot=True, observations=[look]),
+        node("n2", "n1", "pip install -r requirements.txt", 1, seconds=12.31, hits=6, snapshot=True),
+        node("n3", "n2", "pytest -q", 2, seconds=4.02, hits=5, exit_code=1, rollouts=["r1", "r2"]),
+        node("n4", "n3", "sed -i s/a/b/ x.py", seconds=0.01, hits=3),
+        node("n5", "n3", "git stash", seconds=0.02, hits=1),
+        node("n6", "n1", "make", seconds=3.4, hits=0),
+        width=90,
+    )
+    assert [line.rstrip() for line in lines] == picture
+
+
 def test_tree_shows_effects_and_rollouts() -> None:
     *_, line, _legend = drawn(
         node("n1", None, None, 1),

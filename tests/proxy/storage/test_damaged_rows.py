@@ -64,6 +64,36 @@ def test_a_damaged_note_loses_its_rollout(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        # The number, to that of a rollout with no note of its own, and to one that no rollout has.
+        "rollout = 3", "rollout = 99",
+        # The number's copy; and texts without one, as an earlier version wrote them, or that are no JSON.
+        "value = json_set(value, '$.rollout', 2)", "value = json_remove(value, '$.rollout')",
+        "value = substr(value, 3)",
+    ],
+)  # fmt: skip
+def test_a_note_of_unknown_owner_loses_all_it_may_belong_to(tmp_path: Path, change: str) -> None:
+    """It cannot be known whose note it was. Only a rollout with a whole note of its own goes on."""
+
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            for name in ("owner", "whole", "bare"):
+                rollout = await running.tasks.rollout("task", name)
+                await ask(running, rollout, "echo 1 > a")
+                if name != "bare":
+                    running.tasks.rollouts.note(rollout, "e2b", '{"envs": {"KEY": "right"}}')
+        damage_row(tmp_path, "notes", change, "rollout = 1")
+        async with engine(tmp_path) as again:
+            for name in ("owner", "bare"):
+                with pytest.raises(RefusalError, match="what a protocol remembers of it is damaged"):
+                    await again.tasks.rollout("task", name)
+            assert (await again.tasks.rollout("task", "whole")).calls == 1
+
+    asyncio.run(body())
+
+
 def test_a_damaged_share_opens_no_tree(tmp_path: Path) -> None:
     """A row that says who uses a shared tree is damaged: no other task gets the tree, and nobody loses it."""
     spec = EnvironmentSpec(files=SPEC.files, share="on")
