@@ -33,7 +33,7 @@ TOOL_S = 600.0
 """Seconds that a tool may run if the call names no time limit. A client that gives up earlier loses the answer, but not
 the step: the proxy carries the call out."""
 PATIENCE_S = 120.0
-"""A busy proxy is asked again for this long, in seconds."""
+"""For how long a call to a busy proxy is retried, in seconds."""
 _CONNECT_S = 10.0
 """Seconds that connecting may take."""
 _STREAM = httpx.Timeout(OVERHEAD_S, connect=_CONNECT_S)
@@ -213,7 +213,7 @@ class _Connected(ProxyOperations, ABC, Generic[HttpT, TransportT]):
             url: The proxy's URL; None for FORKPOINT_URL, or the proxy on this machine.
             token: A token of the proxy; None for FORKPOINT_TOKEN, if it is set.
             labels: Labels of all rollouts that this client begins, such as `run`.
-            patience_s: For how many seconds a busy proxy is asked again; 0 for never.
+            patience_s: For how many seconds a call to a busy proxy is retried; 0 for never.
             transport: Sends the requests instead of a socket, in tests; None for a socket.
             trust_env: Whether HTTP_PROXY and similar variables apply.
         """

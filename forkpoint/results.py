@@ -211,7 +211,7 @@ class RolloutInfo:
         base_url: Base URL of its agent's tools.
         token: Its token, if it has just begun; None later.
         lost: Why its position is not known any more; empty for nearly all.
-        steps: Its calls, if it was asked for by name; at most the requested page.
+        steps: Its calls, if the rollout was requested by name; at most the requested page.
         next_steps: The cursor of the next page of its calls; None if there is none.
     """
 
@@ -236,7 +236,7 @@ class RolloutInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskInfo:
-    """A task, with totals of its rollouts where a list of tasks was asked for.
+    """A task, with totals of its rollouts where a list of tasks was requested.
 
     Attributes:
         task: Its name.
@@ -282,7 +282,7 @@ class Node:
         observations: Calls recorded here that did not change the state, as JSON objects.
         flags: Properties that need attention: `pinned`, `diverged`, `unreproducible`, `private`.
         children: Number of child nodes.
-        answer: The recorded answer as a JSON object, if the node was asked for by name; None in a tree.
+        answer: The recorded answer as a JSON object, if the node was requested by name; None in a tree.
     """
 
     id: str

@@ -85,7 +85,7 @@ class StepTracker:
     def log(self, step: int) -> dict[str, float]:
         """Log the figures of a step, and return them; empty without calls of such rollouts.
 
-        A proxy that cannot be asked is logged as a warning. It does not end the training.
+        A proxy that does not answer is logged as a warning. It does not end the training.
         """
         try:
             total = self._client.report(by=self._by, labels={**self._labels, self._by: step}).total

@@ -21,7 +21,7 @@ class Tree:
         task: Name of the task.
         root: Name of the tree's root.
         nodes: The nodes.
-        truncated: Whether there are more nodes than were asked for.
+        truncated: Whether there are more nodes than were requested.
     """
 
     task: str
@@ -54,7 +54,7 @@ class Tree:
                 f'<span style="{_GREY}">{escape(facts)}</span></div>'
             )
         if self.truncated:
-            rows.append(f'<div style="{_GREY}">… more nodes than were asked for</div>')
+            rows.append(f'<div style="{_GREY}">… more nodes than were requested</div>')
         return f'<div style="{_STYLE}">{"".join(rows)}</div>'
 
     def _levels(self) -> list[tuple[int, Node]]:

@@ -251,7 +251,7 @@ class Engine:
 
     async def evict_snapshots(self) -> int:
         """Evict snapshots until their budgets hold, and return how many were evicted."""
-        # Which nodes running rollouts are at is asked of the store for tasks that are not in memory.
+        # For tasks that are not in memory, the store knows at which nodes running rollouts are.
         self.journal.fold()
         return await self.cache.fit(self.trees.node, self.snapshot_value.prospect, self.forgetting.abandon)
 

@@ -23,7 +23,7 @@ class Listener(Protocol):
 
 @runtime_checkable
 class Cancellable(Listener, Protocol):
-    """A listener whose client may cancel the call, so that the server is told."""
+    """A listener whose client may cancel the call, so that the server learns of it."""
 
     async def cancelled(self) -> None:
         """Return once the client has cancelled."""

@@ -80,7 +80,7 @@ class SourceRules:
         Raises:
             ForbiddenSourceError: The path leads to something that the spec must not reach.
         """
-        # Not strict: whether a file exists is told only to those who may read it.
+        # Not strict: only those who may read a file learn whether it exists.
         real = _normal(os.path.realpath(path))
         # As written too: `/proc/self/root/etc` is no way to name `/etc`.
         written = _normal(os.path.abspath(path))  # noqa: PTH100 - links stay

@@ -31,7 +31,7 @@ class VideoModel(BaseModel):
     seed: int = Field(default=0, ge=0, le=1 << 31)
     max_tokens: int = Field(default=256, ge=1, le=1 << 16)
     timeout_s: float = Field(default=60.0, gt=0, le=3600, description="Time limit of one question.")
-    parallel: int = Field(default=8, ge=1, le=1024, description="How many questions are asked at once.")
+    parallel: int = Field(default=8, ge=1, le=1024, description="How many questions are sent at once.")
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the members that shape answers, as JSON."""

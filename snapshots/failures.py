@@ -13,7 +13,7 @@ HOPELESS_S = 30.0
 """Seconds between the first and the last of them. An estimate: a daemon that restarts is back within ten.
 
 Halved, trouble of the machine that a fresh sandbox does not show may cost a state. Doubled, a rollout whose state is
-lost waits longer until it is told so.
+lost waits longer until it gets the error.
 """
 
 

@@ -68,7 +68,7 @@ class Tally:
     """What an audit has counted so far.
 
     Attributes:
-        of: How many calls it was asked to check.
+        of: How many calls it has to check.
         checked: Calls that were run again.
         differing: Checked calls that differ from their records.
         unreachable: Calls at states that no path leads to.
@@ -315,7 +315,7 @@ class Auditor:
         """Write that a record differs (`Record.differs`), and which nodes were set aside for it. 0.2 ms."""
         self._store.audits.save_finding(tree.id, record, lost, quarantined=quarantined)
         if self._gate is not None:
-            self._gate.found(tree, record, quarantined=quarantined)
+            self._gate.differs(tree, record, quarantined=quarantined)
 
     def _save(self, tree: Tree, kind: SampleSource, tally: Tally) -> None:
         self._counts.audit_checked += tally.checked

@@ -1,4 +1,4 @@
-"""Shell completion of the names of tasks, rollouts and nodes: the running proxy is asked for them."""
+"""Shell completion of the names of tasks, rollouts and nodes: the running proxy returns them."""
 
 import os
 import re

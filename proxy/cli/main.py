@@ -56,8 +56,8 @@ def _usage_as_sentence() -> Iterator[None]:
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         command = "forkpoint" if context is None else context.command_path
-        said = str(error.format_message()).rstrip(".")  # type: ignore[attr-defined]
-        typer.echo(f"{printable(said)}{'' if said.endswith('?') else '.'} See `{command} --help`.", err=True)
+        text = str(error.format_message()).rstrip(".")  # type: ignore[attr-defined]
+        typer.echo(f"{printable(text)}{'' if text.endswith('?') else '.'} See `{command} --help`.", err=True)
         raise typer.Exit(2) from error
 
 

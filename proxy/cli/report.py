@@ -40,8 +40,8 @@ def report(
     path = ["report"] if task is None else ["tasks", task, "report"]
 
     def read(labels: Labels) -> Any:
-        asked = {"by": by, "price": str(price), "label": labels or []}
-        return proxy.request("GET", *path, within_s=LONG_S, params=asked)
+        query = {"by": by, "price": str(price), "label": labels or []}
+        return proxy.request("GET", *path, within_s=LONG_S, params=query)
 
     reports = [read(label), *([read(against)] if against else [])]
     if html is not None:

@@ -122,7 +122,7 @@ class PeerQuestions:
                 call = self._member.ingress.call(question.number)
                 return pack(ConfirmAnswer(call is not None and await call.waits()))
             case other:
-                raise MessageError(f"a peer asked with the message {type(other).__name__}")
+                raise MessageError(f"a peer sent the message {type(other).__name__}")
 
     def _report(self, question: ReportQuestion) -> ReportAnswer:
         accepted, get = self._member.adopt(question.task, question.view), self._member.gate.positions.get

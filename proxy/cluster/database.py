@@ -371,16 +371,16 @@ class ClusterDatabase:
             )
         # Versions 2 and 3 have further kinds of lines, and are otherwise the same.
         await connection.execute("UPDATE forkpoint.cluster SET format = 3 WHERE format IN (1, 2)")
-        found = await _row(connection, "SELECT format, id, proof FROM forkpoint.cluster", ())
-        if found is None or found[0] != FORMAT:
-            version = None if found is None else found[0]
+        row = await _row(connection, "SELECT format, id, proof FROM forkpoint.cluster", ())
+        if row is None or row[0] != FORMAT:
+            version = None if row is None else row[0]
             raise ClusterError(f"the database has format {version}, and this Forkpoint reads {FORMAT}. Upgrade it.")
-        if not hmac.compare_digest(found[2], self._proof(found[1])):
+        if not hmac.compare_digest(row[2], self._proof(row[1])):
             raise ClusterError(
                 "the database belongs to a cluster with another secret. Set FORKPOINT_CLUSTER_SECRET to its secret, or "
                 "use another database."
             )
-        return str(found[1])
+        return str(row[1])
 
     def _proof(self, cluster: str) -> str:
         """Return a text that only members with this secret can make. It tells nothing about a long random secret."""

@@ -180,7 +180,7 @@ class ClusterGate:
         if owned is not None:
             owned.note([NoteCopy(rollout.id, protocol, value)])
 
-    def found(self, tree: Tree, record: Record, *, quarantined: bool) -> None:
+    def differs(self, tree: Tree, record: Record, *, quarantined: bool) -> None:
         """Write to the log that a record differs, so that a later owner does not answer what this one withholds."""
         owned = self.owned_tree(tree.id)
         if owned is not None:

@@ -13,8 +13,8 @@ from proxy.http.asgi import Receive
 from sandboxes.task_owner import start
 
 LOOK_S = 0.01
-"""How long to look whether an agent has hung up. Its end of the connection has arrived before, if it asked elsewhere;
-two rounds of the event loop read it."""
+"""How long to look whether an agent has hung up. If it sent its call elsewhere, the end of its connection has arrived
+before; two rounds of the event loop read it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class TaskIngress:
     Attributes:
         name: Its name.
         rules: The latest view. Positions are in the position file.
-        owner: The owner as the database had it last; None if it has to be asked.
+        owner: The owner as the database had it last; None if it has to be looked up.
         waiting: The calls that are not over, oldest first.
         regular: How many calls of a rollout, by its name, take the regular way and are not over. No later call of
             these rollouts may overtake them.
@@ -103,7 +103,7 @@ class TaskIngress:
 
 
 class Ingress:
-    """All tasks that agents have asked this member for."""
+    """All tasks that agents of this member have named."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, TaskIngress] = {}
@@ -111,11 +111,11 @@ class Ingress:
         self._numbers = itertools.count(1)
 
     def task(self, name: str) -> TaskIngress:
-        """Return a task, which is new if no agent has asked for it before."""
+        """Return a task, which is new if no agent has named it before."""
         return self._tasks.get(name) or self._tasks.setdefault(name, TaskIngress(name))
 
     def known(self, name: str) -> TaskIngress | None:
-        """Return a task that an agent has asked for before."""
+        """Return a task that an agent has named before."""
         return self._tasks.get(name)
 
     def call(self, number: int) -> WaitingCall | None:

@@ -7,7 +7,7 @@ Theory of operation of a takeover (`claim`), in this order:
 2. This member's own ingress accepts no older view from here on. An older view that this member owned itself is dropped:
    its sandboxes are closed, and its calls fail.
 3. The store gets the task as the log has it, with the positions that the own ingress knows.
-4. The other ingresses that the log names are asked for positions, for as long as it takes. Their rollouts wait.
+4. The other ingresses that the log names report their positions, however long that takes. Their rollouts wait.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ log = structlog.get_logger()
 BEAT_S = LEASE_S / 5
 """Interval at which the lease is extended, in seconds: four beats may fail."""
 ASK_S = 0.3
-"""Interval at which an ingress that did not report is asked again, in seconds."""
+"""Interval at which an ingress that did not report gets the question again, in seconds."""
 
 LEAVE_S = 10.0
 """How long a member that stops waits for the calls of its peers, in seconds."""
@@ -360,14 +360,14 @@ class Member:
         for peer in (known, None) if known is not None else (None,):
             try:
                 # The second time it is looked up: it may have another address and another start by now.
-                found = peer or await self.database.member(number)
-                if found is None:
+                target = peer or await self.database.member(number)
+                if target is None:
                     return None
-                answer = unpack(await self.links.ask(found, pack(question)))
+                answer = unpack(await self.links.ask(target, pack(question)))
             except (LinkLostError, PeerFailedError, MessageError, DatabaseError) as error:
                 log.debug("a peer did not answer", member=number, error=str(error))
             else:
-                self._note_peer(found)
+                self._note_peer(target)
                 return answer
         return None
 

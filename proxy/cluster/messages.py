@@ -184,7 +184,7 @@ class ReportAnswer(NamedTuple):
 
     Attributes:
         accepted: Whether the ingress knows no newer view.
-        positions: Its positions of the rollouts that it was asked for.
+        positions: Its positions of the rollouts in the question.
     """
 
     accepted: bool

@@ -25,8 +25,8 @@ class Operations:
             RefusalError: Another method, or see `_drain`.
             DatabaseError: The database does not answer.
         """
-        found = PATHS.fullmatch(path)
-        node = None if found is None else found[1]
+        match = PATHS.fullmatch(path)
+        node = None if match is None else match[1]
         if method != ("GET" if node is None else "POST"):
             raise RefusalError(405, "method", "GET shows the cluster, and POST drains a member.")
         return await (self._members() if node is None else self._drain(unquote(node)))

@@ -130,7 +130,7 @@ class OwnedTask:
             rollout: Number of the rollout.
             ingress: Number of the ingress that the call came through.
             turn: How many calls of the rollout this owner has answered or found answered.
-            confirmed: The value of `turn` when the ingress was asked to confirm that an agent waits for this call, if
+            confirmed: The value of `turn` when the ingress had to confirm that an agent waits for this call, if
                 it has confirmed; None if it has not.
         """
         line = self.entered.get(rollout)
@@ -140,7 +140,7 @@ class OwnedTask:
             return Admission.HOLD
         if line.ingress == ingress:
             return Admission.SERVE
-        # A call that was answered since makes an earlier confirmation worthless: the agent may have asked elsewhere.
+        # A call that was answered since makes an earlier confirmation worthless: the agent may have sent it elsewhere.
         return Admission.ENTER if confirmed == turn else Admission.CONFIRM
 
     def enter(self, line: Entered) -> None:

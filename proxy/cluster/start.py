@@ -1,4 +1,4 @@
-"""The start of a member: what is wrong with its configuration is said in one sentence before it answers anything."""
+"""The start of a member: one sentence reports what is wrong with its configuration, before it answers anything."""
 
 import asyncio
 import signal

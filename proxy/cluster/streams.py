@@ -308,7 +308,7 @@ class HijackingEndpoint:
 
         Args:
             endpoint: The endpoint of this member.
-            serve: Serves a connection, given its request, the body, and whether the request asked for an upgrade.
+            serve: Serves a connection, given its request, the body, and whether the request wanted an upgrade.
         """
         self.path_part = endpoint.path_part
         self.owns, self.may_stream, self.takes_connection = (

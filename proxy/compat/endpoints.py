@@ -103,7 +103,7 @@ class StreamingEndpoint(Endpoint, Protocol):
             scope: The request's scope.
             body: The request's body.
             transport: The connection.
-            upgrade: Whether the request asked for an upgrade.
+            upgrade: Whether the request wanted an upgrade.
             rest: What the client has sent after the request already.
 
         Returns:

@@ -172,9 +172,9 @@ class _Totals(Collector):
             "Rate of wrong answers over all audits: seen, and 95 % confidence bounds (Clopper-Pearson).",
             labels=["sample", "bound"],
         )
-        for found in wrong_answers(self._engine):
-            for bound, value in (("low", found.low), ("seen", found.seen), ("high", found.high)):
-                rate.add_metric([found.sample, bound], value)
+        for estimate in wrong_answers(self._engine):
+            for bound, value in (("low", estimate.low), ("seen", estimate.seen), ("high", estimate.high)):
+                rate.add_metric([estimate.sample, bound], value)
         yield rate
 
 

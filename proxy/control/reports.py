@@ -125,9 +125,9 @@ def read_report(connection: sqlite3.Connection, request: ReportRequest) -> Repor
                 groups[name].add(Outcome(outcome), seconds or 0.0, calls)
             damaged += 0 if whole else calls
         for row in connection.execute(_rollouts(group, where), values):
-            found = groups[row[0]]
-            found.rollouts, found.rewarded, found.rewards = row[1], row[2], row[3] or 0.0
-            found.overheads = dict(zip(_OVERHEADS, row[4:], strict=True))
+            sums = groups[row[0]]
+            sums.rollouts, sums.rewarded, sums.rewards = row[1], row[2], row[3] or 0.0
+            sums.overheads = dict(zip(_OVERHEADS, row[4:], strict=True))
     _add_tokens(connection, request.by, where, values, groups)
     total = _Group()
     for each in groups.values():

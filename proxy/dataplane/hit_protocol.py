@@ -241,7 +241,7 @@ class HitFirst(asyncio.Protocol):
         return self._transport.is_closing()
 
     def time_out(self) -> None:
-        """Close the connection. A client that has only begun its first request is told why."""
+        """Close the connection. A client that has only begun its first request gets the reason."""
         if self._state is _State.READING and self._held:
             self._transport.write(closing_responses.TOO_SLOW)
         self._transport.close()

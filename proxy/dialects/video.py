@@ -59,7 +59,7 @@ class _Frame(_Picture):
 
 
 class _Samples(_Picture, _Span):
-    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES, description="so many, evenly; 8 where nothing is said")
+    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES, description="so many, evenly; 8 by default")
     every_s: float | None = Field(default=None, gt=0, description="or one in so many seconds")
     at: list[float] | None = Field(default=None, min_length=1, max_length=MAX_SAMPLES, description="or at these times")
 

@@ -70,7 +70,7 @@ class Gate(Protocol):
         """Note what a protocol remembers of a rollout, as JSON."""
         ...
 
-    def found(self, tree: Tree, record: Record, *, quarantined: bool) -> None:
+    def differs(self, tree: Tree, record: Record, *, quarantined: bool) -> None:
         """Note that a record differs from what its call does now (`Record.differs`), as the store has it."""
         ...
 

@@ -77,7 +77,7 @@ class _Look:
     """A look at what a tree's spec names.
 
     Attributes:
-        unchanged: What a watching driver said then; None of another driver.
+        unchanged: What a watching driver returned then; None of another driver.
         at: When, on the monotonic clock.
         key: The key of the tree that the spec meant then.
     """
@@ -166,7 +166,7 @@ class RootChanges:
         return key
 
     async def is_usable(self, tree: Tree, *, looks: bool = True) -> bool:
-        """Return whether a tree may be shared: it is current, or it cannot be said what would be.
+        """Return whether a tree may be shared: it is current, or what is current cannot be found out.
 
         Args:
             tree: The tree.

@@ -183,10 +183,10 @@ class Speculator:
         idle, now = self._idle_cores(), time.monotonic()
         thinking = self._thinking(now)
         self._plans = {rollout: self._plan(rollout) for rollout in thinking}
-        found = ranked(candidate for plan in self._plans.values() for candidate in plan.candidates)
+        candidates = ranked(candidate for plan in self._plans.values() for candidate in plan.candidates)
         self._cool(now)
-        self._end(found, idle, now)
-        self._begin(found, thinking, idle, now)
+        self._end(candidates, idle, now)
+        self._begin(candidates, thinking, idle, now)
         if thinking:
             # A rollout that still thinks may be worth another call when this one has ended.
             self._wake.set()
@@ -238,14 +238,14 @@ class Speculator:
         """Return what a rollout may do next; what is known of a rollout that did not move is kept."""
         plan = self._plans.get(rollout)
         if plan is None or plan.calls != rollout.calls or plan.size != rollout.tree.size:
-            found = walk(
+            candidates = walk(
                 rollout.tree,
                 rollout.node,
                 self._learned.history(rollout),
                 partial(self._learned.likely, rollout.task, least=LEAST_CHANCE),
                 self._learned.past,
             )
-            plan = _Plan(rollout.calls, rollout.tree.size, list(found))
+            plan = _Plan(rollout.calls, rollout.tree.size, list(candidates))
         return plan
 
     def _is_reachable(self, candidate: Candidate) -> bool:
@@ -268,10 +268,10 @@ class Speculator:
 
     # 3. Execute
 
-    def _begin(self, found: list[Candidate], thinking: list[Rollout], idle: float, now: float) -> None:
+    def _begin(self, candidates: list[Candidate], thinking: list[Rollout], idle: float, now: float) -> None:
         active = {(speculation.candidate.node, speculation.candidate.key) for speculation in self._active}
         tasks = {rollout.tree: rollout.task for rollout in thinking}
-        for candidate in found if self.enabled else ():
+        for candidate in candidates if self.enabled else ():
             if len(self._active) >= self._most or idle < _IDLE_TO_BEGIN or not self._pool.has_spare_room:
                 return
             if not self._budget.may_spend(now) or not self._has_headroom():
@@ -337,8 +337,8 @@ class Speculator:
         elif speculation.running is not None:
             speculation.running.cancel()
 
-    def _end(self, found: list[Candidate], idle: float, now: float) -> None:
-        likely = {candidate.place for candidate in found}
+    def _end(self, candidates: list[Candidate], idle: float, now: float) -> None:
+        likely = {candidate.place for candidate in candidates}
         for speculation in self._active:
             self._charge(speculation, now)
             if speculation.wanted or speculation.running is None:

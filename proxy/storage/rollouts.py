@@ -103,7 +103,7 @@ class RolloutStore:
     def unused(self, since: float) -> list[tuple[int, str, str, int]]:
         """Return number, task, name and calls of running rollouts whose last call is older. Fold the journal before.
 
-        Rollouts whose position is lost are not among them: their agents are told so until somebody ends them.
+        Rollouts whose position is lost are not among them: their agents get an error until somebody ends them.
 
         Args:
             since: Seconds since 1970.
@@ -195,7 +195,7 @@ class RolloutStore:
             self._database.execute_many("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", steps)
             self._database.execute_many(
                 "UPDATE rollouts SET calls = ?1, node = COALESCE((SELECT target FROM records WHERE id = ?2), node), "
-                # A damaged record does not say where the rollout is. Its agent is told so after the next start.
+                # A damaged record does not say where the rollout is. Its agent gets an error after the next start.
                 f"lost = CASE WHEN EXISTS (SELECT 1 FROM records WHERE id = ?2 AND NOT {is_whole('records')}) "
                 "THEN 'the record of its last call is damaged in the store' ELSE lost END, "
                 "used_at = ?4 WHERE id = ?3 AND calls < ?1",

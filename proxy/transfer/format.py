@@ -3,7 +3,7 @@
     manifest/00000000-<digest>   versions, spec, root key, counts
     blob, zblob/…-<digest>       a call or an answer, plain or compressed; the digest is that of the plain bytes
     batch/…-<digest>             nodes and records, one JSON line each; a line names only what came before it
-    part, chunk, snapshot/…      snapshots, if they were asked for: units in pieces, then the states that need them
+    part, chunk, snapshot/…      snapshots, if they were requested: units in pieces, then the states that need them
     seal/…-<digest>              the number of parts, and the digest of every byte before
 
 Any tar program can list and unpack the file. The reader here is stricter: each header must be, bit by bit, the one that

@@ -110,7 +110,7 @@ def _parse(model: type[_Line], part: Part) -> _Line:
 
 @dataclass(frozen=True, slots=True)
 class ExportedStates:
-    """The snapshots that an export was asked for.
+    """The snapshots that an export has to contain.
 
     Attributes:
         snapshots: Snapshots of the tree, which stay while the export runs.

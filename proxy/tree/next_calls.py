@@ -146,9 +146,9 @@ class NextCalls:
                 if counts:
                     chances = _mixed(chances, counts)
         sources = [*([own] if own else []), *others]
-        found = [LikelyCall(key, chance, _mean_s(sources, key)) for key, chance in chances.items() if chance >= least]
+        likely = [LikelyCall(key, chance, _mean_s(sources, key)) for key, chance in chances.items() if chance >= least]
         # The key breaks ties, so that equal statistics give equal predictions.
-        return sorted(found, key=lambda call: (-call.chance, call.key))
+        return sorted(likely, key=lambda call: (-call.chance, call.key))
 
     def forget(self, task: str) -> None:
         """Drop what was learnt from a task's rollouts, in whichever namespace."""
@@ -156,14 +156,14 @@ class NextCalls:
             del self._tasks[known]
 
     def _others(self, namespace: str, task: str) -> list[_Statistics]:
-        found: list[_Statistics] = []
+        statistics: list[_Statistics] = []
         # The latest first: what agents do changes with the policy that is trained.
         for known in reversed(self._tasks):
-            if len(found) >= _MAX_OTHER_TASKS:
+            if len(statistics) >= _MAX_OTHER_TASKS:
                 break
             if known[0] == namespace and known[1] != task:
-                found.append(self._tasks[known])
-        return found
+                statistics.append(self._tasks[known])
+        return statistics
 
 
 def _contexts(history: History) -> list[Hashable]:

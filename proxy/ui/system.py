@@ -125,7 +125,7 @@ async def _doctor() -> list[dict[str, Any]]:
     try:
         async with asyncio.timeout(_DOCTOR_S):
             output, _ = await process.communicate()
-        found: list[dict[str, Any]] = orjson.loads(output)
+        checks: list[dict[str, Any]] = orjson.loads(output)
     except TimeoutError as error:
         raise RefusalError(503, "busy", f"doctor took more than {_DOCTOR_S:.0f} s. Run `forkpoint doctor`.") from error
     except orjson.JSONDecodeError as error:
@@ -134,7 +134,7 @@ async def _doctor() -> list[dict[str, Any]]:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return found
+    return checks
 
 
 def _shown(value: Any) -> Any:

@@ -30,7 +30,7 @@ Work = Callable[[int, Callable[[], None]], None]
 
 
 class WorkerFailedError(RuntimeError):
-    """A worker could not start. It has said why."""
+    """A worker could not start. Its log says why."""
 
 
 @dataclass(slots=True)
@@ -80,10 +80,10 @@ def supervise(count: int, work: Work, all_ready: Callable[[], None]) -> None:
 
 
 def _start(worker: _Worker, workers: Iterable[_Worker], work: Work, mask: Iterable[int]) -> None:
-    parent, (ready, told) = os.getpid(), os.pipe()
+    parent, (ready, serving) = os.getpid(), os.pipe()
     pid = os.fork()
     if pid:
-        os.close(told)
+        os.close(serving)
         worker.pid, worker.ready, worker.began = pid, ready, time.monotonic()
         return
     status = 1
@@ -98,7 +98,7 @@ def _start(worker: _Worker, workers: Iterable[_Worker], work: Work, mask: Iterab
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         def is_serving() -> None:
-            os.write(told, b"1")
+            os.write(serving, b"1")
 
         work(worker.number, is_serving)
         status = 0
@@ -128,7 +128,7 @@ def _reaped(workers: Iterable[_Worker]) -> list[_Worker]:
     for worker in workers:
         if not worker.pid or os.waitpid(worker.pid, os.WNOHANG)[0] != worker.pid:
             continue
-        # What it has said is read before its end counts.
+        # What it has written to the pipe is read before its end counts.
         _look(worker)
         now = time.monotonic()
         lasted = now - worker.began > LASTING_S
@@ -139,15 +139,15 @@ def _reaped(workers: Iterable[_Worker]) -> list[_Worker]:
 
 
 def _look(worker: _Worker) -> None:
-    """Note whether a worker has said that it answers requests."""
+    """Note whether a worker has reported that it answers requests."""
     if worker.ready < 0:
         return
     os.set_blocking(worker.ready, False)
     try:
-        said = os.read(worker.ready, 1)
+        written = os.read(worker.ready, 1)
     except BlockingIOError:
         return
-    worker.has_served = worker.has_served or bool(said)
+    worker.has_served = worker.has_served or bool(written)
     os.close(worker.ready)
     worker.ready = -1
 

@@ -191,9 +191,9 @@ class AllWorkers:
         """Return the metrics of the workers that answer, so that one that does not is noticed."""
         request = _request(scope)
         numbers = range(self._siblings.count)
-        found = await asyncio.gather(*(self._part(number, request) for number in numbers), return_exceptions=True)
+        answers = await asyncio.gather(*(self._part(number, request) for number in numbers), return_exceptions=True)
         texts, headers = dict[int, bytes](), list[list[str]]()
-        for number, part in zip(numbers, found, strict=True):
+        for number, part in zip(numbers, answers, strict=True):
             if isinstance(part, Part):
                 if part.status >= 300:
                     raise _RefusedError(part)
@@ -206,7 +206,7 @@ class AllWorkers:
         """Return a page of all workers' lists.
 
         The cursor of the next page is the cursor of each worker's list. A worker that gave more items than the page
-        has of it is asked again, for as many as it has, so that its cursor is the place of the last one shown.
+        has of it gets another request, for as many as it has, so that its cursor is the position of the last one shown.
         """
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
         cursors = _cursors(query.pop("cursor", None), self._siblings.count)
@@ -216,7 +216,7 @@ class AllWorkers:
             own = {"cursor": cursors[number], "limit": limit}
             return _request(scope, urlencode({**query, **{name: value for name, value in own.items() if value}}))
 
-        # Lists that were shown to their end are asked only for their length.
+        # Lists that were shown to their end are requested only for their length.
         unseen = [number for number, cursor in enumerate(cursors) if cursor is not None]
         requests = {number: asking(number, None if number in unseen else 1) for number in range(self._siblings.count)}
         views = [orjson.loads(part.body) for part in await self._parts(requests)]

@@ -1,6 +1,6 @@
 """Offers a proxy a fixed number of requests a second, and measures how late their responses are.
 
-A closed loop sends the next call when the last one was answered, so a slow proxy is asked less often and looks better
+A closed loop sends the next call when the last one was answered, so a slow proxy gets fewer calls and looks better
 than it is. Here requests are due at fixed times. A request that cannot be sent when it is due counts from then on.
 
 Each request is the next call of a rollout that waits for none; if there is no such rollout, another one begins. The

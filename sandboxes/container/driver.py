@@ -215,8 +215,10 @@ class ContainerDriver:
         for name, service in sorted(spec.services.items()):
             digest.update(f"{name}\0{await asyncio.to_thread(self.daemon.image, service.image)}\0".encode())
         for source in spec.copied_sources:
-            found = await asyncio.to_thread(self._digests.of_source, source, self.sources, confined=spec.confined)
-            digest.update(found.encode())
+            source_digest = await asyncio.to_thread(
+                self._digests.of_source, source, self.sources, confined=spec.confined
+            )
+            digest.update(source_digest.encode())
         return digest.hexdigest()
 
     async def tags(self) -> list[str]:

@@ -151,7 +151,7 @@ class ContainerSandbox(MachineSandbox):
             raise StateGoneError(
                 f"sandbox {self.id}: the stored files have changed on disk. Replay their path instead."
             )
-        # Without its listening socket the agent would have no egress, and would be told nothing of it.
+        # Without its listening socket the agent would have no egress, and would get no error that says so.
         if order.egress and self.egress is None:
             self.link.die("its egress was not made")
             raise SandboxError(f"sandbox {self.id} died: its egress was not made")

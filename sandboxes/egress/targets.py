@@ -72,22 +72,22 @@ def target_of(method: str, target: str, hosts: Sequence[str]) -> Target:
         RefusedError: The request is malformed, or the rules do not allow it.
     """
     if method == "CONNECT":
-        found, usual_port = Target(*_authority(target, None), ""), HTTPS_PORT
+        destination, usual_port = Target(*_authority(target, None), ""), HTTPS_PORT
     else:
         if method not in _METHODS:
             raise RefusedError(405, f"only GET and HEAD are allowed, not {method[:20]}")
         parts = _URL.fullmatch(target)
         if parts is None:
             raise RefusedError(400, "the target is no absolute http:// URL without user and fragment")
-        found, usual_port = Target(*_authority(parts[1], HTTP_PORT), parts[2] or "/"), HTTP_PORT
-    if not any(allows(entry, found.host, found.port, usual_port) for entry in hosts):
-        raise RefusedError(403, f"the task does not allow {found.host}:{found.port}")
-    return found
+        destination, usual_port = Target(*_authority(parts[1], HTTP_PORT), parts[2] or "/"), HTTP_PORT
+    if not any(allows(entry, destination.host, destination.port, usual_port) for entry in hosts):
+        raise RefusedError(403, f"the task does not allow {destination.host}:{destination.port}")
+    return destination
 
 
 def _authority(text: str, usual_port: int | None) -> tuple[str, int]:
     name, _, port = text.lower().partition(":")
-    # The pattern covers the port too; a bare name and a name with a colon and nothing after it are told apart here.
+    # The pattern covers the port too; a bare name and a name with a colon and nothing after it are distinguished here.
     if _HOST.fullmatch(text.lower()) is None or name.startswith("*") or (not port and usual_port is None):
         raise RefusedError(403, "only hosts with a DNS name are allowed, as HOST or HOST:PORT")
     return name, int(port) if port else usual_port or 0

@@ -201,8 +201,8 @@ def _require_plain(path: bytes, held: os.stat_result | None, subject: str) -> No
     """
     if path.startswith((b"/proc/", b"/sys/")) and path not in _KERNEL_FILES:
         raise UnsafeNameError(f"{subject}, a file of the kernel")
-    found = _look_up(path, subject)
-    if found is not None and (held is None or os.path.samestat(found, held)):
+    status = _look_up(path, subject)
+    if status is not None and (held is None or os.path.samestat(status, held)):
         return
     if not path.endswith(_DELETED) or (held is not None and stat.S_ISDIR(held.st_mode)):
         raise UnsafeNameError(f"{subject}, which is not there any more")
@@ -233,12 +233,12 @@ def _look_up(path: bytes, subject: str) -> os.stat_result | None:
             raise UnsafeNameError(f"{subject}, and a link has taken a place in that path") from error
         raise
     try:
-        found = os.fstat(fd)
+        status = os.fstat(fd)
     finally:
         os.close(fd)
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         raise UnsafeNameError(f"{subject}, and a link has taken that name")
-    return found
+    return status
 
 
 def _require_plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int, bytes]]) -> None:

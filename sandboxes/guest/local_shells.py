@@ -359,7 +359,7 @@ def _own_limit(number: int) -> tuple[int, int]:
 
 
 def _runs() -> bool:
-    """Return whether the sandbox's bash can be executed. It is asked only after a failure."""
+    """Return whether the sandbox's bash can be executed. Called only after a failure."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -109,7 +109,7 @@ class McpCalls:
     async def _only_reads(self, name: str, tool: object) -> bool:
         """Whether a tool is known not to change its server's memory: by its annotations, if the spec trusts them.
 
-        The first process of each server is asked for them.
+        The first process of each server lists them.
         """
         server = self._spec.mcp_servers[name]
         if not server.trust_hints:

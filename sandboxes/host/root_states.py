@@ -61,7 +61,7 @@ class RootStates(Generic[Root]):
         """
         self._directory, self._kind = directory, kind
         self._locks: dict[str, asyncio.Lock] = {}
-        self._found: dict[str, tuple[float, Root | None]] = {}
+        self._lookups: dict[str, tuple[float, Root | None]] = {}
 
     def open(self) -> None:
         """Make the directory."""
@@ -87,7 +87,7 @@ class RootStates(Generic[Root]):
             if known is None:
                 # The file is read in a thread: the disk may be slow, and hits must not wait.
                 known = await asyncio.to_thread(self._find, key)
-                self._found[key] = time.monotonic(), known
+                self._lookups[key] = time.monotonic(), known
             # Docker may have removed the image, or an administrator the layers, while the file stayed.
             if known is not None and await is_present(known):
                 return known
@@ -102,13 +102,13 @@ class RootStates(Generic[Root]):
                 raise RootLostError
             # Last: only storage that is complete gets a file.
             await asyncio.to_thread(self._save, key, root)
-            self._found[key] = time.monotonic(), root
+            self._lookups[key] = time.monotonic(), root
             return root
 
     def _recent(self, key: str) -> Root | None:
         """Return a root state whose file was read or written within `_RECENT_S`; None otherwise."""
-        found_at_s, root = self._found.get(key, (-math.inf, None))
-        return root if time.monotonic() - found_at_s < _RECENT_S else None
+        looked_up_s, root = self._lookups.get(key, (-math.inf, None))
+        return root if time.monotonic() - looked_up_s < _RECENT_S else None
 
     def _find(self, key: str) -> Root | None:
         """Return what is known of a root state, and mark it as used; its storage may be gone."""

@@ -82,7 +82,7 @@ class ServerCalls:
         """Turn what goes wrong while a server is talked to into an error that quotes the server's log.
 
         Raises:
-            ServerError: The server hung up, said nothing for too long, or said something that it must not.
+            ServerError: The server hung up, sent nothing for too long, or sent something that it must not.
         """
         try:
             yield

@@ -136,7 +136,7 @@ class ToolCalls:
             NotFreezableError: There is such a message.
         """
         if not all(connection.is_drained for connection in self._sockets.values()):
-            raise NotFreezableError("a server has sent messages over its WebSocket that nobody has asked for")
+            raise NotFreezableError("a server has sent messages over its WebSocket that no call is waiting for")
 
     def close(self) -> None:
         """Close the WebSockets, when the sandbox is closed."""

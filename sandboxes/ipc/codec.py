@@ -237,7 +237,7 @@ def _is_union(hint: Any) -> bool:
 
 
 def _union_codec(kinds: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Read, Write | None]:
-    """Return the codec of an optional value, or of a union of messages, which are told apart by their op."""
+    """Return the codec of an optional value, or of a union of messages, which differ in their op."""
     if len(kinds) == 1:
         read, write = _codec(kinds[0])
         return (lambda value: None if value is None else read(value)), write

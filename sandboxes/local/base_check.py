@@ -30,8 +30,8 @@ def digest_of(base: Path) -> str:
 def _read(base: Path) -> str:
     top = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        found = manifest.of_tree(top, USER_MARKS, contents=True)
-        return f"{found.stats.hex()} {found.contents.hex()}"
+        content = manifest.of_tree(top, USER_MARKS, contents=True)
+        return f"{content.stats.hex()} {content.contents.hex()}"
     except PermissionError:
         if os.geteuid() == 0:
             raise

@@ -109,16 +109,16 @@ def schema_digest(connection: CatalogConnection) -> str:
 def sequences(connection: CatalogConnection) -> dict[str, str]:
     """Return all that decides each sequence's next value, by name. 1 ms, and 1 ms for each 100 unused sequences."""
     rows = connection.execute(_SEQUENCES).fetchall()
-    found = {row[1]: list(row[2:]) for row in rows}
+    facts = {row[1]: list(row[2:]) for row in rows}
     # Before its first use a sequence has no last value in `pg_sequences`, but its next value may have been set by
     # `setval(…, false)` or `RESTART WITH`. Only the sequence itself shows it.
     unused = [(quoted, name) for quoted, name, *_, last in rows if last is None]
     if unused:
         values = connection.execute(" UNION ALL ".join(f"SELECT last_value FROM {quoted}" for quoted, _ in unused))
         for (_, name), (value,) in zip(unused, values, strict=True):
-            if value != found[name][1]:
-                found[name][-1] = f"next {value}"
-    return {name: "|".join(map(str, members)) for name, members in found.items()}
+            if value != facts[name][1]:
+                facts[name][-1] = f"next {value}"
+    return {name: "|".join(map(str, members)) for name, members in facts.items()}
 
 
 def tables(connection: CatalogConnection) -> list[tuple[str, int]]:

@@ -119,7 +119,7 @@ class PrivateDatabase:
         return fields | {"digest": self.digest.to_json(), "sequence_use": self._use.to_json()}, result
 
     def _look_at_sequences(self, before: DatabaseDigest) -> SequenceUse:
-        """Return what the session knows of sequences after a call; asked only where the call may have changed it."""
+        """Return what the session knows of sequences after a call; read only where the call may have changed it."""
         now = self.digest.sequences
         changed = [name for name in {*now, *before.sequences} if now.get(name) != before.sequences.get(name)]
         text = "\n".join(self._meanings)

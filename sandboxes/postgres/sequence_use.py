@@ -2,7 +2,7 @@
 
 Theory of operation. The server keeps, for each session, the value that `nextval` or `setval` last gave for each
 sequence, and which sequence `nextval` used last (`currval` and `lastval` show them; src/backend/commands/sequence.c).
-No catalog shows these values, so they are asked for one by one. In a session that has used nothing:
+No catalog shows these values, so they are queried one by one. In a session that has used nothing:
 
 1. `setval` defines `currval` and leaves `lastval` alone.
 2. `nextval` defines both. After `setval(sequence, value, false)` it gives exactly this value.

@@ -40,7 +40,7 @@ class StatementGuard:
     Attributes:
         private: The connection belongs to one rollout, so a statement may change it.
         compiling: The statement is only compiled (EXPLAIN). A pragma takes effect even then.
-        acts: What the statement asked the authorizer for, since `begin`.
+        acts: What the statement needed the authorizer for, since `begin`.
         reads_counters: The statement reads what earlier statements of the connection left, such as `changes()`.
         refused: Why the statement is never allowed; empty if it is.
     """

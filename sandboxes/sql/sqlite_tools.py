@@ -26,7 +26,7 @@ class ToolRun:
 
     Attributes:
         body: The result, encoded.
-        acts: What the call's statements asked the authorizer for.
+        acts: What the call's statements needed the authorizer for.
         failure: The error in the result; None on success.
         reads_counters: A statement reads counters that earlier statements left in the connection.
         needs_private: The call was stopped because it needs a private connection.

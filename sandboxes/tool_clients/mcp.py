@@ -36,7 +36,7 @@ MAX_PAGES = 1000
 PROGRESS_TOKEN = "forkpoint"  # noqa: S105 - it names a request
 """The progress token of every request: progress is always requested, so that the record holds it for later clients."""
 CANCEL_S = 5.0
-"""How long a server may take to answer after it was told to cancel. Some never answer then."""
+"""How long a server may take to answer after a request to cancel. Some never answer then."""
 HELLO: Message = {
     "protocolVersion": VERSION,
     "capabilities": {},
@@ -58,7 +58,7 @@ class McpResponse:
     Attributes:
         payload: The member `result` or `error` of the JSON-RPC response.
         notifications: The notifications before the response, each with `method` and `params`.
-        made_requests: The server asked something of its client (sampling, elicitation); the payload may depend on it.
+        made_requests: The server has sent requests to its client (sampling, elicitation); the payload may depend on it.
         cancelled: The client cancelled the request.
         pages: How many pages of a list the payload holds.
     """

@@ -113,7 +113,7 @@ class Spool(Listener):
     async def head(self, status: int, headers: Headers) -> None:
         """Keep and pass on the status and the end-to-end headers."""
         if not 200 <= status <= 599:
-            # 101 would be the end of HTTP on the client's connection, which nobody asked for.
+            # 101 would be the end of HTTP on the client's connection, which no client has requested.
             raise ServerError(f"the server answered with status {status}, which ends no request")
         self._status, self._headers = status, of_tool_server(headers)
         # These responses have no body whatever their headers announce (RFC 9112, 6.3).

@@ -13,7 +13,7 @@ class AnswerMemo:
         self._database: sqlite3.Connection | None = None
 
     def open(self) -> None:
-        """Open the file. A damaged file is deleted, because every question in it can be asked again."""
+        """Open the file. A damaged file is deleted, because every question in it can be sent again."""
         try:
             self._database = self._opened()
         except sqlite3.DatabaseError:
@@ -37,7 +37,7 @@ class AnswerMemo:
             self._database = None
 
     def find(self, question: bytes) -> bytes | None:
-        """Return the answer to a question; None if it was never asked or its answer was evicted."""
+        """Return the answer to a question; None if it was never sent or its answer was evicted."""
         assert self._database is not None
         row = self._database.execute("SELECT answer FROM answers WHERE question = ?", [question]).fetchone()
         if row is None:

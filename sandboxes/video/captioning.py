@@ -1,4 +1,4 @@
-"""Captions: what a model says of each segment of a video. It is asked once; the answers are part of the state."""
+"""Captions: what a model says of each segment of a video. It gets each question once; the answers are state."""
 
 import asyncio
 from array import array
@@ -60,11 +60,11 @@ class Captioner:
         Args:
             job: Receives the progress.
             video: The members of a worker's request that name the measured video.
-            prefix: What the name of the part begins with. A digest of the content follows, because a model that is
-                asked again may say something else.
+            prefix: What the name of the part begins with. A digest of the content follows, because a model may answer
+                the same question in another way later.
 
         Raises:
-            ServerError: The model failed. Answers that have come are in the memo and are not asked for again.
+            ServerError: The model failed. Answers that have come are in the memo and are not requested again.
         """
         segments, shown = await self._segments(video)
         captions = await self._captions(job, segments, shown)

@@ -119,7 +119,7 @@ class VideoDriver:
     # -- for the control plane ---------------------------------------------------------------------------------------
 
     def overview(self) -> dict[str, Any]:
-        """Return the jobs that run, the last ones that ended, and how often models were asked."""
+        """Return the jobs that run, the last ones that ended, and how many questions models got."""
         return {
             "preprocesses": [job.to_json() for job in self.jobs],
             "model_questions": self.models.sent,

@@ -1,6 +1,6 @@
 """The index of a prepared video, as files: `index.sqlite`, `frames.bin`, `times.npy`, `differences.npy`.
 
-One worker writes them once; then they are only read. Equal measurements give equal bytes. What a model said of the
+One worker writes them once; then they are only read. Equal measurements give equal bytes. What a model wrote of the
 segments is in a folder of its own: `model.sqlite`, `texts.npy`, `images.npy`.
 """
 
@@ -84,7 +84,7 @@ def write(folder: Path, measured: Measured) -> None:
 def write_model(
     folder: Path, captions: Sequence[str], objects: Sequence[Sequence[str]], vectors: dict[str, NDArray[np.float32]]
 ) -> None:
-    """Write what a model said of the segments.
+    """Write the captions that a model made of the segments.
 
     Args:
         folder: Where the files are made.
@@ -129,7 +129,7 @@ class Index:
 
         Args:
             folder: The folder of the measurements.
-            model: The folder of what a model said; None if no model was asked.
+            model: The folder of a model's captions; None without a model.
         """
         self._folder, self._model = folder, model
         self._database = _open(folder / "index.sqlite")

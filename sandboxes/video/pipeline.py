@@ -199,7 +199,7 @@ class Pipeline:
                 return PreparedVideo(measured, described)
 
     def _find_described(self, prefix: str) -> str | None:
-        """Return the part of the captions whose name begins with a prefix; None if the model was not asked yet."""
+        """Return the part of the captions whose name begins with a prefix; None if the model has no question yet."""
         return next(
             (part for part in sorted(self.store.all()) if part.startswith(prefix) and self.store.is_whole(part)), None
         )

@@ -7,7 +7,7 @@
 | `begin`, `advance` | preprocess a video, one piece for each `advance` |
 | `describe` | writes the captions and vectors of a model |
 | `read` | runs one of the tools that only read |
-| `question`, `memory`, `segments` | return what a model is asked about |
+| `question`, `memory`, `segments` | return what questions to a model need |
 """
 
 import errno

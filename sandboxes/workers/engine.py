@@ -39,7 +39,7 @@ class WorkerEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what `open` acquired. The worker keeps running and may be asked to open again."""
+        """Release what `open` acquired. The worker keeps running and may have to open again."""
         ...
 
 

@@ -111,7 +111,7 @@ def _copy_libraries(criu: Path, directory: Path) -> None:
     for line in listed.stdout.splitlines():
         name, arrow, rest = line.strip().partition(" => ")
         source = Path((rest if arrow else name).split(" (")[0])
-        # The kernel reads the loader's path from the program; the loader is told where the libraries are.
+        # The kernel reads the loader's path from the program; an option of the loader says where the libraries are.
         target = directory / LIBRARIES / name if arrow else directory / str(source).lstrip("/")
         # The first line is the kernel's own code, which is no file (vdso(7)).
         if source.is_absolute():

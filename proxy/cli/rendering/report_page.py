@@ -45,7 +45,7 @@ _TOKEN_COLUMNS: tuple[Column, ...] = (
     ("model tokens", lambda row: f"{row['executed_tokens']:,}"),
     ("saved tokens", lambda row: f"{row['saved_tokens']:,}"),
 )
-"""More columns, of reports with calls that asked models."""
+"""More columns, of reports with calls to models."""
 ARM_COLUMNS: tuple[Column, ...] = (
     ("cache", lambda arm: str(arm["cache"])),
     ("executed calls", lambda arm: f"{arm['executed']:,}"),
@@ -58,8 +58,8 @@ ARM_COLUMNS: tuple[Column, ...] = (
 
 def columns_of(report: Json) -> tuple[Column, ...]:
     """Return the columns of a report's table, after the group."""
-    asked_models = report["total"]["executed_tokens"] or report["total"]["saved_tokens"]
-    return (*_COLUMNS, *_TOKEN_COLUMNS) if asked_models else _COLUMNS
+    uses_models = report["total"]["executed_tokens"] or report["total"]["saved_tokens"]
+    return (*_COLUMNS, *_TOKEN_COLUMNS) if uses_models else _COLUMNS
 
 
 def name_of(row: Json) -> str:

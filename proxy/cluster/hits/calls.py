@@ -89,8 +89,8 @@ class Heads:
             raise MessageError(f"a peer passed a malformed request on: {error}") from error
         scope: dict[str, Any] | None = None
         if reader.has_head and reader.is_plain:
-            found = reader.scope("https" if is_https else "http")
-            scope = None if found is None else dict(found)
+            plain = reader.scope("https" if is_https else "http")
+            scope = None if plain is None else dict(plain)
         if scope is None:
             raise MessageError("a peer passed a request on that is not a plain one")
         scope |= {"http_version": "1.1", "root_path": "", "server": None, "client": None}

@@ -16,7 +16,7 @@ log = structlog.get_logger()
 PING_S = 0.5
 """Interval of the pings on a link, in seconds."""
 SILENT_S = 2.0
-"""Seconds without a byte after which a link is dead. Below a lease, so that a new owner is asked in time.
+"""Seconds without a byte after which a link is dead. Below a lease, so that a new owner gets the questions in time.
 
 Halved, a busy machine loses its links. Doubled, calls wait longer for a machine that has gone.
 """

@@ -81,6 +81,6 @@ class Links:
         return link
 
     def close(self) -> None:
-        """Close all links. What was asked fails with `LinkLostError`."""
+        """Close all links. Open questions fail with `LinkLostError`."""
         for link in self._links.values():
             link.abort()

@@ -26,7 +26,7 @@ Halved, a link of 2 Mbit/s can send nothing. Doubled, a store that hangs holds a
 
 
 class ObjectStoreError(Exception):
-    """The store did not do what it was asked for, now. It may do so later."""
+    """The store did not carry out a request. It may do so later."""
 
 
 class MissingObjectError(Exception):
@@ -89,17 +89,17 @@ class ObjectStore:
                 result = await obstore.get_async(self._store, name)
             except FileNotFoundError as error:
                 raise MissingObjectError(name) from error
-            said = int(result.meta["size"])
-            if said > most_bytes or size_bytes not in (None, said):
-                raise ObjectSizeError(f"{name} has {said} bytes")
+            announced_bytes = int(result.meta["size"])
+            if announced_bytes > most_bytes or size_bytes not in (None, announced_bytes):
+                raise ObjectSizeError(f"{name} has {announced_bytes} bytes")
             data = bytearray()
             # What the store says of the size and what it sends may differ.
             async for piece in result.stream(min_chunk_size=1 << 20):
                 data += bytes(piece)
-                if len(data) > said:
+                if len(data) > announced_bytes:
                     break
-            if len(data) != said:
-                raise ObjectSizeError(f"{name} has not the {said} bytes that the store names")
+            if len(data) != announced_bytes:
+                raise ObjectSizeError(f"{name} has not the {announced_bytes} bytes that the store names")
             return bytes(data)
 
     async def names(self, prefix: str) -> AsyncIterator[list[str]]:

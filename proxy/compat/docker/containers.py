@@ -69,7 +69,7 @@ class Container:
         task: The task in the URL.
         owner: The rollout in the URL that created the container; empty if the URL had none. Only this URL shows it.
         rollout: The name of the rollout that the container is, or belongs to; empty while its project is planned.
-        spec: What the create request said.
+        spec: The content of the create request.
         created_at: Seconds since 1970.
         state: Where the container stands.
         exit_code: Exit code of the main command; meaningful once EXITED.

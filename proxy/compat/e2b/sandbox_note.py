@@ -13,7 +13,7 @@ DEFAULT_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxNote:
-    """What E2B's clients said about a sandbox. The rollout and the tree hold everything else.
+    """What E2B's clients have set for a sandbox. The rollout and the tree hold everything else.
 
     A rollout that was started through another protocol has a note with the defaults.
 

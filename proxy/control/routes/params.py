@@ -88,7 +88,7 @@ def wanted_labels(queried: list[str] | None) -> dict[str, str]:
     """
     pairs = [text.partition("=") for text in queried or ()]
     if not all(separator for _, separator, _ in pairs):
-        raise RefusalError(422, "labels", "a label is asked for as run=r7.")
+        raise RefusalError(422, "labels", "write a label as run=r7.")
     return checked({name: value for name, _, value in pairs})
 
 

@@ -84,7 +84,7 @@ def main() -> None:
     driver.sendall(pack_message(LauncherReady()))
     kept = _serve(driver)
     # A proxy that stops has removed its boxes by now. If there are some it died, and Docker may still be starting
-    # containers that it asked for, which no keeper waits for. The parent's pid would not tell: a process that dies
+    # containers that it started, which no keeper waits for. The parent's pid would not tell: a process that dies
     # closes its sockets before its children get another parent.
     with contextlib.suppress(OSError):
         kill_newcomers(boxes, kept)

@@ -43,7 +43,7 @@ class ContainerServer(ServerProcess):
         self.inner, self.folder, self.talks = inner, folder, talks
         self._health_fd, self._check = fds["dump"], Log(fds["err"])
 
-    def said_healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         """Return whether the service's health check has succeeded."""
         # What the check prints is drained here, so that it never blocks at a full FIFO.
         self._check.drain()
@@ -130,7 +130,7 @@ class ContainerServers(Servers):
             server.log.drain()
             # Read before the health: what has ended by now is not healthy, whatever its check says.
             gone = server.ended
-            if not gone and server.said_healthy():
+            if not gone and server.is_healthy():
                 return
             if gone:
                 raise ToolServerError("crashed", f"{order.name} ended when it was started: {server.log.tail()}")

@@ -244,8 +244,8 @@ def taken_on_later(session: ShellSession, first: ShellSession) -> ShellSession:
 
 def _hooked(session: ShellSession, option: str) -> list[str]:
     """Return the statement that sets an option together with its variable."""
-    found = [line for line in session["variables"] if (match := DECLARE.match(line)) and match[2] == _HOOKED[option]]
-    return [f"\\builtin {_on_one_line(line)}" for line in found] or [f"\\builtin set -o {option}"]
+    lines = [line for line in session["variables"] if (match := DECLARE.match(line)) and match[2] == _HOOKED[option]]
+    return [f"\\builtin {_on_one_line(line)}" for line in lines] or [f"\\builtin set -o {option}"]
 
 
 def _on_one_line(quoted: str) -> str:

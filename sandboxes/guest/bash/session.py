@@ -202,7 +202,7 @@ def is_lost(status: int, out: bytes, err: bytes) -> bool:
     Args:
         status: How it ended.
         out: Its standard output, which a command may have redirected.
-        err: Its standard error, on which bash has said that it cannot open the loop.
+        err: Its standard error, on which bash has written that it cannot open the loop.
     """
     return status == LOST_STATUS and (out.endswith(LOST_MARK.encode()) or b": /proc/self/fd/30: " in err)
 

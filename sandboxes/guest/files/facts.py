@@ -148,7 +148,7 @@ def _attributes(target: int | str, marks: str) -> list[tuple[str, bytes]]:
         if error.errno in {errno.ENOTSUP, errno.ENOENT}:
             return []
         raise
-    found = []
+    attributes = []
     for name in names:
         seen = name
         if marks and name.startswith(marks):
@@ -156,8 +156,8 @@ def _attributes(target: int | str, marks: str) -> list[tuple[str, bytes]]:
                 continue
             seen = marks + name.removeprefix(f"{marks}overlay.")
         try:
-            found.append((seen, os.getxattr(target, name, follow_symlinks=follow)))
+            attributes.append((seen, os.getxattr(target, name, follow_symlinks=follow)))
         except OSError:
             # Removed meanwhile, or listed by the kernel but not readable here: its name counts all the same.
-            found.append((seen, b""))
-    return sorted(found)
+            attributes.append((seen, b""))
+    return sorted(attributes)

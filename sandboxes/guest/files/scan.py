@@ -270,15 +270,15 @@ def _signatures(upper: int) -> tuple[dict[str, bytes], int]:
 
     If two signatures are equal, nothing changed.
     """
-    found, size_bytes = {"": _signature(os.fstat(upper), 0)}, 0
+    signatures, size_bytes = {"": _signature(os.fstat(upper), 0)}, 0
     recent = time.time_ns() - _TICK_NS
     for folder in trees.folders(upper):
         for entry in folder.entries:
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
-                found[folder.path + entry.name] = _signature(status, recent)
+                signatures[folder.path + entry.name] = _signature(status, recent)
                 size_bytes += bytes_on_disk(status)
-    return found, size_bytes
+    return signatures, size_bytes
 
 
 def _signature(status: os.stat_result, recent: int) -> bytes:

@@ -168,21 +168,21 @@ class StateRows:
 
     def _neighbour(self, time: int, touched: Collection[int], *, forward: bool) -> int | None:
         """Return the nearest time of the clock after, or before, a time; those that are touched do not count."""
-        found, step = [], 1 if forward else -1
+        times, step = [], 1 if forward else -1
         at = bisect_left(self._times, (time, "")) - (not forward)
         while 0 <= at < len(self._times) and (self._times[at][0] in touched or self._times[at][0] == time):
             at += step
         if 0 <= at < len(self._times):
-            found.append(self._times[at][0])
+            times.append(self._times[at][0])
         if (table := self._table) is not None:
             place = table.place(time) - (not forward)
             while 0 <= place < table.ordered:
                 other, number = table.at(place)
                 if other != time and other not in touched and os.fsdecode(table.path(number)) not in self.changes:
-                    found.append(other)
+                    times.append(other)
                     break
                 place += step
-        return (min if forward else max)(found, default=None)
+        return (min if forward else max)(times, default=None)
 
     def _group_at(self, time: int) -> Group:
         names, at = [], bisect_left(self._times, (time, ""))
@@ -191,8 +191,8 @@ class StateRows:
             at += 1
         if (table := self._table) is not None:
             place = table.place(time)
-            while place < table.ordered and (found := table.at(place))[0] == time:
-                name = table.path(found[1])
+            while place < table.ordered and (row := table.at(place))[0] == time:
+                name = table.path(row[1])
                 if os.fsdecode(name) not in self.changes:
                     names.append(name)
                 place += 1
