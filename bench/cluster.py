@@ -4,6 +4,7 @@
    medians over pairs.
 2. A miss at a proxy of its own and at an owner, whose answer waits for the log.
 3. The time from `kill -9` of an owner to the first answer of another member, for a rollout of that member.
+4. With `--sandboxes`, which needs root: a call in a sandbox on another member, and its restore there.
 """
 
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 import httpx
 
 from bench.client import Server, measure, post
+from bench.hosting import hosting_members, show_calls, show_restores
 from bench.machine import console, cpu_seconds, median, table
 from proxy.workloads.ephemeral_proxy import EphemeralProxyError, ephemeral_proxy
 
@@ -149,9 +151,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement")
     parser.add_argument("--misses", type=int, default=200)
+    parser.add_argument("--sandboxes", action="store_true", help="only sandboxes on another member")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="forkpoint-bench-") as directory:
+    with tempfile.TemporaryDirectory(prefix="forkpoint-bench-", dir="/var/tmp") as directory:
         folder = Path(directory)
+        if options.sandboxes:
+            with hosting_members(options.cluster, SECRET, folder) as owner:
+                show_calls(owner, options.misses)
+                show_restores(owner)
+            return
         with ephemeral_proxy(settings={"drivers": ["sqlite"]}) as alone:
             single = Server(alone.url, alone.pid)
             put(single, folder / "source.sql")

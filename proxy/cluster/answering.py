@@ -1,7 +1,7 @@
 """What this member answers its peers: calls of the tasks that it owns, and questions about its agents."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ from proxy.cluster.messages import (
     ConfirmQuestion,
     DrainQuestion,
     ElsewhereAnswer,
+    GiveBackAnswer,
+    GiveBackQuestion,
     HostQuestion,
     Kind,
     MessageError,
@@ -74,6 +76,10 @@ class PeerHost(Protocol):
         """How many more sandboxes of peers would be started now."""
         ...
 
+    async def give_back(self, hello: Hello, names: Collection[str]) -> int:
+        """Close idle sandboxes that run on a peer which needs their room; return how many were closed."""
+        ...
+
     async def serve(self, hello: Hello, order: bytes, begin: Callable[[], Channel]) -> bytes:
         """Host one sandbox for its whole life, or return why not."""
         ...
@@ -116,6 +122,8 @@ class PeerQuestions:
                 return pack(await self._member.drain())
             case RoomQuestion():
                 return pack(self.host.room)
+            case GiveBackQuestion(names=names):
+                return pack(GiveBackAnswer(await self.host.give_back(hello, names)))
             case HostQuestion(order=order):
                 return await self.host.serve(hello, order, begin)
             case ConfirmQuestion() as question:

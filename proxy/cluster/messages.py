@@ -151,6 +151,26 @@ class HostQuestion(NamedTuple):
     order: bytes
 
 
+class GiveBackQuestion(NamedTuple):
+    """A host asks an owner to close sandboxes that are idle, because their room is needed.
+
+    Attributes:
+        names: Their names at the host.
+    """
+
+    names: list[str]
+
+
+class GiveBackAnswer(NamedTuple):
+    """What became of it.
+
+    Attributes:
+        closed: How many were closed. The others are in use, or are all that is left of a state.
+    """
+
+    closed: int
+
+
 class CallAnswer(NamedTuple):
     """The answer to a call.
 
@@ -203,13 +223,16 @@ class ConfirmAnswer(NamedTuple):
 
 Message = (
     CallQuestion | ReportQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion | RoomQuestion | HostQuestion
+    | GiveBackQuestion
     | CallAnswer | StreamedAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer | RoomAnswer
+    | GiveBackAnswer
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {
     "call": CallQuestion, "report": ReportQuestion, "confirm": ConfirmQuestion, "take": TakeQuestion,
     "drain": DrainQuestion, "answer": CallAnswer, "streamed": StreamedAnswer,
     "elsewhere": ElsewhereAnswer, "reported": ReportAnswer,
-    "confirmed": ConfirmAnswer, "drained": DrainAnswer, "room": RoomQuestion, "rooms": RoomAnswer, "host": HostQuestion,
+    "confirmed": ConfirmAnswer, "drained": DrainAnswer, "room": RoomQuestion, "rooms": RoomAnswer,
+    "host": HostQuestion, "give-back": GiveBackQuestion, "given-back": GiveBackAnswer,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _WITH_BYTES = (CallQuestion, CallAnswer, HostQuestion)

@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -38,11 +37,9 @@ from sandboxes.driver import Driver, FrozenState, Sandbox, rest
 from sandboxes.errors import NotFreezableError, RootLostError, SandboxError, SpecError
 from sandboxes.pool.pool import NoRoomElsewhereError, Pool
 from sandboxes.pool.roster import Slot
+from sandboxes.spec import SQL_DRIVERS, EnvironmentSpec
 from snapshots.cache import SnapshotCache
 from snapshots.capture import Capture
-
-if TYPE_CHECKING:
-    from sandboxes.spec import EnvironmentSpec
 
 log = structlog.get_logger()
 
@@ -462,6 +459,8 @@ class Restorer:
             return await self._pool.start_warm(make, node)
         # What is no rollout's may be looked into, or proves something about this machine.
         may_go = self.elsewhere is not None and node.snapshot is not None and _is_rollout(owner)
+        # Processes that are left running can be saved on this machine only.
+        may_go = may_go and (tree.spec.driver in SQL_DRIVERS or not tree.has_live_states)
         away = (lambda: self._make_elsewhere(node, tree)) if may_go else None
         return await self._pool.start(make, node, owner, away)
 

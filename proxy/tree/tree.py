@@ -162,6 +162,7 @@ class Tree:
         aside: Records that are set aside.
         size: Number of nodes and records ever added.
         forgotten: Number of those that were forgotten since.
+        has_live_states: Whether a call has ever left processes running, so that its state has no digest.
     """
 
     def __init__(self, tree_id: int, root: Node, spec: EnvironmentSpec, key: str = "") -> None:
@@ -170,6 +171,7 @@ class Tree:
         self.aside: list[Record] = []
         self.size = 1
         self.forgotten = 0
+        self.has_live_states = False
         self._by_state: dict[bytes, Node] = {}
         self._index(root)
 
@@ -187,6 +189,7 @@ class Tree:
         """Add a node. The record that leads to it must follow before the next `await`. A private node never merges."""
         self.nodes[node.id] = node
         self.size += 1
+        self.has_live_states |= node.state is None
         if not private and not node.diverged:
             self._index(node)
 

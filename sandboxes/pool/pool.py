@@ -89,9 +89,9 @@ class Pool:
                 return await self.fill(away, elsewhere, position)
             # There is no room anywhere: the sandbox that is missed least goes, wherever it is.
             victim = self.roster.victim(anywhere=True)
-            if victim is None or not victim.elsewhere:
+            if victim is None or not victim.elsewhere or victim.irreplaceable:
                 break
-            await self.close_victim(anywhere=True)
+            await self._close_kept(victim)
         return await self.fill(await self._make_room(owner), make, position)
 
     def reserve(self, position: Hashable) -> Slot:
@@ -240,24 +240,26 @@ class Pool:
                 await self.close(slot)
         return len(idle)
 
-    async def close_victim(self, *, anywhere: bool = False) -> bool:
-        """Close the idle sandbox that is missed least, after `keep`. Return False if none is idle.
-
-        Args:
-            anywhere: Whether it may be one on another machine, which makes no room here.
-        """
-        while (victim := self.roster.victim(anywhere=anywhere)) is not None:
-            position = victim.position
-            kept = victim.irreplaceable or await self.keep(victim)
-            if victim.state is not SandboxState.IDLE or victim.position is not position:
-                # A call has taken the sandbox while its state was kept.
-                continue
-            if kept:
-                # Once only irreplaceable ones are left, one of them goes: a call that waits comes first.
-                await self.close(victim)
+    async def close_victim(self) -> bool:
+        """Close the idle sandbox of this machine that is missed least, after `keep`. Return False if none is idle."""
+        while (victim := self.roster.victim()) is not None:
+            if await self._close_kept(victim):
                 return True
-            victim.irreplaceable = True
         return False
+
+    async def _close_kept(self, victim: Slot) -> bool:
+        """Close an idle sandbox whose state is kept, or was found to be irreplaceable before; return whether it was."""
+        position = victim.position
+        # Once only irreplaceable ones are left, one of them goes: a call that waits comes first.
+        kept = victim.irreplaceable or await self.keep(victim)
+        if victim.state is not SandboxState.IDLE or victim.position is not position:
+            # A call has taken the sandbox while its state was kept.
+            return False
+        if kept:
+            await self.close(victim)
+        else:
+            victim.irreplaceable = True
+        return kept
 
     async def _close(self, slot: Slot) -> None:
         try:

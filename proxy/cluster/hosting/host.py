@@ -6,7 +6,7 @@ A sandbox lives as long as its channel. If its owner ends the channel, or the li
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -41,7 +41,7 @@ from proxy.cluster.hosting.messages import (
 from proxy.cluster.hosting.units import DamagedUnitError, Units, chosen
 from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.frames import Hello
-from proxy.cluster.messages import RoomAnswer
+from proxy.cluster.messages import GiveBackQuestion, Message, RoomAnswer
 from proxy.telemetry.counters import HostingCounters
 from sandboxes.calls import ToolCall
 from sandboxes.driver import Driver, FrozenState, Sandbox, execute, expect_order, rest
@@ -86,6 +86,7 @@ class Host:
         """
         self._drivers, self._pool, self._units = drivers, pool, units
         self._counts, self._has_memory = counts, has_memory
+        self._served: dict[_Serving, int] = {}
 
     @property
     def room(self) -> RoomAnswer:
@@ -126,7 +127,12 @@ class Host:
             assert slot.sandbox is not None
             self._counts.hosted += 1
             await conversation.send(Hosted(slot.sandbox.id))
-            await _Serving(conversation, slot.sandbox, units).serve()
+            serving = _Serving(conversation, slot.sandbox, units)
+            self._served[serving] = hello.member
+            try:
+                await serving.serve()
+            finally:
+                del self._served[serving]
         except HostingError as error:
             log.debug("a sandbox of another member ends", owner=hello.member, reason=str(error))
         finally:
@@ -134,6 +140,19 @@ class Host:
             # Now the owner may use the room again.
             conversation.channel.close()
         return b""
+
+    async def reclaim(self, count: int, ask: Callable[[int, Message], Awaitable[Message | None]]) -> None:
+        """Ask owners to close sandboxes here, those that have been idle longest first.
+
+        Args:
+            count: How many at most.
+            ask: Asks a member by its number.
+        """
+        idle = (serving for serving in self._served if not serving.is_busy)
+        chosen = sorted(idle, key=lambda serving: serving.used_at)[:count]
+        for owner in {self._served[serving] for serving in chosen}:
+            names = [serving.sandbox.id for serving in chosen if self._served.get(serving) == owner]
+            await ask(owner, GiveBackQuestion(names))
 
     async def _require_fit(self, order: HostOrder, spec: EnvironmentSpec) -> None:
         """Check that a spec means the same here as at the owner.
@@ -155,12 +174,24 @@ class Host:
 
 
 class _Serving:
-    """Answers what the owner of one sandbox asks of it."""
+    """Answers what the owner of one sandbox asks of it.
+
+    Attributes:
+        sandbox: The sandbox.
+        used_at: When the owner last asked something, on the monotonic clock.
+    """
 
     def __init__(self, conversation: Conversation, sandbox: Sandbox, units: Units) -> None:
-        self._conversation, self._sandbox, self._units = conversation, sandbox, units
+        self._conversation, self.sandbox, self._units = conversation, sandbox, units
+        self.used_at = time.monotonic()
+        self._work: asyncio.Task[None] | None = None
         self._listener: _ChannelListener | None = None
         self._frozen: FrozenState | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the owner waits for an answer."""
+        return self._work is not None and not self._work.done()
 
     async def serve(self) -> None:
         """Answer until the channel ends. A call that runs then is cancelled.
@@ -168,7 +199,6 @@ class _Serving:
         Raises:
             HostingError: The owner says something that does not belong here.
         """
-        work: asyncio.Task[None] | None = None
         try:
             while (envelope := await self._conversation.receive()) is not None:
                 match envelope.message:
@@ -180,15 +210,16 @@ class _Serving:
                             self._listener.is_detached.set()
                     case EndHosted():
                         return
-                    case _ if work is not None and not work.done():
+                    case _ if self.is_busy:
                         raise HostingError("the owner asks for two things at once")
                     case _:
                         # In a task: the channel may end, or the call be cancelled, while it runs.
-                        work = start(self._answer(envelope))
+                        self._work = start(self._answer(envelope))
+                        self.used_at = time.monotonic()
         finally:
-            if work is not None:
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
+            if self._work is not None:
+                self._work.cancel()
+                await asyncio.gather(self._work, return_exceptions=True)
 
     async def _answer(self, envelope: Envelope[IpcMessage]) -> None:
         try:
@@ -209,7 +240,7 @@ class _Serving:
             case RunHosted() as run:
                 await self._run(run, envelope.body)
             case RestHosted(dwell_s=dwell_s):
-                await rest(self._sandbox, dwell_s)
+                await rest(self.sandbox, dwell_s)
                 await self._conversation.send(Rested())
             case FreezeHosted():
                 await self._freeze()
@@ -223,17 +254,17 @@ class _Serving:
 
     async def _run(self, run: RunHosted, body: bytes) -> None:
         call = ToolCall(run.endpoint, run.tool, run.arguments, body)
-        await expect_order(self._sandbox, run.order)
+        await expect_order(self.sandbox, run.order)
         self._listener = _ChannelListener(self._conversation) if run.streamed else None
         try:
-            execution = await execute(self._sandbox, call, self._listener)
+            execution = await execute(self.sandbox, call, self._listener)
         finally:
             self._listener = None
         await self._conversation.send(*pack_execution(execution))
 
     async def _freeze(self) -> None:
         try:
-            frozen = await self._sandbox.freeze()
+            frozen = await self.sandbox.freeze()
         except NotFreezableError as error:
             await self._conversation.send(NotFreezableHosted(str(error)))
             return

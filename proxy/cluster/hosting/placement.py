@@ -201,7 +201,7 @@ class Placement:
             raise
         self._counts.placed += 1
         return RemoteSandbox(
-            conversation, started, candidate.peer.name, units, spec.driver, candidate.note_closed,
+            conversation, started, candidate.peer, units, spec.driver, candidate.note_closed,
             is_live=frozen.state is None,
         )  # fmt: skip
 

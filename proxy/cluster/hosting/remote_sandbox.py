@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 
+from proxy.cluster.database import Peer
 from proxy.cluster.hosting.messages import (
     CancelHosted,
     Conversation,
@@ -42,13 +43,14 @@ class RemoteSandbox:
 
     Attributes:
         id: The name of the host, and the name that the host gave the sandbox.
+        place: The number of the host, and the name that the host gave the sandbox.
     """
 
     def __init__(
         self,
         conversation: Conversation,
         hosted: Hosted,
-        host: str,
+        host: Peer,
         units: Units,
         driver: str,
         closed: Callable[[], None],
@@ -60,14 +62,14 @@ class RemoteSandbox:
         Args:
             conversation: The channel to it.
             hosted: What the host said.
-            host: Name of the member.
+            host: The member.
             units: The storage units of the driver at this member.
             driver: Name of the driver.
             closed: Called when the host has closed the sandbox.
             is_live: Whether processes run in the state that it was started at.
         """
-        self.id = f"{host}/{hosted.name}"
-        self._conversation, self._host, self._units, self._driver = conversation, host, units, driver
+        self.id, self.place = f"{host.name}/{hosted.name}", (host.number, hosted.name)
+        self._conversation, self._host, self._units, self._driver = conversation, host.name, units, driver
         self._is_dead, self._is_live, self._closed = False, is_live, closed
         self._order: bytes | None = None
         self._frozen = ExitStack()

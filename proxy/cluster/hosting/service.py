@@ -1,6 +1,8 @@
 """Hosting as a whole: what the engine asks of other members, and what they ask of this one."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from proxy.cluster.database import Peer
 from proxy.cluster.hosting.host import Host
@@ -11,14 +13,18 @@ from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.member import Member
 from proxy.cluster.messages import RoomAnswer
-from proxy.engine import LAST_FREEZES_S, Engine
+from proxy.engine import LAST_FREEZES_S, BackgroundWork, Engine
 from proxy.execution.warm_forks import available_bytes
 from sandboxes.ipc.codec import pack_message
+from sandboxes.pool.roster import Slot
 from sandboxes.portability import porter_of
 
 DRIVERS = ("local", "sqlite")
 """Drivers whose sandboxes may run on other members. The others need what only their machine has: images of a Docker
 daemon, a PostgreSQL server, prepared videos, or servers that know the address of their proxy."""
+
+RECLAIM_EVERY_S = 0.25
+"""Interval at which this member looks whether own calls wait for room that others use, in seconds."""
 
 
 class Hosting:
@@ -42,6 +48,7 @@ class Hosting:
                 if porter is not None
             }
             engine.restorer.elsewhere = self._placement.restore
+            engine.lifecycle.background.append(BackgroundWork("hosting", RECLAIM_EVERY_S, self._reclaim))
 
     @property
     def room(self) -> RoomAnswer:
@@ -63,9 +70,30 @@ class Hosting:
         for file in self._folder.iterdir():
             file.unlink()
 
+    async def give_back(self, hello: Hello, names: Collection[str]) -> int:
+        """Close idle sandboxes that run on a member which needs their room; return how many were closed.
+
+        One that is all that is left of a state stays, if its state cannot be brought home.
+        """
+        places = {(hello.member, name) for name in names}
+        slots = [slot for slot in self._away() if getattr(slot.sandbox, "place", None) in places]
+        return await self._engine.last_ways.close(slots, within_s=LAST_FREEZES_S)
+
+    async def _reclaim(self) -> None:
+        """Ask for the room of sandboxes of others that own calls wait for; of all of them, if this member leaves."""
+        wanted = len(self._engine.pool.roster) if self._member.is_leaving else self._engine.pool.waiting
+        if wanted:
+            await self._host.reclaim(wanted, self._member.ask)
+
+    def _away(self) -> list[Slot]:
+        return [slot for slot in self._engine.pool.roster.slots if slot.elsewhere]
+
     async def aclose(self) -> None:
-        """Bring the last states home, while the other members can still be reached."""
-        away = [slot for slot in self._engine.pool.roster.slots if slot.elsewhere]
-        await self._engine.last_ways.close(away, within_s=LAST_FREEZES_S, even_unkept=True)
+        """Bring the last states home, while the other members can still be reached, and let others take theirs."""
+        self._member.is_leaving = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_FREEZES_S):
+                await self._reclaim()
+        await self._engine.last_ways.close(self._away(), within_s=LAST_FREEZES_S, even_unkept=True)
         for units in self._units.values():
             units.close()

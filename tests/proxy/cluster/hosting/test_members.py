@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ def hosting(folder: Path, dsn: str, names: str, driver: str, **options: str) -> 
         yield list(members.values())
 
 
-def run(node: Node, rollout: str, command: str) -> str:
+def run(node: Node, rollout: str, command: str, task: str = "t") -> str:
     """Return what a command printed. A call whose sandbox was lost is made again, as agents do."""
     answers: list[httpx.Response] = []
 
     def is_answered() -> bool:
-        url = f"{node.url}/t/t/r/{rollout}/shell/exec"
-        answers.append(httpx.post(url, json={"command": command}, timeout=60))
+        url = f"{node.url}/t/{task}/r/{rollout}/shell/exec"
+        answers.append(httpx.post(url, json={"command": command, "timeout_s": 600}, timeout=600))
         assert answers[-1].status_code in (200, 503), answers[-1].text
         return answers[-1].status_code == 200
 
@@ -65,6 +66,30 @@ def test_full_member_runs_sandboxes_elsewhere(dsn: str, data_dir: Path) -> None:
         b.kill()
         for rollout in rollouts:
             assert run(a, rollout, "cat /root/own; pwd") == f"{rollout}\nmore\n/tmp\n"
+
+
+def test_own_calls_get_the_room_of_idle_sandboxes_of_others(dsn: str, data_dir: Path) -> None:
+    """Two sandboxes of another member are idle here. A call of this member needs their room, and does not wait long."""
+    require_sandboxes()
+    with hosting(data_dir, dsn, "ab", "local", FORKPOINT_WARM_SANDBOXES="0") as (a, b):
+        rollouts = [str(number) for number in range(5)]
+        for rollout in rollouts:
+            assert run(a, rollout, f"echo {rollout} > own; cat own") == f"{rollout}\n"
+        assert metric(b, "sandboxes_for_others") == 2
+        with ThreadPoolExecutor(1) as threads:
+            # The only room that is left: no other sandbox of its own can be closed for the next call.
+            long = threads.submit(run, b, "1", "sleep 300", "u")
+            try:
+                wait_until(lambda: any(each["state"] == "leased" and each["task"] for each in sandboxes(b)), "no call")
+                assert run(b, "2", "echo two", "u") == "two\n"
+                assert not long.done()
+                assert metric(b, "sandboxes_for_others") < 2
+                for rollout in rollouts:
+                    assert run(a, rollout, "cat /root/own") == f"{rollout}\n"
+            finally:
+                b.kill()
+                with suppress(httpx.TransportError):
+                    long.result()
 
 
 def test_kill_of_a_host(dsn: str, tmp_path: Path) -> None:
