@@ -12,7 +12,11 @@ It starts the shells, tool servers and other processes, and it inherits their or
 # sandbox's own files contain. It is confined as the agent's processes are, and they may kill it. Then another one is
 # started. What the old one left behind has become pid 1's children and can no longer be checkpointed.
 #
-# Pid 1 writes lines of bash to the anchor, and reads lines of numbers from it, over two pipes. New processes need
+# Pid 1 writes lines of bash to the anchor, and reads lines of numbers from it, over two pipes. Each line begins with a
+# key that only the two know: the agent can write to the pipes through /proc, and what it made the anchor do would cross
+# over to later calls. At a line without the key the anchor ends, and a number that came unasked ends it too. An agent
+# that finds the key in the anchor's memory wakes it by its line, which shows after the call
+# (`LocalShells.anchor_was_touched`). New processes need
 # descriptors of pid 1, which bash cannot receive over a pipe. There are two ways:
 #
 # 1. A session's shell is started on the kit (`shell_kit`), whose descriptors the anchor has from birth. The shell opens
@@ -24,9 +28,12 @@ It starts the shells, tool servers and other processes, and it inherits their or
 # A checkpoint holds no kit, so the anchor closes it before: pid 1's ends would be lost.
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
+import struct
+import termios
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -72,7 +79,7 @@ _START_ON_KIT = (
 )
 _LOOP = (
     f"LC_ALL=C; set -m; export -n PWD OLDPWD SHLVL; kit() {{ {_START_ON_KIT} }}; "
-    'while read -r -u 3 line; do eval "$line"; jobs -n; done'
+    'read -r -u 3 key; while read -r -u 3 proof line; do [[ $proof == "$key" ]] || exit; eval "$line"; jobs -n; done'
 )
 """What the anchor runs.
 
@@ -110,11 +117,11 @@ class Anchor:
         kit: What it can start a shell on; None if it has none.
     """
 
-    def __init__(self, pid: int, ends: tuple[int, int], kit: ShellKit | None = None) -> None:
+    def __init__(self, pid: int, ends: tuple[int, int], key: str, kit: ShellKit | None = None) -> None:
         self.pid = pid
         self.ends = ends
         self.kit = kit
-        self._buffer = b""
+        self._key, self._buffer = key, b""
 
     @classmethod
     def start(cls) -> "Anchor":
@@ -138,7 +145,11 @@ class Anchor:
             raise
         finally:
             close_all((null, theirs, answering))
-        return cls(pid, (ours, answers), kit)
+        key = os.urandom(8).hex()
+        # Where bash is gone, nobody reads it, and the first request fails.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(ours, key.encode() + b"\n")
+        return cls(pid, (ours, answers), key, kit)
 
     def spawn_on_kit(self) -> int:
         """Start a session's shell on the kit, which was lent; return its pid, once it has opened its descriptors.
@@ -196,7 +207,7 @@ class Anchor:
 
     def remember(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep: the pid, and the kernel's names of the pipes; a disk format."""
-        return {"pid": self.pid, "pipes": [os.readlink(f"/proc/self/fd/{fd}") for fd in self.ends]}  # noqa: PTH115
+        return {"pid": self.pid, "key": self._key, "pipes": [os.readlink(f"/proc/self/fd/{fd}") for fd in self.ends]}  # noqa: PTH115
 
     def close(self) -> None:
         """Kill the anchor. Its children become pid 1's."""
@@ -207,10 +218,18 @@ class Anchor:
         if self.kit is not None:
             self.kit.close()
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether one of the pipes has something in it, which nobody but a command can have written between calls."""
+        return any(map(_unread_bytes, self.ends))
+
     def _ask(self, line: str) -> str:
         deadline = time.monotonic() + PATIENCE_S
         try:
-            view = memoryview(line.encode("latin-1") + b"\n")
+            if _unread_bytes(self.ends[1]):
+                raise AnchorLostError("it answers unasked")
+            # An anchor of an earlier version, which comes back with its checkpoint, knows no key.
+            view = memoryview(f"{self._key} {line}\n".lstrip(" ").encode("latin-1"))
             while view:
                 view = view[os.write(self.ends[0], view) :]
             poll = select.poll()
@@ -230,6 +249,11 @@ class Anchor:
         if not answer.isdigit():
             raise AnchorLostError("it answers nonsense")
         return answer.decode()
+
+
+def _unread_bytes(pipe: int) -> int:
+    size: int = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
+    return size
 
 
 def exports(environment: Mapping[str, str]) -> str:

@@ -105,7 +105,7 @@ class Restoring:
         os.close(self._last_pid)
         shells = zip(checkpoint["shells"], self._shell_ends, strict=True)
         return Restored(
-            Anchor(checkpoint["anchor"]["pid"], self._anchor_ends),
+            Anchor(checkpoint["anchor"]["pid"], self._anchor_ends, checkpoint["anchor"].get("key", "")),
             [LocalShell.adopt(remembered, ends) for remembered, ends in shells],
             self._servers,
             self._server_ends,

@@ -86,6 +86,9 @@ class Platform(Protocol):
     def living(self) -> set[Process]:
         """Return all processes of the sandbox, the supervisor's own included."""
 
+    def founders(self) -> set[int]:
+        """Return the processes that were there before the agent's, and that no call replaces."""
+
     def ipc_objects(self) -> int:
         """Return the number of IPC objects that no process has to hold."""
 

@@ -101,7 +101,7 @@ class Supervisor:
     ) -> None:
         self.link, self.shells, self.servers = link, shells, servers
         self.background, self.changes = background, changes
-        self.survivors = Survivors(shells, background, platform.living, platform.ipc_objects)
+        self.survivors = Survivors(shells, background, platform.living, platform.ipc_objects, platform.founders)
         self.stillness = Stillness()
         self._platform, self._sockets = platform, sockets
         self._live: LiveState | None = None
@@ -189,6 +189,7 @@ class Supervisor:
         self.shells.reap()
         self.shells.ready_all()
         # What survives is compared as a whole: a process that ended and one that came in its place are a change.
+        self.survivors.begin()
         before, free = self.survivors.now, self.changes.free_bytes()
         runs_before = run_counts(self.survivors.processes)
         live = self._live_state(runs_before)
@@ -282,8 +283,8 @@ class Supervisor:
 
     def outside_checkpoint(self) -> str:
         """Return why CRIU would lose something that survives; empty if nothing is known against a checkpoint."""
-        if self.survivors.has_ipc_objects:
-            return "System V IPC objects or POSIX message queues exist, and a checkpoint does not hold them"
+        if reason := self.survivors.outside_checkpoint:
+            return reason
         if self._sockets is not None and self._sockets.datagrams:
             return "datagrams wait in a socket, and a checkpoint does not hold them"
         if outlet.connected():

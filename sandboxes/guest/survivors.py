@@ -2,15 +2,15 @@
 
 # Theory of operation.
 #
-# Six kinds of things survive: processes, descriptors that an idle shell holds open, jobs that a shell knows of,
-# sessions that no other shell can take on, IPC objects, and output of background processes that was not polled
-# yet. While any of them exists, the files alone do not describe the state, so it has a witness in place of a digest,
-# and only a checkpoint can freeze it.
+# Seven kinds of things survive: processes, descriptors that an idle shell holds open, jobs that a shell knows of,
+# sessions that no other shell can take on, IPC objects, output of background processes that was not polled yet, and
+# what a command has changed of pid 1 (`renice -p 1`), which takes rights to undo. While any of them exists, the files
+# alone do not describe the state, so it has a witness in place of a digest, and only a checkpoint can freeze it.
 #
 # Processes get some grace before they count: most of what a command starts ends a moment after the command itself.
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sandboxes.guest.background import BackgroundProcesses
@@ -18,12 +18,13 @@ from sandboxes.guest.bash.session import KEPT, MOVED
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import Shells
 from sandboxes.linux import processes
-from sandboxes.linux.live_state import inherited
+from sandboxes.linux.live_state import inherited, settings
 from sandboxes.linux.processes import Process
 
 _KINDS = {
     "background": "a background process has not been polled to its end",
     "descriptors": "the shell holds open descriptors",
+    "founders": "a command has changed the limits, scheduling or terminals of pid 1, or of what starts the shells",
     "ipc": "System V IPC objects or POSIX message queues exist",
     "jobs": "the shell knows of jobs that a later call may wait for",
     "scheduling": "the shell has another niceness, CPUs or OOM score than it was born with",
@@ -45,8 +46,19 @@ class Survivors:
         background: BackgroundProcesses,
         living: Callable[[], set[Process]],
         ipc_objects: Callable[[], int],
+        founders: Callable[[], Iterable[int]],
     ) -> None:
+        """Nothing survives yet.
+
+        Args:
+            shells: The sessions' shells.
+            background: The processes that go on after their calls.
+            living: Returns all processes of the sandbox.
+            ipc_objects: Returns the number of IPC objects.
+            founders: Returns the processes that were there before the agent's, and that no call replaces.
+        """
         self._shells, self._background, self._living, self._ipc_objects = shells, background, living, ipc_objects
+        self._founders, self._born = founders, dict[int, list[str]]()
         self._settled = 0
         self.now: frozenset[Any] = frozenset()
         self.moving = False
@@ -70,9 +82,22 @@ class Survivors:
         return any(kind == "ipc" for kind, *_ in self.now)
 
     @property
+    def outside_checkpoint(self) -> str:
+        """Why no checkpoint holds everything that survives; empty if one does."""
+        if self.has_ipc_objects:
+            return f"{_KINDS['ipc']}, and a checkpoint does not hold them"
+        return _KINDS["founders"] if any(kind == "founders" for kind, *_ in self.now) else ""
+
+    @property
     def description(self) -> str:
         """At most five of the things that survive, as text."""
         return "; ".join(sorted({_KINDS.get(str(kind), f"process {kind} runs") for kind, *_ in self.now})[:5])
+
+    def begin(self) -> None:
+        """Look, before a call, at processes of the sandbox's own that no call has met yet."""
+        for pid in self._founders():
+            if not self._born.get(pid):
+                self._born[pid] = settings(pid)
 
     def settle(self, *, patient: bool = True) -> None:
         """Find out what survives.
@@ -89,7 +114,8 @@ class Survivors:
         shared = {("ipc", objects, self._settled)} if objects else set()
         now: set[Any] = (
             running | held | shared | self._background.state | kept(self._shells) | rescheduled(self._shells)
-        )
+            | self._changed_founders()
+        )  # fmt: skip
         self.moving = bool(now)
         # Beside survivors a shell is not replaced after its call, so it goes on knowing its jobs, whatever they are.
         known = {("jobs", shell.name, shell.knowledge, *shell.jobs) for shell in self._shells if shell.jobs}
@@ -110,6 +136,10 @@ class Survivors:
                 return others
             pause_s = next(pauses_s, pause_s)
             time.sleep(pause_s)
+
+    def _changed_founders(self) -> set[tuple[str, ...]]:
+        looked = ((self._born.get(pid), settings(pid)) for pid in self._founders())
+        return {("founders", *now) for born, now in looked if born and now and now != born}
 
     def _others(self) -> set[Process]:
         every, ours = self._living(), self._shells.idle_pids

@@ -287,6 +287,21 @@ def inherited(pid: int) -> list[str]:
         return []
 
 
+def settings(pid: int) -> list[str]:
+    """Return what a process of the sandbox's own passes on, or has others see, that a command may change.
+
+    These are what `inherited` returns, the resource limits, and who may use the directory of terminals. Nothing of that
+    is in a file or session. Empty as for `inherited`. 0.05 ms.
+    """
+    try:
+        shown = [_content(f"/proc/{pid}/limits").decode()]
+        terminals = (os.stat(f"/proc/{pid}/root/dev/pts{name}") for name in ("", "/ptmx"))  # noqa: PTH116
+        shown += [f"{status.st_mode:o} {status.st_uid} {status.st_gid}" for status in terminals]
+    except OSError:
+        return []
+    return [*now, *shown] if (now := inherited(pid)) else []
+
+
 def _readable(path: str) -> bool:
     """Return whether a descriptor can be read from."""
     text = _content(path.replace("/fd/", "/fdinfo/"))

@@ -233,6 +233,10 @@ class Init:
         self._shells.reap()
         return processes.list_processes()
 
+    def founders(self) -> set[int]:
+        """Return pid 1. The anchor is replaced after a call that has touched it."""
+        return {os.getpid()}
+
     def ipc_objects(self) -> int:
         """Return the number of System V objects. POSIX message queues cannot be made in a local sandbox."""
         return processes.ipc_objects()
@@ -249,6 +253,7 @@ class Init:
             shell = self._shells.ready(request.session)
         except ShellStartError as error:
             return not_started(error)
+        self._shells.watch_anchor()
         # Idle shells of other sessions are no part of the command.
         others = {other.pid for other in self._shells if other is not shell}
         if spared or others:
@@ -298,7 +303,14 @@ class Init:
             # survives that could have written since the call's own look.
             self._move(answer.state)
         elif not self._survivors:
-            self._shells.renew([] if session is None else [session])
+            self._renew([] if session is None else [session])
+
+    def _renew(self, names: list[str]) -> None:
+        """Replace the shells of some sessions; all of them, and the anchor, if the call has touched the anchor."""
+        if self._shells.anchor_was_touched():
+            self._shells.end()
+            names = list(self._shells.sessions) or ["main"]
+        self._shells.renew(names)
 
     def _open_terminal(self, request: OpenTerminal) -> None:
         columns, rows = request.columns, request.rows

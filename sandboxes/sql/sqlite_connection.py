@@ -189,7 +189,13 @@ class SqliteConnection:
         databases = [row[1] for row in self.raw.execute("PRAGMA database_list")]
         if set(databases) - {"main", "temp"}:
             return True
-        return bool(self.raw.execute("SELECT count(*) FROM sqlite_temp_schema").fetchone()[0])
+        # The end of any statement that reads a table outside of a transaction switches this setting off. The agent's
+        # own statements do that too, but this one must not.
+        deferred = self.raw.execute("PRAGMA defer_foreign_keys").fetchone()[0]
+        temporary = bool(self.raw.execute("SELECT count(*) FROM sqlite_temp_schema").fetchone()[0])
+        if deferred:
+            self.raw.execute("PRAGMA defer_foreign_keys=1")
+        return temporary
 
 
 def statements(script: str) -> Iterator[str]:

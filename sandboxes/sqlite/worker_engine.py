@@ -226,7 +226,8 @@ class ForkConnection:
             `digest`, `frames`, `counters` and `settings` as in `DatabaseState`; `session`: there is session state
             besides; `wrote`: the call may have written something.
         """
-        if Act.SETTING in tool_run.acts or Act.PRIVATE in tool_run.acts:
+        # Any statement may switch off the deferral of foreign keys, which holds until the next commit.
+        if Act.SETTING in tool_run.acts or Act.PRIVATE in tool_run.acts or "defer_foreign_keys" in self._settings:
             now = read_settings(self._connection)
             self._settings = {name: value for name, value in now.items() if value != self._defaults[name]}
         frames = self._take_commits()

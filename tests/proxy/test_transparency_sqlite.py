@@ -48,6 +48,7 @@ SQL = (
     "BEGIN", "BEGIN IMMEDIATE", "COMMIT", "ROLLBACK", "SAVEPOINT s", "ROLLBACK TO s", "RELEASE s",
     "CREATE TEMP TABLE mine (a)", "INSERT INTO mine VALUES (1)", "DROP TABLE mine", "PRAGMA foreign_keys = ON",
     "PRAGMA foreign_keys = OFF", "PRAGMA case_sensitive_like = ON", "PRAGMA reverse_unordered_selects = ON",
+    "PRAGMA defer_foreign_keys = ON", "PRAGMA defer_foreign_keys",
     "PRAGMA user_version = 5", "ATTACH ':memory:' AS aside", "CREATE TABLE aside.t AS SELECT 1 AS x", "DETACH aside",
     "SELECT * FROM aside.t", "EXPLAIN QUERY PLAN SELECT * FROM item WHERE stock = 1", "SELEC nonsense", "SELECT * FROM",
     "WITH gone AS (SELECT 1) DELETE FROM sale WHERE id IN (SELECT * FROM gone)",

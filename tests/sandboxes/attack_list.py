@@ -35,6 +35,8 @@ COMMANDS: dict[str, str] = {
     "files in /dev": "touch /dev/left-behind",
     "chmod in /dev": "chmod 600 /dev/null",
     "/sys": "ls /sys | grep .",
+    "modes of kernel files": 'python3 -c \'import os,sys\nfor n in os.listdir("/proc"):\n p="/proc/"+n\n if n.isdigit() or os.path.islink(p): continue\n try: os.chmod(p, os.stat(p).st_mode & 0o7777); sys.exit(0)\n except OSError: pass\nsys.exit(1)\'',
+    "owners of kernel files": "cd /proc; for f in *; do [[ $f == [0-9]* || -L $f ]] || ! chown root $f || exit 0; done; exit 1",
     "hostname": "hostname other",
     "the clock": "date -s 2001-01-01",
     "raw sockets": "python3 -c 'import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)'",

@@ -9,6 +9,7 @@ import pytest
 
 from sandboxes.driver import Driver, Sandbox
 from sandboxes.effects import Effect
+from sandboxes.errors import NotFreezableError
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import opened, run
 
@@ -175,6 +176,16 @@ os.read(queue, 100)""",
 }
 """Processes with a queue that nothing shows, and whose reader does not wake before a call ends."""
 
+OF_PID_1 = {
+    "niceness": "python3 -c 'import os; os.setpriority(os.PRIO_PROCESS, 1, 3)'",
+    "niceness of all processes": "python3 -c 'import os; os.setpriority(os.PRIO_USER, 0, 4)'",
+    "limits": "python3 -c 'import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (77, 88))'",
+    "score of the oom killer": "echo 500 > /proc/1/oom_score_adj",
+    "filter of core dumps": "echo 0x7 > /proc/1/coredump_filter",
+    "terminals": "chmod 700 /dev/pts",
+}
+"""Calls that change what no file, session or process of the agent's has."""
+
 LEAVE_UNKNOWN = {"lock", "system v memory", "system v semaphore", "system v queue", "a message", "posix queue"}
 LEAVE_UNKNOWN |= LAST.keys() | {"tcp backlog"}
 """Calls after which the next call may count as a change: something stays whose changes cannot be seen, or a closed
@@ -212,6 +223,23 @@ class LiveChangesSuite:
 
         missed, failed, counted = asyncio.run(go())
         assert (missed, failed, counted) == ([], [], [])
+
+    def test_changes_of_pid_1_are_no_observations(self, driver: Driver) -> None:
+        """Later calls see them (`ps -o ni= -p 1`), so the state is another one, which only a replay reaches."""
+
+        async def go() -> None:
+            async with opened(driver):
+                for name, command in OF_PID_1.items():
+                    sandbox = await driver.start(EnvironmentSpec())
+                    answer = await run(sandbox, command)
+                    assert (name, answer.code, answer.effect) == (name, 0, Effect.PROCESSES), answer.err
+                    assert answer.state is None
+                    assert (await run(sandbox, "true")).effect is Effect.NONE
+                    with pytest.raises(NotFreezableError, match="pid 1"):
+                        await sandbox.freeze()
+                    await sandbox.close()
+
+        asyncio.run(go())
 
     @pytest.mark.parametrize("name", OPAQUE)
     def test_calls_beside_hidden_queues_are_changes(self, driver: Driver, name: str) -> None:

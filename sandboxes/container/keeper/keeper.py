@@ -304,6 +304,10 @@ class Keeper:
         self._anchor.look_after()
         return self._members.running()
 
+    def founders(self) -> set[int]:
+        """Return pid 1 and the processes that start the shells."""
+        return {self._members.pid, *self._shells.anchor_pids}
+
     def ipc_objects(self) -> int:
         """Return the number of System V objects and POSIX message queues."""
         queues = 0 if self._queues is None else len(os.listdir(self._queues))  # noqa: PTH208 - a descriptor

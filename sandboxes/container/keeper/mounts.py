@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sandboxes.container.boot_scripts import BOX, SERVICES, SHARED
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.mounts import SHARED_MEMORY, mask_proc, remount_read_only
+from sandboxes.linux.mounts import SHARED_MEMORY, narrow_proc, remount_read_only
 
 _KEPT = ("/proc", "/sys")
 """Mount points that stay, with all mounts below them. Docker makes them read-only where a container could do harm."""
@@ -65,14 +65,14 @@ def narrow(pid: int) -> None:
         # Docker makes these files when the container starts. Their times would differ in every container.
         if os.path.lexists(path):
             os.utime(path, ns=(_FIXED_NS, _FIXED_NS), follow_symlinks=False)
-    # Docker masks fewer files than local sandboxes do, and each version others. setns has made the root the directory.
-    mask_proc()
     for path in ("/", "/etc", "/run", *(f"{SERVICES}/{name}/etc" for name in services)):
         # What was made in these directories has changed their times.
         if os.path.isdir(path):  # noqa: PTH112
             os.utime(path, ns=(_FIXED_NS, _FIXED_NS), follow_symlinks=False)
     # Last, because the lines above still write to /dev.
     remount_read_only("/dev", kernel.MS_NOSUID)
+    # Docker narrows less than local sandboxes do, and each version differs. setns has made the root the directory.
+    narrow_proc()
     _mount_for(services)
 
 

@@ -81,5 +81,6 @@ def of_tree(top: int, marks: str, *, contents: bool) -> Manifest:
         for entry in folder.entries:
             status = entry.stat(follow_symlinks=False)
             content = facts.content(entry.name, status, folder.fd) if contents else b""
-            items.append(Item(folder.path + entry.name, status.st_mode, status.st_size, status.st_mtime_ns, content))
+            modified_ns = facts.modified_ns(status)
+            items.append(Item(folder.path + entry.name, status.st_mode, status.st_size, modified_ns, content))
     return of_items(items)

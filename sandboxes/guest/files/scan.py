@@ -201,7 +201,7 @@ class UpperScan:
             if timeless or status.st_mtime_ns == before.st_mtime_ns:
                 return None
             now = b""
-        return Row(FIXED, now) if timeless else self._dated(now, status.st_mtime_ns)
+        return Row(FIXED, now) if timeless else self._dated(now, status)
 
     def _entry(self, path: str, upper: int, root: int | None, base: StateRows) -> None:
         """Compare an entry that changed. Directories have a comparison of their own (`_folder`)."""
@@ -217,7 +217,7 @@ class UpperScan:
             self._entries[path] = _Entry(None if before is None else Row(GONE), b"")
             return
         now = facts.of_entry(name, status, upper, self._marks, self._shared.get(path, ""))
-        row: Row | None = self._dated(now.what, status.st_mtime_ns)
+        row: Row | None = self._dated(now.what, status)
         # Size and time first: content of the root state is read only for files that could be equal.
         if (
             before is not None
@@ -228,11 +228,12 @@ class UpperScan:
             row = None
         self._entries[path] = _Entry(row, now.content)
 
-    def _dated(self, what: bytes, mtime_ns: int) -> Row:
+    def _dated(self, what: bytes, status: os.stat_result) -> Row:
         # Tools such as tar set whole seconds; a clock hits one by chance once in 10**9 times. Times that a program has
         # set (whole seconds, before the root state, in the future) count as they are. The others differ between runs.
-        clocked = mtime_ns % 1_000_000_000 != 0 and self._born_ns <= mtime_ns <= time.time_ns()
-        return Row(CLOCKED if clocked else FIXED, what, mtime_ns)
+        time_ns = status.st_mtime_ns
+        clocked = time_ns % 1_000_000_000 != 0 and self._born_ns <= time_ns <= time.time_ns()
+        return Row(CLOCKED if clocked else FIXED, what, facts.modified_ns(status))
 
     # -- implied rows ------------------------------------------------------------------------------------------------
 
@@ -288,7 +289,7 @@ def _signature(status: os.stat_result, recent: int) -> bytes:
     links = 1 if is_whiteout(status) or stat.S_ISDIR(status.st_mode) else status.st_nlink
     return _SIGNATURE.pack(
         status.st_ino, links, status.st_mode, status.st_uid, status.st_gid, status.st_size,
-        status.st_mtime_ns, status.st_ctime_ns, unique,
+        facts.modified_ns(status), status.st_ctime_ns, unique,
     )  # fmt: skip
 
 

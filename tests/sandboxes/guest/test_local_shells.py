@@ -1,12 +1,52 @@
-"""How processes ended that were started as a sandbox's shells are."""
+"""The shells of a local sandbox, and the anchor that starts them."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from sandboxes.driver import Sandbox
+from sandboxes.effects import Effect
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.shell_pool import known
+from tests.machine import require_sandboxes
+from tests.sandboxes.box import in_sandbox, run
+
+WITH_THE_KEY = r"""cat > /tmp/touch.py <<'END'
+import collections, os, re, sys
+anchor = sys.argv[1]
+heap = next(line.split()[0] for line in open(f"/proc/{anchor}/maps") if line.endswith("[heap]\n"))
+start, end = (int(address, 16) for address in heap.split("-"))
+memory = os.pread(os.open(f"/proc/{anchor}/mem", os.O_RDONLY), end - start, start)
+[(key, _)] = collections.Counter(re.findall(rb"\0([0-9a-f]{16})\0", memory)).most_common(1)
+open(f"/proc/{anchor}/fd/3", "wb").write(key + b" export FOO=bar; umask 077\n")
+END
+python3 /tmp/touch.py $PPID; rm /tmp/touch.py"""
+TOUCHES = {
+    "a line of bash": "echo 'export FOO=bar; umask 077' > /proc/$PPID/fd/3",
+    "a line of bash with the key": WITH_THE_KEY,
+    "a number": "echo 7 > /proc/$PPID/fd/4",
+    "limits": "prlimit --pid $PPID --nofile=90:90",
+    "niceness": "renice -n 3 -p $PPID >/dev/null",
+    "a signal": "kill -STOP $PPID",
+}
+"""Commands that change the anchor."""
+
+
+@pytest.mark.parametrize("name", TOUCHES)
+def test_a_touched_anchor_changes_no_later_call(data_dir: Path, name: str) -> None:
+    """Later shells are forked from the anchor, and their answers are recorded for rollouts that have not touched it."""
+    require_sandboxes()
+    look = 'echo "$FOO"; umask; nice; ulimit -n'
+
+    async def test(sandbox: Sandbox) -> None:
+        before = await run(sandbox, look)
+        touch = await run(sandbox, TOUCHES[name])
+        assert (touch.code, touch.effect) == (0, Effect.NONE), touch.err
+        assert (await run(sandbox, look)).outcome == before.outcome
+
+    in_sandbox(data_dir, test)
 
 
 def test_an_exit_code_that_nobody_knows_is_no_result() -> None:

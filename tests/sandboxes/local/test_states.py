@@ -60,6 +60,8 @@ CHANGES = {
     "shared memory": "echo x > /dev/shm/x",
     "an old time": "touch -d 2001-01-01 /root/d/f",
     "another old time": "touch -d 2002-01-01 /root/d/f",
+    "a time that 64 bits of nanoseconds do not hold": "touch -d 2300-01-01 /root/d/f",
+    "another such time": "touch -d 2400-01-01 /root/d/f",
 }
 NO_CHANGES = {
     "read": "cat /root/d/f; ls -lR /root; find / -xdev -name passwd; grep -r x /etc/hosts",

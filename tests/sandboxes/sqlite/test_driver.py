@@ -314,6 +314,21 @@ def test_slow_rollouts_do_not_block_others(tmp_path: Path) -> None:
 COUNTERS = "SELECT changes(), last_insert_rowid(), total_changes()"
 
 
+def test_deferred_foreign_keys_last_until_a_commit(tmp_path: Path) -> None:
+    """SQLite switches the deferral off at the next commit. Only the agent's statements may do so."""
+
+    async def test(driver: SqliteDriver) -> None:
+        spec = spec_of(make(tmp_path / "s.db"))
+        sandbox = await driver.start(spec)
+        for statement, left in (("PRAGMA defer_foreign_keys = ON", 1), ("SELECT count(*) FROM item", 0)):
+            await ask(sandbox, statement)
+            restored = await driver.restore(spec, await sandbox.freeze())
+            values = [(await ask(each, "PRAGMA defer_foreign_keys")).value for each in (sandbox, restored)]
+            assert values == [left, left]
+
+    driven(tmp_path, test)
+
+
 def test_counters_and_settings_are_restored(tmp_path: Path) -> None:
     """`changes()`, `last_insert_rowid()` and pragmas have their values after a restore."""
 
