@@ -135,10 +135,14 @@ class RoomAnswer(NamedTuple):
     Attributes:
         room: How many sandboxes of others it would start now.
         load: Running processes for each of its processors, over the last minute.
+        elsewhere: How many sandboxes of its own tasks run on other members.
+        for_others: How many sandboxes of other members' tasks run on it.
     """
 
     room: int
     load: float
+    elsewhere: int = 0
+    for_others: int = 0
 
 
 class HostQuestion(NamedTuple):

@@ -1,11 +1,14 @@
 """What people do with a cluster: show its members, and drain one."""
 
+import asyncio
 import re
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
+from proxy.cluster.database import Peer
 from proxy.cluster.member import Member
-from proxy.cluster.messages import DrainAnswer, DrainQuestion
+from proxy.cluster.messages import DrainAnswer, DrainQuestion, RoomAnswer, RoomQuestion
 from proxy.refusals import RefusalError
 
 PATHS = re.compile(r"/api/v1/cluster(?:/([^/]+)/drain)?")
@@ -15,8 +18,14 @@ PATHS = re.compile(r"/api/v1/cluster(?:/([^/]+)/drain)?")
 class Operations:
     """Answers requests about the cluster."""
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
+    def __init__(self, member: Member, room: Callable[[], RoomAnswer]) -> None:
+        """Answer for a member.
+
+        Args:
+            member: The member.
+            room: Returns the room of the member for sandboxes of others.
+        """
+        self._member, self._room = member, room
 
     async def answer(self, method: str, path: str) -> dict[str, Any]:
         """Answer a request that `PATHS` matches, with what is sent as JSON.
@@ -34,13 +43,24 @@ class Operations:
     async def _members(self) -> dict[str, Any]:
         """Return the members of the cluster, as the database knows them."""
         own, known = self._member.database.membership, await self._member.database.members()
+        rooms = await asyncio.gather(*(self._room_of(peer) for peer, _ in known))
         return {
             "cluster": own.cluster,
             "members": [
-                {"name": peer.name, "number": peer.number, "link": peer.url, "alive": peer.alive, "tasks": tasks}
-                for peer, tasks in known
+                {
+                    "name": peer.name, "number": peer.number, "link": peer.url, "alive": peer.alive, "tasks": tasks,
+                    "sandboxes": None if room is None else room._asdict(),
+                }
+                for (peer, tasks), room in zip(known, rooms, strict=True)
             ],
-        }
+        }  # fmt: skip
+
+    async def _room_of(self, peer: Peer) -> RoomAnswer | None:
+        """Return what a member says of its sandboxes; None if it does not answer."""
+        if peer.number == self._member.number:
+            return self._room()
+        answer = await self._member.ask(peer.number, RoomQuestion()) if peer.alive else None
+        return answer if isinstance(answer, RoomAnswer) else None
 
     async def _drain(self, node: str) -> dict[str, Any]:
         """Let a member hand over its tasks.

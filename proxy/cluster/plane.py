@@ -63,7 +63,7 @@ class ClusterPlane(DataPlane):
     def __init__(self, engine: Engine, behind: AsgiApp, member: Member, secret: bytes) -> None:
         super().__init__(engine, behind)
         self._member = member
-        self._forwarder, self._operations = Forwarder(member), Operations(member)
+        self._forwarder, self._operations = Forwarder(member), Operations(member, lambda: self.questions.host.room)
         self.questions = PeerQuestions(member, secret, self)
         self._passing = self.passing = CallPassing(
             member, engine.access, self._addressing, self.apis, engine.settings.max_body_bytes, self._go_on

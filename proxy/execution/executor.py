@@ -21,6 +21,7 @@ from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record, Tree, doubtful
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import Sandbox, execute
+from sandboxes.errors import LeftRunningError
 from sandboxes.listener import Listener
 
 log = structlog.get_logger()
@@ -146,7 +147,7 @@ class Executor:
                 # Look again: another rollout may have recorded the call while this one waited for the lock.
                 record, outcome = node.records.get(key), Outcome.WAIT
                 if record is None:
-                    record = await self._execute(rollout, node, built, key, timing, listener)
+                    record = await self._execute_here_if_live(rollout, node, built, key, timing, listener)
                     outcome = Outcome.BYPASS if record is not None and record.private else Outcome.MISS
                     flight.apart |= outcome is Outcome.BYPASS
         if record is not None:
@@ -200,6 +201,16 @@ class Executor:
                 record = self._record(nobody, node, call, key, execution, 0.0, packed, current=current)
                 self._restorer.moved(slot, record.target)
                 return record
+
+    async def _execute_here_if_live(
+        self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, timing: Timing, listener: Listener | None
+    ) -> Record | None:
+        try:
+            return await self._execute(rollout, node, call, key, timing, listener)
+        except LeftRunningError:
+            # From now on, this tree's sandboxes start on this machine, which can save their processes.
+            rollout.tree.has_live_states = True
+            return await self._execute(rollout, node, call, key, timing, listener)
 
     async def _execute(
         self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, timing: Timing, listener: Listener | None

@@ -34,7 +34,7 @@ from proxy.tree.restore_plan import RestorePlan, Way, plan_restore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node, Record, Tree, path
 from sandboxes.driver import Driver, FrozenState, Sandbox, rest
-from sandboxes.errors import NotFreezableError, RootLostError, SandboxError, SpecError
+from sandboxes.errors import LeftRunningError, NotFreezableError, RootLostError, SandboxError, SpecError
 from sandboxes.pool.pool import NoRoomElsewhereError, Pool
 from sandboxes.pool.roster import Slot
 from sandboxes.spec import SQL_DRIVERS, EnvironmentSpec
@@ -280,8 +280,13 @@ class Restorer:
                 # The plan no longer holds; `failed` keeps the next one from the same snapshot.
                 continue
             # 3. Replay the calls in between and check them. The sandbox is closed unless it reached the node.
-            with timing.measure("replay_s"):
-                result = await self._replayer.replay(slot, plan, tree, timing, missed, patient=patient)
+            try:
+                with timing.measure("replay_s"):
+                    result = await self._replayer.replay(slot, plan, tree, timing, missed, patient=patient)
+            except LeftRunningError:
+                # The sandbox was on another machine, and is closed: there is one less for the next plan.
+                tree.has_live_states = True
+                continue
             if result is ReplayResult.REACHED:
                 await self._renew(slot, tree, node, failed)
                 return slot

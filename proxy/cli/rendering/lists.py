@@ -112,11 +112,16 @@ def render_sandboxes(rows: Sequence[Json]) -> RenderableType:
 
 def render_members(view: Json) -> RenderableType:
     """Render the members of a cluster."""
-    cells = [
-        (printable(row["name"]), "alive" if row["alive"] else "gone", f"{row['tasks']:,}", printable(row["link"]))
-        for row in view["members"]
-    ]
-    return _table(Columns(("member", "state", "tasks", "link"), cells, names=2), "no member")
+    cells = []
+    for row in view["members"]:
+        state, sandboxes = "alive" if row["alive"] else "gone", row["sandboxes"]
+        # A member that does not answer says nothing of its sandboxes.
+        counts = (
+            ("",) * 3 if sandboxes is None else [f"{sandboxes[key]:,}" for key in ("elsewhere", "for_others", "room")]
+        )
+        cells.append((printable(row["name"]), state, f"{row['tasks']:,}", *counts, printable(row["link"])))
+    heads = ("member", "state", "tasks", "elsewhere", "for others", "room", "link")
+    return _table(Columns(heads, cells, names=2), "no member")
 
 
 def render_nodes(rows: Sequence[Json]) -> RenderableType:

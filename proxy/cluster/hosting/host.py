@@ -92,7 +92,8 @@ class Host:
     def room(self) -> RoomAnswer:
         """How many sandboxes of others this member would start now, and how busy its processors are."""
         load = os.getloadavg()[0] / (os.cpu_count() or 1)
-        return RoomAnswer(self._pool.spare if self._has_memory() else 0, load)
+        spare = self._pool.spare if self._has_memory() else 0
+        return RoomAnswer(spare, load, self._pool.roster.elsewhere, len(self._served))
 
     async def serve(self, hello: Hello, content: bytes, begin: Callable[[], Channel]) -> bytes:
         """Host one sandbox for its whole life, or return why not.

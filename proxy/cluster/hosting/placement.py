@@ -159,7 +159,8 @@ class Placement:
     async def _ask_for_room(self, candidate: _Candidate) -> None:
         candidate.asked_at = time.monotonic()
         answer = await self._ask(candidate.peer.number, RoomQuestion())
-        candidate.room, candidate.load = answer if isinstance(answer, RoomAnswer) else (0, 0.0)
+        known = answer if isinstance(answer, RoomAnswer) else RoomAnswer(0, 0.0)
+        candidate.room, candidate.load = known.room, known.load
 
     # -- one host ----------------------------------------------------------------------------------------------------
 

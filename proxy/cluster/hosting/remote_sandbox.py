@@ -29,9 +29,10 @@ from proxy.cluster.hosting.messages import (
 from proxy.cluster.hosting.units import DamagedUnitError, Units
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import FrozenState
-from sandboxes.errors import NotFreezableError, SandboxError, ServerError
+from sandboxes.errors import LeftRunningError, NotFreezableError, SandboxError, ServerError
 from sandboxes.ipc.codec import Envelope, IpcMessage
 from sandboxes.listener import Cancellable, Detachable, Listener
+from sandboxes.spec import SQL_DRIVERS
 from sandboxes.task_owner import start
 
 CLOSE_S = 5.0
@@ -80,7 +81,11 @@ class RemoteSandbox:
         return not self._is_dead and not self._conversation.channel.ended.is_set()
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
-        """Run a call; see `ServingSandbox.execute`."""
+        """Run a call; see `ServingSandbox.execute`.
+
+        Raises:
+            LeftRunningError: See `_conclude`.
+        """
         order, self._order = self._order, None
         run = RunHosted(call.endpoint, call.tool, dict(call.arguments), listener is not None, order)
         signals = []
@@ -100,9 +105,7 @@ class RemoteSandbox:
                         assert listener is not None
                         await listener.data(envelope.body)
                     case HostedDone() as done:
-                        execution = execution_of(done, envelope.body)
-                        self._is_live = execution.state is None
-                        return execution
+                        return self._conclude(execution_of(done, envelope.body), is_seen=listener is not None)
         except HostingError as error:
             raise self._died(str(error)) from error
         except BaseException:
@@ -114,6 +117,17 @@ class RemoteSandbox:
                 signal.cancel()
             await asyncio.gather(*signals, return_exceptions=True)
 
+    def _conclude(self, execution: Execution, *, is_seen: bool) -> Execution:
+        """Return what a call taught, unless it has left processes running here that can be saved at the owner only.
+
+        Raises:
+            LeftRunningError: It has, and its response was not passed on yet.
+        """
+        was_live, self._is_live = self._is_live, execution.state is None
+        if self._is_live and not was_live and not is_seen and self._driver not in SQL_DRIVERS:
+            raise LeftRunningError(f"processes are left running in sandbox {self.id}, and cannot leave their machine")
+        return execution
+
     async def expect_order(self, order: bytes) -> None:
         """Prepare for a replay; see `Ordering`. The order travels with the call."""
         self._order = order
@@ -124,8 +138,11 @@ class RemoteSandbox:
             # Infinity is no JSON; the host's sandbox waits for what is missing and no longer.
             await self._send(RestHosted(min(dwell_s, 1e6)))
             await self._answer(Rested)
-        except BaseException as error:
+        except HostingError as error:
             raise self._died(str(error)) from error
+        except BaseException:
+            self._die()
+            raise
 
     async def freeze(self) -> FrozenState:
         """Freeze the state and bring it here; see `Sandbox.freeze`.

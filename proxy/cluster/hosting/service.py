@@ -53,7 +53,8 @@ class Hosting:
     @property
     def room(self) -> RoomAnswer:
         """What this member answers when another one asks for its room."""
-        return self._host.room if self._units and not self._member.is_leaving else RoomAnswer(0, 0.0)
+        room = self._host.room
+        return room if self._units and not self._member.is_leaving else room._replace(room=0)
 
     async def serve(self, hello: Hello, order: bytes, begin: Callable[[], Channel]) -> bytes:
         """Host a sandbox of another member, for its whole life; see `Host.serve`."""

@@ -71,7 +71,10 @@ def documented(command: str) -> set[str]:
 @pytest.fixture(scope="module")
 def stub() -> Iterator[Stub]:
     with stub_proxy() as stub:
-        stub.view = {"cluster": "c", "members": [{"name": "a", "number": 1, "link": "", "alive": True, "tasks": 0}]}
+        stub.view = {
+            "cluster": "c",
+            "members": [{"name": "a", "number": 1, "link": "", "alive": True, "tasks": 0, "sandboxes": None}],
+        }
         yield stub
 
 

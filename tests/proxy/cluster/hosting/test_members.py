@@ -61,6 +61,9 @@ def test_full_member_runs_sandboxes_elsewhere(dsn: str, data_dir: Path) -> None:
         assert {each["why"] for each in sandboxes(b)} == {"run for another member of the cluster"}
         assert (metric(a, "sandboxes"), metric(a, "sandboxes_elsewhere")) == (BUDGET, 2)
         assert metric(b, "sandboxes_for_others") == 2
+        shown = httpx.get(f"{a.url}/api/v1/cluster", timeout=30).json()["members"]
+        counts = [(each["sandboxes"]["elsewhere"], each["sandboxes"]["for_others"]) for each in shown]
+        assert counts == [(2, 0), (0, 2)]
         for rollout in rollouts:
             assert run(a, rollout, "pwd; cat /root/own; echo more >> /root/own") == f"/tmp\n{rollout}\n"
         b.kill()

@@ -8,11 +8,11 @@ import pytest
 
 from proxy.cluster.hosting.remote_sandbox import RemoteSandbox
 from sandboxes.driver import FrozenState
-from sandboxes.errors import NotFreezableError, SandboxError
+from sandboxes.errors import LeftRunningError, NotFreezableError, SandboxError
 from sandboxes.pool.pool import NoRoomElsewhereError
 from sandboxes.spec import EnvironmentSpec
 from tests.proxy.cluster.hosting.pair import Pair
-from tests.sandboxes.box import run
+from tests.sandboxes.box import ran, run
 from tests.sandboxes.memory_driver import MemoryDriver
 
 SPEC = EnvironmentSpec(driver="memory")
@@ -177,12 +177,35 @@ def test_dead_sandbox_says_why(tmp_path: Path) -> None:
     with_pair(tmp_path, test, host=host)
 
 
-def test_live_processes_stay_on_the_host(tmp_path: Path) -> None:
-    """A state with processes is not frozen, and its sandbox goes on."""
+def test_call_that_leaves_processes_runs_again_at_the_owner(tmp_path: Path) -> None:
+    """Only the owner can save them, so nothing of what happened on the host counts."""
 
     async def test(pair: Pair) -> None:
         sandbox = await placed(pair, await root(pair))
-        await run(sandbox, "sleep 1000 &")
+        with pytest.raises(LeftRunningError):
+            await run(sandbox, "sleep 1000 &")
+        assert not sandbox.alive
+        await pair.quiet()
+
+    with_pair(tmp_path, test)
+
+
+def test_processes_behind_a_stream_stay_on_the_host(tmp_path: Path) -> None:
+    """A client has seen the response already. Such a state is not frozen, and its sandbox goes on."""
+
+    async def test(pair: Pair) -> None:
+        sandbox = await placed(pair, await root(pair))
+        seen: list[bytes] = []
+
+        class Listener:
+            async def head(self, status: int, headers: object) -> None:
+                assert (status, bool(headers)) == (200, True)
+
+            async def data(self, chunk: bytes) -> None:
+                seen.append(chunk)
+
+        left = await ran(sandbox, "sh", "-c", "echo said; sleep 1000 &", listener=Listener())
+        assert (left.state, b"said" in b"".join(seen)) == (None, True)
         with pytest.raises(NotFreezableError):
             await sandbox.freeze()
         assert (await run(sandbox, "echo on")).out == "on\n"
