@@ -5,8 +5,8 @@ collide with other packages (PyPI's `proxy.py` installs a top-level `proxy`, for
 `forkpoint/proxy/` and so on, and rewrites every import of them. An editable installation needs no copy: there the
 repository itself is on the path.
 
-The hook also compiles `sandboxes/linux/vfork.c`. The wheel then is for this machine's architecture; where no compiler
-works it is for every machine, and Forkpoint does in Python what the library does faster.
+The hook also compiles `vfork.c` and `anchor.c` in `sandboxes/linux`. The wheel then is for this machine's architecture.
+Where no compiler works it is for every machine, and Forkpoint does without them, more slowly.
 
 Where MkDocs is installed, the hook also builds the documentation site, which the proxy then serves below `/manual/`.
 """
@@ -31,8 +31,20 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOMS = ("proxy", "sandboxes", "snapshots")
 PACKAGE = "forkpoint"
-HELPER = Path("sandboxes", "linux", "vfork.c")
-LIBRARY = HELPER.with_name("libvfork.so")
+NATIVE = Path("sandboxes", "linux")
+HELPER, LIBRARY = NATIVE / "vfork.c", NATIVE / "libvfork.so"
+ANCHOR_SOURCE, ANCHOR = NATIVE / "anchor.c", NATIVE / "anchor.elf"
+COMPILED = {HELPER: LIBRARY, ANCHOR_SOURCE: ANCHOR}
+"""The C files, and what they are compiled into."""
+FLAGS = {
+    ".so": ("-O2", "-shared", "-fPIC"),
+    # CRIU tells programs from each other by their build ID.
+    ".elf": (
+        "-O2", "-static", "-nostdlib", "-ffreestanding", "-fno-stack-protector", "-fno-pie", "-no-pie",
+        "-fno-asynchronous-unwind-tables", "-Wl,--build-id=sha1", "-Wl,-z,noseparate-code", "-s",
+    ),
+}  # fmt: skip
+"""The compiler's arguments, by the suffix of what it makes."""
 SITE = Path("proxy", "ui", "manual")
 Edit = tuple[int, int, str]
 """Begin and end of the bytes to replace, and the new text."""
@@ -57,14 +69,20 @@ class RoomsHook(BuildHookInterface):  # type: ignore[misc]
             build_data: Hatchling's; `force_include` maps files to their places in the wheel.
         """
         if version != "standard":
-            compile_helper(Path(self.root) / HELPER, Path(self.root) / LIBRARY)
+            for source, target in COMPILED.items():
+                compile_helper(Path(self.root) / source, Path(self.root) / target)
             return
         self._copy = Path(mkdtemp(prefix="forkpoint-wheel-"))
         for room in ROOMS:
             copy_room(Path(self.root) / room, self._copy / room)
-            if room == HELPER.parts[0] and compile_helper(Path(self.root) / HELPER, self._copy / LIBRARY):
+            compiled = [
+                compile_helper(Path(self.root) / source, self._copy / target)
+                for source, target in COMPILED.items()
+                if room == source.parts[0]
+            ]
+            if any(compiled):
                 build_data["pure_python"] = False
-                # It is loaded by ctypes, so one build serves every version of Python.
+                # The library is loaded by ctypes, so one build serves every version of Python.
                 build_data["tag"] = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"
             build_data["force_include"][str(self._copy / room)] = f"{PACKAGE}/{room}"
         if not add_site(Path(self.root), self._copy / SITE):
@@ -80,10 +98,15 @@ class RoomsHook(BuildHookInterface):  # type: ignore[misc]
             shutil.rmtree(self._copy)
 
 
-def compile_helper(source: Path, library: Path) -> bool:
-    """Compile a C file into a shared library, with `$CC` or `cc`; return whether a compiler could do it."""
-    library.unlink(missing_ok=True)
-    command = [*shlex.split(os.environ.get("CC", "cc")), "-O2", "-shared", "-fPIC", "-o", str(library), str(source)]
+def compile_helper(source: Path, target: Path) -> bool:
+    """Compile a C file with `$CC` or `cc`; return whether a compiler could do it.
+
+    Args:
+        source: The file.
+        target: A shared library, or a program that needs no libc; its suffix tells which.
+    """
+    target.unlink(missing_ok=True)
+    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS[target.suffix], "-o", str(target), str(source)]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
     except OSError:
@@ -110,8 +133,8 @@ def add_site(root: Path, target: Path) -> bool:
 def copy_room(source: Path, target: Path) -> None:
     """Copy a room with all its files; Python modules are rewritten."""
     for path in sorted(source.rglob("*")):
-        # A library in the checkout is of an editable installation, perhaps of older source.
-        if not path.is_file() or "__pycache__" in path.parts or path.name == LIBRARY.name:
+        # A compiled file in the checkout is of an editable installation, perhaps of older source.
+        if not path.is_file() or "__pycache__" in path.parts or path.name in {LIBRARY.name, ANCHOR.name}:
             continue
         if path.is_relative_to(source.parent / SITE):
             continue

@@ -7,17 +7,26 @@ It starts the shells, tool servers and other processes, and it inherits their or
 #
 # A checkpoint is a dump of one process tree, and the anchor is the root of that tree. It inherits every orphan
 # (PR_SET_CHILD_SUBREAPER), so that nothing but pid 1 and pid 1's short-lived children for file operations is outside.
+# It is confined as the agent's processes are, and they may kill it. Then another one is started. What the old one left
+# behind has become pid 1's children and can no longer be checkpointed.
 #
-# The anchor is a bash of the sandbox and no program of ours, because a checkpoint holds only programs that the
-# sandbox's own files contain. It is confined as the agent's processes are, and they may kill it. Then another one is
-# started. What the old one left behind has become pid 1's children and can no longer be checkpointed.
+# There are two programs for it:
 #
-# Pid 1 writes lines of bash to the anchor, and reads lines of numbers from it, over two pipes. Each line begins with a
-# key that only the two know: the agent can write to the pipes through /proc, and what it made the anchor do would cross
-# over to later calls. At a line without the key the anchor ends, and a number that came unasked ends it too. An agent
-# that finds the key in the anchor's memory wakes it by its line, which shows after the call
-# (`LocalShells.anchor_was_touched`). New processes need
-# descriptors of pid 1, which bash cannot receive over a pipe. There are two ways:
+# 1. `linux/anchor.c`, compiled when the package is built. Its file lies in the sandbox's /dev, which is no layer, so it
+#    holds nothing of the layers and stays when they change. The kernel moves its root and working directory along
+#    (pivot_root(2)). Nothing of the agent's may enter it, or an agent could keep a file of a layer open through it and
+#    change that layer after it was sealed. So it is not dumpable, from before the agent's first process on. One that
+#    was started beside such processes ends at the next change of layers.
+# 2. The sandbox's bash, where there was no compiler. It has the program's file of a layer, so it ends when layers
+#    change.
+#
+# Pid 1 writes requests to the anchor, and reads lines of numbers from it, over two pipes. To those of a bash the agent
+# can write through /proc, and what it made the anchor do would cross over to later calls. So each line begins with a
+# key that only the two know. At a line without the key that anchor ends. An agent that finds the key in the anchor's
+# memory wakes it by its line, which shows after the call (`LocalShells.anchor_was_touched`). A number that came unasked
+# ends each anchor.
+#
+# New processes need descriptors of pid 1, which bash cannot receive over a pipe. There are two ways:
 #
 # 1. A session's shell is started on the kit (`shell_kit`), whose descriptors the anchor has from birth. The shell opens
 #    them again through /proc, so it shares no flags, offsets or locks with the anchor. One shell at a time has the kit.
@@ -30,19 +39,21 @@ It starts the shells, tool servers and other processes, and it inherits their or
 import contextlib
 import fcntl
 import os
+import re
 import select
 import signal
 import struct
 import termios
 import time
-from collections.abc import Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.shell_kit import EXPORTS, ShellKit
+from sandboxes.linux import processes, spawn
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
-from sandboxes.linux.spawn import spawn_leader
 from sandboxes.shell_text import quote
 
 BASH = "/bin/bash"
@@ -73,15 +84,21 @@ _CLOSE_KIT = " ".join(f"{place}<&-" for place in _KIT.values())
 _OPEN_KIT = " ".join(
     f"{number}{_sign(number)}/proc/self/fd/{place}" for number, place in _KIT.items() if number != EXPORTS
 )
+_KIT_PATHS = {0: "/dev/null"} | {
+    number: f"/proc/self/fd/{place}" for number, place in sorted(_KIT.items()) if number != EXPORTS
+}
+"""What a shell on the kit opens, by its own descriptor numbers."""
+_EXPORTABLE = re.compile(r"(?!(?:BASHOPTS|BASH_VERSINFO|EUID|PPID|SHELLOPTS|UID)$)[A-Za-z_][A-Za-z0-9_]*")
+"""The names that bash can export: identifiers, but not those of its variables that are read-only."""
 _START_ON_KIT = (
     f"( . /proc/self/fd/{_KIT[EXPORTS]}; exec 0</dev/null {_OPEN_KIT}; echo $BASHPID >&4; "
     f"{_bash(quote(session_texts.START))} 3<&- 4>&- {_CLOSE_KIT} ) &"
 )
-_LOOP = (
+_BASH_LOOP = (
     f"LC_ALL=C; set -m; export -n PWD OLDPWD SHLVL; kit() {{ {_START_ON_KIT} }}; "
     'read -r -u 3 key; while read -r -u 3 proof line; do [[ $proof == "$key" ]] || exit; eval "$line"; jobs -n; done'
 )
-"""What the anchor runs.
+"""What bash runs as the anchor.
 
 `set -m` gives each shell a process group of its own, so that `kill 0` in one reaches no other. `jobs -n` forgets jobs
 that have ended. The exported variables are removed from the environment of all processes to come. The function `kit`
@@ -108,28 +125,28 @@ class ShellStartError(Exception):
         self.broken = broken
 
 
-class Anchor:
+class Anchor(ABC):
     """Pid 1's end of the conversation with an anchor.
 
     Attributes:
+        stays: Whether it may stay when the layers change.
+        hidden: Whether the agent's processes cannot look into it.
         pid: The anchor's process.
         ends: Our descriptors of the two pipes, requests first.
         kit: What it can start a shell on; None if it has none.
     """
 
-    def __init__(self, pid: int, ends: tuple[int, int], key: str, kit: ShellKit | None = None) -> None:
+    stays = False
+    hidden: ClassVar[bool]
+
+    def __init__(self, pid: int, ends: tuple[int, int], kit: ShellKit | None = None) -> None:
         self.pid = pid
         self.ends = ends
         self.kit = kit
-        self._key, self._buffer = key, b""
+        self._buffer = b""
 
     @classmethod
-    def start(cls) -> "Anchor":
-        """Start an anchor. 0.1 ms, and a millisecond of the anchor's own.
-
-        Raises:
-            OSError: No process can be started.
-        """
+    def _start(cls, program: str, arguments: Sequence[str]) -> Self:
         theirs, ours = os.pipe2(os.O_CLOEXEC)
         answers, answering = os.pipe2(os.O_CLOEXEC)
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
@@ -138,26 +155,44 @@ class Anchor:
         descriptors |= {place: kit.theirs[number] for number, place in _KIT.items()}
         try:
             # A session and a process group of its own: signals to the group of pid 1 do not reach it.
-            pid = spawn_leader(BASH, ["anchor", "--noprofile", "--norc", "-c", _LOOP], descriptors)
+            pid = spawn.spawn_leader(program, arguments, descriptors)
         except OSError:
             kit.close()
             close_all((ours, answers))
             raise
         finally:
             close_all((null, theirs, answering))
-        key = os.urandom(8).hex()
-        # Where bash is gone, nobody reads it, and the first request fails.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(ours, key.encode() + b"\n")
-        return cls(pid, (ours, answers), key, kit)
+        return cls(pid, (ours, answers), kit)
 
-    def spawn_on_kit(self) -> int:
+    def start_on_kit(self, environment: Mapping[str, str]) -> int:
         """Start a session's shell on the kit, which was lent; return its pid, once it has opened its descriptors.
 
         Raises:
-            AnchorLostError: The anchor is gone.
+            AnchorLostError: The anchor is gone, or cannot start it.
         """
-        return int(self._ask("kit"))
+        assert self.kit is not None
+        return self._started(self._request_on_kit(self.kit, environment))
+
+    def start_on(self, environment: Mapping[str, str], fds: Mapping[int, int], program: str | None = None) -> int:
+        """Start a bash and return its pid, once it has opened its descriptors.
+
+        Args:
+            environment: Variables to export to it.
+            fds: Our descriptors that it gets, by the numbers that it gets them under.
+            program: The bash text that it runs; None for the loop of a session's shell.
+
+        Raises:
+            AnchorLostError: The anchor is gone, or cannot start it.
+        """
+        holder = _hold(fds)
+        try:
+            paths = {number: f"/proc/{holder}/fd/{fd}" for number, fd in sorted(fds.items())}
+            # The pid comes when all descriptors are open: then the holder can end.
+            return self._started(self._request(environment, paths, session_texts.START if program is None else program))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(holder, signal.SIGKILL)
+            os.waitpid(holder, 0)
 
     def close_kit(self) -> None:
         """Close the kit, here and in the anchor. A shell that was started on it keeps its own descriptors.
@@ -168,34 +203,7 @@ class Anchor:
         if self.kit is not None:
             self.kit.close()
             self.kit = None
-            self._ask(f"exec {_CLOSE_KIT}; echo 0 >&4")
-
-    def spawn(self, environment: Mapping[str, str], fds: Mapping[int, int], program: str | None = None) -> int:
-        """Start a bash and return its pid, once it has opened its descriptors.
-
-        Args:
-            environment: Variables to export to it.
-            fds: Our descriptors that it gets, by the numbers that it gets them under.
-            program: The bash text that it runs; None for the loop of a session's shell.
-
-        Raises:
-            AnchorLostError: The anchor is gone.
-        """
-        holder = _hold(fds)
-        try:
-            redirections = " ".join(f"{number}{_sign(number)}/proc/{holder}/fd/{fd}" for number, fd in fds.items())
-            bash = _bash(_quoted_line(session_texts.START if program is None else program))
-            # The pid comes when all descriptors are open: then the holder can end.
-            return int(
-                self._ask(
-                    f"( {exports(environment)}exec {redirections}; echo $BASHPID >&4; "
-                    f"exec 3<&- 4>&- {_CLOSE_KIT}; {bash} ) &"
-                )
-            )
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(holder, signal.SIGKILL)
-            os.waitpid(holder, 0)
+            self._ask(self._request_to_close())
 
     def wait(self, pid: int) -> int:
         """Return the exit status of a process that has ended, or is about to; 128 + its number for a signal.
@@ -203,11 +211,11 @@ class Anchor:
         Raises:
             AnchorLostError: The anchor is gone.
         """
-        return int(self._ask(f"wait {pid}; echo $? >&4"))
+        return self._ask(self._request_for_status(pid))
 
     def remember(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep: the pid, and the kernel's names of the pipes; a disk format."""
-        return {"pid": self.pid, "key": self._key, "pipes": [os.readlink(f"/proc/self/fd/{fd}") for fd in self.ends]}  # noqa: PTH115
+        return {"pid": self.pid, "pipes": [os.readlink(f"/proc/self/fd/{fd}") for fd in self.ends]}  # noqa: PTH115
 
     def close(self) -> None:
         """Kill the anchor. Its children become pid 1's."""
@@ -223,13 +231,33 @@ class Anchor:
         """Whether one of the pipes has something in it, which nobody but a command can have written between calls."""
         return any(map(_unread_bytes, self.ends))
 
-    def _ask(self, line: str) -> str:
+    # -- by program --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _request_on_kit(self, kit: ShellKit, environment: Mapping[str, str]) -> bytes: ...
+
+    @abstractmethod
+    def _request(self, environment: Mapping[str, str], paths: Mapping[int, str], program: str) -> bytes:
+        """Return the request for a bash with these files as its descriptors, in ascending order."""
+
+    @abstractmethod
+    def _request_to_close(self) -> bytes: ...
+
+    @abstractmethod
+    def _request_for_status(self, pid: int) -> bytes: ...
+
+    def _started(self, request: bytes) -> int:
+        pid = self._ask(request)
+        if not pid:
+            raise AnchorLostError("it cannot start bash")
+        return pid
+
+    def _ask(self, request: bytes) -> int:
         deadline = time.monotonic() + PATIENCE_S
         try:
             if _unread_bytes(self.ends[1]):
                 raise AnchorLostError("it answers unasked")
-            # An anchor of an earlier version, which comes back with its checkpoint, knows no key.
-            view = memoryview(f"{self._key} {line}\n".lstrip(" ").encode("latin-1"))
+            view = memoryview(request)
             while view:
                 view = view[os.write(self.ends[0], view) :]
             poll = select.poll()
@@ -245,10 +273,127 @@ class Anchor:
         except OSError as error:
             raise AnchorLostError(str(error)) from error
         answer, _, self._buffer = self._buffer.partition(b"\n")
-        # The agent may have written to the anchor's pipe through /proc. What is no number is not trusted.
+        # The agent may have written to the pipe of a bash through /proc. What is no number is not trusted.
         if not answer.isdigit():
             raise AnchorLostError("it answers nonsense")
-        return answer.decode()
+        return int(answer)
+
+
+class BashAnchor(Anchor):
+    """The sandbox's bash as the anchor.
+
+    Attributes:
+        key: What each line begins with; empty for an anchor of an earlier version, which knows none.
+    """
+
+    hidden = False
+    key = ""
+
+    @classmethod
+    def start(cls) -> Self:
+        """Start an anchor. 0.1 ms, and a millisecond of the anchor's own.
+
+        Raises:
+            OSError: No process can be started.
+        """
+        anchor = cls._start(BASH, ["anchor", "--noprofile", "--norc", "-c", _BASH_LOOP])
+        anchor.key = os.urandom(8).hex()
+        # Where bash is gone, nobody reads it, and the first request fails.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(anchor.ends[0], anchor.key.encode() + b"\n")
+        return anchor
+
+    @classmethod
+    def adopt(cls, remembered: Mapping[str, Any], ends: tuple[int, int]) -> Self:
+        """Return our end of an anchor that was restored; see `adopted_anchor`."""
+        anchor = cls(remembered["pid"], ends)
+        anchor.key = remembered.get("key", "")
+        return anchor
+
+    def remember(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep; a disk format. The key is in it."""
+        return {**super().remember(), "key": self.key}
+
+    def _line(self, text: str) -> bytes:
+        return f"{self.key} {text}\n".lstrip(" ").encode("latin-1")
+
+    def _request_on_kit(self, kit: ShellKit, environment: Mapping[str, str]) -> bytes:
+        kit.write_exports(_exports(environment).encode("latin-1"))
+        return self._line("kit")
+
+    def _request(self, environment: Mapping[str, str], paths: Mapping[int, str], program: str) -> bytes:
+        redirections = " ".join(f"{number}{_sign(number)}{path}" for number, path in paths.items())
+        return self._line(
+            f"( {_exports(environment)}exec {redirections}; echo $BASHPID >&4; "
+            f"exec 3<&- 4>&- {_CLOSE_KIT}; {_bash(_quoted_line(program))} ) &"
+        )
+
+    def _request_to_close(self) -> bytes:
+        return self._line(f"exec {_CLOSE_KIT}; echo 0 >&4")
+
+    def _request_for_status(self, pid: int) -> bytes:
+        return self._line(f"wait {pid}; echo $? >&4")
+
+
+class NativeAnchor(Anchor):
+    """The program `linux/anchor.c` as the anchor."""
+
+    hidden = True
+
+    @classmethod
+    def start(cls, program: str = spawn.ANCHOR) -> Self:
+        """Start an anchor. 0.2 ms.
+
+        Args:
+            program: Its path in the sandbox.
+
+        Raises:
+            OSError: No process can be started.
+        """
+        # An anchor that is started beside the agent's processes could be entered before it hides.
+        alone = not processes.list_processes()
+        anchor = cls._start(program, ["anchor"])
+        anchor.stays = alone
+        return anchor
+
+    def remember(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep; a disk format. The program's digest is in it."""
+        return {**super().remember(), "program": spawn.anchor_digest()}
+
+    def _request_on_kit(self, kit: ShellKit, environment: Mapping[str, str]) -> bytes:  # noqa: ARG002
+        return self._request(environment, _KIT_PATHS, session_texts.START)
+
+    def _request(self, environment: Mapping[str, str], paths: Mapping[int, str], program: str) -> bytes:
+        files = [f"{_sign(number)}{number:02}{path}" for number, path in paths.items()]
+        arguments = [f"a{word}" for word in ("bash", "--noprofile", "--norc", "-c", program, "bash")]
+        # As if a bash had exported them: another one would take options and functions from the rest.
+        variables = [f"e{name}={value}" for name, value in environment.items() if _EXPORTABLE.fullmatch(name)]
+        return _packed([*files, *arguments, *variables])
+
+    def _request_to_close(self) -> bytes:
+        return _packed(["c"])
+
+    def _request_for_status(self, pid: int) -> bytes:
+        return _packed([f"w{pid}"])
+
+
+def start_anchor() -> Anchor:
+    """Start an anchor with the program that there is.
+
+    Raises:
+        OSError: No process can be started.
+    """
+    return NativeAnchor.start() if os.access(spawn.ANCHOR, os.X_OK) else BashAnchor.start()
+
+
+def adopted_anchor(remembered: Mapping[str, Any], ends: tuple[int, int]) -> Anchor:
+    """Return our end of an anchor that was restored.
+
+    Args:
+        remembered: What `Anchor.remember` returned before the checkpoint.
+        ends: Our descriptors of its new pipes.
+    """
+    return NativeAnchor(remembered["pid"], ends) if "program" in remembered else BashAnchor.adopt(remembered, ends)
 
 
 def _unread_bytes(pipe: int) -> int:
@@ -256,7 +401,12 @@ def _unread_bytes(pipe: int) -> int:
     return size
 
 
-def exports(environment: Mapping[str, str]) -> str:
+def _packed(texts: Sequence[str]) -> bytes:
+    body = b"".join(os.fsencode(text) + b"\0" for text in texts)
+    return struct.pack("=II", len(body), len(texts)) + body
+
+
+def _exports(environment: Mapping[str, str]) -> str:
     """Return a line of bash that exports variables."""
     return "".join(f"export {name}={_quoted_line(value)}; " for name, value in environment.items())
 

@@ -20,7 +20,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sandboxes.guest.anchor import Anchor
+from sandboxes.guest.anchor import Anchor, adopted_anchor
 from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
 from sandboxes.guest.local_servers import new_pipes as new_server_pipes
 from sandboxes.guest.local_shells import LocalShell
@@ -105,7 +105,7 @@ class Restoring:
         os.close(self._last_pid)
         shells = zip(checkpoint["shells"], self._shell_ends, strict=True)
         return Restored(
-            Anchor(checkpoint["anchor"]["pid"], self._anchor_ends, checkpoint["anchor"].get("key", "")),
+            adopted_anchor(checkpoint["anchor"], self._anchor_ends),
             [LocalShell.adopt(remembered, ends) for remembered, ends in shells],
             self._servers,
             self._server_ends,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError, exports
+from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError, start_anchor
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders, restore_script
 from sandboxes.guest.process_io import death_of
@@ -19,7 +19,7 @@ from sandboxes.guest.shell_kit import TEXTS, ShellKit, new_pipes, new_text, writ
 from sandboxes.guest.shell_pool import READY_S, Shells
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
-from sandboxes.linux.live_state import settings
+from sandboxes.linux.live_state import passed_on, settings
 from sandboxes.linux.processes import open_descriptors
 from sandboxes.shell_text import Jobs, ShellSession
 
@@ -78,9 +78,9 @@ class LocalShell(Shell):
         cls, anchor: Anchor, kit: ShellKit, name: str, session: ShellSession | None, script: bytes,
         environment: dict[str, str],
     ) -> "LocalShell":  # fmt: skip
-        ours = kit.lend(script, exports(environment).encode("latin-1"))
+        ours = kit.lend(script)
         try:
-            shell = cls(name, session, anchor.spawn_on_kit(), ours)
+            shell = cls(name, session, anchor.start_on_kit(environment), ours)
         except AnchorLostError:
             close_all(ours.values())
             raise
@@ -98,7 +98,7 @@ class LocalShell(Shell):
         # comes.
         theirs[0] = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            pid = anchor.spawn(environment, theirs)
+            pid = anchor.start_on(environment, theirs)
             # Each call rewrites the command's text, so it stays open here.
             ours[session_texts.COMMAND_FD] = os.dup(theirs[session_texts.COMMAND_FD])
             return cls(name, session, pid, ours)
@@ -210,6 +210,11 @@ class LocalShells(Shells):
         """The anchor's process, if there is one."""
         return set() if self.anchor is None else {self.anchor.pid}
 
+    @property
+    def hidden_pids(self) -> set[int]:
+        """The anchor's process, if it hides."""
+        return self.anchor_pids if self.anchor is not None and self.anchor.hidden else set()
+
     def reap(self) -> None:
         """Collect processes that ended as children of pid 1, because their anchor was gone."""
         # The kernel gives orphans to pid 1, which has to wait for them (wait(2)). Their codes are kept for `status_of`.
@@ -274,15 +279,20 @@ class LocalShells(Shells):
 
     def watch_anchor(self) -> None:
         """Note how often the anchor has run: it sleeps while a command runs, unless it collects an orphan. 0.03 ms."""
-        self._anchor_runs = self._runs_of_anchor()
+        if self.anchor is not None and not self.anchor.hidden:
+            self._anchor_runs = self._runs_of_anchor()
 
     def anchor_was_touched(self) -> bool:
         """Return whether a command may have changed the anchor, from which all later shells are forked.
 
-        A command can write bash to its pipe, trace it, or change its limits and scheduling. 0.1 ms.
+        A command can change its limits and scheduling. It can also write bash to the pipe of a bash, and trace that.
+        0.1 ms.
         """
         if (anchor := self.anchor) is None:
             return False
+        if anchor.hidden:
+            changed = passed_on(anchor.pid) != passed_on(os.getpid())
+            return changed or anchor.has_unread or processes.is_stopped(anchor.pid)
         noted, self._anchor_runs = self._anchor_runs, {}
         ran = bool(noted) and self._runs_of_anchor() != noted
         return ran or anchor.has_unread or settings(anchor.pid) != settings(os.getpid())
@@ -301,13 +311,18 @@ class LocalShells(Shells):
         return self.anchor is not None
 
     def end(self) -> None:
-        """Kill all shells and the anchor, because none may hold files of layers that are about to change."""
+        """Kill all shells, because none may hold files of layers that are about to change, and the anchor if it may."""
         # The shells before the anchor: its children would become children of pid 1 otherwise.
         shells = list(self)
         self._end(shells)
-        self._drop_anchor()
         for shell in shells:
             super().forget(shell)
+        if (anchor := self.anchor) is None:
+            return
+        if (kit := anchor.kit) is not None:
+            kit.lent = False
+        if not (anchor.stays and kit is not None and kit.is_as_made() and not self.anchor_was_touched()):
+            self._drop_anchor()
 
     @staticmethod
     def _end(shells: Sequence[Shell]) -> None:
@@ -331,12 +346,12 @@ class LocalShells(Shells):
         return {"anchor": self.anchor.remember(), "shells": [shell.remember() for shell in self]}
 
     def launch(self, environment: dict[str, str], fds: dict[int, int], program: str) -> int:
-        """Start a program under the anchor; see `Anchor.spawn`.
+        """Start a program under the anchor; see `Anchor.start_on`.
 
         Raises:
             ShellStartError: No process can be started, or bash is gone.
         """
-        return self._under_the_anchor(lambda anchor: anchor.spawn(environment, fds, program))
+        return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program))
 
     def _start(self, name: str, session: ShellSession | None) -> Shell:
         # A session that is not new brings its own variables in its script.
@@ -361,7 +376,7 @@ class LocalShells(Shells):
     def _ready_anchor(self) -> Anchor:
         if self.anchor is None:
             try:
-                self.anchor = Anchor.start()
+                self.anchor = start_anchor()
             except OSError as error:
                 raise ShellStartError(f"no process can be started in this sandbox: {error.strerror}") from error
         return self.anchor

@@ -101,19 +101,21 @@ class ShellKit:
         """Return whether the pipes are empty, and as they were made. 0.02 ms."""
         return self._facts() == self._made
 
-    def lend(self, script: bytes, exports: bytes) -> dict[int, int]:
+    def write_exports(self, exports: bytes) -> None:
+        """Write the lines of bash that export the variables which the next shell is born with."""
+        _write(self.theirs[EXPORTS], exports)
+
+    def lend(self, script: bytes) -> dict[int, int]:
         """Write the texts for the next shell.
 
         Args:
             script: What it sources to become its session.
-            exports: Lines of bash that export the variables which it is born with.
 
         Returns:
             New descriptors of our ends and of the command's text, by the shell's descriptor numbers.
         """
         self.lent = True
         write_texts(self.theirs, script)
-        _write(self.theirs[EXPORTS], exports)
         ends = {**self.ours, session_texts.COMMAND_FD: self.theirs[session_texts.COMMAND_FD]}
         return {number: os.dup(fd) for number, fd in ends.items()}
 

@@ -77,6 +77,11 @@ class Shells(ABC):
     def anchor_pids(self) -> set[int]:
         """The processes that start the shells."""
 
+    @property
+    def hidden_pids(self) -> set[int]:
+        """Those of `anchor_pids` that nobody in the sandbox can look into. The agent cannot open their descriptors."""
+        return set()
+
     @abstractmethod
     def reap(self) -> None:
         """Collect processes that ended as children of the supervisor."""

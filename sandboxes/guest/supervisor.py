@@ -176,7 +176,7 @@ class Supervisor:
         return watch
 
     def _pids(self) -> list[int]:
-        return [pid for pid, _ in self._platform.living()]
+        return [pid for pid, _ in self._platform.living() if pid not in self.shells.hidden_pids]
 
     def _takes_too_much(self) -> bool:
         """Return whether what survives holds what the machine has none left of."""
@@ -242,7 +242,8 @@ class Supervisor:
             live.close()
             live = None
         if live is None and runs:
-            live = LiveState(runs, shells, self._platform.proc_directory, self._sockets)
+            hidden, directory = self.shells.hidden_pids, self._platform.proc_directory
+            live = LiveState(runs, shells, directory, self._sockets, hidden=hidden)
         self._live = live
         return live
 

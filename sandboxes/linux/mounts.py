@@ -17,6 +17,7 @@ import os
 import stat
 
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.spawn import ANCHOR, anchor_program
 
 _PROC_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
 _DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
@@ -137,6 +138,10 @@ def _fill_dev(nodes: dict[str, int]) -> None:
     )
     for name, target in {**_LINKS, "shm": SHARED_MEMORY}.items():
         os.symlink(target, f"dev/{name}")  # noqa: PTH211
+    if program := anchor_program():
+        fd = os.open(f".{ANCHOR}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o755)
+        os.write(fd, program)
+        os.close(fd)
     # Read-only from here on: whatever a call leaves must be in the overlay.
     remount_read_only("dev", kernel.MS_NOSUID)
 

@@ -154,6 +154,12 @@ def ran_between(before: dict[Process, int], after: dict[Process, int]) -> bool:
     return any(after[process] < 0 or after[process] != before[process] for process in before.keys() & after)
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped by a signal, or traced (proc_pid_stat(5))."""
+    fields = _stat(pid)
+    return fields is not None and fields[_STATE] in {b"T", b"t"}
+
+
 def reap() -> dict[int, int]:
     """Collect the children that have ended; return their exit codes by pid, 128 + number for a signal."""
     exit_codes: dict[int, int] = {}

@@ -7,6 +7,8 @@ this module forks.
 """
 
 import ctypes
+import functools
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +16,11 @@ from sandboxes.linux import syscalls as kernel
 
 LIBRARY = f"{os.path.dirname(__file__)}/libvfork.so"  # noqa: PTH120 - pathlib is not loaded in pid 1
 """The native helper. `hatch_build.py` compiles it."""
+ANCHOR = "/dev/.anchor"
+"""Where a local sandbox has the program of `anchor.c`, if that was compiled. /dev is read-only there, and no layer."""
+_ANCHOR_SOURCE = f"{os.path.dirname(__file__)}/anchor.elf"  # noqa: PTH120
+_SAME_MACHINE = slice(0, 6), slice(18, 20)
+"""The bytes of a program's header that tell its word size, byte order and machine (elf(5))."""
 _FAILED = 127
 """The exit code of a program that cannot be executed, as shells report it."""
 Spawn = Callable[[str, Sequence[str], Mapping[int, int]], int]
@@ -75,3 +82,20 @@ def native_leader(library: str) -> Spawn | None:
 
 
 _spawn = native_leader(LIBRARY) or fork_leader
+
+
+@functools.cache
+def anchor_program(path: str = _ANCHOR_SOURCE) -> bytes:
+    """Return the program of `anchor.c`; empty if it was not compiled, or for another machine. Read once."""
+    try:
+        with open(path, "rb") as file, open("/proc/self/exe", "rb") as own:  # noqa: PTH123
+            program, header = file.read(), own.read(20)
+    except OSError:
+        return b""
+    return program if all(program[part] == header[part] for part in _SAME_MACHINE) else b""
+
+
+@functools.cache
+def anchor_digest() -> str:
+    """Return a digest of the program of `anchor.c`: a checkpoint can be restored with the same program only."""
+    return hashlib.blake2b(anchor_program(), digest_size=16).hexdigest()

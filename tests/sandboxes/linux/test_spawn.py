@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hatch_build import HELPER, compile_helper
-from sandboxes.linux.spawn import Spawn, fork_leader, native_leader
+from hatch_build import ANCHOR_SOURCE, COMPILED, FLAGS, HELPER, compile_helper
+from sandboxes.linux.spawn import Spawn, anchor_program, fork_leader, native_leader
 
 REPOSITORY = Path(__file__).parents[3]
 CAT = "/bin/cat"
@@ -146,16 +146,21 @@ def test_building_needs_no_compiler(compiler: str, tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
-def test_source_compiles_without_warnings(library: Path) -> None:
-    command = [
-        "cc",
-        "-O2",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-shared",
-        "-fPIC",
-        "-o",
-        str(library.with_name("strict.so")),
-    ]
-    subprocess.run([*command, str(REPOSITORY / HELPER)], check=True)
+@pytest.mark.parametrize(("source", "target"), COMPILED.items(), ids=["library", "program"])
+def test_source_compiles_without_warnings(library: Path, source: Path, target: Path) -> None:  # noqa: ARG001 - for the skip
+    with TemporaryDirectory(prefix="forkpoint-helper-") as folder:
+        command = ["cc", *FLAGS[target.suffix], "-Wall", "-Wextra", "-Werror", "-o", f"{folder}/out"]
+        subprocess.run([*command, str(REPOSITORY / source)], check=True)
+
+
+def test_anchor_of_another_machine_is_not_used(tmp_path: Path) -> None:
+    program = tmp_path / "anchor.elf"
+    assert anchor_program(str(program)) == b""
+    if not compile_helper(REPOSITORY / ANCHOR_SOURCE, program):
+        pytest.skip("no C compiler works here")
+    compiled = program.read_bytes()
+    anchor_program.cache_clear()
+    assert anchor_program(str(program)) == compiled
+    program.write_bytes(compiled[:18] + b"??" + compiled[20:])
+    anchor_program.cache_clear()
+    assert anchor_program(str(program)) == b""

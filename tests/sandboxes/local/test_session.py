@@ -10,6 +10,7 @@ from sandboxes.calls import ToolCall
 from sandboxes.driver import Driver, Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError
+from sandboxes.linux.spawn import anchor_program
 from sandboxes.spec import EnvironmentSpec, Limits
 from tests.sandboxes.box import in_sandbox, local_driver, opened, ran, run
 from tests.sandboxes.session_contract import SessionContract
@@ -163,6 +164,32 @@ def test_changed_pipes_are_not_the_next_shells(data_dir: Path) -> None:
         for change in ("chmod 600 /dev/stdout", "chown 7 /dev/stderr"):
             await run(sandbox, change)
             assert (await run(sandbox, shows)).printed == before.printed
+
+    in_sandbox(data_dir, test)
+
+
+def test_touched_anchor_does_not_stay_over_changes(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        before = await run(sandbox, "ulimit -n")
+        for touch in ("prlimit --pid $PPID --nofile=50", "kill -STOP $PPID"):
+            await run(sandbox, f"{touch}; date +%N >> /tmp/changed")
+            assert (await run(sandbox, "ulimit -n")).printed == before.printed
+
+    in_sandbox(data_dir, test)
+
+
+@pytest.mark.skipif(not anchor_program(), reason="no C compiler has made the anchor")
+def test_anchor_stays_over_changes_and_nothing_enters_it(data_dir: Path) -> None:
+    """A process that could enter it would hold files of layers that are sealed by now."""
+    trace = "import ctypes, os; print(ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0))"
+
+    async def test(sandbox: Sandbox) -> None:
+        before = (await run(sandbox, "echo $PPID; touch /tmp/changed")).out
+        assert (await run(sandbox, f'echo $PPID; exec python3 -c "{trace}"')).out == f"{before}-1\n"
+        for name in ("fd/1", "cwd", "root", "exe"):
+            assert (await run(sandbox, f"readlink /proc/$PPID/{name}")).code == 1
+        for name in ("mem", "fd/3", "maps", "environ"):
+            assert "denied" in (await run(sandbox, f": <>/proc/$PPID/{name} || head -c1 /proc/$PPID/{name}")).err
 
     in_sandbox(data_dir, test)
 

@@ -1,0 +1,152 @@
+"""The anchor: one contract for the program of ours and for bash."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from hatch_build import ANCHOR_SOURCE, compile_helper
+from sandboxes.guest.anchor import Anchor, AnchorLostError, BashAnchor, NativeAnchor, adopted_anchor
+from sandboxes.guest.bash import session as session_texts
+
+REPOSITORY = Path(__file__).parents[3]
+_PATIENCE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[str]:
+    """The native anchor, compiled from its source."""
+    with TemporaryDirectory(prefix="forkpoint-anchor-") as folder:
+        path = Path(folder) / "anchor.elf"
+        if not compile_helper(REPOSITORY / ANCHOR_SOURCE, path):
+            pytest.skip("no C compiler works here")
+        yield str(path)
+
+
+@pytest.fixture(params=["native", "bash"])
+def anchor(request: pytest.FixtureRequest) -> Iterator[Anchor]:
+    if request.param == "bash":
+        started: Anchor = BashAnchor.start()
+    else:
+        started = NativeAnchor.start(request.getfixturevalue("program"))
+    yield started
+    started.close()
+
+
+@contextmanager
+def output_of(anchor: Anchor, program: str, environment: Mapping[str, str] = {}) -> Iterator[tuple[int, int]]:
+    """Start a program that prints to a pipe; yield its pid and our end."""
+    null, (reading, writing) = os.open("/dev/null", os.O_RDONLY), os.pipe()
+    try:
+        pid = anchor.start_on(environment, {0: null, 1: writing, 2: writing}, program)
+        os.close(writing)
+        yield pid, reading
+    finally:
+        os.close(reading)
+        os.close(null)
+
+
+def printed(anchor: Anchor, program: str, environment: Mapping[str, str] = {}) -> str:
+    """Return what a program prints until it has ended well."""
+    with (
+        output_of(anchor, program, environment) as (pid, reading),
+        os.fdopen(os.dup(reading), errors="surrogateescape") as output,
+    ):
+        text = output.read()
+        assert anchor.wait(pid) == 0, text
+    return text
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come true"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(("text", "code"), [("exit 7", 7), ("kill -9 $$", 137), ("exec /nowhere 2>/dev/null", 127)])
+def test_exit_code_is_told_once_it_is_known(anchor: Anchor, code: int, text: str) -> None:
+    with output_of(anchor, text) as (pid, _):
+        assert anchor.wait(pid) == code
+
+
+def test_unknown_process_has_ended_with_127(anchor: Anchor) -> None:
+    assert anchor.wait(os.getpid()) == 127
+
+
+def test_process_has_what_it_was_given_and_no_more(anchor: Anchor) -> None:
+    """A shell passes on a variable with any bytes, but neither functions nor its own options."""
+    odd = "two\nlines '\"$x`\udcff"
+    given = {"ODD": odd, "BASH_FUNC_f%%": "() { echo; }", "SHELLOPTS": "xtrace", "PATH": os.environ["PATH"]}
+    program = 'printf %s "$ODD"; cd /proc/self/fd; echo; echo *; tr "\\0" " " </proc/$$/cmdline; :'
+    shown = printed(anchor, program, given)
+    assert odd in shown
+    *_, numbers, command = shown.splitlines()
+    # 3 is the directory of the pattern itself.
+    assert numbers.split() in (["0", "1", "2"], ["0", "1", "2", "3"])
+    assert command == f"bash --noprofile --norc -c {program} bash "
+    assert "f ()" not in printed(anchor, "declare -f", given)
+
+
+def test_process_leads_a_group_and_its_parent_is_the_anchor(anchor: Anchor) -> None:
+    """No signal is blocked or ignored in it."""
+    shown = printed(anchor, "echo $$ $PPID; ps -o pgid= $$; grep -E '^Sig(Blk|Ign)' /proc/$$/status")
+    pid, parent, group, *masks = shown.split()
+    assert (group, int(parent)) == (pid, anchor.pid)
+    assert {int(mask, 16) for mask in masks[1::2]} == {0}
+
+
+def test_orphans_are_the_anchors_and_are_collected(anchor: Anchor) -> None:
+    with output_of(anchor, "(sleep 1000 >&- 2>&- & echo $!)") as (pid, reading):
+        orphan = int(os.read(reading, 16))
+        assert anchor.wait(pid) == 0
+        until(lambda: parent_of(orphan) == anchor.pid)
+        os.kill(orphan, signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{orphan}").exists())
+
+
+def test_shell_on_the_kit_runs_commands(anchor: Anchor) -> None:
+    """It goes on when the anchor has closed the kit, for which a checkpoint cannot wait."""
+    kit = anchor.kit
+    assert kit is not None
+    ours = kit.lend(b":\n")
+    pid = anchor.start_on_kit({"GIVEN": "variable"})
+    anchor.close_kit()
+    assert anchor.kit is None
+    os.pwrite(ours[session_texts.COMMAND_FD], b"echo $GIVEN; exit 4", 0)
+    os.write(ours[session_texts.GO_FD], b"\n")
+    os.set_blocking(ours[1], True)
+    assert os.read(ours[1], 64) == b"variable\n"
+    assert anchor.wait(pid) == 4
+    held = {path.name for path in Path(f"/proc/{anchor.pid}/fd").iterdir()}
+    assert not {str(number) for number in range(40, 48)} & held
+    for fd in ours.values():
+        os.close(fd)
+
+
+def test_lost_anchor_is_reported(anchor: Anchor) -> None:
+    os.kill(anchor.pid, signal.SIGKILL)
+    with pytest.raises(AnchorLostError):
+        printed(anchor, "echo")
+
+
+def test_restored_anchor_is_spoken_to_as_it_understands(anchor: Anchor) -> None:
+    again = adopted_anchor(anchor.remember(), anchor.ends)
+    assert printed(again, "echo hello") == "hello\n"
+    assert not again.stays
+
+
+def test_anchor_beside_processes_does_not_stay(program: str) -> None:
+    """They could have entered it before it hid. Beside this test there are always some."""
+    anchor = NativeAnchor.start(program)
+    assert not anchor.stays
+    anchor.close()
