@@ -86,8 +86,33 @@ class UvicornTransport:
         return getattr(self._transport, name)
 
 
+class HeadersOnly(HttpToolsProtocol):
+    """uvicorn's protocol, which adds trailers to the headers of a request that the application may be reading.
+
+    A trailer is no header (RFC 9110, 6.5). It could otherwise name a rollout or show a token behind the back of a
+    reverse proxy that checks headers, and `RequestReader` would give the same request another meaning.
+    """
+
+    _has_head = False
+
+    def on_message_begin(self) -> None:
+        """Expect the headers of a request."""
+        self._has_head = False
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header, but no trailer."""
+        if not self._has_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to handle the request."""
+        self._has_head = True
+        super().on_headers_complete()
+
+
 class UvicornEnd:
-    """An unmodified uvicorn protocol, which is made when uvicorn gets the first request of a connection."""
+    """A uvicorn protocol, which is made when uvicorn gets the first request of a connection."""
 
     def __init__(
         self,
@@ -109,7 +134,7 @@ class UvicornEnd:
         self._transport = UvicornTransport(connection, transport, asyncio.get_running_loop())
         self._config, self._server_state = config, server_state
         self._app_state, self._connection = app_state, connection
-        self._protocol: HttpToolsProtocol | None = None
+        self._protocol: HeadersOnly | None = None
 
     def begin(self, held: bytes, *, is_writable: bool) -> bool:
         """Give uvicorn the connection and what has come on it; return whether it has begun to handle a request.
@@ -121,7 +146,7 @@ class UvicornEnd:
         if self._protocol is None:
             # The scope's `state` is the only thing that uvicorn passes from a connection to its application.
             state = {**self._app_state, CONNECTION: self._connection}
-            self._protocol = HttpToolsProtocol(self._config, self._server_state, state)
+            self._protocol = HeadersOnly(self._config, self._server_state, state)
             self._protocol.connection_made(cast("asyncio.Transport", self._transport))
             # asyncio reports a full buffer once, before this protocol existed, so it has to learn of it here.
             if not is_writable:

@@ -163,6 +163,16 @@ def test_chunked_request_is_one_request(proxy: Running) -> None:
         assert answer.json()["stdout"] == "/root\n"
 
 
+def test_trailers_name_no_rollout(proxy: Running) -> None:
+    """A reverse proxy in front checks headers only, and the hit path knows no trailers."""
+    head = b"POST /e/shell/exec HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n"
+    names = b"x-forkpoint-task: trailing\r\nx-forkpoint-rollout: r\r\n"
+    body = b'12\r\n{"command": "pwd"}\r\n0\r\n'
+    assert b" 200 " in talk(proxy, head + names + b"connection: close\r\n\r\n" + body + b"\r\n")
+    refused = talk(proxy, head + b"connection: close\r\n\r\n" + body + names + b"\r\n")
+    assert refused.startswith(b"HTTP/1.1 4"), refused
+
+
 def test_pipelined_requests_are_answered_in_order(proxy: Running) -> None:
     for command in (b"pwd", b"cat f", b"echo 1 > f"):
         proxy.exec("warm", command.decode(), task="pipeline")
