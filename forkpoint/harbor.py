@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import yaml
 from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkMode
 
 from forkpoint.client import AsyncClient, AsyncRollout
+from forkpoint.compose_file import ComposeFileError, spec_of
 from forkpoint.errors import ForkpointError
 from forkpoint.own_shell import line_of
 
@@ -44,7 +46,8 @@ class ForkpointEnvironment(BaseEnvironment):
         Args:
             args: What Harbor passes.
             url: The proxy's URL; None for FORKPOINT_URL, or the proxy on this machine.
-            spec: The environment, as `docs/tasks.md` describes it; None for a container of the task's `docker_image`.
+            spec: The environment, as `docs/tasks.md` describes it; None for what the task's `docker-compose.yaml` says,
+                else for a container of the task's `docker_image`.
             offline: Whether a task that may use the network is run without one.
             labels: Labels of the rollout, such as `run`.
             kwargs: What else Harbor passes.
@@ -73,11 +76,14 @@ class ForkpointEnvironment(BaseEnvironment):
             )
         compose = self.environment_dir / "docker-compose.yaml"
         if self._spec is None and compose.exists():
-            # Without its services the task would be another one.
-            raise ValueError(
-                f"This task has several containers ({compose.name}). Write its services into a spec (docs/services.md) "
-                'and pass it: --environment-kwarg spec=\'{"driver": "container", "services": …}\'.'
-            )
+            # Its services become those of the sandbox: without them the task would be another one.
+            try:
+                self._spec = spec_of(yaml.safe_load(compose.read_text()), self.task_env_config.docker_image)
+            except (ComposeFileError, yaml.YAMLError) as error:
+                raise ValueError(
+                    f"{compose.name} of this task cannot be a sandbox: {error} Or pass a spec with services "
+                    '(docs/services.md): --environment-kwarg spec=\'{"driver": "container", "services": …}\'.'
+                ) from error
         if self._spec is None and not self.task_env_config.docker_image:
             raise ValueError(
                 "This task names no image ([environment] docker_image). Build its Dockerfile, and pass "

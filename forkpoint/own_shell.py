@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 
 _RUNUSER = "/usr/sbin/runuser"
 """By its absolute path, because a command may have changed what `PATH` finds."""
+_ROOT = ("root", "0")
+"""What harnesses call the user root."""
 
 
 def line_of(
@@ -32,11 +34,16 @@ def line_of(
         stdin_path: Path of a file in the sandbox that is its standard input; None for an empty one.
     """
     words = list(argv)
-    if user is not None:
+    if user is not None and user not in _ROOT:
         words = [_RUNUSER, "-u", user, "--", *words]
     steps = [] if cwd is None else [f"cd -- {shlex.quote(cwd)}"]
     steps += [f"export {name}={shlex.quote(value)}" for name, value in sorted((env or {}).items())]
-    steps.append(f"exec {shlex.join(words)} <{_input(stdin, stdin_path)}")
+    before = ""
+    if user in _ROOT:
+        # Most shells are root's already, and small images have no runuser. Nothing can change EUID in bash.
+        steps.append(f"set -- && {{ ((EUID == 0)) || set -- {_RUNUSER} -u root --; }}")
+        before = '"$@" '
+    steps.append(f"exec {before}{shlex.join(words)} <{_input(stdin, stdin_path)}")
     return f"({' && '.join(steps)})"
 
 

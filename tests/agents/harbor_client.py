@@ -1,6 +1,7 @@
 """Harbor runs trials of one task with Forkpoint's provider, a scripted agent and its own verifier.
 
-argv: the proxy's URL, a directory, and for each trial the agent's commands, as a JSON list. Prints for each trial what
+argv: the proxy's URL, a directory, for each trial the agent's commands, as a JSON list, and the task's compose file or
+an empty text. Prints for each trial what
 the agent was shown, and the reward.
 """
 
@@ -51,9 +52,9 @@ def task(folder: Path, environment: str = "") -> None:
 
 
 async def compose_is_refused(url: str, folder: Path) -> None:
-    """A task with several containers does not run as one of them; a spec names its services."""
+    """A task whose services cannot be those of a sandbox does not run without them."""
     task(folder, '[environment]\ndocker_image = "main"\n')
-    (folder / "environment" / "docker-compose.yaml").write_text("services: {main: {}, db: {image: db}}\n")
+    (folder / "environment" / "docker-compose.yaml").write_text("services: {main: {}, db: {build: .}}\n")
     environment = EnvironmentConfig(
         import_path="forkpoint.harbor:ForkpointEnvironment", kwargs={"url": url, "offline": True}
     )
@@ -70,9 +71,11 @@ async def compose_is_refused(url: str, folder: Path) -> None:
     assert "docs/services.md" in refusal, refusal
 
 
-async def trial(url: str, folder: Path, number: int, commands: list[str]) -> list[Any]:
+async def trial(url: str, folder: Path, number: int, commands: list[str], *, compose: bool) -> list[Any]:
+    # An empty spec is the default environment of the proxy.
+    spec: dict[str, Any] = {} if compose else {"spec": {}}
     environment = EnvironmentConfig(
-        import_path="forkpoint.harbor:ForkpointEnvironment", kwargs={"url": url, "spec": {}, "offline": True}
+        import_path="forkpoint.harbor:ForkpointEnvironment", kwargs={"url": url, "offline": True, **spec}
     )
     agent = AgentConfig(import_path=f"{Path(__file__).stem}:Scripted", kwargs={"commands": commands})
     config = TrialConfig(
@@ -86,11 +89,14 @@ async def trial(url: str, folder: Path, number: int, commands: list[str]) -> lis
     return [shown, result.verifier_result.rewards, output]
 
 
-async def main(url: str, folder: Path, group: list[list[str]]) -> list[Any]:
+async def main(url: str, folder: Path, group: list[list[str]], compose: str) -> list[Any]:
     task(folder / "task")
-    await compose_is_refused(url, folder / "compose")
-    return [await trial(url, folder, number, commands) for number, commands in enumerate(group)]
+    if compose:
+        (folder / "task" / "environment" / "docker-compose.yaml").write_text(compose)
+    else:
+        await compose_is_refused(url, folder / "compose")
+    return [await trial(url, folder, number, commands, compose=bool(compose)) for number, commands in enumerate(group)]
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])))))
+    print(json.dumps(asyncio.run(main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]))))

@@ -8,6 +8,7 @@ from typing import Any
 from tests.agents.clients import newer_python, packages, run
 from tests.agents.serving import real_proxy
 from tests.machine import require_sandboxes
+from tests.sandboxes.docker import AGENT_IMAGE, BASH_IMAGE, make_agent_image, require_docker
 
 
 def test_harbor_trials_share_their_prefix(tmp_path: Path) -> None:
@@ -23,7 +24,7 @@ def test_harbor_trials_share_their_prefix(tmp_path: Path) -> None:
     group = [[draw, "touch mine"], [draw, "touch mine"], [draw, "cat drawn; ls"]]
     with real_proxy() as proxy:
         first, second, third = run(
-            place, "harbor_client.py", proxy.url, str(tmp_path), json.dumps(group), python=python,
+            place, "harbor_client.py", proxy.url, str(tmp_path), json.dumps(group), "", python=python,
             env={"PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, "HOME": str(tmp_path)},
         )  # fmt: skip
         task = proxy.client.get("/api/v1/tasks").json()["items"][0]["task"]
@@ -40,3 +41,49 @@ def test_harbor_trials_share_their_prefix(tmp_path: Path) -> None:
     # What Harbor prepares, what the agent prepares, and the agent's first command.
     assert outcomes[2] == ["hit"] * 3 + ["miss"] * (len(outcomes[0]) - 3)
     assert all(row["finished"] for row in rollouts)
+
+
+COMPOSE = f"""
+services:
+  main:
+    image: {AGENT_IMAGE}
+    command: sleep infinity
+    volumes: [shared:/shared]
+    depends_on: [db]
+  db:
+    image: {BASH_IMAGE}
+    command:
+      - python3
+      - -c
+      - |
+        import socketserver
+        class Answer(socketserver.StreamRequestHandler):
+            def handle(self):
+                self.wfile.write(b"row " + open("/rows/count", "rb").read())
+        open("/rows/count", "w").write("0\\n")
+        socketserver.TCPServer(("0.0.0.0", 5432), Answer).serve_forever()
+    ports: ["15432:5432"]
+    volumes: [shared:/rows]
+volumes: {{shared: {{}}}}
+"""
+
+
+def test_harbor_task_with_a_compose_file(tmp_path: Path) -> None:
+    """The agent meets the service of the task's compose file, and the second trial makes only hits."""
+    require_docker()
+    make_agent_image()
+    python = newer_python()
+    place = packages("harbor==0.24.0", python=python)
+    path = f"{place}{os.pathsep}{Path(__file__).parents[2]}"
+    commands = ["cat </dev/tcp/db/5432; echo 1 >/shared/count", "cat </dev/tcp/db/5432 >drawn; cat drawn; touch mine"]
+    with real_proxy(containers=True) as proxy:
+        first, second = run(
+            place, "harbor_client.py", proxy.url, str(tmp_path), json.dumps([commands] * 2), COMPOSE, python=python,
+            env={"PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, "HOME": str(tmp_path)},
+        )  # fmt: skip
+        task = proxy.client.get("/api/v1/tasks").json()["items"][0]["task"]
+        rollouts: list[Any] = proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()["items"]
+        outcomes = [set(proxy.outcomes(task, row["rollout"])) for row in rollouts]
+    assert first[0] == [["row 0\n", None, 0], ["row 1\n", None, 0]]
+    assert (first[1], second) == ({"reward": 1.0}, first)
+    assert outcomes[1] == {"hit"}

@@ -1,5 +1,6 @@
 """Lines that run a command in a shell of its own: what bash makes of them."""
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -42,3 +43,11 @@ def test_input_is_empty_unless_given(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("from a file")
     assert bash(line_of(["cat"]), tmp_path) == bash(line_of(["cat"], stdin=b""), tmp_path) == f"{tmp_path}\n"
     assert bash(line_of(["cat"], stdin_path="in"), tmp_path) == f"from a file{tmp_path}\n"
+
+
+@pytest.mark.parametrize("user", ["root", "0"])
+def test_shell_of_root_needs_no_runuser(tmp_path: Path, user: str) -> None:
+    """Small images have none. The session's own arguments reach no command."""
+    line = line_of(["printf", "%s|", "a b", "c"], user=user).replace("/usr/sbin/runuser", "no-runuser")
+    done = subprocess.run(["bash", "-c", f'set -- x; {line}; echo "$1"'], cwd=tmp_path, capture_output=True, check=True)
+    assert done.stdout == (b"a b|c|x\n" if os.geteuid() == 0 else b"x\n")

@@ -1,0 +1,72 @@
+"""Compose files of tasks as specs: what is taken over, and what is refused because it would be another task."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from forkpoint.compose_file import ComposeFileError, spec_of
+from sandboxes.spec import EnvironmentSpec
+
+FILE = """
+services:
+  main:
+    build: .
+    command: ["sh", "-c", "sleep infinity"]
+    environment: [WHO=me]
+    working_dir: /app
+    volumes: [pages:/app/pages]
+    depends_on: [web]
+  web:
+    image: nginx:1.27
+    ports: ["8080:80"]
+    restart: always
+    environment: {MODE: "a$$b", SIZE: 3}
+    volumes: ["pages:/html", "own:/var/cache"]
+    depends_on: {db: {condition: service_healthy}, main: {condition: service_started}}
+  db:
+    image: postgres:16
+    command: postgres -c unix_socket_directories=
+    user: postgres
+    healthcheck: {test: ["CMD-SHELL", "pg_isready -h $$HOST"], interval: 1s}
+volumes: {pages: {}, own: {}}
+"""
+
+
+def test_compose_file_becomes_a_spec() -> None:
+    spec = EnvironmentSpec.model_validate(spec_of(yaml.safe_load(FILE), "task:1"))
+    assert (spec.driver, spec.image, spec.env, spec.workdir) == ("container", "task:1", {"WHO": "me"}, "/app")
+    assert spec.volumes == {"pages": {"web": "/html", "main": "/app/pages"}}
+    web, db = spec.services["web"], spec.services["db"]
+    assert (web.port, web.depends_on, web.environment) == (80, ("db",), {"MODE": "a$b", "SIZE": "3"})
+    assert (db.user, db.healthcheck, db.port) == ("postgres", ("CMD-SHELL", "pg_isready -h $HOST"), None)
+
+
+@pytest.mark.parametrize(
+    ("service", "why"),
+    [
+        ({"build": "."}, "has 'build'"),
+        ({}, "names no image"),
+        ({"image": "i", "privileged": True}, "has 'privileged'"),
+        ({"image": "i", "network_mode": "host"}, "has 'network_mode'"),
+        ({"image": "i", "volumes": ["./data:/data"]}, "no paths of the host"),
+        ({"image": "i", "volumes": ["data:/data:ro"]}, "no read-only volumes"),
+        ({"image": "i", "volumes": [{"type": "bind", "source": "/etc", "target": "/x"}]}, "no paths of the host"),
+        ({"image": "${IMAGE}"}, "uses a variable"),
+        ({"image": "i", "environment": ["TOKEN"]}, "without a value"),
+        ({"image": "i", "environment": {"TOKEN": None}}, "without a value"),
+        ({"image": "i", "depends_on": {"m": {"condition": "service_completed_successfully"}}}, "keep running"),
+    ],
+)
+def test_what_a_sandbox_cannot_be_is_refused(service: dict[str, Any], why: str) -> None:
+    with pytest.raises(ComposeFileError, match=why):
+        spec_of({"services": {"main": {"image": "task:1"}, "db": service}}, None)
+
+
+@pytest.mark.parametrize(
+    "file", [None, [], {}, {"services": []}, {"services": {"main": "x"}}, {"services": {"db": {"image": "i"}}}]
+)
+def test_malformed_file_is_refused(file: Any) -> None:
+    """Also a file without an image of the main container, if the task names none."""
+    with pytest.raises(ComposeFileError):
+        spec_of(file, None)
