@@ -7,14 +7,16 @@ restores states. It knows nothing of trees, rollouts or requests. Optional abili
 All methods are coroutines of one event loop. Blocking work belongs into threads or processes.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.effects import StateDigest
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,21 +200,40 @@ class Settling(Protocol):
         ...
 
 
+_FULFILS: dict[tuple[type, object], bool] = {}
+"""Which classes have the members of which protocols, as far as `fulfils` was asked."""
+
+
+def fulfils(thing: object, protocol: Callable[..., P]) -> TypeGuard[P]:
+    """Return whether a sandbox or a driver has the members of a protocol, which its class decides.
+
+    It takes 0.2 us. `isinstance` looks at all members at each call, for 20 us.
+
+    Args:
+        thing: The sandbox or the driver.
+        protocol: The protocol. Its type is that of a function, because mypy takes no protocol for a `type`.
+    """
+    key = type(thing), protocol
+    if (known := _FULFILS.get(key)) is None:
+        known = _FULFILS[key] = isinstance(thing, cast("type", protocol))
+    return known
+
+
 async def settle(sandbox: Sandbox) -> None:
     """Wait for what the last call left to do, if the sandbox is a `Settling` one."""
-    if isinstance(sandbox, Settling):
+    if fulfils(sandbox, Settling):
         await sandbox.settle()
 
 
 async def expect_order(sandbox: Sandbox, order: bytes | None) -> None:
     """Prepare a sandbox for a replay, if it is an `Ordering` one and the recorded call has an order."""
-    if order is not None and isinstance(sandbox, Ordering):
+    if order is not None and fulfils(sandbox, Ordering):
         await sandbox.expect_order(order)
 
 
 async def rest(sandbox: Sandbox, dwell_s: float) -> None:
     """Let a sandbox dwell at its state as long as the recorded rollout did, if it is a `Resting` one."""
-    if dwell_s > 0 and isinstance(sandbox, Resting):
+    if dwell_s > 0 and fulfils(sandbox, Resting):
         await sandbox.rest(dwell_s)
 
 

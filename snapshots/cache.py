@@ -142,7 +142,7 @@ class SnapshotCache:
         return self._store.get(node.snapshot)
 
     def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float) -> Snapshot:
-        """Write a frozen state to disk. Blocking; touches nothing but the store, so it may run in a thread.
+        """Write a frozen state to disk; see `SnapshotStore.save`.
 
         Raises:
             OSError: The disk is full or cannot be written.

@@ -128,8 +128,8 @@ class Capture(Generic[N]):
             tree.set_root_state(frozen.state)
             self._save_node(node)
         try:
-            # Some hundred microseconds of disk: in a thread, so that hits need not wait for them.
-            snapshot = await asyncio.to_thread(self._cache.save, frozen, tree=tree.id, node=node.id, cost_s=freeze_s)
+            # One file, which takes less than a change of threads.
+            snapshot = self._cache.save(frozen, tree=tree.id, node=node.id, cost_s=freeze_s)
         except OSError as error:
             # Nothing is lost but the snapshot: the sandbox is unchanged and goes on.
             self._report(node, error)

@@ -234,8 +234,8 @@ def leftovers(proxy: Proxy, processes: set[Process], groups: list[Path]) -> list
     ]
     for folder, whole in (("local/layers", "meta.json"), ("container/states", "meta.json")):
         remains += [f"incomplete: {path}" for path in _inside(data / folder) if not (path / whole).exists()]
-    snapshots = [path for path in _inside(data / "snapshots") if path.is_dir()]
-    remains += [f"incomplete: {path}" for path in snapshots if not (path / "manifest.json").exists()]
+    snapshots = [path for path in _inside(data / "snapshots") if path.name != "boot-id"]
+    remains += [f"incomplete: {path}" for path in snapshots if _manifest(path) is None]
     return remains + [f"locked: {lock}" for lock in data.glob("*/lock") if _locked(lock)]
 
 
@@ -243,13 +243,24 @@ def unnamed(proxy: Proxy) -> list[Path]:
     """Return the parts of snapshots on disk that nothing refers to. Call it for a proxy that just started."""
     data = proxy.data
     named: set[str] = set()
-    for manifest in data.glob("snapshots/*/manifest.json"):
-        # The first line is the digest of the rest.
-        named |= set(json.loads(manifest.read_bytes().partition(b"\n")[2])["parts"])
+    for path in _inside(data / "snapshots"):
+        if path.name != "boot-id":
+            manifest = _manifest(path)
+            assert manifest is not None
+            named |= set(manifest["parts"])
     for root in data.glob("local/roots/*.json"):
         named |= set(json.loads(root.read_bytes())["layers"])
     kinds = ("local/layers", "local/checkpoints", "container/states", "container/checkpoints")
     return [path for kind in kinds for path in _inside(data / kind) if path.name not in named]
+
+
+def _manifest(snapshot: Path) -> dict[str, Any] | None:
+    """Return the manifest of a snapshot; None if its file is incomplete."""
+    # A digest, the manifest, and the payload, whose length the manifest has.
+    _, _, rest = snapshot.read_bytes().partition(b"\n")
+    body, _, payload = rest.partition(b"\n")
+    manifest: dict[str, Any] = json.loads(body or b"{}")
+    return manifest if manifest.get("payload_bytes") == len(payload) else None
 
 
 def is_sandbox(pid: int) -> bool:

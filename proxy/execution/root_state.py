@@ -11,7 +11,7 @@ from proxy.dialects.rule_schema import RulesError, identity
 from proxy.telemetry.counters import Counters
 from proxy.tree.keys import canonical_json, root_key
 from proxy.tree.tree import Tree
-from sandboxes.driver import Driver, WatchingDriver
+from sandboxes.driver import Driver, WatchingDriver, fulfils
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
@@ -122,7 +122,7 @@ class RootChanges:
             SandboxError: The machine failed.
         """
         driver, look = driver_of(self._drivers, tree.spec), self._looks.get(tree.id)
-        if isinstance(driver, WatchingDriver):
+        if fulfils(driver, WatchingDriver):
             now = driver.unchanged(tree.spec)
             if look is not None and now is not None and look.unchanged == now:
                 return look.key == tree.key
@@ -152,9 +152,9 @@ class RootChanges:
 
     async def _look(self, tree: Tree, driver: Driver) -> str:
         """Compute the key of the tree that a spec means now, and note it."""
-        before = driver.unchanged(tree.spec) if isinstance(driver, WatchingDriver) else None
+        before = driver.unchanged(tree.spec) if fulfils(driver, WatchingDriver) else None
         key = await self.key(tree.spec)
-        after = driver.unchanged(tree.spec) if isinstance(driver, WatchingDriver) else None
+        after = driver.unchanged(tree.spec) if fulfils(driver, WatchingDriver) else None
         look = self._looks.get(tree.id)
         if (look is None or look.key == tree.key) and key != tree.key:
             self._counts.root_changes += 1

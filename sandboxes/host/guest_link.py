@@ -117,14 +117,18 @@ class GuestLink:
             raise SandboxError(f"sandbox {self.name} died: {self.death}")
 
     async def _await(self, answer: Awaitable[ResultT], within_s: float) -> ResultT:
+        # A timer that closes the channel, which wakes all that wait there: half the CPU of a timeout of this task.
+        timer = asyncio.get_running_loop().call_later(within_s, self._give_up, within_s)
         try:
-            async with asyncio.timeout(within_s):
-                return await answer
-        except TimeoutError as error:
-            # The request may still run in there, so the sandbox cannot serve another call.
-            self.die("it gave no answer in time")
-            raise SandboxError(f"sandbox {self.name} gave no answer within {within_s:.0f} s") from error
+            return await answer
         # After either, the supervisor has ended, or its frames cannot be trusted.
         except (ChannelClosedError, PeerFailedError) as error:
             self.die(str(error))
             raise SandboxError(f"sandbox {self.name} died: {error}") from error
+        finally:
+            timer.cancel()
+
+    def _give_up(self, within_s: float) -> None:
+        # The request may still run in there, so the sandbox cannot serve another call.
+        self.die("it gave no answer in time")
+        self._channel.close(f"it gave no answer within {within_s:.0f} s")

@@ -90,7 +90,9 @@ def command_execution(done: Envelope[CallDone], spec: EnvironmentSpec) -> Execut
     timed_out = isinstance(outcome, CommandOutcome) and outcome.timed_out
     # A file operation whose process was killed is cut short by its time, or by the memory or disk of the sandbox.
     cut_short = isinstance(outcome, FileOutcome) and outcome.status == CUT_SHORT
-    return replace(ran, shareable=not (timed_out or cut_short) or spec.shares_timeouts)
+    if not (timed_out or cut_short) or spec.shares_timeouts:
+        return ran
+    return replace(ran, shareable=False)
 
 
 def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Execution:

@@ -127,11 +127,11 @@ class Channel:
             future = self._waiting.popleft()
             if not future.done():
                 future.set_exception(ChannelClosedError(reason))
+                # Read here, because its caller may be gone: asyncio would log an exception that nobody has read.
+                future.exception()
 
     def _expect(self) -> asyncio.Future[Message]:
         future: asyncio.Future[Message] = self._loop.create_future()
-        # The caller may have been cancelled before the channel is lost; asyncio would log its unread exception.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         # A cancelled caller stays in the queue: its answer still comes and must not go to the next caller.
         self._waiting.append(future)
         return future

@@ -196,9 +196,12 @@ class Pool:
         """
         assert slot.sandbox is not None
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(after_s):
-                    await slot.freeze_now.wait()
+            # The event ends the wait, also when the time is up: a timeout would cancel the task and raise for it.
+            timer = asyncio.get_running_loop().call_later(after_s, slot.freeze_now.set)
+            try:
+                await slot.freeze_now.wait()
+            finally:
+                timer.cancel()
             yield slot.sandbox
         except BaseException:
             await self.close(slot)

@@ -126,7 +126,7 @@ def test_a_missing_snapshot_is_dropped_at_once(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     node = rig.add(1, 100)
     assert node.snapshot is not None
-    (tmp_path / node.snapshot / "payload.json").unlink()
+    (tmp_path / node.snapshot).unlink()
     with pytest.raises(StateGoneError, match="n1 is damaged") as caught, rig.cache.leased(node):
         pass
     rig.cache.failed(node, caught.value, 0.0, reproducible=False)
