@@ -9,10 +9,11 @@ import structlog
 
 from proxy.cluster.database import DatabaseError
 from proxy.cluster.hits.calls import Heads, KnownAnswer, PassedCall, pack_known, unpack_call
+from proxy.cluster.leaving import LEAVE_S
 from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.link.server import LinkServer
-from proxy.cluster.member import LEAVE_S, Member
+from proxy.cluster.member import Member
 from proxy.cluster.messages import (
     CallAnswer,
     CallQuestion,
@@ -24,6 +25,8 @@ from proxy.cluster.messages import (
     GiveBackQuestion,
     HostQuestion,
     Kind,
+    LeaveAnswer,
+    LeaveQuestion,
     MessageError,
     ReportAnswer,
     ReportQuestion,
@@ -126,6 +129,8 @@ class PeerQuestions:
                 return pack(GiveBackAnswer(await self.host.give_back(hello, names)))
             case HostQuestion(order=order):
                 return await self.host.serve(hello, order, begin)
+            case LeaveQuestion():
+                return pack(LeaveAnswer(await self._member.leaving.let_go(hello.member)))
             case ConfirmQuestion() as question:
                 call = self._member.ingress.call(question.number)
                 return pack(ConfirmAnswer(call is not None and await call.waits()))

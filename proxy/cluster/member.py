@@ -20,6 +20,7 @@ import structlog
 from proxy.cluster.database import LEASE_S, ClusterDatabase, DatabaseError, Ownership, Peer
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress
+from proxy.cluster.leaving import LEAVE_S, Leaving
 from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.links import Links
 from proxy.cluster.link.opener import Link, LinkLostError, PeerFailedError
@@ -56,9 +57,6 @@ BEAT_S = LEASE_S / 5
 ASK_S = 0.3
 """Interval at which an ingress that did not report gets the question again, in seconds."""
 
-LEAVE_S = 10.0
-"""How long a member that stops waits for the calls of its peers, in seconds."""
-
 
 class Member:
     """This process in the cluster.
@@ -70,6 +68,7 @@ class Member:
         links: The links to other members.
         replaced: Called when a later start of this member has taken its place.
         hands_over: Awaited before a task is handed over, so that the next owner finds its kept states.
+        leaving: Lets members leave rollouts.
         is_leaving: Whether this member takes no task over any more, because it is drained or stops.
     """
 
@@ -77,7 +76,7 @@ class Member:
         self.database, self.gate, self.ingress = database, gate, Ingress()
         self.replaced: Callable[[], None] = lambda: None
         self.hands_over: Callable[[Owned], Awaitable[None]] | None = None
-        self.is_leaving = False
+        self.leaving, self.is_leaving = Leaving(gate, database, self.ask, engine), False
         self._engine = engine
         self.links = Links(secret, database.membership)
         self._peers: dict[int, Peer] = {}
@@ -223,8 +222,11 @@ class Member:
             await self._await_calls(owned.task, until)
             if self.hands_over is not None:
                 await self.hands_over(owned)
+            # The next owner then waits for no report of this member.
+            await self.leaving.let_go_of(owned, self.number)
             with suppress(DatabaseError):
                 handed += await self.give(owned.task, owned.rules.view)
+        await self.leaving.leave()
         return DrainAnswer(handed, len(self.gate.owned))
 
     async def _await_calls(self, name: str, until: float) -> None:

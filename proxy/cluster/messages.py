@@ -175,6 +175,20 @@ class GiveBackAnswer(NamedTuple):
     closed: int
 
 
+class LeaveQuestion(NamedTuple):
+    """An ingress that leaves asks an owner to write the positions of its rollouts to the log."""
+
+
+class LeaveAnswer(NamedTuple):
+    """What became of it.
+
+    Attributes:
+        kept: How many rollouts of the owner's tasks still need the ingress.
+    """
+
+    kept: int
+
+
 class CallAnswer(NamedTuple):
     """The answer to a call.
 
@@ -227,9 +241,9 @@ class ConfirmAnswer(NamedTuple):
 
 Message = (
     CallQuestion | ReportQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion | RoomQuestion | HostQuestion
-    | GiveBackQuestion
+    | GiveBackQuestion | LeaveQuestion
     | CallAnswer | StreamedAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer | RoomAnswer
-    | GiveBackAnswer
+    | GiveBackAnswer | LeaveAnswer
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {
     "call": CallQuestion, "report": ReportQuestion, "confirm": ConfirmQuestion, "take": TakeQuestion,
@@ -237,6 +251,7 @@ _KINDS: dict[str, type[Any]] = {
     "elsewhere": ElsewhereAnswer, "reported": ReportAnswer,
     "confirmed": ConfirmAnswer, "drained": DrainAnswer, "room": RoomQuestion, "rooms": RoomAnswer,
     "host": HostQuestion, "give-back": GiveBackQuestion, "given-back": GiveBackAnswer,
+    "leave": LeaveQuestion, "left": LeaveAnswer,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _WITH_BYTES = (CallQuestion, CallAnswer, HostQuestion)

@@ -20,6 +20,13 @@ tasks. Calls reach an owner through an ingress, which may be the owner itself.
    late copy of a call whose agent has left, so the owner asks the ingress whether an agent still waits for the call.
    It then writes the new ingress, with the position *before* the call, and only then answers.
 7. **Copies.** Links may break, and then calls are sent again under the same number. An owner takes a number once.
+8. **Leaving.** An ingress that leaves tells the owners the positions that it has passed on. An owner writes those that
+   it has too to the log, which then names no ingress for these rollouts (`NOBODY`). A rollout keeps its ingress if one
+   of its calls still runs, or if an answer may be on its way.
+9. **Compaction.** Rows may be replaced by fewer ones that say the same (`replaceable`), at any time and by anybody.
+   Numbers must stay unique for those who do not know of it. A replaced owner sends its next row under the number at
+   which its successor began, so the rows that say who owns a task stay. A member that takes a task over may know a row
+   as the last one that is replaced by now, so its row is written only behind the greatest number.
 
 Leases (`Member.until` in the database) only say when another member may try to take a task over.
 """
@@ -30,6 +37,9 @@ from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
 Line = TypeVar("Line")
+
+NOBODY = -1
+"""The ingress of a rollout whose position is in the log. Members have numbers from 1."""
 
 
 class Position(NamedTuple):
@@ -49,7 +59,7 @@ class Entered(NamedTuple):
 
     Attributes:
         rollout: Number of the rollout, unique in the cluster.
-        ingress: Number of the ingress.
+        ingress: Number of the ingress; `NOBODY` if the position is that of the log.
         position: Where the rollout was before its first call through this ingress.
     """
 
@@ -100,7 +110,7 @@ class OwnedTask:
                 self.entered[line.rollout] = line
             else:
                 self.entered.pop(line.rollout, None)
-        self.unheard = {line.ingress for line in self.entered.values()}
+        self.unheard = {line.ingress for line in self.entered.values()} - {NOBODY}
 
     def hear(self, ingress: int, reported: Mapping[int, Position]) -> list[Entered]:
         """Take the report of an ingress that accepts no answer of an older view any more.
@@ -147,9 +157,40 @@ class OwnedTask:
         """Note that a rollout's calls come through this ingress from now on. The line must be on its way to the log."""
         self.entered[line.rollout] = line
 
+    def left(self, rollout: int, ingress: int, position: Position, reported: Position | None) -> Entered | None:
+        """Let an ingress leave a rollout, of which no call is admitted and not answered.
+
+        Args:
+            rollout: Number of the rollout.
+            ingress: Number of the ingress.
+            position: Where the rollout is, as this owner knows it.
+            reported: The position that the ingress has passed on last; None if it has passed none on.
+
+        Returns:
+            The line to write; None if the ingress has to stay. An answer that is on its way to it may be lost with the
+            link, and its call is then sent again: a next owner must know that the answer was not passed on.
+        """
+        line = self.entered.get(rollout)
+        if line is None or line.ingress != ingress or ingress in self.unheard:
+            return None
+        if max(line.position, reported or line.position) != position:
+            return None
+        line = Entered(rollout, NOBODY, position)
+        self.enter(line)
+        return line
+
     def end(self, rollout: int) -> None:
         """Note that a rollout has ended."""
         self.entered.pop(rollout, None)
+
+
+def replaceable(rows: Iterable[tuple[int, bool]]) -> list[int]:
+    """Return the numbers of the rows that a compaction may replace.
+
+    Args:
+        rows: Numbers of rows, each with whether the row says who owns the task.
+    """
+    return [number for number, is_own in rows if not is_own]
 
 
 class IngressTask:

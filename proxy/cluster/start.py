@@ -115,6 +115,7 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     async def closed() -> None:
         await hosting.aclose()
         await states.aclose()
+        await member.leaving.leave()
         await plane.questions.aclose()
         await member.aclose()
         joined.gate.positions.close()

@@ -77,6 +77,28 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         }
 
 
+def test_a_member_that_leaves_takes_no_position_along(dsn: str, tmp_path: Path) -> None:
+    """Rollouts of a member that was drained and killed, or stopped, go on at another member at once."""
+    with nodes(tmp_path, dsn, "abc") as members:
+        a, b, c = members.values()
+        for owner, task in ((a, "of-a"), (b, "of-b")):
+            put_task(owner, task)
+            # The second rollout's answers are hits, which are in no log.
+            for rollout in ("1", "2"):
+                assert history(call(a, rollout, "x", task)) == "x"
+                assert history(call(a, rollout, "y", task)) == "xy"
+        drained = httpx.post(f"{c.url}/api/v1/cluster/a/drain", timeout=60)
+        assert drained.json() == {"name": "a", "handed": 1, "kept": 0}
+        a.kill()
+        assert history(call(b, "1", "z", "of-a")) == "xyz"
+        # It is the owner of both tasks, and the ingress of one rollout.
+        b.stop()
+        assert history(call(c, "1", "z", "of-a")) == "xyzz"
+        assert history(call(c, "2", "z", "of-a")) == "xyz"
+        assert history(call(c, "1", "z", "of-b")) == "xyz"
+        assert history(call(c, "2", "z", "of-b")) == "xyz"
+
+
 def test_what_an_audit_withholds_stays_withheld_after_a_takeover(dsn: str, tmp_path: Path) -> None:
     """The next owner has never audited the record, and its agents do not get the answer either."""
 

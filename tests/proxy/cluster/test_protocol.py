@@ -30,6 +30,8 @@ from tests.proxy.cluster.world import FRESH, KNOWN, Budget, World
         ((FRESH,), Budget(claims=1, crashes=0, lost_acks=1)),
         ((KNOWN, FRESH), Budget(claims=1, crashes=0)),
         ((KNOWN, KNOWN), Budget(claims=1, crashes=1)),
+        ((KNOWN,), Budget(claims=1, crashes=0, leaves=1)),
+        ((KNOWN, FRESH), Budget(claims=1, crashes=0, compactions=1)),
     ],
 )
 def test_no_order_of_events_answers_wrongly(script: tuple[str, ...], budget: Budget) -> None:
@@ -61,9 +63,11 @@ class AnyOrder(RuleBasedStateMachine):
         crashes=st.integers(0, 3),
         give_ups=st.integers(0, 3),
         lost_acks=st.integers(0, 2),
+        leaves=st.integers(0, 2),
+        compactions=st.integers(0, 3),
     )
-    def begin(self, members: int, script: list[str], claims: int, crashes: int, give_ups: int, lost_acks: int) -> None:
-        self.world = World(members, tuple(script), Budget(claims, crashes, give_ups, lost_acks))
+    def begin(self, members: int, script: list[str], **budget: int) -> None:
+        self.world = World(members, tuple(script), Budget(**budget))
 
     @rule(data=st.data())
     def happen(self, data: st.DataObject) -> None:

@@ -13,7 +13,18 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from proxy.cluster.protocol import Admission, CopyKind, Entered, IngressTask, Outbox, OwnedTask, Position, TakenCalls
+from proxy.cluster.protocol import (
+    NOBODY,
+    Admission,
+    CopyKind,
+    Entered,
+    IngressTask,
+    Outbox,
+    OwnedTask,
+    Position,
+    TakenCalls,
+    replaceable,
+)
 
 ROLLOUT = 7
 KNOWN, FRESH = "known", "fresh"
@@ -52,6 +63,8 @@ class Owner:
     confirmed: dict[int, int] = field(default_factory=dict)
     answers: dict[tuple[int, int, int], Message] = field(default_factory=dict)
     busy: tuple[int, int, int, str] | None = None
+    leaving: bool = False
+    """Whether the row on its way lets an ingress leave."""
 
     def copy(self) -> "Owner":
         task = copy(self.task)
@@ -60,7 +73,7 @@ class Owner:
         taken = {ingress: copy(calls) for ingress, calls in self.taken.items()}
         return Owner(
             task, outbox, dict(self.tree), self.at, taken, dict(self.waiting), dict(self.confirmed), dict(self.answers),
-            self.busy,
+            self.busy, self.leaving,
         )  # fmt: skip
 
     def frozen(self) -> Hashable:
@@ -69,6 +82,7 @@ class Owner:
             self.task.view, _items(self.task.entered), _items(self.tree), _items(self.waiting), _items(self.confirmed),
             _items(self.answers),
             frozenset(self.task.unheard), self.outbox.row, tuple(self.outbox.sent), self.at, repr(taken), self.busy,
+            self.leaving,
         )  # fmt: skip
 
 
@@ -83,16 +97,18 @@ class Member:
     calls: int = 0
     agent_call: int = 0
     """Number of the call that the agent waits for here; 0 for none."""
+    reading: tuple[int, tuple[tuple[Any, ...], ...]] | None = None
+    """The log as it was read for a takeover: number of the last row, and the rows."""
 
     def copy(self) -> "Member":
         owner = None if self.owner is None else self.owner.copy()
         ingress = IngressTask(self.ingress.view, self.ingress.positions)
-        return Member(self.boot, self.up, owner, ingress, self.calls, self.agent_call)
+        return Member(self.boot, self.up, owner, ingress, self.calls, self.agent_call, self.reading)
 
     def frozen(self) -> Hashable:
         owner = None if self.owner is None else self.owner.frozen()
         ingress = (self.ingress.view, _items(self.ingress.positions))
-        return self.boot, self.up, owner, ingress, self.calls, self.agent_call
+        return self.boot, self.up, owner, ingress, self.calls, self.agent_call, self.reading
 
 
 @dataclass
@@ -116,6 +132,8 @@ class Budget(NamedTuple):
     crashes: int
     give_ups: int = 0
     lost_acks: int = 0
+    leaves: int = 0
+    compactions: int = 0
 
 
 class World:
@@ -127,7 +145,7 @@ class World:
         self.agent = Agent()
         self.network: set[Message] = set()
         chain = tuple(Made(node, KNOWN, node + 1, 0) for node in range(len(script)))
-        self.log: list[tuple[Any, ...]] = [chain]
+        self.log: dict[int, tuple[Any, ...]] = {1: chain}
         self.wrong = ""
         # The first member owns the task to begin with.
         self._claim(0)
@@ -155,21 +173,33 @@ class World:
         if not member.up:
             yield "start", number
             return
-        if self.budget.claims and self._head() != Own(number, member.boot):
-            yield "claim", number
+        yield from self._claims_of(number)
         if self.budget.crashes:
             yield "crash", number
         for to, other in enumerate(self.members) if member.agent_call else ():
             if other.up and other.owner is not None and self._call(number, to) not in self.network:
                 yield "send", number, to
+        for to, other in enumerate(self.members) if self.budget.leaves else ():
+            if other.up and other.owner is not None:
+                yield "leave", number, to
         for ingress in sorted(member.owner.task.unheard) if member.owner is not None else ():
             if self.members[ingress].up and self._ask(number, ingress) not in self.network:
                 yield "ask for", number, ingress
 
+    def _claims_of(self, number: int) -> Iterator[tuple[Any, ...]]:
+        member = self.members[number]
+        if self.budget.claims and self._head() != Own(number, member.boot):
+            yield "claim", number
+            if self.budget.compactions and member.reading is None:
+                # What a member has read may be old when its row arrives.
+                yield "read", number
+        if self.budget.compactions and len(self._replaceable()) > 1:
+            yield ("compact",)
+
     def apply(self, action: tuple[Any, ...]) -> "World":
         after = copy(self)
         after.members, after.agent = [member.copy() for member in self.members], copy(self.agent)
-        after.network, after.log = set(self.network), list(self.log)
+        after.network, after.log = set(self.network), dict(self.log)
         name, *arguments = action
         getattr(after, "_" + name.replace(" ", "_"))(*arguments)
         for number, member in enumerate(after.members):
@@ -188,14 +218,14 @@ class World:
 
         agent = self.agent
         return (
-            tuple(member.frozen() for member in self.members), frozenset(self.network), tuple(self.log), self.budget,
+            tuple(member.frozen() for member in self.members), frozenset(self.network), _items(self.log), self.budget,
             agent.node, agent.asked, agent.again, agent.member,
         )  # fmt: skip
 
     def check(self) -> None:
         """Assert that no answer was wrong, and that no call was recorded twice."""
         assert not self.wrong, self.wrong
-        made = [(line.parent, line.key) for row in self.log for line in row if isinstance(line, Made)]
+        made = [(line.parent, line.key) for row in self.log.values() for line in row if isinstance(line, Made)]
         assert len(made) == len(set(made)), f"recorded twice: {made}"
 
     @property
@@ -213,7 +243,7 @@ class World:
     def _crash(self, number: int) -> None:
         member = self.members[number]
         self.budget = self.budget._replace(crashes=self.budget.crashes - 1)
-        member.up, member.owner, member.calls = False, None, 0
+        member.up, member.owner, member.calls, member.reading = False, None, 0, None
         if member.agent_call:
             member.agent_call, self.agent.member = 0, None
             self.agent.again += 1
@@ -221,21 +251,49 @@ class World:
     def _claim(self, number: int) -> None:
         member = self.members[number]
         self.budget = self.budget._replace(claims=self.budget.claims - 1)
-        view = len(self.log) + 1
-        lines = [line for row in self.log for line in row if isinstance(line, Entered)]
-        tree = {(made.parent, made.key): made for row in self.log for made in row if isinstance(made, Made)}
-        self.log.append((Own(number, member.boot),))
+        last, rows = member.reading or self._read_log()
+        member.reading = None
+        if last != max(self.log):
+            return
+        view = last + 1
+        lines = [line for row in rows for line in row if isinstance(line, Entered)]
+        tree = {(made.parent, made.key): made for row in rows for made in row if isinstance(made, Made)}
+        self.log[view] = (Own(number, member.boot),)
         member.owner = Owner(OwnedTask(view, lines), Outbox(view), tree)
-        if not member.owner.task.entered:
-            member.owner.at = Position(0, 0)
+        entered = member.owner.task.entered.get(ROLLOUT, Entered(ROLLOUT, NOBODY, Position(0, 0)))
+        if entered.ingress == NOBODY:
+            member.owner.at = entered.position
         # Its own positions need no message.
         self._report(number, number, view)
 
+    def _read_log(self) -> tuple[int, tuple[tuple[Any, ...], ...]]:
+        return max(self.log), tuple(row for _, row in sorted(self.log.items()))
+
+    def _read(self, number: int) -> None:
+        self.members[number].reading = self._read_log()
+
+    def _replaceable(self) -> list[int]:
+        return replaceable((number, isinstance(row[0], Own)) for number, row in sorted(self.log.items()))
+
+    def _compact(self) -> None:
+        """Let the last row that may be replaced say what all of them say."""
+        self.budget = self.budget._replace(compactions=self.budget.compactions - 1)
+        numbers = self._replaceable()
+        lines = [line for number in numbers for line in self.log.pop(number)]
+        entered = [line for line in lines if isinstance(line, Entered)][-1:]
+        self.log[numbers[-1]] = (*(line for line in lines if isinstance(line, Made)), *entered)
+
+    def _owns(self) -> Iterator[tuple[int, Own]]:
+        """Yield the rows that say who owns the task, the latest one first."""
+        for number, row in sorted(self.log.items(), reverse=True):
+            if isinstance(row[0], Own):
+                yield number, row[0]
+
     def _head(self) -> Own | None:
-        return next((row[0] for row in reversed(self.log) if isinstance(row[0], Own)), None)
+        return next((own for _, own in self._owns()), None)
 
     def _view(self) -> int:
-        return max((index + 1 for index, row in enumerate(self.log) if isinstance(row[0], Own)), default=0)
+        return next((number for number, _ in self._owns()), 0)
 
     # -- messages: what they say, after the kind, the receiver and its start ------------------------------------------
 
@@ -278,9 +336,10 @@ class World:
 
     def _written(self, message: Message) -> None:
         _, number, boot, row, lines = message
-        fits = row == len(self.log) + 1
+        # The database compares nothing but the number.
+        fits = row not in self.log
         if fits:
-            self.log.append(lines)
+            self.log[row] = lines
         self.network.add(("acknowledged", number, boot, row, fits))
 
     # -- owner -------------------------------------------------------------------------------------------------------
@@ -318,6 +377,7 @@ class World:
         while (
             owner is not None
             and owner.busy is None
+            and not owner.leaving
             and any(self._admit(number, owner, ingress) for ingress in sorted(owner.waiting))
         ):
             pass
@@ -352,6 +412,21 @@ class World:
         self.network.add(("append", number, self.members[number].boot, row, tuple(lines)))
         return False
 
+    def _leave(self, ingress: int, to: int) -> None:
+        self.budget = self.budget._replace(leaves=self.budget.leaves - 1)
+        self.network.add(self._to("leave", to, ingress, self.members[ingress].ingress.positions.get(ROLLOUT)))
+
+    def _got_leave(self, number: int, ingress: int, reported: Position | None) -> None:
+        owner = self.members[number].owner
+        if owner is None or owner.busy is not None or owner.leaving or owner.at is None:
+            return
+        line = owner.task.left(ROLLOUT, ingress, owner.at, reported)
+        if line is not None:
+            owner.leaving = True
+            owner.outbox.waiting.append(line)
+            row = owner.outbox.next_row()
+            self.network.add(("append", number, self.members[number].boot, row, (line,)))
+
     def _got_acknowledged(self, number: int, row: int, fits: bool) -> None:
         owner = self.members[number].owner
         if owner is None or owner.outbox.row + 1 != row:
@@ -363,7 +438,10 @@ class World:
             if isinstance(line, Made):
                 owner.tree[line.parent, line.key] = line
         owner.outbox.written()
-        self._answer(number)
+        if owner.leaving:
+            owner.leaving = False
+        else:
+            self._answer(number)
 
     def _answer(self, number: int) -> None:
         owner = self.members[number].owner
@@ -437,7 +515,8 @@ class World:
     def _told_agent(self, made: Made) -> None:
         """Compare an answer with where the agent can be: each call that it gave up was taken, or was not."""
         key = self.script[self.agent.asked]
-        logged = {(line.parent, line.key): line for row in self.log for line in row if isinstance(line, Made)}
+        rows = self.log.values()
+        logged = {(line.parent, line.key): line for row in rows for line in row if isinstance(line, Made)}
         possible, node = {self.agent.node}, self.agent.node
         for _ in range(self.agent.again):
             step = logged.get((node, key))

@@ -1,0 +1,90 @@
+"""A member that stops or is drained leaves: the positions that only it knows go to the log (rule 8 of `protocol`)."""
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import structlog
+
+from proxy.cluster.database import ClusterDatabase, DatabaseError
+from proxy.cluster.gate import ClusterGate
+from proxy.cluster.messages import LeaveAnswer, LeaveQuestion, Message, ReportAnswer, ReportQuestion
+from proxy.cluster.owned import Owned
+from proxy.cluster.protocol import Position
+from proxy.engine import Engine
+from proxy.refusals import RefusalError
+from sandboxes.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+log = structlog.get_logger()
+
+LEAVE_S = 10.0
+"""How long a member that stops waits for its owners, and for the calls of its peers, in seconds."""
+
+
+class Leaving:
+    """Lets ingresses leave the tasks of this member, and this member leave the tasks of others."""
+
+    def __init__(
+        self,
+        gate: ClusterGate,
+        database: ClusterDatabase,
+        ask: "Callable[[int, Message], Awaitable[Message | None]]",
+        engine: Engine,
+    ) -> None:
+        """Create the part of a member that leaves. `ask` asks another member by its number; see `Member.ask`."""
+        self._gate, self._database, self._ask, self._engine = gate, database, ask, engine
+
+    async def leave(self) -> None:
+        """Let all owners write the positions that this member knows as an ingress to the log.
+
+        Rollouts of owners that do not answer, and of tasks without an owner, still need this member.
+        """
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self.let_go(self._gate.number)
+                peers = [peer for peer, _ in await self._database.members() if peer.alive]
+                others = [peer.number for peer in peers if peer.number != self._gate.number]
+                answers = await asyncio.gather(*(self._ask(number, LeaveQuestion()) for number in others))
+        except (DatabaseError, TimeoutError) as error:
+            log.warning("not all rollouts can go on without this member", error=str(error))
+        else:
+            needed = sum(answer.kept for answer in answers if isinstance(answer, LeaveAnswer))
+            log.info("left the rollouts of others", needed=needed)
+
+    async def let_go(self, ingress: int) -> int:
+        """Let an ingress leave all tasks of this member; return how many of their rollouts still need it."""
+        return sum([await self.let_go_of(owned, ingress) for owned in tuple(self._gate.owned.values())])
+
+    async def let_go_of(self, owned: Owned, ingress: int) -> int:
+        """Let an ingress leave one task; return how many rollouts of it still need the ingress."""
+        named = [number for number, line in owned.rules.entered.items() if line.ingress == ingress]
+        reported = await self._positions(owned, ingress, named) if named and owned.is_ready else None
+        if reported is None:
+            return len(named)
+        lines = []
+        with suppress(RefusalError, SpecError):
+            # Rollouts of a task that was not used for a while are not in memory.
+            task = await self._engine.tasks.open(owned.task)
+            owned.require()
+            running = {rollout.id: rollout for rollout in task.rollouts.values()}
+            # No await from here on: no call may begin between a look at a rollout and its line.
+            for rollout in (running[number] for number in named if number in running):
+                if not rollout.waiting:
+                    position = Position(rollout.calls, rollout.node.id)
+                    lines.append(owned.rules.left(rollout.id, ingress, position, reported.get(rollout.id)))
+            written = [line for line in lines if line is not None]
+            if written:
+                await asyncio.shield(owned.write(written))
+            return len(named) - len(written)
+        return len(named)
+
+    async def _positions(self, owned: Owned, ingress: int, rollouts: list[int]) -> "Mapping[int, Position] | None":
+        """Return what an ingress has passed on, by rollout; None if it does not answer."""
+        if ingress == self._gate.number:
+            get = self._gate.positions.get
+            return {number: position for number in rollouts if (position := get(number)) is not None}
+        answer = await self._ask(ingress, ReportQuestion(owned.task, owned.rules.view, rollouts))
+        return answer.positions if isinstance(answer, ReportAnswer) and answer.accepted else None
