@@ -261,7 +261,7 @@ def main() -> None:
                 name, str(outcome.truth.answers), str(outcome.during), str(outcome.refused),
                 str(len(outcome.truth.wrong)), str(len(outcome.logs.lost)), str(len(outcome.logs.twice)), again,
             )  # fmt: skip
-            for line in [*outcome.truth.wrong, *outcome.logs.lost, *outcome.logs.twice, *outcome.logs.disorder][:10]:
+            for line in [*outcome.truth.wrong, *outcome.logs.lost, *outcome.logs.twice][:10]:
                 console.print(f"{name}: {line}", markup=False)
         if options.logs:
             for node in run.members.values():

@@ -10,7 +10,7 @@ import contextlib
 import hmac
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ from sandboxes.task_owner import TaskOwner
 T = TypeVar("T")
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 
-FORMAT = 3
+FORMAT = 4
 """Version of the tables and of the lines. A database of a later version is refused and left unchanged."""
 LEASE_S = 3.0
 """How long a member's lease lasts, in seconds of the database's clock. Another member may take its tasks over after it.
@@ -53,6 +53,27 @@ _APPEND = """
 INSERT INTO forkpoint.lines (task, row, member, boot, body)
 SELECT task, row, %s, %s, body FROM unnest(%s::text[], %s::bigint[], %s::bytea[]) AS lines (task, row, body)
 ON CONFLICT DO NOTHING RETURNING task, row
+"""
+_LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('forkpoint ' || %(task)s, 0));"
+"""Statements of one message are one transaction. The second one sees what was committed when it got the lock."""
+_CLAIM = f"""{_LOCK}
+INSERT INTO forkpoint.lines (task, row, member, boot, body)
+SELECT %(task)s, %(row)s, %(member)s, %(boot)s, NULL
+WHERE NOT EXISTS (SELECT FROM forkpoint.lines WHERE task = %(task)s AND row >= %(row)s)
+ON CONFLICT DO NOTHING RETURNING row
+"""
+_COMPACT = f"""{_LOCK}
+WITH whole AS (
+    SELECT count(*) = %(count)s AS holds FROM forkpoint.lines
+    WHERE task = %(task)s AND row = ANY(%(gone)s) AND body IS NOT NULL),
+replaced AS (
+    UPDATE forkpoint.lines l SET body = n.body
+    FROM whole, unnest(%(rows)s::bigint[], %(bodies)s::bytea[]) AS n (row, body)
+    WHERE whole.holds AND l.task = %(task)s AND l.row = n.row),
+deleted AS (
+    DELETE FROM forkpoint.lines l USING whole
+    WHERE whole.holds AND l.task = %(task)s AND l.row = ANY(%(gone)s) AND l.row <> ALL(%(rows)s))
+SELECT holds FROM whole
 """
 _OWNER = """
 SELECT l.row, l.member, l.boot, m.name, m.url, m.boot = l.boot AND m.until > clock_timestamp()
@@ -369,8 +390,8 @@ class ClusterDatabase:
             raise ClusterError(
                 "the database has a schema named forkpoint that belongs to another program. Use another database."
             )
-        # Versions 2 and 3 have further kinds of lines, and are otherwise the same.
-        await connection.execute("UPDATE forkpoint.cluster SET format = 3 WHERE format IN (1, 2)")
+        # Versions 2 and 3 have further kinds of lines. Version 4 has rollouts without an ingress, and replaces rows.
+        await connection.execute("UPDATE forkpoint.cluster SET format = 4 WHERE format IN (1, 2, 3)")
         row = await _row(connection, "SELECT format, id, proof FROM forkpoint.cluster", ())
         if row is None or row[0] != FORMAT:
             version = None if row is None else row[0]
@@ -424,12 +445,33 @@ class ClusterDatabase:
         Raises:
             DatabaseError: Nobody knows whether the row was written.
         """
+        if body is None:
+            own = self.membership
+            values = {"task": task, "row": row, "member": own.number, "boot": own.boot}
+            return await self._reads.run(lambda connection: _locked(connection, _CLAIM, values)) is not None
         written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._queue.append((task, row, body, written))
         if not self._writing:
             self._writing = True
             self._tasks.spawn("cluster log", self._write())
         return await written
+
+    async def compact(self, task: str, gone: Sequence[int], rows: Sequence[tuple[int, bytes]]) -> bool:
+        """Replace rows of a task by fewer ones; return False if they are not as they were read.
+
+        Args:
+            task: Name of the task.
+            gone: Numbers of all rows that are replaced. None of them says who owns the task.
+            rows: Numbers, of those, and bodies of the rows that say the same.
+
+        Raises:
+            DatabaseError: Nobody knows whether the rows were replaced.
+        """
+        values = {
+            "task": task, "gone": list(gone), "count": len(gone), "rows": [number for number, _ in rows],
+            "bodies": [body for _, body in rows],
+        }  # fmt: skip
+        return await self._reads.run(lambda connection: _locked(connection, _COMPACT, values)) == (True,)
 
     async def _write(self) -> None:
         """Write what is queued, until nothing is."""
@@ -453,6 +495,14 @@ class ClusterDatabase:
             for number, future in waiting:
                 if not future.done():
                     future.set_result((tasks[number], rows[number]) in written)
+
+
+async def _locked(connection: Connection, statements: str, values: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return the first row of the second statement. One message: a client that dies holds no lock."""
+    async with psycopg.AsyncClientCursor(connection) as cursor:
+        await cursor.execute(statements, values)
+        cursor.nextset()
+        return await cursor.fetchone()
 
 
 def _shut_down(connection: Connection) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from proxy.cluster.compaction import compact_logs
 from proxy.cluster.database import LEASE_S, ClusterDatabase, DatabaseError, Ownership, Peer
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress
@@ -92,6 +93,7 @@ class Member:
         """Begin to extend the lease."""
         self._lease_until = _now() + LEASE_S
         self._tasks.spawn("lease", self._beat())
+        self._tasks.spawn("compaction", compact_logs(self.database, self.gate.owned))
 
     async def aclose(self) -> None:
         """Own nothing more, end the lease and close the links to others."""
@@ -253,7 +255,7 @@ class Member:
         self._engine.store.copies.replace(name, reading.copies(settled))
         owned = Owned(name, task, self.database.append, self.failed)
         owned.trees = {number: copy.exact for number, copy in reading.trees.items()}
-        owned.kept = reading.kept
+        owned.kept, owned.rows = reading.kept, reading.rows
         self.gate.owned[name] = owned
         if reading.last:
             # Rollouts come into memory at the positions of the store.

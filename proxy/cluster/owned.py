@@ -71,6 +71,8 @@ class Owned:
         unlogged: For each record whose line is not in the log yet, by number: completed when it is there.
         trees: For each tree in the log: the digest of its root state there.
         kept: The states that the store has, by node, as the log says.
+        rows: About how many rows the log has that do not say who owns the task.
+        lines: How many lines the last compaction has left; 0 before one.
         calls: The calls of peers that were taken, by ingress.
         tasks: What runs for it.
         cuts: Called when the task is dropped: they end streams that would never end otherwise.
@@ -90,6 +92,7 @@ class Owned:
         self.unlogged: dict[int, asyncio.Future[None]] = {}
         self.trees: dict[int, bytes | None] = {}
         self.kept: dict[int, Kept] = {}
+        self.rows = self.lines = 0
         self.calls: dict[int, IngressCalls] = {}
         self.cuts: set[Callable[[], None]] = set()
         self._noted: asyncio.Future[None] | None = None
@@ -237,6 +240,7 @@ class Owned:
                 return
             sent = self._outbox.sent
             self._outbox.written()
+            self.rows += 1
             for _, record, written in sent:
                 self.unlogged.pop(record, None)
                 if not written.done():

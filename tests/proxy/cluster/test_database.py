@@ -125,6 +125,30 @@ def test_a_row_number_is_written_once(dsn: str) -> None:
     asyncio.run(run())
 
 
+def test_numbers_of_replaced_rows_are_not_free(dsn: str) -> None:
+    """A member that read the log before a compaction becomes no owner by it, and a replaced owner writes no row."""
+
+    async def run() -> None:
+        async with member(dsn, "a") as first, member(dsn, "b") as second:
+            assert await first.append("task", 1, None)
+            for row in (2, 3, 4, 5):
+                assert await first.append("task", row, b"line")
+            assert await first.compact("task", [2, 3, 4, 5], [(5, b"lines")])
+            assert await first.read("task") == [(1, 1, None), (5, 1, b"lines")]
+            # It has read rows 1 and 2.
+            assert not await second.append("task", 3, None)
+            # It has read four rows, of which one is left.
+            assert not await second.compact("task", [2, 3, 4, 5], [(5, b"others")])
+            assert await second.append("task", 6, None)
+            assert await second.append("task", 7, b"line")
+            assert await second.append("task", 8, b"line")
+            assert await second.compact("task", [5, 7, 8], [(8, b"all")])
+            assert not await first.append("task", 6, b"late")
+            assert await first.read("task") == [(1, 1, None), (6, 2, None), (8, 2, b"all")]
+
+    asyncio.run(run())
+
+
 def test_rows_of_many_tasks_share_statements(dsn: str) -> None:
     """Each caller learns of its own row."""
 

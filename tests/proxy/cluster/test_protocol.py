@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from proxy.cluster.protocol import (
+    NOBODY,
     Admission,
     CopyKind,
     Ended,
@@ -18,6 +19,7 @@ from proxy.cluster.protocol import (
     OwnedTask,
     Position,
     TakenCalls,
+    replaceable,
 )
 from tests.proxy.cluster.world import FRESH, KNOWN, Budget, World
 
@@ -113,6 +115,25 @@ def test_an_ended_rollout_is_new_again() -> None:
     task.enter(Entered(1, 30, Position(0, 1)))
     task.end(1)
     assert task.admit(1, 30, 0) is Admission.ENTER
+
+
+def test_an_ingress_leaves() -> None:
+    """Only with the position that its owner has too, and only its own rollouts."""
+    task = OwnedTask(5, [Entered(1, 30, Position(2, 12)), Entered(2, 40, Position(0, 1))])
+    assert task.left(1, 30, Position(2, 12), None) is None
+    task.hear(30, {1: Position(3, 13)})
+    # The answer with which the owner went on may not have been passed on.
+    assert task.left(1, 30, Position(4, 14), Position(3, 13)) is None
+    assert task.left(2, 30, Position(0, 1), None) is None
+    assert task.left(1, 30, Position(4, 14), Position(4, 14)) == Entered(1, NOBODY, Position(4, 14))
+    assert task.admit(1, 30, 4) is Admission.CONFIRM
+    assert task.admit(1, 30, 4, 4) is Admission.ENTER
+    assert not OwnedTask(6, [Entered(1, NOBODY, Position(4, 14))]).unheard
+
+
+def test_rows_of_owners_stay() -> None:
+    """A replaced owner may still try to write under their numbers."""
+    assert replaceable([(1, True), (2, False), (5, True), (6, False)]) == [2, 6]
 
 
 def test_an_ingress_refuses_older_views() -> None:

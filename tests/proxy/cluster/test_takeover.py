@@ -1,9 +1,9 @@
 """The next owner of a task reads its log."""
 
 from proxy.cluster.database import LogRow
-from proxy.cluster.lines import encode
+from proxy.cluster.lines import Kept, Unkept, encode
 from proxy.cluster.protocol import Ended, Entered, Position
-from proxy.cluster.takeover import read_log
+from proxy.cluster.takeover import compact, read_log
 from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
 TASK = TaskCopy("t", None, 1.0)
@@ -63,6 +63,28 @@ def test_latest_finding_of_a_record_comes_behind_it() -> None:
     latest = first._replace(quarantined=True)
     rows = [LogRow(1, 1, encode([known, first])), LogRow(2, 1, encode([latest]))]
     assert read_log(rows).copies({}) == [known, latest]
+
+
+def test_a_compacted_log_says_the_same() -> None:
+    """Rows that say who owns the task stay, and the greatest number does."""
+    lines = [
+        [TASK, TREE, rollout(5), rollout(6), Entered(5, 1, Position(0, 10)), NoteCopy(6, "e2b", "1")],
+        [record(1, 10, b"k" * 32, 11), Entered(5, 2, Position(1, 11)), Kept(11, "first", 1)],
+        [record(2, 10, b"k" * 32, 12), FindingCopy(1, 1, "files", True, False, 2.0), Ended(6)],
+        [Kept(12, "second", 1), Unkept(11), NoteCopy(5, "e2b", "2")],
+    ]
+    bodies = [None, *(encode(line) for line in lines[:2]), None, *(encode(line) for line in lines[2:])]
+    log = [LogRow(row, 1, body) for row, body in enumerate(bodies, 1)]
+    how = compact(log)
+    assert how is not None
+    assert (how.gone, [number for number, _ in how.rows]) == ([2, 3, 5, 6], [6])
+    after = [LogRow(1, 1, None), LogRow(4, 1, None), LogRow(6, 1, how.rows[0][1])]
+    one, other = read_log(log), read_log(after)
+    assert (other.last, other.rows) == (6, 1)
+    assert other.copies({}) == one.copies({})
+    assert (other.entered, other.kept) == (one.entered, one.kept)
+    # Nothing would be won now.
+    assert compact(after) is None
 
 
 def test_empty_log() -> None:
