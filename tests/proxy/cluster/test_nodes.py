@@ -2,6 +2,9 @@
 
 import asyncio
 import itertools
+import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -11,6 +14,7 @@ import httpx
 
 from tests.machine import wait_until
 from tests.proxy.cluster.nodes import Agent, Node, Truth, check_log, nodes, put_task, until
+from tests.proxy.workers.test_workers import workers
 from tests.sandboxes.postgres_cluster import Cluster
 
 
@@ -30,15 +34,19 @@ async def meanwhile(agents: list[Agent], fault: Callable[[], Awaitable[None]]) -
     async with httpx.AsyncClient() as client:
         running = [asyncio.create_task(agent.run(client, stop)) for agent in agents]
         await fault()
-        before = {agent.name: agent.answers for agent in agents}
-        await until(lambda: all(agent.answers > before[agent.name] for agent in agents) or bool(agents[0].truth.wrong))
+        before = {id(agent): agent.answers for agent in agents}
+        await until(lambda: all(agent.answers > before[id(agent)] for agent in agents) or bool(agents[0].truth.wrong))
         stop.set()
         await asyncio.gather(*running)
 
 
 def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
-    """A task belongs to the node that was asked first; rollouts of both nodes share its tree and may change nodes."""
-    with nodes(tmp_path, dsn, "ab") as members:
+    """A task belongs to the node that was asked first; rollouts of both nodes share its tree and may change nodes.
+
+    Their links use IPv6 where the machine has it.
+    """
+    link = "[::1]:0" if socket.has_dualstack_ipv6() else "127.0.0.1:0"
+    with nodes(tmp_path, dsn, "ab", FORKPOINT_LINK=link) as members:
         a, b = members.values()
         put_task(a, "t")
         assert history(call(a, "1", "x")) == "x"
@@ -61,6 +69,7 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         put_task(a, "u")
         assert history(call(a, "1", "x", task="u")) == "x"
         shown = httpx.get(f"{a.url}/api/v1/cluster", timeout=30).json()["members"]
+        assert all(each["link"].startswith(link[:-1]) for each in shown)
         assert [(each["name"], each["alive"], each["tasks"]) for each in shown] == [("a", True, 0), ("b", True, 2)]
         refused = httpx.post(f"{b.url}/api/v1/cluster/nobody/drain", timeout=30)
         assert refused.status_code == 404
@@ -138,6 +147,32 @@ def test_kill_of_owner_and_ingress(dsn: str, tmp_path: Path) -> None:
             await asyncio.to_thread(a.start)
 
         asyncio.run(meanwhile(agents, kill))
+    assert truth.wrong == []
+    check_log(dsn, truth)
+
+
+def test_kills_of_workers_that_are_members(dsn: str, tmp_path: Path) -> None:
+    """A worker, which is a member of its own, is killed and started again by its parent; then all of a machine are."""
+    truth = Truth()
+    with nodes(tmp_path, dsn, "ab", "--workers", "2") as members:
+        a, b = members.values()
+        for task in "tuv":
+            put_task(a, task)
+        homes = [[a], [b], [a, b]]
+        agents = [Agent(f"{n}", task, home, truth, seed=n) for task in "tuv" for n, home in enumerate(homes)]
+
+        async def kill() -> None:
+            await until(lambda: all(agent.answers for agent in agents))
+            for _ in range(2):
+                before = {id(agent): agent.answers for agent in agents}
+                await asyncio.to_thread(os.kill, workers(a)[0], signal.SIGKILL)
+                await until(lambda seen=before: all(agent.answers > seen[id(agent)] for agent in agents))
+            await asyncio.to_thread(a.kill)
+            await asyncio.to_thread(a.start)
+
+        asyncio.run(meanwhile(agents, kill))
+        shown = httpx.get(f"{b.url}/api/v1/cluster", timeout=30).json()["members"]
+        assert [each["name"] for each in shown] == ["a-0", "a-1", "b-0", "b-1"]
     assert truth.wrong == []
     check_log(dsn, truth)
 

@@ -17,7 +17,7 @@ from proxy import app
 from proxy.settings import Settings
 from proxy.shares import Share
 from proxy.workers.division import claim
-from tests.machine import Proxy, alive, data_directory, require_sandboxes, served, wait_until
+from tests.machine import Proxy, Served, alive, data_directory, require_sandboxes, served, wait_until
 
 TASKS = [f"task-{number}" for number in range(4)]
 """Two of each worker, by `Share`."""
@@ -35,8 +35,8 @@ def call(client: httpx.Client, task: str, rollout: str, command: str) -> httpx.R
     return client.post(f"/t/{task}/r/{rollout}/shell/exec", json={"command": command})
 
 
-def workers(proxy: Proxy) -> list[int]:
-    """Return the pids of the workers."""
+def workers(proxy: Served) -> list[int]:
+    """Return the pids of the workers, the one that was started last behind the others."""
     assert proxy.process is not None
     pid = proxy.process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
