@@ -175,7 +175,10 @@ def _unusable(settings: Settings, error: OSError) -> StartError:
 
 def _listen(settings: Settings) -> socket.socket:
     try:
-        return socket.create_server((settings.host, settings.port), backlog=4096, family=_family(settings.host))
+        # Without an address, IPv6 and IPv4 alike.
+        both = settings.host == "::" and socket.has_dualstack_ipv6()
+        address, family = (settings.host, settings.port), _family(settings.host)
+        return socket.create_server(address, backlog=4096, family=family, dualstack_ipv6=both)
     except OSError as error:
         raise StartError(
             f"cannot listen on {settings.host}:{settings.port}: {os.strerror(error.errno or 0)}. Choose another "

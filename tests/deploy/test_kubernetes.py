@@ -139,6 +139,12 @@ def test_token_becomes_a_secret() -> None:
     assert "Secret" not in objects()
 
 
+def test_pods_with_ipv6_addresses() -> None:
+    """The host of the settings takes the place of the chart's."""
+    (container,) = objects(settings={"host": "::"})["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    assert [entry["value"] for entry in container["env"] if entry["name"] == "FORKPOINT_HOST"] == ["::"]
+
+
 @pytest.mark.parametrize("kind", ["DaemonSet", "StatefulSet"])
 def test_members_have_what_a_cluster_needs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pod has a name of its own, a link that other pods reach, and hands its tasks over before it ends."""
@@ -152,9 +158,9 @@ def test_members_have_what_a_cluster_needs(kind: str, monkeypatch: pytest.Monkey
     assert from_pod["FORKPOINT_NODE"] == {"DaemonSet": "spec.nodeName", "StatefulSet": "metadata.name"}[kind]
     for entry in container["env"]:
         if entry["name"].startswith("FORKPOINT_"):
-            monkeypatch.setenv(entry["name"], entry.get("value", TOKEN).replace("$(POD_IP)", "10.0.0.1"))
+            monkeypatch.setenv(entry["name"], entry.get("value", TOKEN).replace("$(POD_IP)", "fd00::1"))
     settings = Settings.load()
-    assert settings.link == "10.0.0.1:8701"
+    assert settings.link == "[fd00::1]:8701"
     assert settings.store in [mount["mountPath"] for mount in container["volumeMounts"]]
     (links,) = [rule for rule in made["NetworkPolicy"]["spec"]["ingress"] if rule["ports"] == [{"port": 8701}]]
     assert links["from"][0]["podSelector"] == made[kind]["spec"]["selector"]

@@ -1,11 +1,15 @@
 """What a proxy loads when it starts, and what a setting turns off."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from proxy.app import _drivers
+import pytest
+from pydantic import SecretStr
+
+from proxy.app import _drivers, _listen
 from proxy.settings import Settings
 from sandboxes.local.driver import LocalDriver
 from snapshots.criu.checkpoints import CriuCheckpointer
@@ -31,3 +35,11 @@ def test_setting_turns_checkpoints_off(tmp_path: Path) -> None:
     assert isinstance(off, LocalDriver)
     assert not asyncio.run(off.machine.checkpointer.is_available())
     assert off.machine.checkpointer.names() == set()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_any_address_is_of_both_families(tmp_path: Path) -> None:
+    """Pods may have addresses of either family."""
+    with _listen(Settings(data=tmp_path, host="::", port=0, token=SecretStr("t" * 16))) as listener:
+        for address in ("127.0.0.1", "::1"):
+            socket.create_connection((address, listener.getsockname()[1]), timeout=30).close()

@@ -180,6 +180,12 @@ async def until(true: Callable[[], bool], within_s: float = 60.0) -> None:
             await asyncio.sleep(0.05)
 
 
+async def until_answered(agents: Sequence[Agent]) -> None:
+    """Wait until each agent has received one more answer."""
+    before = [agent.answers for agent in agents]
+    await until(lambda: all(agent.answers > seen for agent, seen in zip(agents, before, strict=True)))
+
+
 @dataclass
 class LogReading:
     """What is wrong with the logs of all tasks: answers that they lack, and calls that they have twice."""

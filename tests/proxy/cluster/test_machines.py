@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.network import require_network
 from tests.proxy.cluster.machines import machines, require_clocks
-from tests.proxy.cluster.nodes import Agent, Truth, check_log, put_task, until
+from tests.proxy.cluster.nodes import Agent, Truth, check_log, put_task, until, until_answered
 from tests.proxy.cluster.test_nodes import meanwhile
 from tests.sandboxes.postgres_cluster import require_postgres
 
@@ -30,8 +30,7 @@ def test_partition_with_clocks_apart(tmp_path: Path) -> None:
             cluster.network.cut([a.machine], [cluster.database])
             # The owner's agents are refused, and the others are answered by the next owner.
             await until(lambda: any(truth.refused[agent.name] for agent in agents if agent.home is a))
-            before = {agent.name: agent.answers for agent in others}
-            await until(lambda: all(agent.answers > before[agent.name] for agent in others))
+            await until_answered(others)
             cluster.network.heal()
 
         asyncio.run(meanwhile(agents, part))

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from tests.machine import wait_until
-from tests.proxy.cluster.nodes import Agent, Node, Truth, check_log, nodes, put_task, until
+from tests.proxy.cluster.nodes import Agent, Node, Truth, check_log, nodes, put_task, until, until_answered
 from tests.proxy.workers.test_workers import workers
 from tests.sandboxes.postgres_cluster import Cluster
 
@@ -142,8 +142,7 @@ def test_kill_of_owner_and_ingress(dsn: str, tmp_path: Path) -> None:
             # The owner of one task, and an ingress of the other.
             await asyncio.to_thread(a.kill)
             others = [agent for agent in agents if a not in agent.nodes]
-            before = {agent.name: agent.answers for agent in others}
-            await until(lambda: all(agent.answers > before[agent.name] for agent in others))
+            await until_answered(others)
             await asyncio.to_thread(a.start)
 
         asyncio.run(meanwhile(agents, kill))
@@ -164,9 +163,8 @@ def test_kills_of_workers_that_are_members(dsn: str, tmp_path: Path) -> None:
         async def kill() -> None:
             await until(lambda: all(agent.answers for agent in agents))
             for _ in range(2):
-                before = {id(agent): agent.answers for agent in agents}
                 await asyncio.to_thread(os.kill, workers(a)[0], signal.SIGKILL)
-                await until(lambda seen=before: all(agent.answers > seen[id(agent)] for agent in agents))
+                await until_answered(agents)
             await asyncio.to_thread(a.kill)
             await asyncio.to_thread(a.start)
 

@@ -1,5 +1,6 @@
 """What is wrong with the configuration of a member is said in one sentence when it starts."""
 
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,22 @@ def test_store_of_another_cluster(server: Cluster, tmp_path: Path) -> None:
     server.create("another", "SELECT 1")
     with pytest.raises(ClusterError, match="belongs to another cluster"):
         join(settings(f"{server.dsn} dbname=another", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("link", "url"),
+    [("[::1]:0", "[::1]:"), ("[::1]", "[::1]:"), ("[127.0.0.1]:0", "127.0.0.1:"), ("127.0.0.1", "127.0.0.1:")],
+)
+def test_links_of_both_families(dsn: str, tmp_path: Path, link: str, url: str) -> None:
+    """The database has the address as URLs write it."""
+    if "::" in link and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    joined = join(settings(dsn, tmp_path, link=link))
+    with psycopg.connect(dsn) as connection:
+        ((found,),) = connection.execute("SELECT url FROM forkpoint.members").fetchall()
+    close(joined)
+    assert found.startswith(url)
+    assert int(found.removeprefix(url))
 
 
 def test_member_keeps_its_number(dsn: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The next owner of a task reads its log."""
 
 from proxy.cluster.database import LogRow
-from proxy.cluster.lines import Kept, Unkept, encode
+from proxy.cluster.lines import Kept, Line, Unkept, encode
 from proxy.cluster.protocol import Ended, Entered, Position
 from proxy.cluster.takeover import compact, read_log
 from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
@@ -67,7 +67,7 @@ def test_latest_finding_of_a_record_comes_behind_it() -> None:
 
 def test_a_compacted_log_says_the_same() -> None:
     """Rows that say who owns the task stay, and the greatest number does."""
-    lines = [
+    lines: list[list[Line]] = [
         [TASK, TREE, rollout(5), rollout(6), Entered(5, 1, Position(0, 10)), NoteCopy(6, "e2b", "1")],
         [record(1, 10, b"k" * 32, 11), Entered(5, 2, Position(1, 11)), Kept(11, "first", 1)],
         [record(2, 10, b"k" * 32, 12), FindingCopy(1, 1, "files", True, False, 2.0), Ended(6)],
