@@ -41,10 +41,24 @@ class Pair:
         self.owned = self._units(owner, folder / "owner", keep_bytes)
         self.hosted = self._units(host, folder / "host", keep_bytes)
         self.has_memory, self.counts = True, HostingCounters()
-        name = owner.name
-        self.hosting = Host({name: host}, self.pool, {name: self.hosted}, self.counts, lambda: self.has_memory)
+        # The specs of the drivers' contract name none, and mean `local`.
+        names = {owner.name, "local"}
+        self.hosting = Host(
+            dict.fromkeys(names, host),
+            self.pool,
+            dict.fromkeys(names, self.hosted),
+            self.counts,
+            lambda: self.has_memory,
+        )
         self.peers = [Peer(2, 1, "host", "", alive=True)]
-        self.placement = Placement({name: owner}, {name: self.owned}, self.counts, self._peers, self._ask, self._call)
+        self.placement = Placement(
+            dict.fromkeys(names, owner),
+            dict.fromkeys(names, self.owned),
+            self.counts,
+            self._peers,
+            self._ask,
+            self._call,
+        )
         self.sent_bytes = 0
         self.is_cut = False
         self.damage: Callable[[Frame], Frame] = lambda frame: frame
