@@ -145,6 +145,24 @@ def test_containers_outlive_a_restart(tmp_path: Path) -> None:
         assert running.client.get(f"/t/task/r/b/docker/containers/{gone}/json").status_code == 404
 
 
+def test_project_outlives_a_restart_once_it_has_begun(tmp_path: Path) -> None:
+    """Before its first call a project is only a plan, which a restart forgets."""
+    labels = {"com.docker.compose.project": "p", "com.docker.compose.service": "main"}
+    with serving(tmp_path, any_image=True) as running:
+        begun = container(running, "a", Labels=labels)
+        assert running.client.get("/api/v1/tasks/task/rollouts").json()["items"] == []
+        start(running, "a", execution(running, "a", begun, "echo 7 > f"))
+        planned = container(running, "b", Labels=labels)
+    with serving(tmp_path, any_image=True) as running:
+        assert start(running, "a", execution(running, "a", begun, "cat f")) == (101, {1: b"7\n"})
+        refused = running.client.post(f"/t/task/r/a/docker/containers/{begun}/stop")
+        again = running.client.post(f"/t/task/r/a/docker/containers/{begun}/start")
+        assert (refused.status_code, again.status_code) == (204, 409)
+        assert running.client.get(f"/t/task/r/b/docker/containers/{planned}/json").status_code == 404
+        assert running.client.delete(f"/t/task/r/a/docker/containers/{begun}").status_code == 204
+        assert running.client.get("/api/v1/tasks/task/rollouts").json()["items"][0]["state"] == "finished"
+
+
 def test_finished_rollout_removes_container(tmp_path: Path) -> None:
     """A rollout that is finished through the control plane is no container any more."""
     with serving(tmp_path, any_image=True) as running:
