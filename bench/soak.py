@@ -2,10 +2,12 @@
 
 Rollouts whose every answer a model predicts run beside hang-ups, deletes, PUTs, forks, imports, audits and collections.
 Meanwhile the disk fills up, descriptors and memory run out, and processes are stopped or killed. The proxy's memory,
-descriptors, mounts, processes and disk are sampled; the slopes of the second half say what grows, and with what.
+descriptors, mounts, processes and disk are sampled; the slopes of the second half say what grows, and with what. The
+proxy's allocations are traced, so the growth of its memory is told by the parts that made it, and what is left over.
 Exits with 1 if an answer was wrong or lost, or if something is left. Needs root.
 """
 
+import json
 import os
 import random
 import resource
@@ -25,8 +27,10 @@ from typing import Any
 
 import httpx
 
+from bench import traced_serve
 from bench.machine import console, table
-from tests.machine import Proxy, data_directory, is_sandbox, mounts_below, process, served
+from bench.memory import PARTS, ROOT
+from tests.machine import Proxy, data_directory, is_sandbox, mounts_below, process, serving
 from tests.storm import Storm
 from tests.test_machine_faults import fill, small_disk
 from tests.trajectories import choices
@@ -90,6 +94,37 @@ def sample(proxy: Proxy, began: float) -> Sample:
     )
 
 
+class TracedProxy(Proxy):
+    """A proxy whose allocations are traced."""
+
+    @property
+    def command(self) -> list[str]:
+        """The command, with the module that traces."""
+        return ["bench.traced_serve" if word == "forkpoint" else word for word in super().command]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings, and what the module needs."""
+        return {**super().settings, "PYTHONPATH": str(ROOT), traced_serve.FILE: str(self._parts)}
+
+    @property
+    def _parts(self) -> Path:
+        return self.folder / "parts.json"
+
+    def parts(self) -> dict[str, Any]:
+        """Return where the proxy's memory is (`bench.traced_serve`); empty if it does not tell within a minute."""
+        assert self.process is not None
+        with suppress(OSError):
+            self._parts.unlink(missing_ok=True)
+            self.process.send_signal(signal.SIGUSR2)
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                if self._parts.exists():
+                    return dict(json.loads(self._parts.read_text()))
+                time.sleep(0.1)
+        return {}
+
+
 @dataclass
 class Soak(Storm):
     """A storm that lasts for a given time, with chores and faults beside it.
@@ -98,12 +133,14 @@ class Soak(Storm):
         samples: Samples since the start.
         chores: Number of chores by kind and status code.
         disk: The mount point of the small file system with the data directory.
+        memory: Where a `TracedProxy` has its memory, in the middle of the time and at its end.
     """
 
     disk: Path = Path("/nonexistent")
     minutes: float = 1.0
     samples: list[Sample] = field(default_factory=list)
     chores: dict[str, int] = field(default_factory=dict)
+    memory: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self) -> None:
         """Run load, chores and faults until the time is over; then repeat some trajectories without faults."""
@@ -114,17 +151,27 @@ class Soak(Storm):
                 self._put(f"local-{number}", "local")
             workers: list[Callable[[], None]] = [*[lambda: self._load(end)] * self.at_once, lambda: self._chore(end)]
             with ThreadPoolExecutor(len(workers) + 1) as threads:
+                # The first look takes memory that stays with the process.
+                self._note_memory()
+                self.memory.clear()
                 running = [threads.submit(worker) for worker in workers]
                 faults = threads.submit(self._fault, end)
                 while time.monotonic() < end:
                     with suppress(httpx.HTTPError, OSError):
                         self.samples.append(sample(self.proxy, began))
+                    if not self.memory and time.monotonic() > (began + end) / 2:
+                        self._note_memory()
                     time.sleep(SAMPLE_S)
                 for worker in [faults, *running]:
                     worker.result()
             for number in range(self.tasks):
                 self._walk(f"again{number}", f"local-{number}", self.seed + number, choices(number, self.length))
             self.samples.append(sample(self.proxy, began))
+            self._note_memory()
+
+    def _note_memory(self) -> None:
+        if isinstance(self.proxy, TracedProxy):
+            self.memory.append(self.proxy.parts())
 
     def _load(self, end: float) -> None:
         """Run rollouts, one after another. Some end with DELETE, others are left behind."""
@@ -255,6 +302,30 @@ def slope(samples: list[Sample], name: str, of: str = "at_s") -> float:
     )
 
 
+def growth(memory: list[dict[str, Any]]) -> dict[str, int]:
+    """Return by how many bytes each part of a proxy's memory has grown between two looks; empty without them (pure).
+
+    The last entry is what all others leave over of the growth of its private memory.
+    """
+    if len(memory) < 2 or not all(memory):
+        return {}
+    first, last = memory[0], memory[-1]
+    grown = {name: last["parts"].get(name, 0) - first["parts"].get(name, 0) for name in (*PARTS, "other")}
+    grown["tracing itself"] = last["tracing_bytes"] - first["tracing_bytes"]
+    whole = last["private_bytes"] - first["private_bytes"]
+    rest = whole - sum(grown.values())
+    return {**grown, "growth of the private memory": whole, "not explained: C libraries, stacks, free memory": rest}
+
+
+def report_memory(soak: Soak, recorded: int) -> None:
+    """Print what the growth of the second half consists of; recorded: how many calls were recorded in it."""
+    if grown := growth(soak.memory):
+        shown = table("Growth of the proxy's memory in the second half", "part", "bytes", "for each recorded call")
+        for name, size in grown.items():
+            shown.add_row(name, f"{size:+,}", f"{size / max(1, recorded):+,.0f}")
+        console.print(shown)
+
+
 def report(soak: Soak, left: list[str], settled: list[Sample]) -> None:
     shown = table("Figures of the proxy", "", "first", "half", "last", "highest", "a minute")
     middle = settled[0]
@@ -280,6 +351,7 @@ def report(soak: Soak, left: list[str], settled: list[Sample]) -> None:
         f"Second half: {recorded:,} calls recorded, {grown:+,} bytes of heap, "
         f"{slope(settled, 'anonymous_bytes', 'recorded'):+,.0f} bytes for each recorded call."
     )
+    report_memory(soak, recorded)
     shown = table("Soak", "", "")
     for name, value in {
         "seed": f"{soak.seed}",
@@ -311,18 +383,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=secrets.randbits(31))
     parser.add_argument("--log", type=Path, help="file to which the proxy's log is copied")
     options = parser.parse_args()
-    with data_directory() as folder, small_disk(folder, options.disk_mb) as disk, served(disk, **KEPT) as proxy:
-        soak = Soak(
-            proxy, None, {"local": 0}, options.seed,
-            every_s=options.every_s, length=20, disk=disk, minutes=options.minutes,
-        )  # fmt: skip
-        try:
-            soak.run()
-        finally:
-            if options.log:
-                shutil.copy(disk / "serve.log", options.log)
-        left = soak.leftovers(60.0)
-        report(soak, left, soak.samples[len(soak.samples) // 2 :])
+    with data_directory() as folder, small_disk(folder, options.disk_mb) as disk:
+        proxy = TracedProxy(disk, KEPT)
+        with serving(proxy):
+            soak = Soak(
+                proxy, None, {"local": 0}, options.seed,
+                every_s=options.every_s, length=20, disk=disk, minutes=options.minutes,
+            )  # fmt: skip
+            try:
+                soak.run()
+            finally:
+                if options.log:
+                    shutil.copy(disk / "serve.log", options.log)
+            left = soak.leftovers(60.0)
+            report(soak, left, soak.samples[len(soak.samples) // 2 :])
     if soak.wrong or soak.given_up or left:
         sys.exit("Some answer was wrong or lost, or something is left.")
 

@@ -190,9 +190,16 @@ class Proxy(Served):
 def served(data: Path, **options: str) -> Iterator[Proxy]:
     """Run a proxy for the duration of the block; all of its processes must end with it."""
     proxy = Proxy(data, options)
+    with serving(proxy):
+        yield proxy
+
+
+@contextmanager
+def serving(proxy: Proxy) -> Iterator[None]:
+    """Run this proxy for the duration of the block; all of its processes must end with it."""
     proxy.start()
     try:
-        yield proxy
+        yield
     finally:
         if proxy.process is not None and proxy.process.poll() is None:
             processes = proxy.processes()
