@@ -46,6 +46,8 @@ terabytes of holes in no time. Databases that reserve their files, such as LMDB,
 _TIME, _ATTRIBUTE = "FORKPOINT.mtime_ns", "FORKPOINT.xattr."
 """Names of our pax headers."""
 
+_MAX_TIME_S = 8**11 - 1
+"""The latest time of the plain field, in the year 2242. A later one would get a pax header of `tarfile`'s own."""
 _HEADERS = {"path", "linkpath", "size", "uid", "gid", "hdrcharset", _TIME}
 _TYPES = {
     stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE,
@@ -156,8 +158,8 @@ class _Packer:
                     yield _head(info)
                     return
         info.mode, info.uid, info.gid = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
-        # The plain field has whole seconds and no negative ones; the pax header of our own has the exact time.
-        info.mtime = max(0, status.st_mtime_ns // 10**9)
+        # The plain field has whole seconds of few digits; the pax header of our own has the exact time.
+        info.mtime = min(max(0, status.st_mtime_ns // 10**9), _MAX_TIME_S)
         info.pax_headers = {_TIME: str(status.st_mtime_ns), **self._attributes(path)}
         if info.type == tarfile.SYMTYPE:
             # Path.readlink would normalize "./d/" to "d".
