@@ -48,6 +48,8 @@ def test_unpacked_layer_equals_the_packed_one(data_dir: Path) -> None:
             assert isinstance(driver, PortableDriver)
             # Not every machine has the programs of the others, and flags do not travel.
             changes = [command for command in CHANGES.values() if command.split()[0] not in ("ln", *TOOLS)]
+            # Attributes of overlayfs' own kind are refused in bundles.
+            changes = [command for command in changes if "user.overlay." not in command]
             changes += ["ln -s f /root/d/l"]
             changes += ['python3 -c \'import os; os.setxattr("/root/twin", "user.k", b"\\xff\\0")\'']
             changes += ["ln -s ./d/ /root/l; ln -s a//b/. /root/m; touch -hd 1960-01-01T00:00:00.5 /root/m"]
