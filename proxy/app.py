@@ -208,7 +208,7 @@ def _join(settings: Settings) -> "Joined | None":
     if settings.cluster is None:
         return None
     try:
-        from proxy.cluster.database import ClusterError  # noqa: PLC0415 - psycopg is optional
+        from proxy.cluster.postgres.joining import ClusterError  # noqa: PLC0415 - psycopg is optional
         from proxy.cluster.start import join  # noqa: PLC0415 - psycopg is optional
     except ImportError as error:
         raise StartError(

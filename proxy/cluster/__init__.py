@@ -1,6 +1,7 @@
 """Several members with one tree for each task: who owns a task, its log, and where its rollouts are.
 
 Process: the proxy, when it is one member of a cluster.
-May import: proxy, proxy.cluster.hits, proxy.cluster.hosting, proxy.cluster.link, proxy.cluster.states, proxy.compat,
-proxy.dataplane, proxy.http, proxy.storage, proxy.tree, sandboxes, sandboxes.linux.
+May import: proxy, proxy.cluster.hits, proxy.cluster.hosting, proxy.cluster.link, proxy.cluster.postgres,
+proxy.cluster.states, proxy.compat, proxy.dataplane, proxy.http, proxy.storage, proxy.tree, sandboxes,
+sandboxes.linux.
 """

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import structlog
 
-from proxy.cluster.database import DatabaseError
 from proxy.cluster.hits.calls import Heads, KnownAnswer, PassedCall, pack_known, unpack_call
 from proxy.cluster.leaving import LEAVE_S
 from proxy.cluster.link.channels import Channel
@@ -39,6 +38,7 @@ from proxy.cluster.messages import (
 )
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, IngressCalls, Owned, TakenCall
+from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.protocol import CopyKind
 from proxy.cluster.streams import Begin
 

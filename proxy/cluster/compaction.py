@@ -5,9 +5,10 @@ from collections.abc import Mapping
 
 import structlog
 
-from proxy.cluster.database import ClusterDatabase, DatabaseError
 from proxy.cluster.lines import LogError
 from proxy.cluster.owned import Owned
+from proxy.cluster.postgres.connection import DatabaseError
+from proxy.cluster.postgres.database import ClusterDatabase
 from proxy.cluster.takeover import compact
 
 log = structlog.get_logger()

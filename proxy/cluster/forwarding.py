@@ -5,13 +5,14 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from proxy.cluster.database import DatabaseError, Ownership
 from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.opener import LinkLostError, PeerFailedError, answered
 from proxy.cluster.member import Member, answer_to_call
 from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, MessageError, StreamedAnswer
 from proxy.cluster.owned import Owned
+from proxy.cluster.postgres.connection import DatabaseError
+from proxy.cluster.postgres.database import Ownership
 from proxy.http.asgi import Scope
 from proxy.refusals import RefusalError
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from proxy.cluster.database import Ownership
 from proxy.cluster.link.channels import Channel
+from proxy.cluster.postgres.database import Ownership
 from proxy.cluster.protocol import IngressTask
 from proxy.http.asgi import Receive
 from sandboxes.task_owner import start

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from proxy.cluster.database import ClusterDatabase, DatabaseError
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.messages import LeaveAnswer, LeaveQuestion, Message, ReportAnswer, ReportQuestion
 from proxy.cluster.owned import Owned
+from proxy.cluster.postgres.connection import DatabaseError
+from proxy.cluster.postgres.database import ClusterDatabase
 from proxy.cluster.protocol import Position
 from proxy.engine import Engine
 from proxy.refusals import RefusalError

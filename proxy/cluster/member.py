@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import structlog
 
 from proxy.cluster.compaction import compact_logs
-from proxy.cluster.database import LEASE_S, ClusterDatabase, DatabaseError, Ownership, Peer
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress
 from proxy.cluster.leaving import LEAVE_S, Leaving
@@ -42,6 +41,9 @@ from proxy.cluster.messages import (
     unpack,
 )
 from proxy.cluster.owned import Owned
+from proxy.cluster.postgres.connection import DatabaseError
+from proxy.cluster.postgres.database import ClusterDatabase, Ownership, Peer
+from proxy.cluster.postgres.joining import LEASE_S
 from proxy.cluster.protocol import OwnedTask, Position
 from proxy.cluster.takeover import TaskLogReading, read_log
 from proxy.engine import Engine

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
-from proxy.cluster.database import Peer
 from proxy.cluster.member import Member
 from proxy.cluster.messages import DrainAnswer, DrainQuestion, RoomAnswer, RoomQuestion
+from proxy.cluster.postgres.database import Peer
 from proxy.refusals import RefusalError
 
 PATHS = re.compile(r"/api/v1/cluster(?:/([^/]+)/drain)?")

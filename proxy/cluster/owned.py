@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from proxy.cluster.database import DatabaseError
 from proxy.cluster.lines import Kept, Line, encode
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.messages import CallAnswer
+from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.protocol import CopyKind, Outbox, OwnedTask, TakenCalls
 from proxy.refusals import RefusalError
 from sandboxes.task_owner import TaskOwner

@@ -14,7 +14,6 @@ import orjson
 from typing_extensions import override
 
 from proxy.cluster.answering import PeerQuestions
-from proxy.cluster.database import DatabaseError, Ownership
 from proxy.cluster.forwarding import Forwarder
 from proxy.cluster.hits.calls import PassedCall
 from proxy.cluster.hits.passing import CallPassing, RegularCall, SentCall
@@ -26,6 +25,8 @@ from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import Owned
+from proxy.cluster.postgres.connection import DatabaseError
+from proxy.cluster.postgres.database import Ownership
 from proxy.cluster.streams import (
     Begin,
     HijackedConnection,

@@ -10,12 +10,14 @@ from pathlib import Path
 import orjson
 import structlog
 
-from proxy.cluster.database import ClusterDatabase, ClusterError, DatabaseError, Membership
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.hosting.service import Hosting
 from proxy.cluster.member import Member
 from proxy.cluster.plane import ClusterPlane
 from proxy.cluster.positions import PositionFile, PositionsLostError
+from proxy.cluster.postgres.connection import DatabaseError
+from proxy.cluster.postgres.database import ClusterDatabase
+from proxy.cluster.postgres.joining import ClusterError, Membership
 from proxy.cluster.states.objects import ObjectStore, open_store
 from proxy.cluster.states.service import SharedStates
 from proxy.cluster.states.store_mark import name_of_store, shared_store

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from proxy.cluster.database import LogRow
 from proxy.cluster.lines import Kept, Line, Unkept, decode, encode
+from proxy.cluster.postgres.database import LogRow
 from proxy.cluster.protocol import Ended, Entered, Position, replaceable
 from proxy.storage.copies import Copy, FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 from proxy.tree.keys import CallKey, private_key

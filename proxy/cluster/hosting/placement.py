@@ -16,7 +16,6 @@ from typing import NoReturn
 import orjson
 import structlog
 
-from proxy.cluster.database import DatabaseError, Peer
 from proxy.cluster.hosting.messages import (
     Conversation,
     Hosted,
@@ -30,6 +29,8 @@ from proxy.cluster.hosting.units import Units
 from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.opener import LinkLostError, PeerFailedError
 from proxy.cluster.messages import HostQuestion, Message, RoomAnswer, RoomQuestion, pack
+from proxy.cluster.postgres.connection import DatabaseError
+from proxy.cluster.postgres.database import Peer
 from proxy.telemetry.counters import HostingCounters
 from sandboxes.driver import Driver, FrozenState
 from sandboxes.errors import SandboxError, SpecError

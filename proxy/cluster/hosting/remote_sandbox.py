@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 
-from proxy.cluster.database import Peer
 from proxy.cluster.hosting.messages import (
     CancelHosted,
     Conversation,
@@ -27,6 +26,7 @@ from proxy.cluster.hosting.messages import (
     object_of,
 )
 from proxy.cluster.hosting.units import DamagedUnitError, Units
+from proxy.cluster.postgres.database import Peer
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import FrozenState
 from sandboxes.errors import LeftRunningError, NotFreezableError, SandboxError, ServerError

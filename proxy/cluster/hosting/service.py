@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from proxy.cluster.database import Peer
 from proxy.cluster.hosting.host import Host
 from proxy.cluster.hosting.messages import NotHosted
 from proxy.cluster.hosting.placement import Placement
@@ -13,6 +12,7 @@ from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.member import Member
 from proxy.cluster.messages import RoomAnswer
+from proxy.cluster.postgres.database import Peer
 from proxy.engine import LAST_FREEZES_S, BackgroundWork, Engine
 from proxy.execution.warm_forks import available_bytes
 from sandboxes.ipc.codec import pack_message

@@ -12,11 +12,12 @@ A peer's newer link ends its older one. What the older one still brings was sent
 import asyncio
 import secrets
 
-from proxy.cluster.database import Membership, Peer
 from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.connection import SILENT_S
 from proxy.cluster.link.frames import NONCE_BYTES, Hello
 from proxy.cluster.link.opener import Link, LinkLostError, PeerFailedError
+from proxy.cluster.postgres.database import Peer
+from proxy.cluster.postgres.joining import Membership
 
 
 class Links:

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from proxy.cluster.database import Peer
 from proxy.cluster.link.channels import Channel, ChannelEndedError
 from proxy.cluster.link.connection import LinkConnection
 from proxy.cluster.link.frames import HELLO_BYTES, PROOF_BYTES, Frame, FrameKind, Hello, LinkError, LinkKeys
+from proxy.cluster.postgres.database import Peer
 
 
 class PendingCall(Protocol):

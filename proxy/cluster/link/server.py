@@ -10,7 +10,6 @@ from typing import Any, cast
 import structlog
 from typing_extensions import override
 
-from proxy.cluster.database import Membership
 from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.connection import LinkConnection
 from proxy.cluster.link.frames import (
@@ -23,6 +22,7 @@ from proxy.cluster.link.frames import (
     LinkError,
     LinkKeys,
 )
+from proxy.cluster.postgres.joining import Membership
 from sandboxes.task_owner import TaskOwner
 
 log = structlog.get_logger()

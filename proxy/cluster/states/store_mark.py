@@ -4,7 +4,7 @@ import uuid
 
 import orjson
 
-from proxy.cluster.database import ClusterError
+from proxy.cluster.postgres.joining import ClusterError
 from proxy.cluster.states.objects import MissingObjectError, ObjectSizeError, ObjectStore, ObjectStoreError, open_store
 
 _MARK = "forkpoint-cluster.json"

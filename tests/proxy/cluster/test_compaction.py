@@ -3,8 +3,8 @@
 import asyncio
 
 from proxy.cluster.compaction import compact_log
-from proxy.cluster.database import ClusterDatabase
 from proxy.cluster.owned import Owned
+from proxy.cluster.postgres.database import ClusterDatabase
 from proxy.cluster.protocol import Entered, OwnedTask, Position
 from proxy.cluster.takeover import read_log
 

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from pydantic import ValidationError
 
-from proxy.cluster.database import ClusterError
+from proxy.cluster.postgres.joining import ClusterError
 from proxy.cluster.start import Joined, join
 from proxy.settings import Settings
 from tests.sandboxes.postgres_cluster import Cluster

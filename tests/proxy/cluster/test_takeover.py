@@ -1,7 +1,7 @@
 """The next owner of a task reads its log."""
 
-from proxy.cluster.database import LogRow
 from proxy.cluster.lines import Kept, Line, Unkept, encode
+from proxy.cluster.postgres.database import LogRow
 from proxy.cluster.protocol import Ended, Entered, Position
 from proxy.cluster.takeover import compact, read_log
 from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy

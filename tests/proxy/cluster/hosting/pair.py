@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from proxy.cluster.database import Peer
 from proxy.cluster.hosting.host import Host
 from proxy.cluster.hosting.placement import Placement
 from proxy.cluster.hosting.units import Units
 from proxy.cluster.link.channels import Channel, Channels
 from proxy.cluster.link.frames import Frame, FrameKind, Hello
 from proxy.cluster.messages import HostQuestion, Message, RoomQuestion, unpack
+from proxy.cluster.postgres.database import Peer
 from proxy.telemetry.counters import HostingCounters
 from sandboxes.driver import Driver, FrozenState, Sandbox
 from sandboxes.pool.pool import Pool

@@ -3,10 +3,11 @@
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 
-from proxy.cluster.database import Membership, Peer
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.link.opener import LinkLostError
 from proxy.cluster.link.server import Handler, LinkServer, Taker
+from proxy.cluster.postgres.database import Peer
+from proxy.cluster.postgres.joining import Membership
 
 SECRET = b"the members' secret"
 ASKER = Membership("cluster", 1, 7)

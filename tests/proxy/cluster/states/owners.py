@@ -11,12 +11,12 @@ from typing import Any, BinaryIO, cast
 
 from obstore.store import MemoryStore
 
-from proxy.cluster.database import ClusterDatabase, LogRow
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.lines import Line, decode
 from proxy.cluster.member import Member
 from proxy.cluster.owned import Owned
 from proxy.cluster.positions import PositionFile
+from proxy.cluster.postgres.database import ClusterDatabase, LogRow
 from proxy.cluster.states.objects import ObjectStore, ObjectStoreError
 from proxy.cluster.states.service import SharedStates
 from proxy.cluster.states.task_states import TaskStates

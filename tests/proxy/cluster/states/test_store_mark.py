@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.cluster.database import ClusterError
+from proxy.cluster.postgres.joining import ClusterError
 from proxy.cluster.states.objects import ObjectStore
 from proxy.cluster.states.store_mark import name_of_store, shared_store
 

@@ -1,54 +1,22 @@
 """The cluster's PostgreSQL database: who is a member, who owns a task, and the log of each task.
 
-The only module of the proxy that uses psycopg. All statements are single and idempotent, or conditional on a number
+All statements are single and idempotent, or conditional on a number
 that is used once. So when a connection breaks, nothing has to be undone: `DatabaseError` then says that nobody knows
 whether the statement ran, and the caller reads again.
 """
 
 import asyncio
 import contextlib
-import hmac
-import os
-import socket
-from collections.abc import Awaitable, Callable, Sequence
-from hashlib import sha256
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import psycopg
-from psycopg.rows import tuple_row
-
+from proxy.cluster.postgres.connection import Channel, Connection, DatabaseError, row_of, rows_of, second_row
+from proxy.cluster.postgres.joining import LEASE_S, ClusterError, Membership, join
 from sandboxes.task_owner import TaskOwner
 
-T = TypeVar("T")
-Connection = psycopg.AsyncConnection[tuple[Any, ...]]
-
-FORMAT = 4
-"""Version of the tables and of the lines. A database of a later version is refused and left unchanged."""
-LEASE_S = 3.0
-"""How long a member's lease lasts, in seconds of the database's clock. Another member may take its tasks over after it.
-
-Halved, a member whose machine is busy for a second is replaced. Doubled, agents wait that much longer when one dies.
-"""
-PATIENCE_S = 2.0
-"""How long a statement may take before its connection is given up, in seconds. Shorter than a lease."""
 MAX_ROWS = 500
 """Most rows of one statement. 1,000 rows of 2 kB were measured at 31 ms; half of them bound the wait of the next."""
 
-_SCHEMA = """
-CREATE SCHEMA forkpoint;
-CREATE TABLE forkpoint.cluster (format int NOT NULL, id text NOT NULL, proof text NOT NULL, store text);
-CREATE TABLE forkpoint.members (
-    number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, name text NOT NULL UNIQUE, boot bigint NOT NULL,
-    url text NOT NULL, until timestamptz NOT NULL);
-CREATE TABLE forkpoint.lines (
-    task text NOT NULL, row bigint NOT NULL, member bigint NOT NULL, boot bigint NOT NULL, body bytea,
-    PRIMARY KEY (task, row));
-CREATE INDEX ON forkpoint.lines (task, row) WHERE body IS NULL;
-"""
-_DURABLE = """
-SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
-"""
-"""A server may be set up to lose its last transactions in a crash. No answer that was sent may be among them."""
 _APPEND = """
 INSERT INTO forkpoint.lines (task, row, member, boot, body)
 SELECT task, row, %s, %s, body FROM unnest(%s::text[], %s::bigint[], %s::bytea[]) AS lines (task, row, body)
@@ -92,28 +60,6 @@ _BEAT = """
 UPDATE forkpoint.members SET until = clock_timestamp() + %s * interval '1 second'
 WHERE number = %s AND boot = %s RETURNING number
 """
-
-
-class ClusterError(RuntimeError):
-    """This member cannot join the cluster. The text says why, and what helps."""
-
-
-class DatabaseError(RuntimeError):
-    """The database did not answer. Whether the statement ran is not known."""
-
-
-class Membership(NamedTuple):
-    """This process, as the other members see it.
-
-    Attributes:
-        cluster: The cluster's random name.
-        number: Number of the data directory in the cluster; never used for another one.
-        boot: Start of the member, a number that grows from start to start.
-    """
-
-    cluster: str
-    number: int
-    boot: int
 
 
 class Peer(NamedTuple):
@@ -160,56 +106,6 @@ class LogRow(NamedTuple):
     body: bytes | None
 
 
-class _Channel:
-    """One connection, opened again after it broke. Its statements run one after the other."""
-
-    def __init__(self, dsn: str) -> None:
-        self._dsn, self._lock = dsn, asyncio.Lock()
-        self._connection: Connection | None = None
-
-    async def run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
-        """Run statements; after an error the connection is given up.
-
-        Raises:
-            DatabaseError: The database did not answer in time, or refused the statement.
-        """
-        async with self._lock:
-            loop = asyncio.get_running_loop()
-            until, is_new = loop.time() + PATIENCE_S, self._connection is None
-            try:
-                if self._connection is None:
-                    async with asyncio.timeout_at(until):
-                        self._connection = await psycopg.AsyncConnection.connect(
-                            self._dsn, autocommit=True, row_factory=tuple_row, application_name="forkpoint"
-                        )
-                # A task that is cancelled in a statement makes psycopg ask the server to cancel it, and wait for that.
-                # Behind a partition this takes ten seconds.
-                impatience = loop.call_at(until, _shut_down, self._connection)
-                try:
-                    if is_new:
-                        await self._connection.execute(_DURABLE)
-                    return await work(self._connection)
-                finally:
-                    impatience.cancel()
-            except (psycopg.Error, OSError, TimeoutError) as error:
-                await self._give_up()
-                text = " ".join(str(error).split()) or "it did not answer in time"
-                raise DatabaseError(f"the cluster's database failed: {text}") from error
-            except asyncio.CancelledError:
-                # A statement that was cut off leaves the connection in an unknown state.
-                await self._give_up()
-                raise
-
-    async def aclose(self) -> None:
-        """Close the connection."""
-        await self._give_up()
-
-    async def _give_up(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.close()
-
-
 class ClusterDatabase:
     """The database as one member uses it.
 
@@ -225,7 +121,7 @@ class ClusterDatabase:
             membership: What `join` has returned before; None if it is still to be called.
         """
         self._secret = secret
-        self._reads, self._beats, self._appends = _Channel(dsn), _Channel(dsn), _Channel(dsn)
+        self._reads, self._beats, self._appends = Channel(dsn), Channel(dsn), Channel(dsn)
         self._queue: list[tuple[str, int, bytes | None, asyncio.Future[bool]]] = []
         self._tasks, self._writing = TaskOwner(), False
         self._membership = membership
@@ -263,7 +159,9 @@ class ClusterDatabase:
                 belongs to another cluster, or a member of this name is running.
         """
         try:
-            self._membership = await self._reads.run(lambda connection: self._join(connection, name, url, known))
+            self._membership = await self._reads.run(
+                lambda connection: join(connection, self._secret, name, url, known)
+            )
         except DatabaseError as error:
             raise ClusterError(f"{error}. Check --cluster, and that the server accepts this user.") from error
         return self._membership
@@ -275,7 +173,7 @@ class ClusterDatabase:
             DatabaseError: The database did not answer.
         """
         statement = "UPDATE forkpoint.cluster SET store = %s WHERE store IS NULL OR store = %s RETURNING store"
-        return await self._reads.run(lambda connection: _row(connection, statement, (store, store))) is not None
+        return await self._reads.run(lambda connection: row_of(connection, statement, (store, store))) is not None
 
     async def clock(self) -> float:
         """Return the time of the database, in seconds since the epoch.
@@ -283,7 +181,7 @@ class ClusterDatabase:
         Raises:
             DatabaseError: The database did not answer.
         """
-        row = await self._reads.run(lambda c: _row(c, "SELECT extract(epoch FROM clock_timestamp())::float8", ()))
+        row = await self._reads.run(lambda c: row_of(c, "SELECT extract(epoch FROM clock_timestamp())::float8", ()))
         assert row is not None
         return float(row[0])
 
@@ -311,7 +209,7 @@ class ClusterDatabase:
             DatabaseError: The lease may not have been extended.
         """
         values = (LEASE_S, self.membership.number, self.membership.boot)
-        row = await self._beats.run(lambda connection: _row(connection, _BEAT, values))
+        row = await self._beats.run(lambda connection: row_of(connection, _BEAT, values))
         return row is not None
 
     async def member(self, number: int) -> Peer | None:
@@ -320,7 +218,7 @@ class ClusterDatabase:
         Raises:
             DatabaseError: The database did not answer.
         """
-        row = await self._reads.run(lambda connection: _row(connection, f"{_PEERS} WHERE number = %s", (number,)))
+        row = await self._reads.run(lambda connection: row_of(connection, f"{_PEERS} WHERE number = %s", (number,)))
         return None if row is None else Peer(*row)
 
     async def alive(self) -> list[Peer]:
@@ -330,7 +228,7 @@ class ClusterDatabase:
             DatabaseError: The database did not answer.
         """
         statement = f"{_PEERS} WHERE until > clock_timestamp()"
-        rows = await self._reads.run(lambda connection: _rows(connection, statement, ()))
+        rows = await self._reads.run(lambda connection: rows_of(connection, statement, ()))
         return [Peer(*row) for row in rows]
 
     async def members(self) -> list[tuple[Peer, int]]:
@@ -339,73 +237,8 @@ class ClusterDatabase:
         Raises:
             DatabaseError: The database did not answer.
         """
-        rows = await self._reads.run(lambda connection: _rows(connection, _MEMBERS, ()))
+        rows = await self._reads.run(lambda connection: rows_of(connection, _MEMBERS, ()))
         return [(Peer(*row[:5]), row[5]) for row in rows]
-
-    async def _join(self, connection: Connection, name: str, url: str, known: tuple[str, int] | None) -> Membership:
-        async with connection.transaction():
-            # Members that start at the same time create the tables once. The number has no meaning.
-            await connection.execute("SELECT pg_advisory_xact_lock(8700870087)")
-            cluster = await self._cluster(connection)
-            if known is not None and known[0] != cluster:
-                raise ClusterError(
-                    "the data directory belongs to another cluster. Use another --data, or that cluster's database."
-                )
-            holder = await _row(
-                connection,
-                "SELECT number, until > clock_timestamp() FROM forkpoint.members WHERE name = %s", (name,),
-            )  # fmt: skip
-            if holder is not None and (known is None or holder[0] != known[1]):
-                if holder[1]:
-                    raise ClusterError(f"a member named {name!r} is running. Choose another --node name.")
-                # The name goes to the new data directory. The log may still name the old one, by its number.
-                statement = "UPDATE forkpoint.members SET name = name || '/' || number WHERE number = %s"
-                await connection.execute(statement, (holder[0],))
-            if known is None:
-                statement = (
-                    "INSERT INTO forkpoint.members (name, boot, url, until) "
-                    "VALUES (%s, 1, %s, clock_timestamp() + %s * interval '1 second') RETURNING number, boot"
-                )
-                row = await _row(connection, statement, (name, url, LEASE_S))
-            else:
-                statement = (
-                    "UPDATE forkpoint.members SET name = %s, url = %s, boot = boot + 1, "
-                    "until = clock_timestamp() + %s * interval '1 second' WHERE number = %s RETURNING number, boot"
-                )
-                row = await _row(connection, statement, (name, url, LEASE_S, known[1]))
-            if row is None:
-                raise ClusterError("the cluster does not know the data directory. Use another --data.")
-            return Membership(cluster, *row)
-
-    async def _cluster(self, connection: Connection) -> str:
-        """Return the name of the cluster, which is created in an empty database."""
-        row = await _row(connection, "SELECT to_regnamespace('forkpoint') IS NOT NULL", ())
-        if row == (False,):
-            await connection.execute(_SCHEMA)
-            created = await _row(connection, "SELECT gen_random_uuid()::text", ())
-            assert created is not None
-            values = (FORMAT, created[0], self._proof(created[0]))
-            await connection.execute("INSERT INTO forkpoint.cluster VALUES (%s, %s, %s, NULL)", values)
-        if await _row(connection, "SELECT to_regclass('forkpoint.cluster') IS NOT NULL", ()) == (False,):
-            raise ClusterError(
-                "the database has a schema named forkpoint that belongs to another program. Use another database."
-            )
-        # Versions 2 and 3 have further kinds of lines. Version 4 has rollouts without an ingress, and replaces rows.
-        await connection.execute("UPDATE forkpoint.cluster SET format = 4 WHERE format IN (1, 2, 3)")
-        row = await _row(connection, "SELECT format, id, proof FROM forkpoint.cluster", ())
-        if row is None or row[0] != FORMAT:
-            version = None if row is None else row[0]
-            raise ClusterError(f"the database has format {version}, and this Forkpoint reads {FORMAT}. Upgrade it.")
-        if not hmac.compare_digest(row[2], self._proof(row[1])):
-            raise ClusterError(
-                "the database belongs to a cluster with another secret. Set FORKPOINT_CLUSTER_SECRET to its secret, or "
-                "use another database."
-            )
-        return str(row[1])
-
-    def _proof(self, cluster: str) -> str:
-        """Return a text that only members with this secret can make. It tells nothing about a long random secret."""
-        return hmac.new(self._secret, f"forkpoint cluster {cluster}".encode(), sha256).hexdigest()
 
     # -- logs --------------------------------------------------------------------------------------------------------
 
@@ -415,7 +248,7 @@ class ClusterDatabase:
         Raises:
             DatabaseError: The database did not answer.
         """
-        row = await self._reads.run(lambda connection: _row(connection, _OWNER, (task,)))
+        row = await self._reads.run(lambda connection: row_of(connection, _OWNER, (task,)))
         if row is None:
             return None
         view, number, boot, name, url, alive = row
@@ -428,7 +261,7 @@ class ClusterDatabase:
             DatabaseError: The database did not answer.
         """
         statement = "SELECT row, member, body FROM forkpoint.lines WHERE task = %s ORDER BY row"
-        rows = await self._reads.run(lambda connection: _rows(connection, statement, (task,)))
+        rows = await self._reads.run(lambda connection: rows_of(connection, statement, (task,)))
         return [LogRow(*row) for row in rows]
 
     async def append(self, task: str, row: int, body: bytes | None) -> bool:
@@ -448,7 +281,7 @@ class ClusterDatabase:
         if body is None:
             own = self.membership
             values = {"task": task, "row": row, "member": own.number, "boot": own.boot}
-            return await self._reads.run(lambda connection: _locked(connection, _CLAIM, values)) is not None
+            return await self._reads.run(lambda connection: second_row(connection, _CLAIM, values)) is not None
         written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._queue.append((task, row, body, written))
         if not self._writing:
@@ -471,7 +304,7 @@ class ClusterDatabase:
             "task": task, "gone": list(gone), "count": len(gone), "rows": [number for number, _ in rows],
             "bodies": [body for _, body in rows],
         }  # fmt: skip
-        return await self._reads.run(lambda connection: _locked(connection, _COMPACT, values)) == (True,)
+        return await self._reads.run(lambda connection: second_row(connection, _COMPACT, values)) == (True,)
 
     async def _write(self) -> None:
         """Write what is queued, until nothing is."""
@@ -486,7 +319,7 @@ class ClusterDatabase:
         # A caller that was cancelled has cancelled its future; its row is written all the same.
         waiting = [(number, future) for number, future in enumerate(futures) if not future.done()]
         try:
-            written = set(await self._appends.run(lambda connection: _rows(connection, _APPEND, values)))
+            written = set(await self._appends.run(lambda connection: rows_of(connection, _APPEND, values)))
         except DatabaseError as error:
             for _, future in waiting:
                 if not future.done():
@@ -495,27 +328,3 @@ class ClusterDatabase:
             for number, future in waiting:
                 if not future.done():
                     future.set_result((tasks[number], rows[number]) in written)
-
-
-async def _locked(connection: Connection, statements: str, values: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return the first row of the second statement. One message: a client that dies holds no lock."""
-    async with psycopg.AsyncClientCursor(connection) as cursor:
-        await cursor.execute(statements, values)
-        cursor.nextset()
-        return await cursor.fetchone()
-
-
-def _shut_down(connection: Connection) -> None:
-    """End a connection's socket, so that the statement which waits for it fails."""
-    with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as own:
-        own.shutdown(socket.SHUT_RDWR)
-
-
-async def _rows(connection: Connection, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    cursor = await connection.execute(statement, values)
-    return await cursor.fetchall()
-
-
-async def _row(connection: Connection, statement: str, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    rows = await _rows(connection, statement, values)
-    return rows[0] if rows else None

@@ -8,7 +8,9 @@ from typing import TypeVar
 
 import pytest
 
-from proxy.cluster.database import ClusterDatabase, ClusterError, DatabaseError, Membership
+from proxy.cluster.postgres.connection import DatabaseError
+from proxy.cluster.postgres.database import ClusterDatabase
+from proxy.cluster.postgres.joining import ClusterError, Membership
 from sandboxes.task_owner import TaskOwner, start
 from tests.sandboxes.postgres_cluster import Cluster
 

@@ -1,0 +1,101 @@
+"""A connection to the cluster's database that is opened again after it broke, and what reads rows from it."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg.rows import tuple_row
+
+T = TypeVar("T")
+Connection = psycopg.AsyncConnection[tuple[Any, ...]]
+
+PATIENCE_S = 2.0
+"""How long a statement may take before its connection is given up, in seconds. Shorter than a lease."""
+_DURABLE = """
+SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
+"""
+"""A server may be set up to lose its last transactions in a crash. No answer that was sent may be among them."""
+
+
+class DatabaseError(RuntimeError):
+    """The database did not answer. Whether the statement ran is not known."""
+
+
+class Channel:
+    """One connection, opened again after it broke. Its statements run one after the other."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn, self._lock = dsn, asyncio.Lock()
+        self._connection: Connection | None = None
+
+    async def run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
+        """Run statements; after an error the connection is given up.
+
+        Raises:
+            DatabaseError: The database did not answer in time, or refused the statement.
+        """
+        async with self._lock:
+            loop = asyncio.get_running_loop()
+            until, is_new = loop.time() + PATIENCE_S, self._connection is None
+            try:
+                if self._connection is None:
+                    async with asyncio.timeout_at(until):
+                        self._connection = await psycopg.AsyncConnection.connect(
+                            self._dsn, autocommit=True, row_factory=tuple_row, application_name="forkpoint"
+                        )
+                # A task that is cancelled in a statement makes psycopg ask the server to cancel it, and wait for that.
+                # Behind a partition this takes ten seconds.
+                impatience = loop.call_at(until, _shut_down, self._connection)
+                try:
+                    if is_new:
+                        await self._connection.execute(_DURABLE)
+                    return await work(self._connection)
+                finally:
+                    impatience.cancel()
+            except (psycopg.Error, OSError, TimeoutError) as error:
+                await self._give_up()
+                text = " ".join(str(error).split()) or "it did not answer in time"
+                raise DatabaseError(f"the cluster's database failed: {text}") from error
+            except asyncio.CancelledError:
+                # A statement that was cut off leaves the connection in an unknown state.
+                await self._give_up()
+                raise
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        await self._give_up()
+
+    async def _give_up(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+
+async def second_row(connection: Connection, statements: str, values: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return the first row of the second statement. One message: a client that dies holds no lock."""
+    async with psycopg.AsyncClientCursor(connection) as cursor:
+        await cursor.execute(statements, values)
+        cursor.nextset()
+        return await cursor.fetchone()
+
+
+async def rows_of(connection: Connection, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return all rows of a statement."""
+    cursor = await connection.execute(statement, values)
+    return await cursor.fetchall()
+
+
+async def row_of(connection: Connection, statement: str, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return the first row of a statement; None if it has none."""
+    rows = await rows_of(connection, statement, values)
+    return rows[0] if rows else None
+
+
+def _shut_down(connection: Connection) -> None:
+    """End a connection's socket, so that the statement which waits for it fails."""
+    with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.shutdown(socket.SHUT_RDWR)
