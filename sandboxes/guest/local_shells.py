@@ -155,7 +155,10 @@ class LocalShell(Shell):
         return status, session, jobs
 
     def _changed_limits(self) -> dict[str, list[int]]:
-        changed = {}
+        changed: dict[str, list[int]] = {}
+        # The kernel's text of all limits costs a tenth of asking for each.
+        if processes.limits(self.pid) == _own_limits():
+            return changed
         for name, number in _LIMITS:
             with contextlib.suppress(OSError, ValueError):
                 # Compared with this process's own limits, with which the shell was born.
@@ -385,6 +388,11 @@ class LocalShells(Shells):
         if self.anchor is not None:
             self.anchor.close()
             self.anchor = None
+
+
+@functools.cache
+def _own_limits() -> bytes:
+    return processes.limits(os.getpid())
 
 
 @functools.cache

@@ -154,6 +154,14 @@ def ran_between(before: dict[Process, int], after: dict[Process, int]) -> bool:
     return any(after[process] < 0 or after[process] != before[process] for process in before.keys() & after)
 
 
+def limits(pid: int) -> bytes:
+    """Return the resource limits of a process as the kernel shows them (proc_pid_limits(5)); empty if it has ended."""
+    try:
+        return _read(f"/proc/{pid}/limits")
+    except OSError:
+        return b""
+
+
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal, or traced (proc_pid_stat(5))."""
     fields = _stat(pid)

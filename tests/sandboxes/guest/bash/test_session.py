@@ -10,11 +10,11 @@ CALLS = 9_000
 """More than 8,167: so many `eval`s within each other filled the stack of 8 MB."""
 
 
-def test_a_kept_shell_serves_thousands_of_calls(tmp_path: Path) -> None:
-    """A shell beside a background process is never replaced. Its stack does not grow with its calls."""
+def run_shell(tmp_path: Path, command: str, calls: int) -> tuple[subprocess.CompletedProcess[str], bytes]:
+    """Run a shell's loop until its calls are over; return what it printed, and its dumps."""
     texts = {
         sessions.RESTORE_FD: f"\\builtin :; {sessions.BEGIN_DUMP}\n", sessions.LOOP_FD: sessions.LOOP,
-        sessions.COMMAND_FD: "echo $LINENO; break 2>/dev/null", sessions.GO_FD: "\n" * CALLS, sessions.DUMP_FD: "",
+        sessions.COMMAND_FD: command, sessions.GO_FD: "\n" * calls, sessions.DUMP_FD: "",
     }  # fmt: skip
     opened = []
     for number, text in texts.items():
@@ -24,8 +24,25 @@ def test_a_kept_shell_serves_thousands_of_calls(tmp_path: Path) -> None:
     ended = subprocess.run(
         ["bash", "-c", start], capture_output=True, text=True, check=False, timeout=300, env=os.environ
     )
+    return ended, (tmp_path / str(sessions.DUMP_FD)).read_bytes()
+
+
+def test_a_kept_shell_serves_thousands_of_calls(tmp_path: Path) -> None:
+    """A shell beside a background process is never replaced. Its stack does not grow with its calls."""
+    ended, dumps = run_shell(tmp_path, "echo $LINENO; break 2>/dev/null", CALLS)
     # At the end of the lines `read` fails, and the shell exits.
     assert (ended.returncode, ended.stderr) == (1, "")
     assert ended.stdout == "1\n" * CALLS
-    dumps = (tmp_path / str(sessions.DUMP_FD)).read_bytes()
     assert dumps.count(sessions.END) == CALLS + 1
+
+
+def test_a_dump_that_came_before_gives_an_equal_session_of_its_own(tmp_path: Path) -> None:
+    """Callers add members to a session. The session of the next equal dump does not have them."""
+    _, dumps = run_shell(tmp_path, "variable=1", 1)
+    before, after = (dump + sessions.END for dump in dumps.split(sessions.END)[:-1])
+    status, session, jobs = sessions.parse_dump(after)
+    session["limits"] = {"RLIMIT_CORE": [0, 0]}
+    again = sessions.parse_dump(after)
+    assert (status, jobs) == (again[0], again[2])
+    assert again[1] == {**session, "limits": {}}
+    assert sessions.parse_dump(before)[1] != again[1]
