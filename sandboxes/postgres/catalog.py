@@ -14,7 +14,7 @@ MAX_BYTES = 64 << 20
 
 PLAIN = """SET LOCAL search_path = pg_catalog; SET LOCAL DateStyle = 'ISO, MDY'; SET LOCAL TimeZone = 'UTC';
 SET LOCAL bytea_output = 'hex'; SET LOCAL extra_float_digits = 1; SET LOCAL IntervalStyle = 'postgres';
-SET LOCAL statement_timeout = 0; SET LOCAL role = 'none'"""
+SET LOCAL statement_timeout = 0; SET LOCAL role TO DEFAULT"""
 """Settings under which digests are taken, whatever the agent has set. They end with the transaction."""
 
 

@@ -96,7 +96,9 @@ class Clones:
         """
         async with template.creating:
             if not template.reader:
-                template.reader = await template.server.clone(template.name, "read", template.settings)
+                name = await template.server.clone(template.name, "read", template.settings)
+                await template.server.admit(name)
+                template.reader = name
         return template.reader
 
     def prepare(self, template: Template) -> None:
@@ -133,6 +135,7 @@ class Clones:
             digest: Digest of the clone's content.
             sequence_use: What `currval` and `lastval` must know.
         """
+        await template.server.admit(database)
         worker = await self._worker_pool.dedicated()
         request = {
             "op": "open", "dsn": template.server.agent_dsn(database), "digest": digest.to_json(),

@@ -101,6 +101,8 @@ class Link:
         self.connection = psycopg.connect(dsn, autocommit=True, prepare_threshold=None, application_name=name)
         self._definitions: dict[bool, dict[str, str]] = {}
         self._types: dict[int, str] = {}
+        if self.query_row("SELECT current_user = session_user")[0]:
+            raise psycopg.OperationalError("the login of a clone may not act as the agents' role")
 
     @property
     def status(self) -> pq.TransactionStatus:
@@ -120,7 +122,11 @@ class Link:
             stop: Cancel the statement when the result is full.
         """
         statement = Statement(self.connection.pgconn, call.rows(), until=call.until, stop_when_full=stop)
-        return statement.run(text, parameters, single=single)
+        outcome = statement.run(text, parameters, single=single)
+        # A read is rolled back.
+        if not single and self.status in (pq.TransactionStatus.IDLE, pq.TransactionStatus.INTRANS):
+            self.act_as_agent()
+        return outcome
 
     def query_row(self, query: str) -> tuple[Any, ...]:
         """Run a query of the driver and return its only row."""
@@ -178,6 +184,10 @@ class Link:
     def usable(self) -> bool:
         """Whether the connection is open and idle."""
         return self.status == pq.TransactionStatus.IDLE
+
+    def act_as_agent(self) -> None:
+        """Act as the agents' role again: `DISCARD ALL` and `SET ROLE NONE` make a session act as its login."""
+        self.connection.execute("RESET ROLE")
 
     def session(self) -> str:
         """Describe the session state; empty if there is none. 2 ms."""

@@ -26,7 +26,7 @@ from sandboxes.workers.pool import WorkerPool
 
 log = structlog.get_logger()
 
-VERSION = 2
+VERSION = 3
 """Part of every identity. Raise it when a change of the driver gives equal calls other results or other digests."""
 SPARES = 2
 """Clones that wait for each template in use. Rollouts that first write at the same time take one each."""
@@ -50,7 +50,7 @@ class PostgresDriver:
     """The driver for PostgreSQL databases.
 
     The names of all roles and databases that an instance creates on a server begin with the instance's own prefix.
-    `instance.json` in the data directory keeps that prefix, the password of the agents' role, and the templates on
+    `instance.json` in the data directory keeps that prefix, the password of the logins, and the templates on
     each server, so that a restarted instance finds its states and drops everything else with its prefix.
     """
 
@@ -105,8 +105,8 @@ class PostgresDriver:
         """Drop what a killed instance left on a server, and register the templates that it had finished."""
         recorded: dict[str, Any] = self._instance["servers"][server.dsn]["templates"]
         for name in await server.databases():
-            # Records of earlier versions do not say what the session knew of sequences.
-            if name not in recorded or "sequence_use" not in recorded[name]:
+            # Templates of earlier versions give the agents' role other rights.
+            if name not in recorded or recorded[name].get("version") != VERSION:
                 await server.drop(name)
             elif name not in self._templates:
                 self._register(server, name, recorded[name])
@@ -139,6 +139,7 @@ class PostgresDriver:
         self._instance["servers"][template.server.dsn]["templates"][template.name] = {
             "digest": template.digest.to_json(), "settings": [list(pair) for pair in template.settings.own],
             "sequence_use": template.sequence_use.to_json(), "size_bytes": template.size_bytes, "source": source,
+            "version": VERSION,
         }  # fmt: skip
         self._save_instance()
 

@@ -1,12 +1,23 @@
 """The administrator's connection to a PostgreSQL server: creates, clones and drops databases.
 
 Statements of agents never run here. They run in workers, as a role without privileges.
+
+Theory of operation. Roles belong to the server and not to a database, so a role that all agents shared would join their
+sandboxes: its password could be changed by each of them, its sessions ended and read, its databases dropped. So there
+are two kinds of roles:
+
+1. The *agents' role* owns the objects in all clones, so that their owners have the same name everywhere. Nobody can log
+   in as it, so its password and settings mean nothing.
+2. Each clone that is connected to has a *login* of the same name, which no other database accepts. Its sessions act as
+   the agents' role. It goes when the clone goes.
+
+The administrator owns the databases. Each connection begins with a login as it was made (`admit`).
 """
 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +33,13 @@ _MAX_COPIES = 2
 """Databases that are copied at once. Copies compete for the server's disk."""
 _DETERMINISTIC = {"synchronize_seqscans": "off", "max_parallel_workers_per_gather": "0", "jit": "off"}
 """Settings with which a statement without ORDER BY returns its rows in the same order each time."""
+
+_CREATE_AGENT = sql.SQL("CREATE ROLE {} NOLOGIN NOINHERIT NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION")
+_CREATE_LOGIN = sql.SQL("CREATE ROLE {} LOGIN PASSWORD {} NOINHERIT NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION")
+# Of a role that exists, only a superuser may name the other rights. No agent can give them to itself.
+_BAR = sql.SQL("ALTER ROLE {} NOLOGIN PASSWORD NULL")
+"""Earlier versions logged in as the agents' role."""
+_CHANGE_LOGIN = sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +59,14 @@ class PostgresServer:
     Attributes:
         dsn: Connection string of the administrator.
         prefix: Start of the name of every role and database that this instance creates.
-        agent: The role that agents' statements run as.
+        agent: The role that agents' statements run as, and that owns the objects in all clones.
     """
 
     def __init__(self, dsn: str, prefix: str, password: str) -> None:
         self.dsn, self.prefix, self._password = dsn, prefix, password
         self.agent = f"{prefix}_agent"
         self._connection: psycopg.AsyncConnection[Any] | None = None
+        self._is_superuser = False
         self._busy = asyncio.Lock()
         self._copying = asyncio.Semaphore(_MAX_COPIES)
 
@@ -61,9 +80,9 @@ class PostgresServer:
         return f"{parts.get('host', 'the local socket')}:{parts.get('port', 5432)}"
 
     def agent_dsn(self, database: str) -> str:
-        """Return the connection string for the agents' role and a database."""
+        """Return the connection string for a clone and its login."""
         return make_conninfo(
-            self.dsn, dbname=database, user=self.agent, password=self._password, connect_timeout=CONNECT_S
+            self.dsn, dbname=database, user=database, password=self._password, connect_timeout=CONNECT_S
         )
 
     async def aclose(self) -> None:
@@ -74,12 +93,14 @@ class PostgresServer:
 
     # -- one statement at a time -------------------------------------------------------------------------------------
 
-    async def rows(self, query: str | sql.Composed, values: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
+    async def rows(
+        self, query: str | sql.Composed, values: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[tuple[Any, ...]]:
         """Run one administrator's statement on the server's maintenance database and return its rows."""
         async with self._busy:
             connection = await self._connected()
             try:
-                cursor = await connection.execute(query, tuple(values) or None)
+                cursor = await connection.execute(query, values or None)
                 return await cursor.fetchall() if cursor.description else []
             except psycopg.OperationalError:
                 if connection.closed or connection.broken:
@@ -112,22 +133,18 @@ class PostgresServer:
             ) from error
 
     async def _make_role(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Create the role that agents' statements run as, or give an existing one this instance's password."""
-        role, password = sql.Identifier(self.agent), sql.Literal(self._password)
-        rights = sql.SQL("LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION PASSWORD {}").format(password)
+        """Create the role that agents' statements run as."""
+        role = sql.Identifier(self.agent)
         try:
             exists = await (
                 await connection.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (self.agent,))
             ).fetchone()
-            verb = sql.SQL("ALTER ROLE {} {}" if exists else "CREATE ROLE {} {}")
-            await connection.execute(verb.format(role, rights))
-            for setting, value in _DETERMINISTIC.items():
-                change = sql.SQL("ALTER ROLE {} SET {} = {}").format(role, sql.Identifier(setting), sql.Literal(value))
-                await connection.execute(change)
+            await connection.execute((_BAR if exists else _CREATE_AGENT).format(role))
             superuser = await (
                 await connection.execute("SELECT rolsuper FROM pg_roles WHERE rolname = user")
             ).fetchone()
-            if not (superuser and superuser[0]):
+            self._is_superuser = bool(superuser and superuser[0])
+            if not self._is_superuser:
                 await connection.execute(sql.SQL("GRANT {} TO CURRENT_USER").format(role))
         except psycopg.Error as error:
             raise SpecError(
@@ -138,9 +155,11 @@ class PostgresServer:
     # -- databases ---------------------------------------------------------------------------------------------------
 
     async def databases(self) -> list[str]:
-        """Return the names of the databases that this instance created."""
+        """Return the names of the databases that this instance created, and of logins whose databases are gone."""
         rows = await self.rows(
-            "SELECT datname FROM pg_database WHERE starts_with(datname, %s) ORDER BY 1", (f"{self.prefix}_",)
+            "SELECT datname FROM pg_database WHERE starts_with(datname, %(prefix)s) UNION "
+            "SELECT rolname FROM pg_roles WHERE starts_with(rolname, %(prefix)s) AND rolname <> %(agent)s ORDER BY 1",
+            {"prefix": f"{self.prefix}_", "agent": self.agent},
         )
         return [str(row[0]) for row in rows]
 
@@ -149,7 +168,8 @@ class PostgresServer:
 
         Args:
             source: Name of the database to clone. It must have no sessions.
-            kind: Part of the clone's name: root, state, read, fork or spare.
+            kind: Part of the clone's name: root, state, read, fork or spare. The first two are never connected to by
+                agents.
             settings: Settings to give to the clone.
 
         Returns:
@@ -160,9 +180,7 @@ class PostgresServer:
             SandboxError: The server failed, for example because its disk is full.
         """
         name = f"{self.prefix}_{kind}_{secrets.token_hex(6)}"
-        command = sql.SQL("CREATE DATABASE {} TEMPLATE {} OWNER {}").format(
-            sql.Identifier(name), sql.Identifier(source), sql.Identifier(self.agent)
-        )
+        command = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source))
         async with self._copying:
             await self._copy(command, source)
         for setting, value in settings.own:
@@ -171,6 +189,37 @@ class PostgresServer:
             )
             await self.rows(change)
         return name
+
+    async def admit(self, database: str) -> None:
+        """Give a clone a login that only it accepts, or make the login as it was, before a connection. 1 ms.
+
+        An agent can change the password and the settings of its own login.
+
+        Raises:
+            SandboxError: The server failed.
+        """
+        login, agent = sql.Identifier(database), sql.Identifier(self.agent)
+        # Never the agents' role: a transaction of an agent that changes it would hold up everybody.
+        statements = [sql.SQL("ALTER ROLE {} RESET ALL").format(login)]
+        for setting, value in {"role": self.agent, **_DETERMINISTIC}.items():
+            change = sql.SQL("ALTER ROLE {} SET {} = {}").format(login, sql.Identifier(setting), sql.Literal(value))
+            statements.append(change)
+        statements += [
+            sql.SQL("GRANT {} TO {}").format(agent, login),
+            # By all, because an agent can revoke what its own role was granted, in all clones at once (DROP OWNED).
+            sql.SQL("GRANT CREATE ON DATABASE {} TO PUBLIC").format(login),
+            sql.SQL("REVOKE CONNECT ON DATABASE {} FROM PUBLIC").format(login),
+            sql.SQL("GRANT CONNECT ON DATABASE {} TO {}").format(login, login),
+        ]
+        if not self._is_superuser:
+            # Only a member of a role may end its sessions.
+            statements.append(sql.SQL("GRANT {} TO CURRENT_USER").format(login))
+        try:
+            exists = await self.rows("SELECT 1 FROM pg_roles WHERE rolname = %s", (database,))
+            make = (_CHANGE_LOGIN if exists else _CREATE_LOGIN).format(login, sql.Literal(self._password))
+            await self.rows(sql.SQL("; ").join([make, *statements]))
+        except psycopg.Error as error:
+            raise SandboxError(f"a login for a clone at {self.where} failed: {str(error).strip()}") from error
 
     async def _copy(self, command: sql.Composed, source: str) -> None:
         # A connection of its own: copying may take seconds, and the shared one must stay free for short statements.
@@ -199,7 +248,10 @@ class PostgresServer:
         await self.rows(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(sql.Identifier(database)))
 
     async def drop(self, database: str) -> None:
-        """Drop a database that this instance created, even if it has sessions. Idempotent; failures are ignored."""
+        """Drop a database that this instance created, even if it has sessions, and its login.
+
+        Idempotent; failures are ignored.
+        """
         assert database.startswith(self.prefix + "_")
         with contextlib.suppress(psycopg.Error, SpecError):
             connection = await self.connect()
@@ -207,6 +259,8 @@ class PostgresServer:
                 await connection.execute(
                     sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(database))
                 )
+                # It fails if templates have objects of the login. The next start tries again.
+                await connection.execute(sql.SQL("DROP ROLE IF EXISTS {}").format(sql.Identifier(database)))
             finally:
                 await connection.close()
 

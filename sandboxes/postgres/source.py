@@ -27,7 +27,8 @@ DECLARE
 BEGIN
     FOR o IN
         SELECT format('ALTER SCHEMA %I OWNER TO %I', nspname, owner) AS command FROM pg_namespace n
-        WHERE nspname !~ '^pg_' AND nspname NOT IN ('information_schema', 'public')
+        WHERE nspname !~ '^pg_' AND nspname <> 'information_schema'
+          AND (nspname <> 'public' OR pg_has_role(nspowner, 'MEMBER'))
           AND NOT EXISTS (SELECT 1 FROM pg_depend d WHERE d.objid = n.oid AND d.deptype = 'e')
         UNION ALL
         SELECT format('ALTER %s %I.%I OWNER TO %I', CASE relkind WHEN 'v' THEN 'VIEW' WHEN 'm' THEN
@@ -60,7 +61,10 @@ BEGIN
 END
 $body$
 """
-"""Gives all objects that users created to the agents' role. Foreign tables lead outside the server and are closed."""
+"""Gives all objects that users created to the agents' role. Foreign tables lead outside the server and are closed.
+
+The schema `public` belongs to the owner of the database since PostgreSQL 15. Before that everybody could create in it.
+"""
 
 
 async def settings_of(server: PostgresServer, source: str) -> DatabaseSettings:

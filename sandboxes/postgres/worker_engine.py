@@ -94,4 +94,5 @@ def _read(link: Link, call: PostgresCall) -> tuple[Fields, bytes]:
         # A failed statement may have left something in the connection, such as a lock. The next call must not see it.
         if link.usable:
             link.connection.execute("DISCARD ALL")
+            link.act_as_agent()
     return fields, result
