@@ -4,6 +4,7 @@ import fcntl
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,13 @@ def require_sandboxes() -> None:
     """Skip the test if the local driver cannot run here."""
     if missing := _missing():
         pytest.skip(f"the local driver cannot run here: {missing}")
+
+
+def require_curl() -> None:
+    """Skip the test if there is no curl, with which the documentation shows its calls. In CI, fail instead."""
+    if shutil.which("curl") is None:
+        assert not os.environ.get("CI"), "curl is missing"
+        pytest.skip("curl is not installed (Debian: apt-get install curl)")
 
 
 def require_criu() -> None:

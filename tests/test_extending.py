@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine import Proxy, data_directory
+from tests.machine import Proxy, data_directory, require_curl
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 PROGRAMS = dict(re.findall(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```", PAGE, re.DOTALL))
@@ -52,6 +52,7 @@ def test_contract_notices_a_wrong_digest(package: Path, tmp_path: Path) -> None:
 
 def test_proxy_serves_the_page_s_endpoint(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's commands give the page's answers."""
+    require_curl()
     monkeypatch.setenv("PYTHONPATH", str(package))
     with data_directory() as data:
         proxy = Proxy(data, {"drivers": '["notebook"]'})

@@ -17,7 +17,7 @@ import pytest
 from proxy.cli.doctor import check
 from proxy.settings import Settings
 from proxy.workloads.ephemeral_proxy import free_port
-from tests.machine import require_sandboxes, wait_until
+from tests.machine import require_curl, require_sandboxes, wait_until
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text()
@@ -56,6 +56,7 @@ def test_first_calls_answer_as_shown(tmp_path: Path) -> None:
     missing = [need for need in check(tmp_path / "check") if need.required and not need.ok]
     if missing:
         pytest.skip(f"this machine cannot run sandboxes: {missing[0].name}: {missing[0].detail}")
+    require_curl()
     port = free_port()
     with serving(BLOCKS[0], tmp_path, port):
         answers = []
@@ -81,6 +82,7 @@ def test_first_calls_answer_as_shown(tmp_path: Path) -> None:
 def test_quickstart_leads_to_a_fork(tmp_path: Path) -> None:
     """Every command of the page after the start, but for `forkpoint open`, which starts a browser."""
     require_sandboxes()
+    require_curl()
     page = (REPOSITORY / "docs" / "quickstart.md").read_text()
     blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     lines = [line for block in blocks[2:] for line in block.splitlines() if line != "forkpoint open demo"]

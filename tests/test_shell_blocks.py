@@ -26,7 +26,7 @@ import typer
 from proxy.cli.commands import _COMMANDS, _OFFLINE
 from proxy.cli.main import app
 from proxy.workloads.ephemeral_proxy import free_port
-from tests.machine import require_sandboxes
+from tests.machine import require_curl, require_sandboxes
 from tests.test_readme import serving
 
 REPOSITORY = Path(__file__).parents[1]
@@ -114,6 +114,7 @@ def parse(words: list[str], *, whole: bool = True) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
     """A proxy with the rollouts that the pages speak of, and a folder with their files."""
     require_sandboxes()
+    require_curl()
     folder, port = tmp_path_factory.mktemp("pages"), free_port()
     (folder / ".curlrc").write_text("fail-with-body\n")
     with closing(sqlite3.connect(folder / "chinook.sqlite")) as connection, connection:

@@ -26,7 +26,7 @@ _FUNCTIONS = (
 )
 _NAMES = (
     r"current_timestamp current_time current_date localtime localtimestamp current_catalog tablesample pg_stat_\w+ "
-    "pg_locks pg_database xmin xmax cmin cmax session_user session_authorization system_user pg_roles pg_user "
+    "pg_locks pg_database xmin xmax cmin cmax ctid session_user session_authorization system_user pg_roles pg_user "
     "pg_shadow pg_authid pg_group pg_auth_members pg_db_role_setting pg_shdescription enabled_roles applicable_roles"
 )
 

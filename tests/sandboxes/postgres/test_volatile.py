@@ -10,14 +10,18 @@ from sandboxes.postgres.volatile import VOLATILE
     [
         "select now()", "select now ( )", 'select "now"()', "select random/**/()", "select random /* a /* b */ c */ ()",
         "select random -- why\n()", "select random --\n/**/ --\n ()", "select RANDOM\n(\n)", "select 'now'::timestamp",
-        "select current_date", "select pg_sleep(1)",
+        "select current_date", "select pg_sleep(1)", "select ctid from t", "select session_user",
+        "show session_authorization", "select rolconfig from pg_roles",
     ],
 )  # fmt: skip
 def test_volatile_statements_are_found(sql: str) -> None:
     assert VOLATILE.search(sql) is not None
 
 
-@pytest.mark.parametrize("sql", ["select 1", "select nowhere(1)", "select a.random from a", "select average(x) from t"])
+@pytest.mark.parametrize(
+    "sql",
+    ["select 1", "select nowhere(1)", "select a.random from a", "select average(x) from t", "select * from user_roles"],
+)
 def test_steady_statements_are_not(sql: str) -> None:
     assert VOLATILE.search(sql) is None
 
