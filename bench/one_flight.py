@@ -15,7 +15,7 @@ from proxy.cli.replay import proxy_at
 from proxy.workloads.format import RecordedRollout, RecordedTask, Workload
 from proxy.workloads.report import ReplayRun, Source, errors_of, figures
 from proxy.workloads.requests import WorkloadRequest
-from proxy.workloads.runner import Names, replay
+from proxy.workloads.runner import ReplayNames, replay
 from sandboxes.spec import EnvironmentSpec
 
 RANDOM = "cat /proc/sys/kernel/random/uuid"
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--url", help="a running proxy; default: a private one")
     options = parser.parse_args()
     work = workload(options.rollouts, options.calls)
-    names = Names("", "") if options.url is None else Names(f"-{id(work):x}", "")
+    names = ReplayNames("", "") if options.url is None else ReplayNames(f"-{id(work):x}", "")
     with proxy_at(options.url) if options.url is None else nullcontext(options.url) as proxy:
         url = proxy if isinstance(proxy, str) else proxy.url
         run = asyncio.run(

@@ -62,7 +62,7 @@ def content_type(headers: Iterable[tuple[str, str]]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class EgressExchange:
     """One request of a program in a sandbox to a host outside.
 
     Attributes:
@@ -119,5 +119,5 @@ class Execution:
     order: bytes | None = None
     is_empty: bool = False
     live: bool = False
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[EgressExchange, ...] = ()
     volatile: bool = False

@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError
 from ray.exceptions import RayError as FrameworkError
 
 from forkpoint.ray.controller import CONTROLLER, Controller, detached, end, find, living, name_of, named
-from forkpoint.ray.proxy_actor import STOP_S, Plan, ProxyState
+from forkpoint.ray.proxy_actor import STOP_S, ProxyPlan, ProxyState
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
@@ -82,7 +82,7 @@ def up(*, within_s: float = 120.0, **settings: object) -> list[NodeProxy]:
     wanted = _plan(settings)
     controller = find(CONTROLLER)
     if controller is not None:
-        running: Plan = _answer(controller.plan, within_s)
+        running: ProxyPlan = _answer(controller.plan, within_s)
         if wanted.settings and running != wanted:
             raise RayError(
                 "Forkpoint runs on this Ray cluster with other settings. Call forkpoint.ray.down() first, or up() "
@@ -172,7 +172,7 @@ def _require_ray() -> None:
         raise RayError("Ray is not initialised. Call ray.init() first.")
 
 
-def _require_cluster(plan: Plan) -> None:
+def _require_cluster(plan: ProxyPlan) -> None:
     """Refuse several nodes with a plan for one: each would have trees of its own."""
     count = len(living())
     if count > 1 and not plan.clustered:
@@ -182,7 +182,7 @@ def _require_cluster(plan: Plan) -> None:
         )
 
 
-def _plan(settings: Mapping[str, object]) -> Plan:
+def _plan(settings: Mapping[str, object]) -> ProxyPlan:
     """Return the plan for settings, which are checked as `forkpoint serve` checks them."""
     # A worker that only asks for its URL does not load the proxy's settings.
     from proxy.settings import Settings  # noqa: PLC0415
@@ -195,7 +195,7 @@ def _plan(settings: Mapping[str, object]) -> Plan:
         raise RayError(_sentence(error)) from error
     variables = _variables(Settings) | as_variables(given)
     data = str(checked.data.absolute()) if "FORKPOINT_DATA" in variables else None
-    return Plan(checked.host, checked.port, data, variables, checked.cluster is not None)
+    return ProxyPlan(checked.host, checked.port, data, variables, checked.cluster is not None)
 
 
 def _variables(settings: "type[Settings]") -> dict[str, str]:

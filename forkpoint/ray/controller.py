@@ -10,7 +10,7 @@ import ray
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from forkpoint.ray.proxy_actor import Plan, ProxyActor, load_little
+from forkpoint.ray.proxy_actor import ProxyActor, ProxyPlan, load_little
 
 NAMESPACE = "forkpoint"
 """Ray's namespace of our actors, so that drivers with any namespace find them."""
@@ -30,14 +30,14 @@ class Controller:
     It remembers nothing that Ray does not know, so Ray may make it again on another node at any time.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ProxyPlan) -> None:
         self._plan = plan
         self._tried: dict[str, float] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forkpoint-nodes", daemon=True)
         self._thread.start()
 
-    def plan(self) -> Plan:
+    def plan(self) -> ProxyPlan:
         """Return what runs on each node."""
         return self._plan
 
@@ -75,7 +75,7 @@ class Controller:
         actor.options(**detached(name_of(node)), scheduling_strategy=here).remote()
 
 
-def _with_plan(plan: Plan) -> type[ProxyActor]:
+def _with_plan(plan: ProxyPlan) -> type[ProxyActor]:
     """Return the class of proxy actors that have a plan.
 
     It is no argument of the constructor, because Ray loads libraries before it reads an argument; see `load_little`.

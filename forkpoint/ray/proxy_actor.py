@@ -22,7 +22,7 @@ from pathlib import Path
 from proxy.address import url_of
 from sandboxes import IMPORT_ROOT
 from sandboxes.errors import SandboxError
-from sandboxes.linux.dir_lock import Ownership, is_unowned
+from sandboxes.linux.dir_lock import DirLock, is_unowned
 
 FIRST_WAIT_S = 0.1
 """Wait before a proxy that ended is started again. It doubles with each failure in a row."""
@@ -42,7 +42,7 @@ _MOST_ON_A_MACHINE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProxyPlan:
     """What runs on each node; it is the same on all of them.
 
     Attributes:
@@ -89,7 +89,7 @@ class _Place:
 
     name: str
     folder: Path
-    owned: Ownership
+    owned: DirLock
     listener: socket.socket
 
     @property
@@ -114,7 +114,7 @@ def load_little() -> None:
 class ProxyActor:
     """Runs the proxy of this node until `stop`. Ray makes one, and makes it again if its process dies."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ProxyPlan) -> None:
         """Start the proxy in the background; an actor whose constructor fails would not be made again."""
         self._plan = plan
         self._lock = threading.Lock()
@@ -202,12 +202,12 @@ class ProxyActor:
             self._problem = f"the proxy {reason}: {_last_line(place.log)}"
 
 
-def _own_settings(plan: Plan, place: _Place) -> dict[str, str]:
+def _own_settings(plan: ProxyPlan, place: _Place) -> dict[str, str]:
     settings = {"FORKPOINT_DATA": str(place.folder / _DATA)}
     return settings | {"FORKPOINT_NODE": place.name} if plan.clustered else settings
 
 
-def _take_place(plan: Plan, stopped: threading.Event) -> _Place:
+def _take_place(plan: ProxyPlan, stopped: threading.Event) -> _Place:
     """Own a directory of this machine, and listen.
 
     The name is the host's. Actors of further nodes on the same machine get the next names and ports. The kernel
@@ -222,7 +222,7 @@ def _take_place(plan: Plan, stopped: threading.Event) -> _Place:
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:58]
     for number in range(_MOST_ON_A_MACHINE):
         name = f"{host}-{number}" if number else host
-        owned = Ownership(base / name)
+        owned = DirLock(base / name)
         with suppress(SandboxError):
             owned.acquire()
             break
@@ -243,7 +243,7 @@ def _await_unowned(data: Path, stopped: threading.Event) -> None:
             raise SandboxError("this actor was stopped")
 
 
-def _base_directory(plan: Plan) -> Path:
+def _base_directory(plan: ProxyPlan) -> Path:
     """Return the directory of all nodes of this machine, which belongs to this user alone."""
     base = Path(plan.data) if plan.data is not None else Path("/var/tmp") / f"forkpoint-ray-{os.geteuid()}"  # noqa: S108
     base.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from proxy.workloads.report import (
     errors_of,
     figures,
 )
-from proxy.workloads.runner import Names, OnCall, connector, replay
+from proxy.workloads.runner import OnCall, ReplayNames, connector, replay
 
 ERRORS_SHOWN = 50
 """Errors of a run that are printed."""
@@ -78,7 +78,7 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplayReport:
     """The results of a replay.
 
     Attributes:
@@ -97,7 +97,7 @@ class Report:
         return any(errors_of(run) for run in self.runs.values()) or any(rate.errors for rate in self.rates)
 
 
-def reports(runs: Sequence[ReplayRun]) -> Report:
+def reports(runs: Sequence[ReplayRun]) -> ReplayReport:
     """Name the runs, and compare the cached run and the second uncached run with the first uncached run."""
     named: dict[str, ReplayRun] = {}
     for run in runs:
@@ -107,7 +107,7 @@ def reports(runs: Sequence[ReplayRun]) -> Report:
     for first, second in (("cached", "uncached"), ("uncached", "uncached again")):
         if first in named and second in named:
             comparisons[f"{first} / {second}"] = compare(named[first], named[second])
-    return Report(named, comparisons)
+    return ReplayReport(named, comparisons)
 
 
 async def make_runs(
@@ -119,7 +119,7 @@ async def make_runs(
     keep_names: bool,
     console: Console,
     offered: Offered | None = None,
-) -> Report:
+) -> ReplayReport:
     """Make the runs one after another, each with a progress bar.
 
     Args:
@@ -139,7 +139,7 @@ async def make_runs(
     runs: list[ReplayRun] = []
     for number, cached in enumerate(passes):
         suffix = f"-{run_id}" if cached else f"-{run_id}-uncached{number}"
-        names = Names("" if cached and keep_names else suffix, suffix)
+        names = ReplayNames("" if cached and keep_names else suffix, suffix)
         with _progress(workload, "cached" if cached else "uncached", console) as on_call:
             runs.append(
                 await replay(
@@ -150,7 +150,7 @@ async def make_runs(
     if offered is None:
         return report
     connect = connector(url, trust_env=trust_env)
-    names = Names("" if keep_names else f"-{run_id}", f"-{run_id}")
+    names = ReplayNames("" if keep_names else f"-{run_id}", f"-{run_id}")
     rates = []
     for rate in offered.rates:
         console.print(f"offering {rate:g} requests a second for {offered.during_s:g} s")
@@ -187,7 +187,7 @@ def _progress(workload: Workload, title: str, console: Console) -> Iterator[OnCa
         yield on_call
 
 
-def show(report: Report, workload: Workload, console: Console) -> None:
+def show(report: ReplayReport, workload: Workload, console: Console) -> None:
     """Print the table of figures, then the errors, then the differences."""
     console.print(figures_table({name: figures(run) for name, run in report.runs.items()}))
     if report.rates:

@@ -13,7 +13,7 @@ from proxy.cli.client import LONG_S, ControlClient
 from proxy.cli.completion import complete_task
 from proxy.cli.options import JsonOption
 from proxy.cli.output import show
-from proxy.cli.rendering.lists import Columns
+from proxy.cli.rendering.lists import ListColumns
 from proxy.cli.rendering.report_page import ARM_COLUMNS, Json, columns_of, name_of, page, title_of
 from proxy.cli.text import printable
 
@@ -61,7 +61,7 @@ def _parts(view: Json) -> list[RenderableType]:
         (name, *(cell(row) for _, cell in columns))
         for name, row in zip(names, (*view["rows"], view["total"]), strict=True)
     ]
-    table = Columns((printable(str(view["by"])), *(name for name, _ in columns)), rows)
+    table = ListColumns((printable(str(view["by"])), *(name for name, _ in columns)), rows)
     arms = Table(*(name for name, _ in ARM_COLUMNS))
     for arm in view["arms"]:
         arms.add_row(*(cell(arm) for _, cell in ARM_COLUMNS))

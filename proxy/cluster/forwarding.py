@@ -7,7 +7,7 @@ import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.channels import Channel
-from proxy.cluster.link.opener import LinkLostError, PeerFailedError, answered
+from proxy.cluster.link.opener import LinkLostError, MemberFailedError, answered
 from proxy.cluster.member import Member, answer_to_call
 from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, MessageError, StreamedAnswer
 from proxy.cluster.owned import Owned
@@ -121,7 +121,7 @@ class Forwarder:
     ) -> tuple[CallAnswer | None, Channel | None]:
         try:
             answer, channel = await asking
-        except PeerFailedError as error:
+        except MemberFailedError as error:
             raise RefusalError(502, "peer", str(error)) from error
         except (LinkLostError, MessageError) as error:
             log.debug("a call was not answered", owner=name, error=str(error))

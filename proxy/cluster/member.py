@@ -23,7 +23,7 @@ from proxy.cluster.ingress import Ingress
 from proxy.cluster.leaving import LEAVE_S, Leaving
 from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.links import Links
-from proxy.cluster.link.opener import Link, LinkLostError, PeerFailedError
+from proxy.cluster.link.opener import Link, LinkLostError, MemberFailedError
 from proxy.cluster.messages import (
     CallAnswer,
     CallQuestion,
@@ -370,7 +370,7 @@ class Member:
                 if target is None:
                     return None
                 answer = unpack(await self.links.ask(target, pack(question)))
-            except (LinkLostError, PeerFailedError, MessageError, DatabaseError) as error:
+            except (LinkLostError, MemberFailedError, MessageError, DatabaseError) as error:
                 log.debug("a peer did not answer", member=number, error=str(error))
             else:
                 self._note_peer(target)

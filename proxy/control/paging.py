@@ -55,7 +55,7 @@ class Page(BaseModel, Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Generic[E]):
+class PagePart(Generic[E]):
     """A part of a list.
 
     Attributes:
@@ -89,7 +89,7 @@ class ListQuery:
     limit: int = MOST
     after: Order | None = None
 
-    def sorted_part(self, entries: Iterable[E], order: Callable[[E], Order]) -> Part[E]:
+    def sorted_part(self, entries: Iterable[E], order: Callable[[E], Order]) -> PagePart[E]:
         """Return the wanted part of a list that is in memory. O(n log n) in its length.
 
         Args:
@@ -106,7 +106,7 @@ class ListQuery:
             raise _foreign() from error
         return self.part(rest, len(rows), order)
 
-    def part(self, rows: Sequence[E], total: int, order: Callable[[E], Order]) -> Part[E]:
+    def part(self, rows: Sequence[E], total: int, order: Callable[[E], Order]) -> PagePart[E]:
         """Return the part that begins with these rows, of which there is one more than `limit` if there is a next page.
 
         Args:
@@ -115,7 +115,7 @@ class ListQuery:
             order: Returns the place of a row in the list.
         """
         shown = list(rows[: self.limit])
-        return Part(shown, total, self._cursor(order(shown[-1])) if len(rows) > self.limit else None)
+        return PagePart(shown, total, self._cursor(order(shown[-1])) if len(rows) > self.limit else None)
 
     def sql(self, *columns: str) -> tuple[str, dict[str, Any]]:
         """Return the end of an SQL query that reads the rows after the cursor, one more than `limit`, and its values.

@@ -2,7 +2,7 @@
 
 Theory of operation. A connection costs memory and a descriptor before its first request names a token, so these rules
 hold for all. Nothing here runs for a hit: every `SWEEP_S` one timer looks at all connections (1 us each), and notes in
-a connection's `Watch` since when it has been in the same phase:
+a connection's `ConnectionWatch` since when it has been in the same phase:
 
 HEAD    It is in the middle of a request's head: closed with 408 after `HEAD_S`.
 BODY    It is in the middle of a request's body: closed when it is slower than `BODY_BYTES_PER_S` after `BODY_S`. Time
@@ -56,7 +56,7 @@ class Phase(Enum):
 
 
 @dataclass(slots=True)
-class Watch:
+class ConnectionWatch:
     """What the last look at a connection noted.
 
     Attributes:
@@ -81,7 +81,7 @@ class WatchedConnection(Protocol):
         watch: What the last look noted.
     """
 
-    watch: Watch
+    watch: ConnectionWatch
 
     def phase(self) -> tuple[Phase, int]:
         """Return the phase, and the number of the request that it belongs to."""

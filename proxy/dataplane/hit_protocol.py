@@ -36,7 +36,7 @@ from uvicorn.server import ServerState
 
 from proxy.dataplane import closing_responses
 from proxy.dataplane.app import DataPlane
-from proxy.dataplane.connection_limits import ConnectionLimits, Phase, Watch
+from proxy.dataplane.connection_limits import ConnectionLimits, ConnectionWatch, Phase
 from proxy.dataplane.handover import Handover, first_scope, give_when_sent
 from proxy.dataplane.idle_timer import IdleTimer
 from proxy.dataplane.passing import PassedRequest, Passing
@@ -106,7 +106,7 @@ class HitFirst(asyncio.Protocol):
         self._is_behind_full = self._is_ending = False
         self.expected: object | None = None
         self.passed: PassedRequest | None = None
-        self.watch = Watch()
+        self.watch = ConnectionWatch()
         self.received_before = b""
 
     # -- called by the event loop ------------------------------------------------------------------------------------

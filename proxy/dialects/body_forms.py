@@ -147,7 +147,7 @@ def open_tar(data: bytes) -> Iterator[tarfile.TarFile]:
         ValueError: It is larger; reading raises this as well.
         OSError: Its compression is damaged; reading raises this or EOFError as well.
     """
-    with _decompressed(data) as stream, tarfile.open(fileobj=cast("Any", _BoundedReader(stream)), mode="r:") as archive:
+    with _decompressed(data) as stream, tarfile.open(fileobj=cast("Any", _FormReader(stream)), mode="r:") as archive:
         try:
             yield archive
         # A header that describes the next header makes tarfile call itself, as often as the archive likes.
@@ -166,7 +166,7 @@ def _decompressed(data: bytes) -> IO[bytes]:
     return source
 
 
-class _BoundedReader:
+class _FormReader:
     """A file of which nothing beyond `MAX_UNPACKED_BYTES` is read."""
 
     def __init__(self, file: IO[bytes]) -> None:

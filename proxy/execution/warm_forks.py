@@ -20,7 +20,7 @@ import structlog
 
 from proxy.execution.restore import Restorer
 from proxy.telemetry.counters import Counters
-from proxy.tree.departures import Target, targets
+from proxy.tree.departures import Departure, targets
 from proxy.tree.restore_plan import plan_restore
 from proxy.tree.rollout import Rollout
 from proxy.tree.task import Walkers
@@ -186,11 +186,11 @@ class WarmForks:
         }
         return set(self._batches)
 
-    def _worthwhile(self, trees: Iterable[Tree]) -> list[tuple[Tree, Target]]:
+    def _worthwhile(self, trees: Iterable[Tree]) -> list[tuple[Tree, Departure]]:
         """Return the sandboxes that are worth making in these trees, the most valuable first."""
         now = time.monotonic()
         self._cooling = {node: until for node, until in self._cooling.items() if until > now}
-        worthwhile: list[tuple[Tree, Target]] = []
+        worthwhile: list[tuple[Tree, Departure]] = []
         for tree in trees:
             if tree.spec.upstreams:
                 # A replay ahead of its use would send requests to servers that are not ours.
@@ -227,7 +227,7 @@ class WarmForks:
             return 0.0
         return plan.cost_s
 
-    async def _start(self, worthwhile: list[tuple[Tree, Target]]) -> None:
+    async def _start(self, worthwhile: list[tuple[Tree, Departure]]) -> None:
         # 4. The most valuable first, within `max_forks`, the pool's spare room and the memory reserve. If all forks are
         # there already, the oldest one that no rollout is expected at is closed for a better one.
         nodes = {target.node for _, target in worthwhile}

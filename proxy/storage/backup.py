@@ -38,7 +38,7 @@ _OURS = frozenset({"lock", "lost+found"})
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredBackup:
     """What a backup brought into a data directory.
 
     Attributes:
@@ -86,7 +86,7 @@ def known_nodes(copy: Path, nodes: Iterable[int]) -> frozenset[int]:
         return frozenset(node for node in nodes if connection.execute(query, (node,)).fetchone())
 
 
-def restore(file: Path, data: Path, unpacker: Unpacker | None = None) -> Restored:
+def restore(file: Path, data: Path, unpacker: Unpacker | None = None) -> RestoredBackup:
     """Make a data directory of a backup. Everything in the backup is checked first. Blocking, minutes for gigabytes.
 
     Args:
@@ -132,7 +132,7 @@ def _copy(file: Path, draft: Path) -> None:
         raise StoreError(f"{file} is no backup of Forkpoint: {error}.") from error
 
 
-def _check(file: Path, draft: Path, count_states: Callable[[StoreDatabase], int] | None) -> Restored:
+def _check(file: Path, draft: Path, count_states: Callable[[StoreDatabase], int] | None) -> RestoredBackup:
     """Check all rows of a copied backup, and mark its running rollouts as lost."""
     try:
         store = Store(draft, sync="FULL")
@@ -159,7 +159,7 @@ def _check(file: Path, draft: Path, count_states: Callable[[StoreDatabase], int]
         counts = database.row("SELECT (SELECT COUNT(*) FROM tasks), (SELECT COUNT(*) FROM records)", ())
         assert counts is not None
     sync_path(draft)
-    return Restored(counts[0], counts[1], lost, snapshots)
+    return RestoredBackup(counts[0], counts[1], lost, snapshots)
 
 
 def _remove_drafts(data: Path) -> None:

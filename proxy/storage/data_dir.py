@@ -14,7 +14,7 @@ import structlog
 
 from proxy.storage.errors import StoreError
 from sandboxes.errors import SandboxError
-from sandboxes.linux.dir_lock import Ownership, is_unowned
+from sandboxes.linux.dir_lock import DirLock, is_unowned
 
 log = structlog.get_logger()
 
@@ -89,7 +89,7 @@ def owning(data: Path) -> Iterator[None]:
         StoreError: Another process uses it, or it may not be used.
     """
     make_private(data)
-    ownership = Ownership(data)
+    ownership = DirLock(data)
     # Earlier versions lock only the directories of their drivers.
     drivers = [lock.parent for lock in data.glob("*/lock")]
     try:

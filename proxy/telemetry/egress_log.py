@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sandboxes.calls import Exchange
+from sandboxes.calls import EgressExchange
 
 MAX_EVENTS = 1000
 """Requests that are kept: half a megabyte. The log has all of them."""
@@ -28,7 +28,7 @@ class EgressEvent:
     tree: int
     node: int
     rollout: str | None
-    exchange: Exchange
+    exchange: EgressExchange
 
 
 class EgressLog:
@@ -45,7 +45,7 @@ class EgressLog:
         self.requests: Counter[str] = Counter()
         self.size_bytes: Counter[str] = Counter()
 
-    def note(self, exchanges: Sequence[Exchange], tree: int, node: int, rollout: str | None, now: float) -> None:
+    def note(self, exchanges: Sequence[EgressExchange], tree: int, node: int, rollout: str | None, now: float) -> None:
         """Note the requests of one call."""
         for exchange in exchanges:
             self.events.append(EgressEvent(self.requests.total(), now, tree, node, rollout, exchange))

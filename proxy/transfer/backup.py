@@ -23,7 +23,7 @@ from typing import BinaryIO
 import orjson
 
 from proxy.storage import backup as store_backup
-from proxy.storage.backup import Restored
+from proxy.storage.backup import RestoredBackup
 from proxy.storage.database import StoreDatabase
 from proxy.storage.errors import StoreError
 from proxy.transfer.format import CHUNK_BYTES, FORMAT, BundleError, Part, Writer, read
@@ -64,7 +64,7 @@ def _states(tree: int, states: ExportedStates, nodes: frozenset[int]) -> Iterato
     yield writer.seal()
 
 
-def restore(file: Path, data: Path, advance: Callable[[int], None] = lambda _: None) -> Restored:
+def restore(file: Path, data: Path, advance: Callable[[int], None] = lambda _: None) -> RestoredBackup:
     """Make a data directory of a backup, with or without snapshots. Everything is checked first. Blocking.
 
     Args:

@@ -16,7 +16,7 @@ _MAX_NUMBER = 1 << 40
 """Largest number of a node, and largest count: far above any tree, and far below SQLite's 63 bits."""
 
 
-class Manifest(BaseModel):
+class BundleManifest(BaseModel):
     """What a bundle states about itself.
 
     Attributes:
@@ -101,7 +101,7 @@ class RecordLine(BaseModel):
 BundleLine = NodeLine | RecordLine
 
 
-def manifest_of(part: Part) -> Manifest:
+def manifest_of(part: Part) -> BundleManifest:
     """Return the content of the first part.
 
     Raises:
@@ -111,7 +111,7 @@ def manifest_of(part: Part) -> Manifest:
         fields = orjson.loads(part.data)
         if isinstance(fields, dict) and fields.get("format") != FORMAT:
             raise BundleError(f"its format is {fields.get('format')!r}, this Forkpoint reads {FORMAT}.")
-        manifest = Manifest.model_validate(fields)
+        manifest = BundleManifest.model_validate(fields)
     except (orjson.JSONDecodeError, ValidationError) as error:
         raise BundleError(f"part {part.name} is no manifest: {_first_fault(error)}.") from error
     if manifest.key_version != KEY_VERSION:

@@ -20,7 +20,7 @@ from proxy.transfer.backup import check_states
 from proxy.transfer.export import estimated_bytes, export
 from proxy.transfer.format import BundleError, Part
 from proxy.transfer.import_states import unpack_states
-from proxy.transfer.schema import BundleLine, Manifest, content
+from proxy.transfer.schema import BundleLine, BundleManifest, content
 from proxy.transfer.state_records import BundleStates, ExportedStates, StateLine
 from proxy.transfer.validate import check
 from proxy.tree.tree import Node, Tree
@@ -50,7 +50,7 @@ class ImportedTree:
         snapshots: How many of the file's snapshots the proxy now has.
     """
 
-    manifest: Manifest
+    manifest: BundleManifest
     root: Node
     current: bool
     snapshots: int
@@ -216,7 +216,7 @@ class TransferService:
                     )
                 await asyncio.to_thread(writing.write, chunk)
 
-    async def _environment(self, task: str, manifest: Manifest) -> tuple[EnvironmentSpec, bool]:
+    async def _environment(self, task: str, manifest: BundleManifest) -> tuple[EnvironmentSpec, bool]:
         """Return the environment of the imported tree here, and whether it is the task's own.
 
         Raises:
@@ -249,7 +249,7 @@ class TransferService:
             ) from error
 
     async def _import(
-        self, task: str, manifest: Manifest, spec: EnvironmentSpec, file: Path, states: BundleStates
+        self, task: str, manifest: BundleManifest, spec: EnvironmentSpec, file: Path, states: BundleStates
     ) -> tuple[Tree, int]:
         """Unpack the snapshots, then write the tree; return it, and the number of its snapshots."""
         driver = self._drivers[spec.driver]
@@ -279,7 +279,7 @@ class TransferService:
             await asyncio.wait([running])
             raise
 
-    async def _write(self, task: str, manifest: Manifest, spec: EnvironmentSpec, file: Path) -> Tree:
+    async def _write(self, task: str, manifest: BundleManifest, spec: EnvironmentSpec, file: Path) -> Tree:
         draft = self._store.drafts.begin(manifest.nodes, manifest.records)
         try:
             with file.open("rb") as reading:
@@ -292,7 +292,7 @@ class TransferService:
             raise
 
 
-def _checked(file: Path, scratch: Path) -> tuple[Manifest, BundleStates]:
+def _checked(file: Path, scratch: Path) -> tuple[BundleManifest, BundleStates]:
     with file.open("rb") as reading:
         return check(reading, scratch)
 

@@ -23,7 +23,7 @@ import orjson
 
 from proxy.dialects import DIALECTS
 from proxy.transfer.format import BundleError, Part, read
-from proxy.transfer.schema import Manifest, NodeLine, RecordLine, lines_of, manifest_of
+from proxy.transfer.schema import BundleManifest, NodeLine, RecordLine, lines_of, manifest_of
 from proxy.transfer.state_records import BundleStates
 from proxy.tree.keys import CallKey, UncanonicalArgumentsError, again_key, call_key
 from sandboxes.calls import ToolCall
@@ -38,7 +38,7 @@ _DERIVED_POLLS = 16
 _HEADER_NAME, _HEADER_VALUE = re.compile(r"[!-9;-~]{1,200}"), re.compile(r"[\t\x20-\x7e\x80-\xff]{0,65536}")
 
 
-def check(file: BinaryIO, scratch: Path) -> tuple[Manifest, BundleStates]:
+def check(file: BinaryIO, scratch: Path) -> tuple[BundleManifest, BundleStates]:
     """Read and check a whole bundle. Blocking: for a thread. Memory: constant.
 
     Args:
@@ -83,8 +83,8 @@ class _BundleCheck:
         self._unreached: int | None = None
         self._databases: frozenset[str] = frozenset()
 
-    def run(self, file: BinaryIO) -> tuple[Manifest, BundleStates]:
-        manifest: Manifest | None = None
+    def run(self, file: BinaryIO) -> tuple[BundleManifest, BundleStates]:
+        manifest: BundleManifest | None = None
         for part in read(file):
             match part.kind:
                 case "manifest":

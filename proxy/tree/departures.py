@@ -27,7 +27,7 @@ _MAX_RECORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Departure:
     """A node at which a ready sandbox is worth making.
 
     Attributes:
@@ -107,7 +107,7 @@ def targets(
     *,
     ready: Callable[[Node], int],
     saved_s: Callable[[Node], float],
-) -> list[Target]:
+) -> list[Departure]:
     """Return the sandboxes that are worth making, the most valuable first; a node once for each that it lacks.
 
     One sandbox at a node is enough unless more are requested: when one rollout has left there, the others know its
@@ -125,7 +125,7 @@ def targets(
         existing, count = ready(node), requested.get(node, 0)
         chance = min(1.0, chances.get(node, 0.0))
         if existing < count:
-            result += [Target(node, 1.0, saved_s(node))] * (count - existing)
+            result += [Departure(node, 1.0, saved_s(node))] * (count - existing)
         elif existing == 0 and chance >= MIN_CHANCE:
-            result.append(Target(node, chance, chance * saved_s(node)))
+            result.append(Departure(node, chance, chance * saved_s(node)))
     return sorted(result, key=lambda target: (-target.worth_s, target.node.id))

@@ -40,7 +40,7 @@ _EMPTY: dict[str, Any] = {"items": [], "total": 0, "next": None}
 """What is left of a list that was shown to its end."""
 
 
-class Part(NamedTuple):
+class WorkerPart(NamedTuple):
     """A worker's response.
 
     Attributes:
@@ -57,7 +57,7 @@ class Part(NamedTuple):
 class _RefusedError(Exception):
     """A worker has refused its part, as all would: its response answers the request."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: WorkerPart) -> None:
         super().__init__(part.status)
         self.part = part
 
@@ -73,7 +73,7 @@ class AllWorkers:
             siblings: The other workers.
         """
         self._application, self._siblings = application, siblings
-        self._merges: dict[tuple[str, str], Callable[[Scope], Awaitable[Part]]] = {
+        self._merges: dict[tuple[str, str], Callable[[Scope], Awaitable[WorkerPart]]] = {
             ("GET", "/metrics"): self._metrics,
             ("GET", "/readyz"): self._ready,
             ("GET", "/api/v1/stats"): self._of_all(merged_stats),
@@ -100,7 +100,7 @@ class AllWorkers:
         except RefusalError as refusal:
             problem = problem_of(refusal)
             named = [[name.decode(), value.decode()] for name, value in problem.headers()]
-            part = Part(problem.status, named, problem.body())
+            part = WorkerPart(problem.status, named, problem.body())
         own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in part.headers]
         # Merged, a part has another length than the worker's that it began with.
         headers = [header for header in own if header[0] != b"content-length"]
@@ -113,7 +113,7 @@ class AllWorkers:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    async def _own(self, request: ViewRequest) -> Part:
+    async def _own(self, request: ViewRequest) -> WorkerPart:
         status, headers, body = 500, list[list[str]](), list[bytes]()
 
         async def receive() -> AsgiMessage:
@@ -134,9 +134,9 @@ class AllWorkers:
             "scheme": "http", "server": None, "client": None, "state": {},
         }  # fmt: skip
         await self._application(scope, receive, send)
-        return Part(status, headers, b"".join(body))
+        return WorkerPart(status, headers, b"".join(body))
 
-    async def _part(self, number: int, request: ViewRequest) -> Part:
+    async def _part(self, number: int, request: ViewRequest) -> WorkerPart:
         """Return a worker's part.
 
         Raises:
@@ -145,9 +145,9 @@ class AllWorkers:
         if number == self._siblings.routes.share.number:
             return await self._own(request)
         envelope = await self._siblings.ask(number, request)
-        return Part(envelope.message.status, envelope.message.headers, envelope.body)
+        return WorkerPart(envelope.message.status, envelope.message.headers, envelope.body)
 
-    async def _parts(self, requests: Mapping[int, ViewRequest]) -> list[Part]:
+    async def _parts(self, requests: Mapping[int, ViewRequest]) -> list[WorkerPart]:
         """Return the parts of some workers, in their order.
 
         Raises:
@@ -165,17 +165,17 @@ class AllWorkers:
 
     # -- views -------------------------------------------------------------------------------------------------------
 
-    def _of_all(self, merge: Callable[[list[Any]], Any]) -> Callable[[Scope], Awaitable[Part]]:
-        async def view(scope: Scope) -> Part:
+    def _of_all(self, merge: Callable[[list[Any]], Any]) -> Callable[[Scope], Awaitable[WorkerPart]]:
+        async def view(scope: Scope) -> WorkerPart:
             parts = await self._parts(self._to_all(_request(scope)))
             return _json(merge([orjson.loads(part.body) for part in parts]))
 
         return view
 
-    async def _ready(self, scope: Scope) -> Part:
+    async def _ready(self, scope: Scope) -> WorkerPart:
         return (await self._parts(self._to_all(_request(scope))))[0]
 
-    async def _refuse(self, scope: Scope) -> Part:
+    async def _refuse(self, scope: Scope) -> WorkerPart:
         """Refuse a request that the token allows.
 
         Raises:
@@ -187,22 +187,22 @@ class AllWorkers:
         path = scope["path"]
         raise RefusalError(501, "workers", f"{path} is not there with several workers. {_REFUSED[path]}.")
 
-    async def _metrics(self, scope: Scope) -> Part:
+    async def _metrics(self, scope: Scope) -> WorkerPart:
         """Return the metrics of the workers that answer, so that one that does not is noticed."""
         request = _request(scope)
         numbers = range(self._siblings.count)
         answers = await asyncio.gather(*(self._part(number, request) for number in numbers), return_exceptions=True)
         texts, headers = dict[int, bytes](), list[list[str]]()
         for number, part in zip(numbers, answers, strict=True):
-            if isinstance(part, Part):
+            if isinstance(part, WorkerPart):
                 if part.status >= 300:
                     raise _RefusedError(part)
                 texts[number], headers = part.body, part.headers
             elif not isinstance(part, WorkerAwayError):
                 raise part
-        return Part(200, headers, merged_metrics(texts))
+        return WorkerPart(200, headers, merged_metrics(texts))
 
-    async def _page(self, scope: Scope) -> Part:
+    async def _page(self, scope: Scope) -> WorkerPart:
         """Return a page of all workers' lists.
 
         The cursor of the next page is the cursor of each worker's list. A worker that gave more items than the page
@@ -262,8 +262,8 @@ def _cursor(cursors: list[str | None]) -> str:
     return urlsafe_b64encode(orjson.dumps(cursors)).rstrip(b"=").decode()
 
 
-def _json(value: Any) -> Part:
-    return Part(200, [["content-type", _JSON]], orjson.dumps(value))
+def _json(value: Any) -> WorkerPart:
+    return WorkerPart(200, [["content-type", _JSON]], orjson.dumps(value))
 
 
 def _whole(items: list[Any]) -> Any:

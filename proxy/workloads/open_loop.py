@@ -21,7 +21,7 @@ import httpx
 from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, safe_name
 from proxy.workloads.report import percentile
 from proxy.workloads.requests import WorkloadRequest
-from proxy.workloads.runner import HITS, OVERHEAD_S, Names, call
+from proxy.workloads.runner import HITS, OVERHEAD_S, ReplayNames, call
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RateFigures:
 
 
 @dataclass(slots=True)
-class _Walker:
+class _OpenLoopRollout:
     """A rollout that is between two calls.
 
     Attributes:
@@ -65,15 +65,15 @@ class _Run:
     """One rate in progress: clients and rollouts that wait for nothing, rollouts that began, and the answers."""
 
     clients: deque[httpx.AsyncClient] = field(default_factory=deque)
-    ready: deque[_Walker] = field(default_factory=deque)
-    begun: list[_Walker] = field(default_factory=list)
+    ready: deque[_OpenLoopRollout] = field(default_factory=deque)
+    begun: list[_OpenLoopRollout] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     hits: int = 0
     errors: int = 0
 
 
 async def offer(
-    connect: Callable[[], httpx.AsyncClient], workload: Workload, names: Names, *, rate: float, during_s: float
+    connect: Callable[[], httpx.AsyncClient], workload: Workload, names: ReplayNames, *, rate: float, during_s: float
 ) -> RateFigures:
     """Offer requests at one rate, and return the figures.
 
@@ -104,7 +104,7 @@ async def offer(
     )
 
 
-def _walkers(workload: Workload, names: Names, rate: float) -> Iterator[_Walker]:
+def _walkers(workload: Workload, names: ReplayNames, rate: float) -> Iterator[_OpenLoopRollout]:
     for number in count():
         for task in workload.tasks:
             for rollout in task.rollouts:
@@ -112,12 +112,14 @@ def _walkers(workload: Workload, names: Names, rate: float) -> Iterator[_Walker]
                     yield _walker(task, rollout, names, f"{names.rollout_suffix}-{rate:g}-{number}")
 
 
-def _walker(task: RecordedTask, rollout: RecordedRollout, names: Names, suffix: str) -> _Walker:
+def _walker(task: RecordedTask, rollout: RecordedRollout, names: ReplayNames, suffix: str) -> _OpenLoopRollout:
     at = names.task(task), safe_name(rollout.name, suffix)
-    return _Walker("/t/{}/r/{}/".format(*at), "/api/v1/tasks/{}/rollouts/{}".format(*at), iter(rollout.requests))
+    return _OpenLoopRollout(
+        "/t/{}/r/{}/".format(*at), "/api/v1/tasks/{}/rollouts/{}".format(*at), iter(rollout.requests)
+    )
 
 
-def _next(run: _Run, fresh: Iterator[_Walker]) -> tuple[_Walker, WorkloadRequest]:
+def _next(run: _Run, fresh: Iterator[_OpenLoopRollout]) -> tuple[_OpenLoopRollout, WorkloadRequest]:
     while run.ready:
         walker = run.ready.popleft()
         request = next(walker.remaining, None)
@@ -128,7 +130,9 @@ def _next(run: _Run, fresh: Iterator[_Walker]) -> tuple[_Walker, WorkloadRequest
     return walker, next(walker.remaining)
 
 
-async def _send(run: _Run, client: httpx.AsyncClient, walker: _Walker, request: WorkloadRequest, due: float) -> None:
+async def _send(
+    run: _Run, client: httpx.AsyncClient, walker: _OpenLoopRollout, request: WorkloadRequest, due: float
+) -> None:
     try:
         outcome = await call(client, walker.base, request, patience_s=OVERHEAD_S)
     except httpx.TransportError:

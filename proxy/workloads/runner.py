@@ -38,7 +38,7 @@ class ReplayError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ReplayNames:
     """Maps the workload's names to names that the proxy accepts.
 
     Attributes:
@@ -59,7 +59,14 @@ class Names:
 
 
 async def replay(
-    url: str, workload: Workload, *, cached: bool, names: Names, at_once: int, on_call: OnCall, trust_env: bool = True
+    url: str,
+    workload: Workload,
+    *,
+    cached: bool,
+    names: ReplayNames,
+    at_once: int,
+    on_call: OnCall,
+    trust_env: bool = True,
 ) -> ReplayRun:
     """Replay a workload through a proxy, in the order of the workload.
 
@@ -134,7 +141,7 @@ class _Replay:
     """
 
     connect: Callable[[], httpx.AsyncClient]
-    names: Names
+    names: ReplayNames
     on_call: OnCall
     outcomes: dict[CallId, ReplayedCall] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)

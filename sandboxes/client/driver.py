@@ -1,8 +1,8 @@
 """The `client` driver: a client runs the tools itself and reports each call with its answer.
 
 A sandbox here is only the digest of the calls that were reported so far. A call carries the client's report in its body
-(`Report`), so a replay of recorded calls reaches the same digest. A report holds at one state: anywhere else it is an
-error and is never recorded.
+(`ClientReport`), so a replay of recorded calls reaches the same digest. A report holds at one state: anywhere else it
+is an error and is never recorded.
 """
 
 import itertools
@@ -26,7 +26,7 @@ ROOT = StateDigest(b"\0" * 32, b"\0" * 32)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ClientReport:
     """What a client says about one call of its own.
 
     Attributes:
@@ -47,7 +47,7 @@ class Report:
         return orjson.dumps(fields)
 
     @staticmethod
-    def of(call: ToolCall) -> "Report":
+    def of(call: ToolCall) -> "ClientReport":
         """Return the report that a call carries.
 
         Raises:
@@ -55,7 +55,7 @@ class Report:
         """
         try:
             fields = orjson.loads(call.body)
-            return Report(
+            return ClientReport(
                 bytes.fromhex(fields["at"]), fields["answer"].encode(), float(fields["seconds"]), fields["changes"]
             )
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -84,7 +84,7 @@ class ClientSandbox:
         if call.endpoint != "tvcache":
             text = orjson.dumps({"detail": "the sandboxes of this task belong to its client, which runs the calls"})
             return Execution(ToolResult(501, "application/json", text), Effect.NONE, 0.0, self._state)
-        report = Report.of(call)
+        report = ClientReport.of(call)
         if report.at != self._state.exact:
             self.alive = False
             raise SandboxError("a client's report holds only at the state at which its call ran")

@@ -25,13 +25,13 @@ from sandboxes.container.services import bring_services, service_orders
 from sandboxes.container.spares import Spares
 from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
-from sandboxes.egress.gateway import Egress
+from sandboxes.egress.gateway import EgressGateway
 from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.host.source_digest import SourceDigests
 from sandboxes.linux.cgroups import hides_other_groups
-from sandboxes.linux.dir_lock import Ownership, is_unowned
+from sandboxes.linux.dir_lock import DirLock, is_unowned
 from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
@@ -83,11 +83,11 @@ class ContainerDriver:
         self.spares = Spares(self.daemon, self.data_dir, spares=spares)
         self.roots = RootStates(self.data_dir / "roots", RootImage)
         self.checkpointer = checkpointer or NoCheckpointer()
-        self.egress = Egress(self.data_dir / "egress")
+        self.egress = EgressGateway(self.data_dir / "egress")
         self._digests = SourceDigests()
         self.sandboxes = OpenSandboxes[ContainerSandbox]()
         self.porter = CopyPorter(self.states, self.daemon, self.sandboxes.holding)
-        self._ownership = Ownership(self.data_dir)
+        self._ownership = DirLock(self.data_dir)
         self._instance = ""
         self._reaper: asyncio.Task[None] | None = None
         self._configs: dict[str, dict[str, Any]] = {}

@@ -17,7 +17,7 @@ from sandboxes.container.spares import Box, Spares
 from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
-from sandboxes.egress.gateway import Egress, variables
+from sandboxes.egress.gateway import EgressGateway, variables
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.host.defaults import ENVIRONMENT
 from sandboxes.host.machine_sandbox import MachineSandbox
@@ -57,7 +57,7 @@ class ContainerSandbox(MachineSandbox):
         states: StateCopies,
         checkpointer: Checkpointer,
         born_with: Mapping[str, str],
-        egress: Egress,
+        egress: EgressGateway,
         config: Callable[[str], Awaitable[Mapping[str, Any]]],
     ) -> None:
         """Take over a container; `begin` starts the sandbox.

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from sandboxes.egress.dialing import Dialer, FailedError
 from sandboxes.egress.messages import Outcome
-from sandboxes.egress.recordings import MAX_BODY_BYTES, Recordings, Response
+from sandboxes.egress.recordings import MAX_BODY_BYTES, RecordedResponse, Recordings
 from sandboxes.egress.targets import RefusedError, Target
 from sandboxes.http_message import InvalidRequestError, end_to_end, request_head
 from sandboxes.listener import Headers
@@ -32,7 +32,7 @@ _KEPT = frozenset({300, 301, 302, 303, 307, 308, 404, 410})
 _REFRAMED = frozenset({"content-length"})
 
 
-class Fetcher:
+class HostFetcher:
     """Answers plain requests."""
 
     def __init__(self, dialer: Dialer, recordings: Recordings, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
@@ -41,7 +41,9 @@ class Fetcher:
         self._room = asyncio.Semaphore(_AT_ONCE)
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
 
-    async def fetch(self, scope: str, method: str, target: Target, headers: Headers) -> tuple[Response, Outcome]:
+    async def fetch(
+        self, scope: str, method: str, target: Target, headers: Headers
+    ) -> tuple[RecordedResponse, Outcome]:
         """Return a response, and whether it was recorded now or before, or is not recorded.
 
         Args:
@@ -81,7 +83,7 @@ class Fetcher:
             else:
                 del self._turns[key]
 
-    async def _receive(self, key: str, head: bytes, target: Target) -> tuple[Response, Outcome]:
+    async def _receive(self, key: str, head: bytes, target: Target) -> tuple[RecordedResponse, Outcome]:
         draft = self._recordings.draft()
         try:
             receiver = _Receiver(draft, self._max_body_bytes)
@@ -105,7 +107,7 @@ class Fetcher:
             draft.close()
             raise
         self._recordings.drop(draft)
-        return Response(receiver.status, receiver.headers, length, draft), "recorded" if kept else "live"
+        return RecordedResponse(receiver.status, receiver.headers, length, draft), "recorded" if kept else "live"
 
 
 class _Receiver:

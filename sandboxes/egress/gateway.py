@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 import structlog
 
-from sandboxes.calls import Exchange, Execution
+from sandboxes.calls import EgressExchange, Execution
 from sandboxes.egress.messages import CloseOutlet, OpenOutlet, TakeExchanges
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.fork_server import ForkServer
@@ -43,7 +43,7 @@ def variables(spec: EnvironmentSpec) -> Mapping[str, str]:
     return {} if spec.egress is None else _VARIABLES
 
 
-class Egress:
+class EgressGateway:
     """The egress of one driver's sandboxes. The egress proxy starts with the first one that has egress."""
 
     def __init__(self, folder: Path, *, module: str = "sandboxes.egress.process") -> None:
@@ -98,7 +98,7 @@ class SandboxEgress:
         """
         taken = (await self._process.ask(TakeExchanges(self._sandbox))).message
         exchanges = tuple(
-            Exchange(one.method, one.url, one.outcome, one.status, one.size_bytes, one.detail)
+            EgressExchange(one.method, one.url, one.outcome, one.status, one.size_bytes, one.detail)
             for one in taken.exchanges
         )
         for exchange in exchanges:

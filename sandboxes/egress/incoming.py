@@ -25,7 +25,7 @@ _FINISH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ProgramRequest:
     """The head of a request.
 
     Attributes:
@@ -39,7 +39,7 @@ class Request:
     headers: Headers
 
 
-class Incoming:
+class ProgramConnection:
     """One connection of a program in a sandbox."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -48,7 +48,7 @@ class Incoming:
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
         self._is_head = False
 
-    async def request(self) -> Request:
+    async def request(self) -> ProgramRequest:
         """Read the request.
 
         Raises:
@@ -70,7 +70,7 @@ class Incoming:
         headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in head.headers)
         if any(name in ("content-length", "transfer-encoding") for name, _ in headers):
             raise RefusedError(400, "a request must not have a body")
-        return Request(head.method.decode("ascii"), head.target.decode("latin-1"), headers)
+        return ProgramRequest(head.method.decode("ascii"), head.target.decode("latin-1"), headers)
 
     async def _next(self) -> object:
         loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ Outcome = Literal["recorded", "repeated", "live", "refused", "failed"]
 
 
 @dataclass
-class Exchange:
+class TakenExchange:
     """One request; see `sandboxes.calls.Exchange`. A tunnel's `size_bytes` grows while it is open."""
 
     method: str
@@ -48,7 +48,7 @@ class ExchangesTaken(IpcMessage, op="exchanges_taken"):
         live: Whether something came in that was not recorded before.
     """
 
-    exchanges: list[Exchange]
+    exchanges: list[TakenExchange]
     lost: int
     live: bool
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from sandboxes.egress.dialing import Dialer, FailedError
-from sandboxes.egress.fetching import Fetcher
-from sandboxes.egress.incoming import Incoming, Request
-from sandboxes.egress.messages import Exchange, ExchangesTaken, Outcome
-from sandboxes.egress.recordings import Response
+from sandboxes.egress.fetching import HostFetcher
+from sandboxes.egress.incoming import ProgramConnection, ProgramRequest
+from sandboxes.egress.messages import ExchangesTaken, Outcome, TakenExchange
+from sandboxes.egress.recordings import RecordedResponse
 from sandboxes.egress.targets import RefusedError, Target, forwarded, target_of
 from sandboxes.task_owner import TaskOwner, start
 
@@ -43,7 +43,7 @@ class Outlet:
     """Serves the connections of one sandbox."""
 
     def __init__(
-        self, listener: socket.socket, hosts: tuple[str, ...], scope: str, fetcher: Fetcher, dialer: Dialer
+        self, listener: socket.socket, hosts: tuple[str, ...], scope: str, fetcher: HostFetcher, dialer: Dialer
     ) -> None:
         """Take over a listening socket; `serve` accepts its connections.
 
@@ -59,7 +59,7 @@ class Outlet:
         self._fetcher, self._dialer = fetcher, dialer
         self._room = asyncio.Semaphore(_CONNECTIONS)
         self._tasks = TaskOwner()
-        self._exchanges: deque[Exchange] = deque(maxlen=_EXCHANGES)
+        self._exchanges: deque[TakenExchange] = deque(maxlen=_EXCHANGES)
         self._lost, self._live = 0, False
 
     async def serve(self) -> None:
@@ -92,16 +92,18 @@ class Outlet:
 
     async def _serve_one(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        incoming = Incoming(connection)
+        incoming = ProgramConnection(connection)
         try:
             with connection, contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_CONNECTION_S):
-                    await self._answer(incoming, Exchange("", "", "failed", 0, 0))
+                    await self._answer(incoming, TakenExchange("", "", "failed", 0, 0))
                     await incoming.finish()
         finally:
             self._room.release()
 
-    def _note(self, exchange: Exchange, outcome: Outcome, status: int, detail: str = "", size_bytes: int = 0) -> None:
+    def _note(
+        self, exchange: TakenExchange, outcome: Outcome, status: int, detail: str = "", size_bytes: int = 0
+    ) -> None:
         """Note a request before its first byte is answered: the call that gets it may end right after that.
 
         What comes in is not repeatable unless it was recorded before, or follows from the rules alone.
@@ -113,7 +115,7 @@ class Outlet:
             self._lost += 1
         self._exchanges.append(exchange)
 
-    async def _answer(self, incoming: Incoming, exchange: Exchange) -> None:
+    async def _answer(self, incoming: ProgramConnection, exchange: TakenExchange) -> None:
         try:
             request = await incoming.request()
             exchange.method, exchange.url = request.method[:20], request.target[:_URL_CHARACTERS]
@@ -137,21 +139,21 @@ class Outlet:
             await incoming.respond(response.status, response.headers, response.length if has_body else None)
             await self._send_body(incoming, response.body, response.length if has_body else 0, outcome)
 
-    async def _fetch(self, request: Request, target: Target) -> tuple[Response, Outcome]:
+    async def _fetch(self, request: ProgramRequest, target: Target) -> tuple[RecordedResponse, Outcome]:
         try:
             return await self._fetcher.fetch(self._scope, request.method, target, forwarded(request.headers))
         except OSError as error:
             # This machine has no room, or no descriptor. The program must not take that for its own connection's end.
             raise FailedError(f"the response could not be kept: {error.strerror}") from error
 
-    async def _send_body(self, incoming: Incoming, body: BinaryIO, length: int, outcome: Outcome) -> None:
+    async def _send_body(self, incoming: ProgramConnection, body: BinaryIO, length: int, outcome: Outcome) -> None:
         while length > 0 and (chunk := body.read(min(_CHUNK_BYTES, length))):
             length -= len(chunk)
             # Again for each piece, because another call may be running by now.
             self._live |= outcome != "repeated"
             await incoming.data(chunk)
 
-    async def _tunnel(self, incoming: Incoming, target: Target, exchange: Exchange) -> None:
+    async def _tunnel(self, incoming: ProgramConnection, target: Target, exchange: TakenExchange) -> None:
         with await self._dialer.dial(target.host, target.port) as outside:
             self._note(exchange, "live", 200)
             early = await incoming.accept_tunnel()
@@ -173,7 +175,7 @@ class Outlet:
         source: socket.socket,
         sink: socket.socket,
         moved_at: list[float],
-        inwards: Exchange | None,
+        inwards: TakenExchange | None,
         chunk: bytes = b"",
     ) -> None:
         """Pass on bytes in one direction until they end.

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from sandboxes.egress.dialing import Dialer
-from sandboxes.egress.fetching import Fetcher
+from sandboxes.egress.fetching import HostFetcher
 from sandboxes.egress.messages import CloseOutlet, OpenOutlet, TakeExchanges
 from sandboxes.egress.outlet import Outlet
 from sandboxes.egress.recordings import Recordings
@@ -36,7 +36,7 @@ class EgressServer:
     def __init__(self, folder: Path, dialer: Dialer) -> None:
         """Use a directory for recordings, and what connects to hosts."""
         self._dialer = dialer
-        self._fetcher = Fetcher(dialer, Recordings(folder))
+        self._fetcher = HostFetcher(dialer, Recordings(folder))
         self._outlets: dict[str, Outlet] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskOwner()

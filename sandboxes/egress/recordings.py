@@ -30,7 +30,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class RecordedResponse:
     """A complete response.
 
     Attributes:
@@ -83,7 +83,7 @@ class Recordings:
             if self._used > self._max_bytes:
                 self._trim()
 
-    def load(self, key: str) -> Response | None:
+    def load(self, key: str) -> RecordedResponse | None:
         """Return the recording of a request; None if there is none, or it is not what was written."""
         path = self._folder / key
         try:
@@ -111,7 +111,7 @@ class Recordings:
             path.unlink(missing_ok=True)
 
 
-def _read(file: BinaryIO) -> Response:
+def _read(file: BinaryIO) -> RecordedResponse:
     size_bytes = file.seek(-_DIGEST_BYTES, os.SEEK_END)
     if file.read() != _digest(file, size_bytes):
         raise ValueError("the file is not what was written")
@@ -121,7 +121,7 @@ def _read(file: BinaryIO) -> Response:
     head = json.loads(file.read(head_bytes))
     headers = tuple((name, value) for name, value in head["headers"])
     file.seek(0)
-    return Response(head["status"], headers, length, file)
+    return RecordedResponse(head["status"], headers, length, file)
 
 
 def _digest(file: BinaryIO, size_bytes: int) -> bytes:

@@ -39,7 +39,7 @@ class StartedProcess(Protocol):
         """Free what was made to start it."""
 
 
-class WrittenFiles(Protocol):
+class ProcessFiles(Protocol):
     """The limits of what a sandbox writes; `platform.Files` has more."""
 
     disk_bytes: int
@@ -57,7 +57,7 @@ def run(
     watch: Callable[[], str | None],
     client_detached: Callable[[], bool],
     require_sandbox: Callable[[], None],
-    files: WrittenFiles,
+    files: ProcessFiles,
 ) -> tuple[ProcessOutcome, bool]:
     """Run a process until it ends, its time is up, or its client leaves it.
 

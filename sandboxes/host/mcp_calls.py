@@ -20,7 +20,7 @@ from sandboxes.ipc.server_messages import ServerConnected
 from sandboxes.listener import Listener
 from sandboxes.server_spec import McpServer
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.tool_clients.mcp import MAX_PAGES, PAGED, PROGRESS_TOKEN, Conversation, McpResponse
+from sandboxes.tool_clients.mcp import MAX_PAGES, PAGED, PROGRESS_TOKEN, McpConversation, McpResponse
 from sandboxes.tool_clients.mcp_http import HttpTransport
 from sandboxes.tool_clients.mcp_stdio import StdioTransport
 from sandboxes.tool_clients.server_orders import mcp_order
@@ -168,9 +168,9 @@ class McpCalls:
             # The descriptors are duplicates, so the server's own pipes stay open.
             conversation.close()
 
-    def _conversation(self, server: McpServer, connected: Envelope[ServerConnected]) -> Conversation:
+    def _conversation(self, server: McpServer, connected: Envelope[ServerConnected]) -> McpConversation:
         if server.url is None:
-            return Conversation(StdioTransport(connected.fds, max_bytes=MCP_BYTES, fresh=connected.message.fresh))
+            return McpConversation(StdioTransport(connected.fds, max_bytes=MCP_BYTES, fresh=connected.message.fresh))
 
         # Further connections come from the sandbox as well: its network is not the proxy's.
         async def reconnect() -> socket.socket:
@@ -178,7 +178,7 @@ class McpCalls:
 
         first = socket.socket(fileno=connected.fds[0])
         note = connected.message.note
-        return Conversation(HttpTransport(server.url, first, reconnect, note, max_bytes=MCP_BYTES))
+        return McpConversation(HttpTransport(server.url, first, reconnect, note, max_bytes=MCP_BYTES))
 
 
 def _read_only_tools(payload: dict[str, Any]) -> frozenset[str]:

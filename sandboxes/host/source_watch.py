@@ -31,7 +31,7 @@ _PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from sandboxes.host
 _IMPORT_ROOT = str(Path(__file__).resolve().parents[2])
 
 
-class Watch:
+class SourceWatch:
     """An inotify instance that remembers whether anything has happened. Without one, something always may have."""
 
     def __init__(self, *, wanted: bool = True) -> None:
@@ -85,7 +85,7 @@ class _Walked:
 
     digest: str
     place: tuple[int, int]
-    watch: Watch
+    watch: SourceWatch
     is_watched: bool
     until: float
 
@@ -130,7 +130,7 @@ class DirectoryDigests:
                 if walked is not None:
                     walked.watch.close()
                 watched = sum(other.watch.fd >= 0 for other in self._walked.values())
-                walked = self._walked[name] = _walk(folder, status, Watch(wanted=watched < _MAX_WATCHED))
+                walked = self._walked[name] = _walk(folder, status, SourceWatch(wanted=watched < _MAX_WATCHED))
             return walked.digest
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class DirectoryDigests:
         self._walked.clear()
 
 
-def _walk(folder: Path, status: os.stat_result, watch: Watch) -> _Walked:
+def _walk(folder: Path, status: os.stat_result, watch: SourceWatch) -> _Walked:
     began = time.monotonic()
     fds = (int(folder.name), *((watch.fd,) if watch.fd >= 0 else ()))
     arguments = [sys.executable, "-I", "-S", "-c", _PROGRAM, _IMPORT_ROOT, str(folder), str(watch.fd)]
@@ -171,7 +171,7 @@ class Watched:
         """
         self._compute = compute
         self._lock = threading.Lock()
-        self._watch: Watch | None = None
+        self._watch: SourceWatch | None = None
         self._value = b""
 
     def known(self) -> bytes | None:
@@ -184,7 +184,7 @@ class Watched:
         with self._lock:
             if (known := self.known()) is not None:
                 return known
-            watch = Watch()
+            watch = SourceWatch()
             value = self._compute(watch.add)
             self._value, self._watch = value, watch
             return value

@@ -9,7 +9,7 @@ from sandboxes.errors import SandboxError
 _NAME = "lock"
 
 
-class Ownership:
+class DirLock:
     """An exclusive lock on a data directory. The kernel releases it when the process ends, however it ends."""
 
     def __init__(self, data_dir: Path) -> None:

@@ -24,7 +24,7 @@ from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.linux.cgroups import sweep
-from sandboxes.linux.dir_lock import Ownership
+from sandboxes.linux.dir_lock import DirLock
 from sandboxes.linux.spawn import anchor_digest
 from sandboxes.local.bases import Base, Bases
 from sandboxes.local.machine import START_S, Machine, Spare
@@ -86,7 +86,7 @@ class LocalDriver:
         )  # fmt: skip
         self.roots = RootStates(self.data_dir / "roots", RootLayers)
         self.porter = LayerPorter(self.machine.layers, self.sandboxes.holding)
-        self._ownership = Ownership(self.data_dir)
+        self._ownership = DirLock(self.data_dir)
         self._pristine: dict[Hashable, dict[str, Any]] = {}
 
     # -- life --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.checkpointing import Checkpointer
-from sandboxes.egress.gateway import Egress
+from sandboxes.egress.gateway import EgressGateway
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
@@ -106,7 +106,7 @@ class Machine:
         # Tools that an MCP server declares as read-only, for each server: its declaration holds for every sandbox.
         self.read_only: dict[str, frozenset[str]] = {}
         self.background = TaskOwner()
-        self.egress = Egress(data_dir / "egress")
+        self.egress = EgressGateway(data_dir / "egress")
         self.reaper = Reaper(self.background)
         self.launcher = ForkServer(
             "the launcher of sandboxes",

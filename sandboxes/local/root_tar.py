@@ -51,7 +51,7 @@ def unpack(source: Path, target: Path) -> None:
     top = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with tarfile.open(source) as archive:
-            archive.fileobj = cast("Any", _BoundedReader(archive.fileobj))
+            archive.fileobj = cast("Any", _TarReader(archive.fileobj))
             folders: list[tuple[str, tarfile.TarInfo]] = []
             count = 0
             while (member := archive.next()) is not None:
@@ -76,7 +76,7 @@ def unpack(source: Path, target: Path) -> None:
         os.close(top)
 
 
-class _BoundedReader:
+class _TarReader:
     """The file below a `TarFile`; it refuses to read a header of gigabytes."""
 
     def __init__(self, file: Any) -> None:

@@ -25,7 +25,7 @@ from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.sequence_use import SequenceUse
 from sandboxes.postgres.server import DatabaseSettings, PostgresServer
 from sandboxes.task_owner import TaskOwner
-from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
+from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerPool, WorkerStuckError
 
 log = structlog.get_logger()
 
@@ -46,7 +46,7 @@ class PrivateClone:
     """
 
     database: str
-    worker: Worker
+    worker: PooledWorker
     backend: int
 
 

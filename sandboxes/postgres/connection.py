@@ -4,7 +4,7 @@ Theory of operation. Whether a statement writes is the server's decision, not a 
 
 1. Every call is first tried as reading, inside `BEGIN READ ONLY` … `ROLLBACK`. The server refuses most writes there.
 2. Some effects are allowed in a read-only transaction: advisory locks, temporary tables, sequences of temporary tables.
-   `Link.read` looks for them after the statement, and the tags show statements of other kinds.
+   `PostgresLink.read` looks for them after the statement, and the tags show statements of other kinds.
 3. Effects on the connection itself (`set_config`, prepared statements) survive a rollback. Their names are searched for
    before (`volatile.SESSION`), and the statement is not tried.
 4. In all these cases `WriteAttemptError` says that the call needs a private database. On a shared connection nothing of
@@ -93,7 +93,7 @@ class WriteAttemptError(Exception):
     """The call does more than read, and needs a private database."""
 
 
-class Link:
+class PostgresLink:
     """A connection to one database, with caches of its definitions and type names."""
 
     def __init__(self, dsn: str) -> None:
@@ -203,7 +203,7 @@ class Link:
             self.connection.close()
 
 
-def answer_reading(link: Link, call: PostgresCall) -> tuple[Fields, bytes]:
+def answer_reading(link: PostgresLink, call: PostgresCall) -> tuple[Fields, bytes]:
     """Run a call that only reads.
 
     Returns:
@@ -246,7 +246,7 @@ def parameters_of(call: PostgresCall) -> list[bytes | None] | None:
     return [parameter(value) for value in params]
 
 
-def answer_of(link: Link, outcome: PostgresOutcome, call: PostgresCall) -> bytes:
+def answer_of(link: PostgresLink, outcome: PostgresOutcome, call: PostgresCall) -> bytes:
     """Encode an outcome as the agent's result."""
     if outcome.failure is not None:
         return failure(outcome.failure, shape=call.shape, sql=call.text)

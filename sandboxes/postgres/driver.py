@@ -13,7 +13,7 @@ import structlog
 
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SpecError, StateGoneError
-from sandboxes.linux.dir_lock import Ownership
+from sandboxes.linux.dir_lock import DirLock
 from sandboxes.linux.files import write_whole
 from sandboxes.postgres.clones import Clones, Template
 from sandboxes.postgres.digest import DatabaseDigest
@@ -68,7 +68,7 @@ class PostgresDriver:
         self._templates: dict[str, Template] = {}
         self._roots: dict[tuple[str, str], RootDatabase] = {}
         self._rooting = asyncio.Lock()
-        self._ownership = Ownership(self.data_dir)
+        self._ownership = DirLock(self.data_dir)
 
     # -- lifetime ----------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ from sandboxes.postgres import catalog, sequence_use
 from sandboxes.postgres import digest as digests
 from sandboxes.postgres.connection import (
     READS,
-    Link,
     PostgresCall,
+    PostgresLink,
     WriteAttemptError,
     answer_of,
     answer_reading,
@@ -61,7 +61,7 @@ class PrivateDatabase:
         digest: Digest of the committed content.
     """
 
-    def __init__(self, link: Link, digest: DatabaseDigest) -> None:
+    def __init__(self, link: PostgresLink, digest: DatabaseDigest) -> None:
         self.link, self.digest = link, digest
         self._session = ""
         self._use = SequenceUse()

@@ -15,7 +15,7 @@ from sandboxes.postgres.digest import DatabaseDigest, combined
 from sandboxes.postgres.sequence_use import SequenceUse
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.results import Failure, failure
-from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
+from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerPool, WorkerStuckError
 
 
 class DatabasePosition:
@@ -149,7 +149,7 @@ class PostgresSandbox:
         effect |= Effect.SESSION if fields["session"] else Effect.NONE
         return self._execution(fields, answer.body, effect)
 
-    async def _request(self, worker: Worker, request: dict[str, Any], call: ToolCall) -> Message:
+    async def _request(self, worker: PooledWorker, request: dict[str, Any], call: ToolCall) -> Message:
         """Send a request to a worker. A worker that lost its connection is treated as a lost worker."""
         # Connecting and digesting take time beyond the statement's own limit.
         answer = await worker.request(request, timeout_s=float(call.arguments["timeout_s"]) + OPEN_S)

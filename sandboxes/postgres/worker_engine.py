@@ -7,7 +7,7 @@ sequences. No statement is parsed to find out.
 import time
 from collections import OrderedDict
 
-from sandboxes.postgres.connection import Link, PostgresCall, WriteAttemptError, answer_reading, refused
+from sandboxes.postgres.connection import PostgresCall, PostgresLink, WriteAttemptError, answer_reading, refused
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.private_database import PrivateDatabase
 from sandboxes.postgres.sequence_use import SequenceUse
@@ -31,7 +31,7 @@ class PostgresEngine:
     """
 
     def __init__(self) -> None:
-        self._links: OrderedDict[str, Link] = OrderedDict()
+        self._links: OrderedDict[str, PostgresLink] = OrderedDict()
         self._private: PrivateDatabase | None = None
 
     def open(self, request: Fields) -> Fields:
@@ -44,7 +44,7 @@ class PostgresEngine:
             `backend`: process id of the session on the server.
         """
         self.close()
-        self._private = PrivateDatabase(Link(request["dsn"]), DatabaseDigest.from_json(request["digest"]))
+        self._private = PrivateDatabase(PostgresLink(request["dsn"]), DatabaseDigest.from_json(request["digest"]))
         self._private.prime(SequenceUse.from_json(request["sequence_use"]))
         self._private.warm_up()
         return {"backend": self._private.link.connection.info.backend_pid}
@@ -72,17 +72,17 @@ class PostgresEngine:
         self._links.clear()
         self._private = None
 
-    def _link(self, dsn: str) -> Link:
+    def _link(self, dsn: str) -> PostgresLink:
         link = self._links.pop(dsn, None)
         if link is None or not link.usable:
-            link = Link(dsn)
+            link = PostgresLink(dsn)
         self._links[dsn] = link
         if len(self._links) > MAX_CONNECTIONS:
             self._links.popitem(last=False)[1].close()
         return link
 
 
-def _read(link: Link, call: PostgresCall) -> tuple[Fields, bytes]:
+def _read(link: PostgresLink, call: PostgresCall) -> tuple[Fields, bytes]:
     """Run a call on a shared database. The answer `must_write` says that the call needs a private one."""
     try:
         fields, result = answer_reading(link, call)

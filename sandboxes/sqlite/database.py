@@ -35,7 +35,7 @@ from sandboxes.sqlite.counters import UNTOUCHED, RowCounters
 from sandboxes.sqlite.file_clone import Method
 from sandboxes.sqlite.store import DatabaseState, Fork, SqliteStore
 from sandboxes.sqlite.worker_calls import CIRCUMSTANTIAL, CallAbortedError, CallOutcome, WorkerCalls
-from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
+from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerPool, WorkerStuckError
 
 _OPEN_S = 60.0
 """Time limit in seconds for opening a fork, and for reading its list of changed pages."""
@@ -73,7 +73,7 @@ class SandboxDatabase:
         self.witness = b""
         self.alive = True
         self._fork: Fork | None = None
-        self._worker: Worker | None = None
+        self._worker: PooledWorker | None = None
         self._opened = False
 
     @property
@@ -254,7 +254,7 @@ class SandboxDatabase:
 
     # -- the fork ----------------------------------------------------------------------------------------------------
 
-    async def _dedicated_worker(self) -> tuple[Worker, dict[str, Any] | None]:
+    async def _dedicated_worker(self) -> tuple[PooledWorker, dict[str, Any] | None]:
         """Return the worker of the fork; create the fork and the worker if they are missing.
 
         Returns:

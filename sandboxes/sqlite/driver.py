@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SpecError, StateGoneError
-from sandboxes.linux.dir_lock import Ownership
+from sandboxes.linux.dir_lock import DirLock
 from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.sources import SourceRules
 from sandboxes.spec import Database, EnvironmentSpec
@@ -40,7 +40,7 @@ class SqliteDriver:
         self._sandboxes = OpenSandboxes[SqliteSandbox]()
         self.porter = StatePorter(self.store, self._sandboxes.holding, frozenset(SETTINGS))
         self._ids = itertools.count(1)
-        self._ownership = Ownership(self.data_dir)
+        self._ownership = DirLock(self.data_dir)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

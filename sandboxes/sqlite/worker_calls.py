@@ -14,7 +14,7 @@ from sandboxes.ipc.frames import Message
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql import results
 from sandboxes.sql.results import Failure
-from sandboxes.workers.pool import Worker, WorkerLostError, WorkerStuckError
+from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerStuckError
 
 _RESERVE_BYTES = 16 << 20
 """If less is free, a failed write met the end of the machine's disk, and not the limit of its spec."""
@@ -73,7 +73,7 @@ class WorkerCalls:
         self._spec, self._folder = spec, folder
         self._limits = {"memory_mb": spec.limits.memory_mb, "disk_mb": spec.limits.disk_mb}
 
-    async def run(self, worker: Worker, call: ToolCall, digest: bytes, **more: Any) -> Message:
+    async def run(self, worker: PooledWorker, call: ToolCall, digest: bytes, **more: Any) -> Message:
         """Run a call in a worker.
 
         Args:

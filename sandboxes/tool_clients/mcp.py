@@ -1,6 +1,6 @@
 """MCP: JSON-RPC with a tool server, one request at a time, over either transport.
 
-Between a request and its response three kinds of messages may arrive, numbered in `Conversation._receive`: the
+Between a request and its response three kinds of messages may arrive, numbered in `McpConversation._receive`: the
 response, notifications, and reverse requests. A client that cancels gets what the server then answers. The server must
 answer within `CANCEL_S`, because a state with a request half done cannot be frozen.
 
@@ -125,7 +125,7 @@ class McpTransport(Protocol):
         ...
 
 
-class Conversation:
+class McpConversation:
     """The client's end of an MCP session. One request runs at a time."""
 
     def __init__(self, transport: McpTransport) -> None:

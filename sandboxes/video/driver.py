@@ -11,7 +11,7 @@ from typing import Any
 
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SpecError
-from sandboxes.linux.dir_lock import Ownership
+from sandboxes.linux.dir_lock import DirLock
 from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
@@ -46,7 +46,7 @@ class VideoDriver:
         self.pipeline = self._pipeline(self.store)
         self._sandboxes = OpenSandboxes[VideoSandbox]()
         self._ids = itertools.count(1)
-        self._ownership = Ownership(self.data_dir)
+        self._ownership = DirLock(self.data_dir)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from sandboxes.video.faults import VideoError
 from sandboxes.video.model_client import ModelClient
 from sandboxes.video.progress import PreprocessJob, PreprocessJobs
 from sandboxes.video.store import INFO, VIDEO, VideoStore, part_name
-from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
+from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerPool, WorkerStuckError
 
 READ_S = 30.0
 """Time limit of a read. Reads take milliseconds; one that takes this long is stuck in a hostile file."""
@@ -271,7 +271,7 @@ class Pipeline:
 
 
 async def _run(
-    worker: Worker, request: dict[str, Any], limits: dict[str, int], body: bytes, timeout_s: float
+    worker: PooledWorker, request: dict[str, Any], limits: dict[str, int], body: bytes, timeout_s: float
 ) -> tuple[dict[str, Any], bytes]:
     message = await worker.request({"op": "run", "limits": limits, **request}, body, timeout_s=timeout_s)
     if "fault" in message.fields:

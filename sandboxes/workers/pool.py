@@ -63,7 +63,7 @@ class WorkerStuckError(RuntimeError):
     """A worker did not answer in time and was killed."""
 
 
-class Worker:
+class PooledWorker:
     """One worker process, used by one caller at a time."""
 
     def __init__(self, pid: int, channel: Channel, pool: "WorkerPool") -> None:
@@ -160,11 +160,11 @@ class WorkerPool:
         )
         self._max_idle = max(2, os.cpu_count() or 2)
         self._readers = self._waiting = 0
-        self._dedicated: set[Worker] = set()
-        self._spares: deque[Worker] = deque()
-        self.workers: set[Worker] = set()
+        self._dedicated: set[PooledWorker] = set()
+        self._spares: deque[PooledWorker] = deque()
+        self.workers: set[PooledWorker] = set()
         self.started = 0
-        self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
+        self._idle: asyncio.LifoQueue[PooledWorker] = asyncio.LifoQueue()
         self._free = asyncio.Semaphore(MAX_READERS)
         self._restocks, self._endings = TaskOwner(), TaskOwner()
         self._starting = asyncio.Lock()
@@ -194,7 +194,7 @@ class WorkerPool:
             await self._dismiss(self._idle.get_nowait())
 
     @asynccontextmanager
-    async def reader(self) -> AsyncIterator[Worker]:
+    async def reader(self) -> AsyncIterator[PooledWorker]:
         """Lend a shared worker for one call. If it is lost meanwhile, the pool replaces it for later calls."""
         async with self._free:
             worker = await self._borrow()
@@ -210,11 +210,11 @@ class WorkerPool:
                 else:
                     await self._dismiss(worker)
 
-    def dedicate(self, worker: Worker) -> None:
+    def dedicate(self, worker: PooledWorker) -> None:
         """Give a borrowed reader to its caller for good; the caller closes it."""
         self._dedicated.add(worker)
 
-    async def dedicated(self) -> Worker:
+    async def dedicated(self) -> PooledWorker:
         """Return a worker that its caller owns and closes: a spare, or a new one after 5 ms.
 
         Raises:
@@ -232,13 +232,13 @@ class WorkerPool:
             self._restocks.spawn("restock workers", self._restock())
         return worker
 
-    async def end(self, worker: Worker) -> dict[str, Any]:
+    async def end(self, worker: PooledWorker) -> dict[str, Any]:
         """Kill a worker and return its `signal` or exit `code`; empty if the zygote is gone, and the worker with it."""
         self.workers.discard(worker)
         # A task of its own: the worker must be reaped even if the caller is cancelled.
         return await asyncio.shield(self._endings.spawn("end worker", self._end(worker.pid), awaited=True))
 
-    async def _borrow(self) -> Worker:
+    async def _borrow(self) -> PooledWorker:
         while (worker := await self._idle_reader()) is not None:
             if worker.alive:
                 return worker
@@ -250,7 +250,7 @@ class WorkerPool:
             self._readers -= 1
             raise
 
-    async def _idle_reader(self) -> Worker | None:
+    async def _idle_reader(self) -> PooledWorker | None:
         """Return an idle reader, or None if the pool should start another one."""
         if not self._idle.empty():
             return self._idle.get_nowait()
@@ -266,7 +266,7 @@ class WorkerPool:
         finally:
             self._waiting -= 1
 
-    async def _dismiss(self, worker: Worker) -> None:
+    async def _dismiss(self, worker: PooledWorker) -> None:
         self._readers -= 1
         await worker.close()
 
@@ -282,7 +282,7 @@ class WorkerPool:
 
     # -- the zygote --------------------------------------------------------------------------------------------------
 
-    async def _fork(self) -> Worker:
+    async def _fork(self) -> PooledWorker:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -294,7 +294,7 @@ class WorkerPool:
         except BaseException:
             ours.close()
             raise
-        return Worker(int(response.fields["pid"]), Channel(ours), self)
+        return PooledWorker(int(response.fields["pid"]), Channel(ours), self)
 
     async def _end(self, pid: int) -> dict[str, Any]:
         try:

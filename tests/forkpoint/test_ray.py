@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed")
 
 import forkpoint.ray
-from forkpoint.ray.proxy_actor import Plan, ProxyActor
+from forkpoint.ray.proxy_actor import ProxyActor, ProxyPlan
 from proxy.workloads.ephemeral_proxy import free_port
 from tests.machine import Process, alive, process, wait_until
 from tests.sandboxes.postgres_cluster import cluster as postgres
@@ -135,7 +135,7 @@ def test_ray_must_be_initialised() -> None:
 
 def test_actor_restarts_its_proxy(tmp_path: Path) -> None:
     """The same without Ray. Connections wait meanwhile, and the proxy ends with the actor."""
-    actor = ProxyActor(Plan("127.0.0.1", 0, str(tmp_path), {"FORKPOINT_DRIVERS": '["sqlite"]'}, clustered=False))
+    actor = ProxyActor(ProxyPlan("127.0.0.1", 0, str(tmp_path), {"FORKPOINT_DRIVERS": '["sqlite"]'}, clustered=False))
     try:
         wait_until(lambda: actor.state().ready, "the proxy is not ready", within_s=WITHIN_S)
         first = actor.state()

@@ -20,7 +20,7 @@ _GAP = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ListColumns:
     """A table that fits its terminal.
 
     Attributes:
@@ -68,7 +68,7 @@ def render_tasks(rows: Sequence[Json]) -> RenderableType:
         )
         for row in rows
     ]  # fmt: skip
-    return _table(Columns(titles, cells), "no task yet")
+    return _table(ListColumns(titles, cells), "no task yet")
 
 
 def render_rollouts(rows: Sequence[Json]) -> RenderableType:
@@ -81,7 +81,7 @@ def render_rollouts(rows: Sequence[Json]) -> RenderableType:
         for row in rows
     ]  # fmt: skip
     titles = ("rollout", "state", "node", "calls", "began", "labels")
-    return _table(Columns(titles, cells, names=2), "no rollout yet")
+    return _table(ListColumns(titles, cells, names=2), "no rollout yet")
 
 
 def render_snapshots(rows: Sequence[Json]) -> RenderableType:
@@ -94,7 +94,7 @@ def render_snapshots(rows: Sequence[Json]) -> RenderableType:
         for row in rows
     ]  # fmt: skip
     titles = ("task", "node", "kind", "size", "uses", "saves s", "expected uses", "taken", "why")
-    return _table(Columns(titles, cells, names=3), "no snapshot yet")
+    return _table(ListColumns(titles, cells, names=3), "no snapshot yet")
 
 
 def render_sandboxes(rows: Sequence[Json]) -> RenderableType:
@@ -107,7 +107,7 @@ def render_sandboxes(rows: Sequence[Json]) -> RenderableType:
         for row in rows
     ]  # fmt: skip
     titles = ("sandbox", "state", "task", "rollout", "node", "calls", "age s", "idle s", "why")
-    return _table(Columns(titles, cells, names=4), "no sandbox runs")
+    return _table(ListColumns(titles, cells, names=4), "no sandbox runs")
 
 
 def render_members(view: Json) -> RenderableType:
@@ -121,7 +121,7 @@ def render_members(view: Json) -> RenderableType:
         )
         cells.append((printable(row["name"]), state, f"{row['tasks']:,}", *counts, printable(row["link"])))
     heads = ("member", "state", "tasks", "elsewhere", "for others", "room", "link")
-    return _table(Columns(heads, cells, names=2), "no member")
+    return _table(ListColumns(heads, cells, names=2), "no member")
 
 
 def render_nodes(rows: Sequence[Json]) -> RenderableType:
@@ -130,7 +130,7 @@ def render_nodes(rows: Sequence[Json]) -> RenderableType:
         (row["address"], row["url"] or "", "ready" if row["ready"] else printable(row["problem"]), f"{row['starts']:,}")
         for row in rows
     ]
-    return _table(Columns(("node", "base URL there", "state", "starts"), cells, names=3), "no node")
+    return _table(ListColumns(("node", "base URL there", "state", "starts"), cells, names=3), "no node")
 
 
 def render_stats(view: Json) -> RenderableType:
@@ -160,7 +160,7 @@ def _share(view: Json, kind: str) -> str:
     return f"{_size(view[f'{kind}_bytes'])} of {_size(view[f'{kind}_budget_bytes'])}"
 
 
-def _table(columns: Columns, empty: str) -> RenderableType:
+def _table(columns: ListColumns, empty: str) -> RenderableType:
     return Group(columns) if columns.rows else Text(empty, style="dim")
 
 

@@ -45,7 +45,7 @@ img {{ max-width: 100%; }}
 
 
 @dataclass(slots=True)
-class _Entry:
+class _PageEntry:
     """A recorded call: what was called, its answer, and how rollouts got it."""
 
     call: Json
@@ -59,8 +59,8 @@ class _Node:
     """A node: the call that first led to it, calls made at it that led to no new node, and what is below."""
 
     name: str
-    entry: _Entry | None = None
-    others: list[_Entry] = field(default_factory=list)
+    entry: _PageEntry | None = None
+    others: list[_PageEntry] = field(default_factory=list)
     children: list["_Node"] = field(default_factory=list)
     rollouts: list[str] = field(default_factory=list)
 
@@ -85,7 +85,7 @@ def rollout_page(line: Json) -> Iterator[str]:
         if call["id"] not in answers:
             yield f'<p class="m">Call {call["turn"]} was forgotten or is damaged.</p>'
             continue
-        entry = _Entry(call, *answers[call["id"]], Counter([call["outcome"]]))
+        entry = _PageEntry(call, *answers[call["id"]], Counter([call["outcome"]]))
         left, width = 120 * began_s / whole_s, max(1.0, 120 * call["tool_s"] / whole_s)
         bar = (
             '<svg width="120" height="8" aria-hidden="true">'
@@ -127,7 +127,7 @@ def tree_page(task: str, lines: Iterable[Json], *, limit: int) -> Iterator[str]:
 def _grow(lines: Iterable[Json], limit: int) -> tuple[list[_Node], list[tuple[str, str]], bool, bool]:
     """Return the tops of the tree, a table row for each rollout, and whether all calls are shown and complete."""
     nodes: dict[str, _Node] = {}
-    entries: dict[int, _Entry] = {}
+    entries: dict[int, _PageEntry] = {}
     tops: list[_Node] = []
     rows: list[tuple[str, str]] = []
     shown = complete = True
@@ -142,7 +142,7 @@ def _grow(lines: Iterable[Json], limit: int) -> tuple[list[_Node], list[tuple[st
                 break
             entry = entries.get(call["record"])
             if entry is None:
-                entry = entries[call["record"]] = _Entry(call, *answers[call["id"]])
+                entry = entries[call["record"]] = _PageEntry(call, *answers[call["id"]])
                 if call["node"] in nodes:
                     nodes[at].others.append(entry)
                 else:
@@ -166,7 +166,7 @@ def _answers(line: Json) -> dict[str, tuple[Json, str]]:
     }
 
 
-def _row(entry: _Entry, depth: int, before: str, node: str, after: str = "") -> str:
+def _row(entry: _PageEntry, depth: int, before: str, node: str, after: str = "") -> str:
     call, code = entry.call, entry.call["exit_code"]
     counts = ", ".join(f"{count} {name}" for name, count in sorted(entry.outcomes.items()))
     facts = f"{node} · {call['tool_s']:.3g} s · {counts}"
@@ -183,7 +183,7 @@ def _row(entry: _Entry, depth: int, before: str, node: str, after: str = "") -> 
     )
 
 
-def _parts(entry: _Entry) -> str:
+def _parts(entry: _PageEntry) -> str:
     """Return arguments and answer as blocks."""
     call, content = entry.call, entry.content
     blocks = [("Arguments", _pretty(entry.function["arguments"]))]
@@ -204,7 +204,7 @@ def _parts(entry: _Entry) -> str:
     )
 
 
-def _title(entry: _Entry) -> str:
+def _title(entry: _PageEntry) -> str:
     arguments = _parsed(entry.function["arguments"])
     value: Json = arguments if isinstance(arguments, dict) else {}
     for name in ("command", "sql"):

@@ -21,7 +21,7 @@ import orjson
 
 from proxy.cluster.link.channels import Channel, ChannelEndedError
 from proxy.cluster.link.frames import LinkError
-from sandboxes.calls import Exchange, Execution, ToolCall, ToolResult
+from sandboxes.calls import EgressExchange, Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message
 from sandboxes.ipc.frames import Inbox, MalformedFrameError
@@ -370,7 +370,7 @@ def execution_of(done: HostedDone, body: bytes) -> Execution:
         state=digest_of(done.exact, done.content), witness=done.witness, shareable=done.shareable,
         restless=done.restless, replay=replay, order=done.order, is_empty=done.is_empty, live=done.live,
         exchanges=tuple(
-            Exchange(each.method, each.url, each.outcome, each.status, each.size_bytes, each.detail)
+            EgressExchange(each.method, each.url, each.outcome, each.status, each.size_bytes, each.detail)
             for each in done.exchanges
         ),
     )  # fmt: skip

@@ -27,7 +27,7 @@ from proxy.cluster.hosting.messages import (
 from proxy.cluster.hosting.remote_sandbox import RemoteSandbox
 from proxy.cluster.hosting.units import Units
 from proxy.cluster.link.channels import Channel
-from proxy.cluster.link.opener import LinkLostError, PeerFailedError
+from proxy.cluster.link.opener import LinkLostError, MemberFailedError
 from proxy.cluster.messages import HostQuestion, Message, RoomAnswer, RoomQuestion, pack
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Peer
@@ -124,7 +124,7 @@ class Placement:
         for candidate in await self._ranked(identity, frozen.parts):
             try:
                 return await self._start_at(candidate, spec, identity, frozen, units)
-            except (HostingError, LinkLostError, PeerFailedError) as error:
+            except (HostingError, LinkLostError, MemberFailedError) as error:
                 candidate.room = 0
                 log.info("a member does not take a sandbox", member=candidate.peer.name, reason=str(error))
         self._counts.unplaced += 1

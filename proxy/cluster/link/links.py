@@ -15,7 +15,7 @@ import secrets
 from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.connection import SILENT_S
 from proxy.cluster.link.frames import NONCE_BYTES, Hello
-from proxy.cluster.link.opener import Link, LinkLostError, PeerFailedError
+from proxy.cluster.link.opener import Link, LinkLostError, MemberFailedError
 from proxy.cluster.postgres.database import Peer
 from proxy.cluster.postgres.joining import Membership
 
@@ -39,7 +39,7 @@ class Links:
         answer = await self.call(peer, question)
         if isinstance(answer, Channel):
             answer.close()
-            raise PeerFailedError(f"member {peer.name!r} has answered with a stream")
+            raise MemberFailedError(f"member {peer.name!r} has answered with a stream")
         return answer
 
     async def call(self, peer: Peer, question: bytes) -> bytes | Channel:

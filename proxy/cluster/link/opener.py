@@ -32,7 +32,7 @@ class LinkLostError(RuntimeError):
     """The link broke. Whether the peer has taken the question is not known."""
 
 
-class PeerFailedError(RuntimeError):
+class MemberFailedError(RuntimeError):
     """The peer could not answer the question because of a defect. Its log has the reason."""
 
 
@@ -143,14 +143,14 @@ class Link(LinkConnection):
                 channel = self._channels.open(frame.stream)
             except ChannelEndedError as error:
                 self.send(Frame(FrameKind.CLOSE, frame.stream, b""))
-                answer.set_exception(PeerFailedError(str(error)))
+                answer.set_exception(MemberFailedError(str(error)))
                 return
             channel.got(frame)
             answer.set_result(channel)
         elif frame.kind is FrameKind.ANSWER:
             answer.set_result(frame.content)
         elif frame.kind is FrameKind.FAILED:
-            answer.set_exception(PeerFailedError(f"member {self._peer.name!r} failed. Its log has the reason."))
+            answer.set_exception(MemberFailedError(f"member {self._peer.name!r} failed. Its log has the reason."))
 
     @override
     def _watch(self) -> None:

@@ -21,7 +21,7 @@ Digests of states are relative to when their root state was built, so that state
 """
 
 
-class Candidate(NamedTuple):
+class StateCandidate(NamedTuple):
     """A state that could be fetched.
 
     Attributes:
@@ -56,7 +56,7 @@ def replay_s(node: Node, sent: Collection[int], costs: Costs) -> float:
     return seconds
 
 
-def candidate(node: Node, plan: RestorePlan | None, kept: Collection[int], costs: Costs) -> Candidate | None:
+def candidate(node: Node, plan: RestorePlan | None, kept: Collection[int], costs: Costs) -> StateCandidate | None:
     """Return the nearest kept state above a node that is better than a plan; None if there is none.
 
     Args:
@@ -68,7 +68,7 @@ def candidate(node: Node, plan: RestorePlan | None, kept: Collection[int], costs
     below_s, at = 0.0, node
     while plan is None or at is not plan.start or plan.way is Way.FRESH:
         if at.id in kept and at.snapshot is None and not at.detached:
-            return Candidate(at, math.inf if plan is None else _saved_s(plan, at, below_s))
+            return StateCandidate(at, math.inf if plan is None else _saved_s(plan, at, below_s))
         origin = at.origin
         if origin is None or not origin.reproducible:
             return None

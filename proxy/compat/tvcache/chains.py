@@ -19,14 +19,14 @@ import structlog
 
 from proxy.compat.tvcache.held_states import HeldStates
 from proxy.compat.tvcache.requests import CacheRequest, call_of, history_test, key_of
-from proxy.compat.tvcache.walkers import Walkers
+from proxy.compat.tvcache.walkers import ChainWalkers
 from proxy.engine import Engine
 from proxy.tree.keys import CallKey, call_key
 from proxy.tree.labels import Labels
 from proxy.tree.task import Task
 from proxy.tree.tree import Node, Record, Tree
 from sandboxes.calls import ToolCall
-from sandboxes.client.driver import ROOT, Report
+from sandboxes.client.driver import ROOT, ClientReport
 
 log = structlog.get_logger()
 
@@ -55,7 +55,7 @@ class Chains:
 
     def __init__(self, engine: Engine) -> None:
         """Create the chains of all tasks of an engine that is not open yet."""
-        self._engine, self._walkers = engine, Walkers(engine)
+        self._engine, self._walkers = engine, ChainWalkers(engine)
         self._clients: dict[int, _Clients] = {}
 
     def get(self, task: Task, request: CacheRequest, caller: Caller) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Chains:
     async def store_test_result(self, task: Task, request: CacheRequest, caller: Caller) -> dict[str, Any]:
         """Record the result of the test after exactly these calls. A test that answers differently is forgotten."""
         root, key = task.tree.root, call_key(history_test(request.chain))
-        report = Report(_digest(root), request.result, 0.0, changes=False)
+        report = ClientReport(_digest(root), request.result, 0.0, changes=False)
         async with self._of(task.tree).turn:
             record = await self._recorded(
                 task, caller, root, key, history_test(request.chain, report.encoded()), report, []
@@ -158,7 +158,7 @@ class Chains:
                 reported = request.reported[index - first]
                 if reported.answer is None:
                     return None
-                report = Report(_digest(node), reported.answer, reported.seconds, changes=True)
+                report = ClientReport(_digest(node), reported.answer, reported.seconds, changes=True)
                 call = call_of(text, whole=request.whole, body=report.encoded())
                 record = await self._recorded(task, caller, node, key, call, report, stopped)
             # A call without an answer has no record, and nothing is known of what follows it.
@@ -168,7 +168,14 @@ class Chains:
         return node
 
     async def _recorded(
-        self, task: Task, caller: Caller, node: Node, key: CallKey, call: ToolCall, report: Report, stopped: list[str]
+        self,
+        task: Task,
+        caller: Caller,
+        node: Node,
+        key: CallKey,
+        call: ToolCall,
+        report: ClientReport,
+        stopped: list[str],
     ) -> Record | None:
         """Return the record of a reported call; None if the call does not repeat itself.
 

@@ -29,7 +29,7 @@ class _Walker:
     used_at: float
 
 
-class Walkers:
+class ChainWalkers:
     """The walkers of all tasks."""
 
     def __init__(self, engine: Engine) -> None:

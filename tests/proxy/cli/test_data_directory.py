@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from proxy.cli.main import app
 from proxy.storage.schema import CHECKSUM_FUNCTION, SCHEMA_VERSION, row_checksum
-from sandboxes.linux.dir_lock import Ownership
+from sandboxes.linux.dir_lock import DirLock
 from tests.proxy.cli.typing_commands import as_json, proxy, typed
 from tests.proxy.serving import Running, serving
 from tests.proxy.storage.migration_scenario import unpack
@@ -127,7 +127,7 @@ def test_served_directory_is_left_alone(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.backup").touch()
     unpack("schema-2", tmp_path / "data")
-    owner = Ownership(tmp_path / "data")
+    owner = DirLock(tmp_path / "data")
     owner.acquire()
     result = run(*words, "--data", "data")
     owner.release()

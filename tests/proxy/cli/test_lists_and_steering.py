@@ -15,7 +15,7 @@ from proxy.cli.client import proxy_url
 from proxy.cli.commands import _COMMANDS, _OFFLINE
 from proxy.cli.completion import complete_node, complete_rollout, complete_task, description
 from proxy.cli.main import app
-from proxy.cli.rendering.lists import Columns, render_tasks
+from proxy.cli.rendering.lists import ListColumns, render_tasks
 from tests.proxy.cli.typing_commands import as_json, proxy, typed
 from tests.proxy.serving import Running, serving
 
@@ -68,7 +68,7 @@ def test_names_are_never_cut_for_numbers() -> None:
 
 @pytest.mark.parametrize("width", [10, 20, 40, 80, 200])
 def test_columns_fit_any_terminal(width: int) -> None:
-    columns = Columns(("name", "count", "why"), [("n" * 30, "1", "because"), ("short", "22", "w" * 60)])
+    columns = ListColumns(("name", "count", "why"), [("n" * 30, "1", "because"), ("short", "22", "w" * 60)])
     console = Console(width=width)
     with console.capture() as capture:
         console.print(columns)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from proxy.cli.main import unknown_variables
-from sandboxes.linux.dir_lock import Ownership
+from sandboxes.linux.dir_lock import DirLock
 
 HTTP_ONLY = {"FORKPOINT_DRIVERS": '["http"]'}
 
@@ -63,7 +63,7 @@ def test_parent_must_be_the_parent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("locked", [".", "local"])
 def test_data_directory_in_use_is_one_sentence(tmp_path: Path, locked: str) -> None:
     """Also if it is served by an earlier version, which locks only the directories of its drivers."""
-    owner = Ownership(tmp_path / locked)
+    owner = DirLock(tmp_path / locked)
     owner.acquire()
     done = started("--port", "0", "--data", str(tmp_path))
     owner.release()

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from sandboxes.calls import Exchange, Execution, ToolCall
+from sandboxes.calls import EgressExchange, Execution, ToolCall
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
 from tests.proxy.serving import serving
@@ -14,7 +14,7 @@ URL = "http://example.org/<script>"
 
 class Requesting(MemorySandbox):
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
-        exchange = Exchange("GET", URL, "recorded", 200, 5)
+        exchange = EgressExchange("GET", URL, "recorded", 200, 5)
         return replace(await super().execute(call, listener), exchanges=(exchange,))
 
 

@@ -23,11 +23,11 @@ from proxy.workloads.report import (
     spent,
 )
 from proxy.workloads.requests import WorkloadRequest
-from proxy.workloads.runner import Names, ReplayError, replay
+from proxy.workloads.runner import ReplayError, ReplayNames, replay
 from sandboxes.spec import EnvironmentSpec
 from tests.proxy.stub import Stub, stub_proxy
 
-NAMES = Names("-x", "-y")
+NAMES = ReplayNames("-x", "-y")
 
 
 def workload(*rollouts: Sequence[str], task: str = "t/1") -> Workload:
@@ -43,7 +43,7 @@ def workload(*rollouts: Sequence[str], task: str = "t/1") -> Workload:
     return Workload((RecordedTask(task, EnvironmentSpec(), made),))
 
 
-def run(stub: Stub, work: Workload, *, cached: bool = True, at_once: int = 1, names: Names = NAMES) -> ReplayRun:
+def run(stub: Stub, work: Workload, *, cached: bool = True, at_once: int = 1, names: ReplayNames = NAMES) -> ReplayRun:
     return asyncio.run(
         replay(stub.url, work, cached=cached, names=names, at_once=at_once, on_call=lambda _: None, trust_env=False)
     )
@@ -91,8 +91,8 @@ def test_cached_run_finishes_rollouts_and_keeps_tasks() -> None:
 
 def test_kept_names_share_the_tree_between_replays() -> None:
     with stub_proxy() as stub:
-        first = run(stub, workload(["ls"], task="t"), names=Names("", "-1"))
-        again = run(stub, workload(["ls"], task="t"), names=Names("", "-2"))
+        first = run(stub, workload(["ls"], task="t"), names=ReplayNames("", "-1"))
+        again = run(stub, workload(["ls"], task="t"), names=ReplayNames("", "-2"))
         assert list(stub.specs) == ["t"]
     assert (figures(first).hits, figures(again).hits) == (0, 1)
 
@@ -117,7 +117,7 @@ def test_refused_call_is_retried_and_counted() -> None:
 def test_comparison_lists_only_different_answers() -> None:
     work = workload(["ls", "random", "pwd"], ["ls", "random"], ["fail"])
     with stub_proxy() as stub:
-        result = compare(run(stub, work), run(stub, work, cached=False, names=Names("-u", "-u")))
+        result = compare(run(stub, work), run(stub, work, cached=False, names=ReplayNames("-u", "-u")))
     assert [(difference.call.rollout, difference.call.index) for difference in result.differences] == [
         ("r0", 1),
         ("r1", 1),

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from sandboxes.calls import ToolCall
-from sandboxes.client.driver import ROOT, ClientDriver, Report
+from sandboxes.client.driver import ROOT, ClientDriver, ClientReport
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
 from sandboxes.spec import EnvironmentSpec
@@ -14,7 +14,7 @@ SPEC = EnvironmentSpec(driver="client")
 
 
 def reported(text: str, at: bytes, *, changes: bool = True) -> ToolCall:
-    return ToolCall("tvcache", "call", {"call": text}, Report(at, b'"ok"', 0.25, changes).encoded())
+    return ToolCall("tvcache", "call", {"call": text}, ClientReport(at, b'"ok"', 0.25, changes).encoded())
 
 
 def test_replay_reaches_the_same_state() -> None:

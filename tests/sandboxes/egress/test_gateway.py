@@ -11,7 +11,7 @@ import pytest
 from sandboxes.calls import ToolCall
 from sandboxes.checkpointing import Checkpointer
 from sandboxes.driver import Sandbox
-from sandboxes.egress.gateway import Egress
+from sandboxes.egress.gateway import EgressGateway
 from sandboxes.errors import ForbiddenSourceError, NotFreezableError, SandboxError
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
@@ -45,12 +45,12 @@ run = partial(run_within, timeout_s=60.0)
 
 
 @asynccontextmanager
-async def outside(folder: Path) -> AsyncIterator[tuple[Origin, Egress]]:
+async def outside(folder: Path) -> AsyncIterator[tuple[Origin, EgressGateway]]:
     """Run a host outside, and yield it with an egress whose names lead there."""
     async with Origin(lambda count: response(f"answer {count}".encode())).running() as origin:
         remove_tree(folder / "egress")
         (folder / "origin-port").write_text(str(origin.port))
-        yield origin, Egress(folder / "egress", module="tests.sandboxes.egress.origin")
+        yield origin, EgressGateway(folder / "egress", module="tests.sandboxes.egress.origin")
 
 
 def driven(

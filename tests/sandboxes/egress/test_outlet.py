@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.egress.dialing import Dialer
-from sandboxes.egress.fetching import Fetcher
+from sandboxes.egress.fetching import HostFetcher
 from sandboxes.egress.outlet import Outlet
 from sandboxes.egress.recordings import Recordings
 from tests.sandboxes.egress.origin import Origin, response
@@ -59,7 +59,7 @@ def with_outlet(folder: Path, test: Test, origin: Origin, *resolved: list[str], 
 
 def make_outlet(folder: Path, dialer: Dialer, max_body_bytes: int) -> tuple[Outlet, socket.socket]:
     listener = socket.create_server(("127.0.0.1", 0))
-    fetcher = Fetcher(dialer, Recordings(folder), max_body_bytes=max_body_bytes)
+    fetcher = HostFetcher(dialer, Recordings(folder), max_body_bytes=max_body_bytes)
     return Outlet(listener, HOSTS, "scope", fetcher, dialer), listener
 
 

@@ -9,7 +9,7 @@ import pytest
 from sandboxes.host import source_watch
 from sandboxes.host.source_digest import SourceDigests
 from sandboxes.host.source_walk import directory_digest
-from sandboxes.host.source_watch import Watch
+from sandboxes.host.source_watch import SourceWatch
 from sandboxes.sources import SourceRules
 
 RULES = SourceRules()
@@ -123,7 +123,7 @@ def test_missing_directories_are_unknown(base: Path) -> None:
 
 def test_a_lost_watch_says_that_something_may_have_changed(base: Path) -> None:
     """Events that the kernel dropped, or a watch that could not be had, must not look like silence."""
-    without, full = Watch(wanted=False), Watch()
+    without, full = SourceWatch(wanted=False), SourceWatch()
     full.add(str(base), 0x100)
     assert [without.is_quiet, full.is_quiet] == [False, True]
     (base / "new").touch()

@@ -9,7 +9,7 @@ import pytest
 from proxy.cluster.link.channels import Channel
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.link.links import Links
-from proxy.cluster.link.opener import LinkLostError, PeerFailedError, answered
+from proxy.cluster.link.opener import LinkLostError, MemberFailedError, answered
 from tests.proxy.cluster.link.ends import ASKER, SECRET, echo, serving
 
 
@@ -54,7 +54,7 @@ def test_known_calls_are_answered_at_once() -> None:
             assert new is not None
             assert await answered(new) == b"1.7:new"
             assert bad is not None
-            with pytest.raises(PeerFailedError):
+            with pytest.raises(MemberFailedError):
                 await answered(bad)
             lost = Call()
             link.ask_at_once(b"known", lost)
@@ -76,7 +76,7 @@ def test_a_defect_ends_one_question() -> None:
 
         async with serving(handler) as (_, peer):
             asker = Links(SECRET, ASKER)
-            with pytest.raises(PeerFailedError):
+            with pytest.raises(MemberFailedError):
                 await asker.ask(peer, b"bad")
             assert await asker.ask(peer, b"good") == b"1.7:good"
             asker.close()
