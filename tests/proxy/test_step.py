@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import sandboxes.driver
 from proxy.engine import Engine
 from proxy.execution import replay
 from proxy.storage.errors import StoreError
@@ -265,6 +266,8 @@ def test_replayed_processes_get_their_recorded_age(tmp_path: Path, monkeypatch: 
     async def rest(_sandbox: MemorySandbox, dwell_s: float) -> None:
         ages.append(dwell_s)
 
+    # Which members the class has is remembered.
+    monkeypatch.setattr(sandboxes.driver, "_FULFILS", {})
     monkeypatch.setattr(MemorySandbox, "rest", rest, raising=False)
 
     async def body() -> None:

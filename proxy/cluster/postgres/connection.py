@@ -25,7 +25,7 @@ class DatabaseError(RuntimeError):
     """The database did not answer. Whether the statement ran is not known."""
 
 
-class Channel:
+class SteadyConnection:
     """One connection, opened again after it broke. Its statements run one after the other."""
 
     def __init__(self, dsn: str) -> None:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from proxy.cluster.postgres.connection import Channel, Connection, DatabaseError, row_of, rows_of, second_row
+from proxy.cluster.postgres.connection import Connection, DatabaseError, SteadyConnection, row_of, rows_of, second_row
 from proxy.cluster.postgres.joining import LEASE_S, ClusterError, Membership, join
 from sandboxes.task_owner import TaskOwner
 
@@ -121,7 +121,7 @@ class ClusterDatabase:
             membership: What `join` has returned before; None if it is still to be called.
         """
         self._secret = secret
-        self._reads, self._beats, self._appends = Channel(dsn), Channel(dsn), Channel(dsn)
+        self._reads, self._beats, self._appends = SteadyConnection(dsn), SteadyConnection(dsn), SteadyConnection(dsn)
         self._queue: list[tuple[str, int, bytes | None, asyncio.Future[bool]]] = []
         self._tasks, self._writing = TaskOwner(), False
         self._membership = membership
