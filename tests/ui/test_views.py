@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Page, Route, expect
 
+from sandboxes.calls import EgressExchange
 from tests.proxy.serving import Running, serving
 
 SPEC = {"driver": "memory"}
@@ -347,3 +348,18 @@ def test_every_control_has_a_name(ui: Page, address: str) -> None:
     )
     assert unnamed == []
     expect(ui.get_by_role("heading", level=1)).to_have_count(1)
+
+
+def test_node_shows_hosts_outside(proxy: Running, ui: Page) -> None:
+    """Requests of the calls made at a node are shown there as text, and at no other node."""
+    tree, node = (rollout := proxy.engine.tasks.rollouts.running["demo", "first"]).tree, rollout.node
+    root = tree.root
+    request = EgressExchange("GET", "http://host.example/<b>bold</b>", "recorded", 200, 2048)
+    proxy.engine.counts.egress.note([request], tree.id, root.id, "first", 0.0)
+    go(ui, f"#/t/demo/n/n{root.id}")
+    part = ui.locator("section.part", has_text="Requests to hosts outside")
+    expect(part).to_contain_text("GET http://host.example/<b>bold</b>")
+    expect(part).to_contain_text("recorded · 200 · 2")
+    go(ui, f"#/t/demo/n/n{node.id}")
+    expect(ui.get_by_role("heading", name=f"n{node.id}")).to_be_visible()
+    expect(part).to_have_count(0)

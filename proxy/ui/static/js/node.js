@@ -8,6 +8,8 @@ import { h, notice, put } from "./dom.js";
 import { bytes, count, moment, oneLine, plural, seconds, visible } from "./format.js";
 
 const READS = 200;
+// As many as the proxy keeps.
+const OUTSIDE = 1000;
 // Walking along nodes with the keys must not fork two sandboxes at each.
 const SETTLED_MS = 400;
 
@@ -34,6 +36,7 @@ export async function nodePanel(element, task, node, signal, on) {
       detail.parent ? changesPart(task, detail, signal) : null,
       reads.length ? readsPart(task, node, reads, detail.observations.length, signal) : null,
       statePart(task, detail),
+      outsidePart(task, node, signal),
       passedPart(task, detail, call),
     );
   };
@@ -161,6 +164,28 @@ function statePart(task, detail) {
   }
   if (detail.recorded_at) rows.push(["Recorded", moment(detail.recorded_at)]);
   return h("section", { class: "part" }, h("h2", {}, "State"), h("dl", { class: "kv" }, rows.map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])));
+}
+
+/** Show what programs in sandboxes requested from hosts outside in the calls made at a node. Hidden if that is nothing. */
+function outsidePart(task, node, signal) {
+  const part = h("section", { class: "part", hidden: true });
+  const load = async () => {
+    const requests = (await items(`egress?task=${encodeURIComponent(task)}`, { signal, most: OUTSIDE })).filter((request) => request.node === node);
+    if (signal.aborted || !requests.length) return;
+    put(
+      part,
+      h("h2", {}, "Requests to hosts outside ", h("span", { class: "faint" }, count(requests.length))),
+      h("p", { class: "dim" }, "Made by the calls at this node, since the proxy started."),
+      h("ul", { class: "list" }, requests.slice(0, 100).map(({ method, url, outcome, status, size_bytes: size }) => h("li", {}, h("span", { class: "mono" }, visible(oneLine(`${method} ${url}`))), h("span", { class: "faint" }, [outcome, status, bytes(size)].join(" · "))))),
+    );
+    part.hidden = false;
+  };
+  load().catch((error) => {
+    if (signal.aborted) return;
+    put(part, notice(error));
+    part.hidden = false;
+  });
+  return part;
 }
 
 function passedPart(task, detail, call) {
