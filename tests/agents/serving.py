@@ -1,5 +1,7 @@
 """A whole proxy on a real socket, over real sandboxes: what an agent's client meets."""
 
+import asyncio
+import io
 import socket
 import sqlite3
 import tempfile
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from proxy.dataplane.app import DataPlane
     from sandboxes.driver import Driver
 
+_STOP_S = 120.0
+"""How long a proxy may take to stop. It takes a second; a freeze of the last states some more."""
+
 
 @dataclass(frozen=True)
 class Proxy:
@@ -57,6 +62,15 @@ class Proxy:
         """How many calls are in all trees."""
         with closing(sqlite3.connect(self.engine.settings.data / "forkpoint.sqlite")) as store:
             return int(store.execute("SELECT COUNT(*) FROM records").fetchone()[0])
+
+
+def _waits() -> str:
+    """Return where each task of all event loops of this process waits."""
+    text = io.StringIO()
+    # `asyncio.all_tasks` has those of one loop, which only its own thread knows.
+    for waiting in list(getattr(asyncio.tasks, "_all_tasks", ())):
+        waiting.print_stack(file=text)
+    return text.getvalue()
 
 
 @contextmanager
@@ -89,7 +103,8 @@ def real_proxy(
         made.append((application, server(application)))
         made[0][1].run(sockets=[listener])
 
-    thread = threading.Thread(target=serve)
+    # A daemon, so that one that hangs does not keep the tests from ending.
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
         with httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=60, trust_env=False) as client:
@@ -99,7 +114,8 @@ def real_proxy(
     finally:
         if made:
             made[0][1].should_exit = True
-        thread.join()
+        thread.join(_STOP_S)
         listener.close()
+        assert not thread.is_alive(), f"the proxy does not stop. It waits for:\n{_waits()}"
         if kept is None:
             remove_tree(folder)
