@@ -61,6 +61,10 @@ def content_type(headers: Iterable[tuple[str, str]]) -> str:
     return next(values, "application/octet-stream")
 
 
+EgressOutcome = Literal["recorded", "repeated", "live", "refused", "failed"]
+"""What became of a request to a host outside; see `EgressExchange.outcome`."""
+
+
 @dataclass(frozen=True, slots=True)
 class EgressExchange:
     """One request of a program in a sandbox to a host outside.
@@ -77,7 +81,7 @@ class EgressExchange:
 
     method: str
     url: str
-    outcome: Literal["recorded", "repeated", "live", "refused", "failed"]
+    outcome: EgressOutcome
     status: int
     size_bytes: int
     detail: str = ""

@@ -11,7 +11,6 @@ payload, which is the rest. Both digests are compared whenever they are read.
 """
 
 import contextlib
-import os
 import shutil
 import time
 import uuid
@@ -24,7 +23,7 @@ import orjson
 
 from sandboxes.driver import Driver, FrozenState, VersionedDriver
 from sandboxes.effects import StateDigest
-from sandboxes.linux.files import boot_id
+from sandboxes.linux.files import boot_id, write_file
 from snapshots.snapshot import Snapshot
 
 
@@ -101,7 +100,9 @@ class SnapshotStore:
         manifest |= {"payload": _digest(payload), "payload_bytes": len(payload)}
         body = orjson.dumps(manifest)
         try:
-            _write(f"{self._directory}/{name}", b"%b\n%b\n%b" % (_digest(body).encode(), body, payload))
+            # New, because a file of this name would belong to another snapshot.
+            content = b"%b\n%b\n%b" % (_digest(body).encode(), body, payload)
+            write_file(f"{self._directory}/{name}", content, new=True)
         # Whatever failed: half a file takes its bytes until the next start.
         except BaseException:
             _remove(self._directory / name)
@@ -176,17 +177,6 @@ def _digest(data: bytes) -> str:
 def _snapshot(name: str, manifest: dict[str, Any]) -> Snapshot:
     fields = ("tree", "node", "driver", "kind", "size_bytes", "cost_s", "created_at")
     return Snapshot(name, parts=tuple(manifest["parts"]), **{field: manifest[field] for field in fields})
-
-
-def _write(path: str, content: bytes) -> None:
-    # Exclusively: a file of this name would belong to another snapshot. By `os`, which takes a third of the time.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(fd, view) :]
-    finally:
-        os.close(fd)
 
 
 def _remove(path: Path) -> None:

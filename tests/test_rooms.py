@@ -25,6 +25,10 @@ MAX_METHODS = 15
 MAX_STEP_LINES = 120
 """The length of the module that shows what the product does."""
 _WIDTH = 118
+_SUFFIXES = frozenset({"bin", "c", "json", "npy", "proto", "sqlite"})
+"""Suffixes of files, which look like names in modules."""
+_EVENTS = frozenset({"websocket"})
+"""What types of ASGI's events begin with, and modules of ours are called."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,29 @@ def test_pages_that_sources_name_exist() -> None:
         for page in re.findall(r"\b(?:docs|tests|bench|examples)/[\w./-]+\.(?:md|py)\b", path.read_text())
         if not (REPOSITORY / page).exists()
     ]
+    assert missing == []
+
+
+def test_names_that_sources_mention_exist() -> None:
+    """A docstring or comment that mentions `module.Name` names something that this module has."""
+    sources = {
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path.read_text()
+        for top in TOPS
+        for path in sorted((REPOSITORY / top).rglob("*.py"))
+    }
+    # A module may be mentioned by its last names, such as `ipc.channel`.
+    modules: dict[str, list[str]] = {}
+    for dotted in sources:
+        parts = dotted.removesuffix(".__init__").split(".")
+        for first in range(len(parts)):
+            modules.setdefault(".".join(parts[first:]), []).append(dotted)
+    missing = []
+    for source, text in sources.items():
+        for dotted, name in re.findall(r"`([a-z_]\w*(?:\.[a-z_]\w*)*)\.(\w+)(?:\.\w+)*`", text):
+            homes = [] if name in _SUFFIXES or dotted in _EVENTS else modules.get(dotted, [])
+            has_it = (re.search(rf"(?<![`.\w]){name}\b", sources[home]) for home in homes)
+            if homes and f"{dotted}.{name}" not in modules and not any(has_it):
+                missing.append(f"{source} mentions {dotted}.{name}")
     assert missing == []
 
 

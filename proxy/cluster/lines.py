@@ -47,7 +47,7 @@ _KINDS: dict[str, type[Any]] = {
     "ended": Ended, "note": NoteCopy, "kept": Kept, "unkept": Unkept,
     "finding": FindingCopy,
 }  # fmt: skip
-"""The kinds of lines. Their fields are part of the format (`database.FORMAT`)."""
+"""The kinds of lines. Their fields are part of the format (`joining.FORMAT`)."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 

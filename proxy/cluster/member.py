@@ -183,7 +183,7 @@ class Member:
 
         Raises:
             LinkLostError: The link broke. Whether the owner has taken the call is not known.
-            PeerFailedError: The owner met a defect.
+            MemberFailedError: The owner met a defect.
         """
         return await answer_to_call(await self.links.call(owner.peer, pack(question)))
 

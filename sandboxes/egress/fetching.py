@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import BinaryIO
 
+from sandboxes.calls import EgressOutcome
 from sandboxes.egress.dialing import Dialer, FailedError
-from sandboxes.egress.messages import Outcome
 from sandboxes.egress.recordings import MAX_BODY_BYTES, RecordedResponse, Recordings
 from sandboxes.egress.targets import RefusedError, Target
 from sandboxes.http_message import InvalidRequestError, end_to_end, request_head
@@ -43,7 +43,7 @@ class HostFetcher:
 
     async def fetch(
         self, scope: str, method: str, target: Target, headers: Headers
-    ) -> tuple[RecordedResponse, Outcome]:
+    ) -> tuple[RecordedResponse, EgressOutcome]:
         """Return a response, and whether it was recorded now or before, or is not recorded.
 
         Args:
@@ -83,7 +83,7 @@ class HostFetcher:
             else:
                 del self._turns[key]
 
-    async def _receive(self, key: str, head: bytes, target: Target) -> tuple[RecordedResponse, Outcome]:
+    async def _receive(self, key: str, head: bytes, target: Target) -> tuple[RecordedResponse, EgressOutcome]:
         draft = self._recordings.draft()
         try:
             receiver = _Receiver(draft, self._max_body_bytes)

@@ -1,22 +1,19 @@
 """Messages between a driver and its egress proxy; the driver asks, and gets its answers in order."""
 
 from dataclasses import dataclass
-from typing import Literal
 
+from sandboxes.calls import EgressOutcome
 from sandboxes.ipc.codec import IpcMessage, IpcRequest
 from sandboxes.ipc.messages import Done
-
-Outcome = Literal["recorded", "repeated", "live", "refused", "failed"]
-"""What became of a request; see `sandboxes.calls.Exchange`."""
 
 
 @dataclass
 class TakenExchange:
-    """One request; see `sandboxes.calls.Exchange`. A tunnel's `size_bytes` grows while it is open."""
+    """One request; see `sandboxes.calls.EgressExchange`. A tunnel's `size_bytes` grows while it is open."""
 
     method: str
     url: str
-    outcome: Outcome
+    outcome: EgressOutcome
     status: int
     size_bytes: int
     detail: str = ""

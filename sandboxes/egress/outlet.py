@@ -11,10 +11,11 @@ from collections import deque
 from dataclasses import replace
 from typing import BinaryIO
 
+from sandboxes.calls import EgressOutcome
 from sandboxes.egress.dialing import Dialer, FailedError
 from sandboxes.egress.fetching import HostFetcher
 from sandboxes.egress.incoming import ProgramConnection, ProgramRequest
-from sandboxes.egress.messages import ExchangesTaken, Outcome, TakenExchange
+from sandboxes.egress.messages import ExchangesTaken, TakenExchange
 from sandboxes.egress.recordings import RecordedResponse
 from sandboxes.egress.targets import RefusedError, Target, forwarded, target_of
 from sandboxes.task_owner import TaskOwner, start
@@ -102,7 +103,7 @@ class Outlet:
             self._room.release()
 
     def _note(
-        self, exchange: TakenExchange, outcome: Outcome, status: int, detail: str = "", size_bytes: int = 0
+        self, exchange: TakenExchange, outcome: EgressOutcome, status: int, detail: str = "", size_bytes: int = 0
     ) -> None:
         """Note a request before its first byte is answered: the call that gets it may end right after that.
 
@@ -139,14 +140,16 @@ class Outlet:
             await incoming.respond(response.status, response.headers, response.length if has_body else None)
             await self._send_body(incoming, response.body, response.length if has_body else 0, outcome)
 
-    async def _fetch(self, request: ProgramRequest, target: Target) -> tuple[RecordedResponse, Outcome]:
+    async def _fetch(self, request: ProgramRequest, target: Target) -> tuple[RecordedResponse, EgressOutcome]:
         try:
             return await self._fetcher.fetch(self._scope, request.method, target, forwarded(request.headers))
         except OSError as error:
             # This machine has no room, or no descriptor. The program must not take that for its own connection's end.
             raise FailedError(f"the response could not be kept: {error.strerror}") from error
 
-    async def _send_body(self, incoming: ProgramConnection, body: BinaryIO, length: int, outcome: Outcome) -> None:
+    async def _send_body(
+        self, incoming: ProgramConnection, body: BinaryIO, length: int, outcome: EgressOutcome
+    ) -> None:
         while length > 0 and (chunk := body.read(min(_CHUNK_BYTES, length))):
             length -= len(chunk)
             # Again for each piece, because another call may be running by now.

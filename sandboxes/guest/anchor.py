@@ -53,7 +53,7 @@ from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.shell_kit import EXPORTS, ShellKit
 from sandboxes.linux import processes, spawn
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.descriptors import close_all, write_out
 from sandboxes.shell_text import quote
 
 BASH = "/bin/bash"
@@ -257,9 +257,7 @@ class Anchor(ABC):
         try:
             if _unread_bytes(self.ends[1]):
                 raise AnchorLostError("it answers unasked")
-            view = memoryview(request)
-            while view:
-                view = view[os.write(self.ends[0], view) :]
+            write_out(self.ends[0], request)
             poll = select.poll()
             poll.register(self.ends[1], select.POLLIN)
             while b"\n" not in self._buffer:

@@ -1,7 +1,7 @@
 """A live shell of one session: it gets commands, and answers each with a dump of the session.
 
 Each kind of sandbox has its own: `local_shells.LocalShell` is a child of the anchor in pid 1's own namespaces, and
-`container.shell.ContainerShell` is reached from outside through FIFOs. What they share is here.
+`keeper.shell.ContainerShell` is reached from outside through FIFOs. What they share is here.
 """
 
 import hashlib

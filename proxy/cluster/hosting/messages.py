@@ -7,7 +7,7 @@
 | owner | run_hosted | hosted_head and hosted_data while the answer arrives, then hosted_done |
 | owner | cancel_hosted, detach_hosted | none; they belong to the call that runs |
 | owner | rest_hosted | rested |
-| owner | freeze_hosted | hosted_state, or not_freezable_hosted |
+| owner | freeze_hosted | hosted_state, or not_freezable |
 | owner | lacks, after hosted_state | piece and unit_end for each of these units |
 | owner | end_hosted | the end of the channel, once the sandbox is closed |
 
@@ -15,7 +15,7 @@ hosted_failed answers anything, and the sandbox is dead then. The end of the cha
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
@@ -150,18 +150,6 @@ class HostedData(IpcMessage, op="hosted_data"):
 
 
 @dataclass(frozen=True)
-class HostedExchange:
-    """See `sandboxes.calls.Exchange`."""
-
-    method: str
-    url: str
-    outcome: Literal["recorded", "repeated", "live", "refused", "failed"]
-    status: int
-    size_bytes: int
-    detail: str
-
-
-@dataclass(frozen=True)
 class ReplayCall:
     """A call in the place of the one that ran; see `Execution.replay`. arguments: as JSON."""
 
@@ -196,7 +184,7 @@ class HostedDone(IpcMessage, op="hosted_done"):
     order: bytes | None
     is_empty: bool
     live: bool
-    exchanges: list[HostedExchange]
+    exchanges: list[EgressExchange]
 
 
 @dataclass(frozen=True)
@@ -229,13 +217,6 @@ class Rested(IpcMessage, op="rested"):
 @dataclass(frozen=True)
 class FreezeHosted(IpcMessage, op="freeze_hosted"):
     """Freeze the state after the last call."""
-
-
-@dataclass(frozen=True)
-class NotFreezableHosted(IpcMessage, op="not_freezable_hosted"):
-    """The state cannot be frozen, or cannot travel; the sandbox continues."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -343,10 +324,7 @@ def pack_execution(execution: Execution) -> tuple[HostedDone, bytes]:
         witness=execution.witness, shareable=execution.shareable, restless=execution.restless,
         replay=None if replay is None else _packed_replay(replay),
         order=execution.order, is_empty=execution.is_empty, live=execution.live,
-        exchanges=[
-            HostedExchange(each.method, each.url, each.outcome, each.status, each.size_bytes, each.detail)
-            for each in execution.exchanges
-        ],
+        exchanges=list(execution.exchanges),
     )  # fmt: skip
     return done, result.body + (b"" if replay is None else replay.body)
 
@@ -369,10 +347,7 @@ def execution_of(done: HostedDone, body: bytes) -> Execution:
         ToolResult(done.status, done.media_type, body[: done.body_bytes], headers), effect, done.seconds,
         state=digest_of(done.exact, done.content), witness=done.witness, shareable=done.shareable,
         restless=done.restless, replay=replay, order=done.order, is_empty=done.is_empty, live=done.live,
-        exchanges=tuple(
-            EgressExchange(each.method, each.url, each.outcome, each.status, each.size_bytes, each.detail)
-            for each in done.exchanges
-        ),
+        exchanges=tuple(done.exchanges),
     )  # fmt: skip
 
 

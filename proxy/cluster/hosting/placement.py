@@ -172,7 +172,7 @@ class Placement:
 
         Raises:
             HostingError: The member does not take it, or the conversation broke.
-            LinkLostError, PeerFailedError: See `Link.ask`.
+            LinkLostError, MemberFailedError: See `Link.ask`.
         """
         candidate.room -= 1
         if candidate.parts.issuperset(frozen.parts):

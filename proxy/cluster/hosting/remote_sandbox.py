@@ -17,7 +17,6 @@ from proxy.cluster.hosting.messages import (
     HostedHead,
     HostedState,
     HostingError,
-    NotFreezableHosted,
     Rested,
     RestHosted,
     RunHosted,
@@ -31,6 +30,7 @@ from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import FrozenState
 from sandboxes.errors import LeftRunningError, NotFreezableError, SandboxError, ServerError
 from sandboxes.ipc.codec import Envelope, IpcMessage
+from sandboxes.ipc.state_messages import NotFreezable
 from sandboxes.listener import Cancellable, Detachable, Listener
 from sandboxes.spec import SQL_DRIVERS
 from sandboxes.task_owner import start
@@ -155,7 +155,7 @@ class RemoteSandbox:
             raise NotFreezableError(f"processes run in sandbox {self.id}, and cannot leave their machine")
         try:
             await self._send(FreezeHosted())
-            answer = await self._answer(HostedState, NotFreezableHosted)
+            answer = await self._answer(HostedState, NotFreezable)
             state = answer.message
             arrived = await self._bring(state, answer.body) if isinstance(state, HostedState) else None
         except (HostingError, DamagedUnitError, OSError) as error:
@@ -164,7 +164,7 @@ class RemoteSandbox:
             self._die()
             raise
         if arrived is None:
-            assert isinstance(state, NotFreezableHosted)
+            assert isinstance(state, NotFreezable)
             raise NotFreezableError(state.reason)
         return arrived
 

@@ -34,7 +34,7 @@ class Links:
 
         Raises:
             LinkLostError: The peer cannot be reached, or the link broke.
-            PeerFailedError: The peer met a defect.
+            MemberFailedError: The peer met a defect.
         """
         answer = await self.call(peer, question)
         if isinstance(answer, Channel):
@@ -46,7 +46,7 @@ class Links:
         """Ask a peer as `ask` does; it may begin a channel, which the caller closes.
 
         Raises:
-            LinkLostError, PeerFailedError: See `ask`.
+            LinkLostError, MemberFailedError: See `ask`.
         """
         return await (await self._to(peer)).ask(question)
 

@@ -88,7 +88,7 @@ class Link(LinkConnection):
 
         Raises:
             LinkLostError: The link broke, and nobody knows whether the peer has taken the question.
-            PeerFailedError: The peer met a defect.
+            MemberFailedError: The peer met a defect.
         """
         if not self.is_open:
             raise LinkLostError(f"the link to member {self._peer.name!r} is closed")
@@ -162,7 +162,7 @@ async def answered(answer: asyncio.Future[bytes | Channel]) -> bytes | Channel:
     """Return the answer to a question, or the channel that it began; the caller closes it.
 
     Raises:
-        LinkLostError, PeerFailedError: See `Link.ask`.
+        LinkLostError, MemberFailedError: See `Link.ask`.
     """
     try:
         return await answer

@@ -1,6 +1,6 @@
 """Routes of egress: what programs in sandboxes requested from hosts outside."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -10,6 +10,7 @@ from proxy.control.routes.params import EngineDep, TaskQuery, granted
 from proxy.control.views.resources import NodeName
 from proxy.telemetry.egress_log import EgressEvent
 from proxy.times import UtcTime
+from sandboxes.calls import EgressOutcome
 
 router = APIRouter()
 
@@ -37,7 +38,7 @@ class EgressRequestView(BaseModel):
     node: NodeName
     method: str
     url: str
-    outcome: Literal["recorded", "repeated", "live", "refused", "failed"]
+    outcome: EgressOutcome
     status: int
     size_bytes: int
     detail: str

@@ -6,26 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
-from hatch_build import ANCHOR_SOURCE, compile_helper
 from sandboxes.guest.anchor import Anchor, AnchorLostError, BashAnchor, NativeAnchor, adopted_anchor
 from sandboxes.guest.bash import session as session_texts
 
-REPOSITORY = Path(__file__).parents[3]
 _PATIENCE_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[str]:
-    """The native anchor, compiled from its source."""
-    with TemporaryDirectory(prefix="forkpoint-anchor-") as folder:
-        path = Path(folder) / "anchor.elf"
-        if not compile_helper(REPOSITORY / ANCHOR_SOURCE, path):
-            pytest.skip("no C compiler works here")
-        yield str(path)
 
 
 @pytest.fixture(params=["native", "bash"])
@@ -33,7 +20,7 @@ def anchor(request: pytest.FixtureRequest) -> Iterator[Anchor]:
     if request.param == "bash":
         started: Anchor = BashAnchor.start()
     else:
-        started = NativeAnchor.start(request.getfixturevalue("program"))
+        started = NativeAnchor.start(str(request.getfixturevalue("anchor_helper")))
     yield started
     started.close()
 
@@ -145,8 +132,8 @@ def test_restored_anchor_is_spoken_to_as_it_understands(anchor: Anchor) -> None:
     assert not again.stays
 
 
-def test_anchor_beside_processes_does_not_stay(program: str) -> None:
+def test_anchor_beside_processes_does_not_stay(anchor_helper: Path) -> None:
     """They could have entered it before it hid. Beside this test there are always some."""
-    anchor = NativeAnchor.start(program)
+    anchor = NativeAnchor.start(str(anchor_helper))
     assert not anchor.stays
     anchor.close()

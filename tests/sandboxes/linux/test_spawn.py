@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hatch_build import ANCHOR_SOURCE, COMPILED, FLAGS, HELPER, compile_helper
+from hatch_build import COMPILED, FLAGS, HELPER, compile_helper
 from sandboxes.linux.spawn import Spawn, anchor_program, fork_leader, native_leader
 
 REPOSITORY = Path(__file__).parents[3]
@@ -19,21 +19,11 @@ CAT = "/bin/cat"
 _PATIENCE_S = 30.0
 
 
-@pytest.fixture(scope="module")
-def library() -> Iterator[Path]:
-    """The native helper, compiled from its source."""
-    with TemporaryDirectory(prefix="forkpoint-helper-") as folder:
-        path = Path(folder) / "libvfork.so"
-        if not compile_helper(REPOSITORY / HELPER, path):
-            pytest.skip("no C compiler works here")
-        yield path
-
-
 @pytest.fixture(params=["native", "forked"])
 def spawn(request: pytest.FixtureRequest) -> Spawn:
     if request.param == "forked":
         return fork_leader
-    native = native_leader(str(request.getfixturevalue("library")))
+    native = native_leader(str(request.getfixturevalue("spawn_helper")))
     assert native is not None
     return native
 
@@ -147,18 +137,17 @@ def test_building_needs_no_compiler(compiler: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("source", "target"), COMPILED.items(), ids=["library", "program"])
-def test_source_compiles_without_warnings(library: Path, source: Path, target: Path) -> None:  # noqa: ARG001 - for the skip
+def test_source_compiles_without_warnings(spawn_helper: Path, source: Path, target: Path) -> None:  # noqa: ARG001 - for the skip
     with TemporaryDirectory(prefix="forkpoint-helper-") as folder:
         command = ["cc", *FLAGS[target.suffix], "-Wall", "-Wextra", "-Werror", "-o", f"{folder}/out"]
         subprocess.run([*command, str(REPOSITORY / source)], check=True)
 
 
-def test_anchor_of_another_machine_is_not_used(tmp_path: Path) -> None:
+def test_anchor_of_another_machine_is_not_used(anchor_helper: Path, tmp_path: Path) -> None:
     program = tmp_path / "anchor.elf"
     assert anchor_program(str(program)) == b""
-    if not compile_helper(REPOSITORY / ANCHOR_SOURCE, program):
-        pytest.skip("no C compiler works here")
-    compiled = program.read_bytes()
+    compiled = anchor_helper.read_bytes()
+    program.write_bytes(compiled)
     anchor_program.cache_clear()
     assert anchor_program(str(program)) == compiled
     program.write_bytes(compiled[:18] + b"??" + compiled[20:])

@@ -104,22 +104,27 @@ def test_environment_that_differs_is_not_used(tmp_path: Path) -> None:
     with_pair(tmp_path, test, host=host)
 
 
-def test_cut_link_ends_both_ends(tmp_path: Path) -> None:
-    """The owner's call fails and is not recorded; the host closes what nobody can reach."""
-    began = asyncio.Event()
+class EndlessCall:
+    """A gate at which calls wait for ever; `began` says that one has come."""
 
-    async def gate(_call: object) -> None:
-        began.set()
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+
+    async def __call__(self, _call: object) -> None:
+        self.began.set()
         await asyncio.Event().wait()
 
-    host = MemoryDriver()
+
+def test_cut_link_ends_both_ends(tmp_path: Path) -> None:
+    """The owner's call fails and is not recorded; the host closes what nobody can reach."""
+    host, endless = MemoryDriver(), EndlessCall()
 
     async def test(pair: Pair) -> None:
         frozen = await root(pair)
         idle, busy = await placed(pair, frozen), await placed(pair, frozen)
-        host.gate = gate
+        host.gate = endless
         call = asyncio.ensure_future(run(busy, "echo never"))
-        await began.wait()
+        await endless.began.wait()
         pair.cut()
         with pytest.raises(SandboxError, match="Try again"):
             await call
@@ -136,19 +141,13 @@ def test_cut_link_ends_both_ends(tmp_path: Path) -> None:
 
 def test_cancelled_call_closes_the_sandbox_at_its_host(tmp_path: Path) -> None:
     """As on one machine: nobody knows how far the call came."""
-    began = asyncio.Event()
-
-    async def gate(_call: object) -> None:
-        began.set()
-        await asyncio.Event().wait()
-
-    host = MemoryDriver()
+    host, endless = MemoryDriver(), EndlessCall()
 
     async def test(pair: Pair) -> None:
         sandbox = await placed(pair, await root(pair))
-        host.gate = gate
+        host.gate = endless
         call = asyncio.ensure_future(run(sandbox, "echo never"))
-        await began.wait()
+        await endless.began.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
