@@ -124,7 +124,7 @@ def _serve(settings: Settings, listener: socket.socket, worker: Worker | None = 
         raise StartError(str(error)) from error
     except OSError as error:
         raise _unusable(settings, error) from error
-    # What every process has loaded by now stays for good; see `proxy.execution.collector`.
+    # What every process has loaded by now stays for good; see `proxy.execution.open_trees`.
     gc.collect()
     gc.freeze()
     try:

@@ -15,15 +15,15 @@ import structlog
 
 from proxy.audit.auditor import Auditor
 from proxy.audit.prover import Prover
-from proxy.execution.collector import Collector
 from proxy.execution.executor import Executor
 from proxy.execution.forgetting import Forgetting
 from proxy.execution.gate import Gate
 from proxy.execution.last_ways import LastWays
-from proxy.execution.open_trees import OpenTrees
+from proxy.execution.open_trees import Collector, OpenTrees
 from proxy.execution.restore import Restorer
 from proxy.execution.rollouts import Rollouts
 from proxy.execution.root_state import RootChanges
+from proxy.execution.sandbox_maker import SandboxMaker
 from proxy.execution.snapshot_value import SnapshotValue
 from proxy.execution.step_notes import StepNotes
 from proxy.execution.tasks import Tasks
@@ -363,7 +363,8 @@ def build_engine(
     snapshot_value = SnapshotValue(cache, counts, walkers, stored_positions)
     capture = Capture(cache, pool, counts, store.records.save_node)
     roots = RootChanges(drivers, settings.source_rules, counts)
-    restorer = Restorer(drivers, pool, cache, capture, snapshot_value, store.records, counts, roots)
+    maker = SandboxMaker(drivers, pool, cache, capture, counts, roots)
+    restorer = Restorer(drivers, pool, cache, capture, snapshot_value, store.records, counts, maker)
     warm = WarmForks(
         restorer, pool, cache.costs, counts, walkers,
         max_forks=min(settings.warm_sandboxes, settings.max_sandboxes // 2), idle_s=settings.sandbox_idle_s,

@@ -19,13 +19,13 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from enum import IntEnum
 
 import structlog
 
 from proxy.execution.errors import StateLostError
 from proxy.execution.replay import Replayer, ReplayResult
-from proxy.execution.root_state import RootChangedError, RootChanges, driver_of
+from proxy.execution.root_state import driver_of
+from proxy.execution.sandbox_maker import Owner, SandboxMaker, is_rollout
 from proxy.execution.snapshot_value import SnapshotValue
 from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
@@ -33,11 +33,10 @@ from proxy.telemetry.timing import Timing
 from proxy.tree.restore_plan import RestorePlan, Way, plan_restore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node, Record, Tree, path
-from sandboxes.driver import Driver, FrozenState, Sandbox, rest
-from sandboxes.errors import LeftRunningError, NotFreezableError, RootLostError, SandboxError, SpecError
-from sandboxes.pool.pool import NoRoomElsewhereError, Pool
+from sandboxes.driver import Driver, Sandbox, rest
+from sandboxes.errors import LeftRunningError, NotFreezableError, SandboxError, SpecError
+from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
-from sandboxes.spec import SQL_DRIVERS, EnvironmentSpec
 from snapshots.cache import SnapshotCache
 from snapshots.capture import Capture
 
@@ -50,25 +49,13 @@ With 1, a damaged snapshot costs a replay from the root. With 4, a machine witho
 """
 
 
-class Owner(IntEnum):
-    """Owners of leases that are not rollouts. Ids of rollouts are positive."""
-
-    CONTROL_PLANE = 0
-    """A lease requested through the control plane, to take a snapshot."""
-    SCRATCH = -1
-    """A throw-away fork: never takes another rollout's sandbox."""
-    AHEAD = -2
-    """A call that no rollout has made yet: it takes no sandbox but those in which only such calls ran."""
-
-
 class Restorer:
     """Leases sandboxes in the states of nodes.
 
     Attributes:
         fetch: Fetches a snapshot that makes the way to a node cheaper than a plan, or possible if there is no plan.
             Returns whether one was fetched. None if no other machine keeps states of this proxy's tasks.
-        elsewhere: Restores a sandbox on another machine, or raises NoRoomElsewhereError. None if no other machine runs
-            sandboxes for this proxy.
+        maker: Makes the sandboxes that neither a rollout has nor the pool holds.
     """
 
     def __init__(
@@ -80,14 +67,13 @@ class Restorer:
         value: SnapshotValue,
         records: RecordStore,
         counts: Counters,
-        roots: RootChanges,
+        maker: SandboxMaker,
     ) -> None:
-        self._roots = roots
+        self.maker = maker
         self._drivers, self._pool, self._cache, self._capture, self._value = drivers, pool, cache, capture, value
         self._records, self._counts = records, counts
         self._replayer = Replayer(pool, cache, records, counts)
         self.fetch: Callable[[Tree, Node, RestorePlan | None], Awaitable[bool]] | None = None
-        self.elsewhere: Callable[[EnvironmentSpec, FrozenState], Awaitable[Sandbox]] | None = None
 
     @asynccontextmanager
     async def lease_at(self, rollout: Rollout, node: Node, timing: Timing) -> AsyncIterator[Slot]:
@@ -247,7 +233,7 @@ class Restorer:
         # Only within this lease: a snapshot that failed once may well be restored by the next one.
         failed: dict[Node, SandboxError] = {}
         missed: set[Record] = set()
-        demand_noted, patient, may_fetch = not _is_rollout(owner), False, not without
+        demand_noted, patient, may_fetch = not is_rollout(owner), False, not without
         while True:
             # 1. Plan the cheapest way: a sandbox at the node or above it, a snapshot, or a fresh sandbox at the root;
             # then the replay of the calls in between. No await: what the plan saw is true until the next line that
@@ -313,7 +299,7 @@ class Restorer:
         if plan.way is Way.SNAPSHOT:
             return await self._restore(plan.start, tree, owner, failed)
         try:
-            return await self._start(tree, owner)
+            return await self.maker.start(tree, owner)
         except SpecError:
             # The root cannot be built any more, for example because its base has changed. That is final, but a snapshot
             # that has just failed may be restored by the next attempt.
@@ -355,12 +341,8 @@ class Restorer:
     async def _restore(
         self, node: Node, tree: Tree, owner: int | None, failed: dict[Node, SandboxError]
     ) -> Slot | None:
-        driver = self._drivers[tree.spec.driver]
-        start = time.perf_counter()
         try:
-            # The lease keeps the snapshot from being evicted while the pool waits for room.
-            with self._cache.leased(node) as frozen:
-                slot = await self._launch(lambda: driver.restore(tree.spec, frozen), node, tree, owner)
+            return await self.maker.restore(node, tree, owner)
         # Only `SandboxError`: a defect or a cancellation must not be counted against the snapshot.
         except SandboxError as error:
             self._counts.failure("restore")
@@ -373,12 +355,6 @@ class Restorer:
             if node.snapshot is not None:
                 failed[node] = error
             return None
-        # Includes the wait for room: that is what a restore costs a call on this machine now.
-        seconds = time.perf_counter() - start
-        self._counts.restores += 1
-        self._counts.restore_s.observe(seconds)
-        self._cache.restored(node, seconds)
-        return slot
 
     async def _renew(self, slot: Slot, tree: Tree, node: Node, failed: Mapping[Node, SandboxError]) -> None:
         """Replace the node's snapshot, if it could not be restored, now that a sandbox is in its state."""
@@ -401,83 +377,15 @@ class Restorer:
             SandboxError, SpecError, OverloadedError: No fresh sandbox starts either.
         """
         hopeless = [node for node in failed if self._cache.failures.is_hopeless(node)]
-        if not hopeless or not _is_rollout(owner):
+        if not hopeless or not is_rollout(owner):
             return False
         # Only this shows that the machine is not to blame; nothing runs in the sandbox.
-        await self._pool.close(await self._start(tree, Owner.CONTROL_PLANE))
+        await self._pool.close(await self.maker.start(tree, Owner.CONTROL_PLANE))
         for node in hopeless:
             self._counts.failure("lost-snapshot")
             log.error("a snapshot that is the only way is given up", node=node.id, error=str(failed.pop(node)))
             self._cache.drop(node)
         return True
-
-    async def _start(self, tree: Tree, owner: int | None) -> Slot:
-        driver, costs = self._drivers[tree.spec.driver], self._cache.costs
-        # The content that the spec refers to may have changed on disk; its records would then be of another root state.
-        await self._require_current(tree)
-        start = time.perf_counter()
-        slot = await self._launch(lambda: driver.start(tree.spec), tree.root, tree, owner)
-        try:
-            # A change between that look and the mount is noticed here, before anything is recorded in this sandbox.
-            await self._require_current(tree)
-        except BaseException:
-            await self._pool.close(slot)
-            raise
-        seconds = time.perf_counter() - start
-        self._counts.starts += 1
-        self._counts.start_s.observe(seconds)
-        costs[tree.spec.driver] = costs[tree.spec.driver].started(seconds)
-        if tree.root.snapshot is None and slot.sandbox is not None:
-            try:
-                await self._freeze_root(slot.sandbox, tree)
-            except BaseException:
-                await self._pool.close(slot)
-                raise
-        return slot
-
-    async def _freeze_root(self, sandbox: Sandbox, tree: Tree) -> None:
-        """Take the snapshot of a tree's root, in a sandbox that has just started.
-
-        Its digest must be known before the first record: a call that leads back to the root merges by it.
-
-        Raises:
-            RootLostError: It is another state than the tree was recorded on. A set-up with random names or times is run
-                again when its root state is lost.
-        """
-        recorded = tree.root.state
-        try:
-            state = await self._capture.freeze(sandbox, tree, tree.root)
-        except NotFreezableError:
-            log.info("set-up left processes, so each sandbox of this task starts fresh", tree=tree.id)
-            return
-        if recorded is not None and state is not None and state.content != recorded.content:
-            self._cache.drop(tree.root)
-            raise RootLostError
-
-    async def _require_current(self, tree: Tree) -> None:
-        if not await self._roots.is_current(tree):
-            raise RootChangedError
-
-    async def _launch(self, make: Callable[[], Awaitable[Sandbox]], node: Node, tree: Tree, owner: int | None) -> Slot:
-        # Warm forks must not make room by closing sandboxes, so they have a door of their own.
-        if owner is None or owner == Owner.AHEAD:
-            return await self._pool.start_warm(make, node)
-        # What is no rollout's may be looked into, or proves something about this machine.
-        may_go = self.elsewhere is not None and node.snapshot is not None and _is_rollout(owner)
-        # Processes that are left running can be saved on this machine only.
-        may_go = may_go and (tree.spec.driver in SQL_DRIVERS or not tree.has_live_states)
-        away = (lambda: self._make_elsewhere(node, tree)) if may_go else None
-        return await self._pool.start(make, node, owner, away)
-
-    async def _make_elsewhere(self, node: Node, tree: Tree) -> Sandbox:
-        if self.elsewhere is None or node.snapshot is None:
-            raise NoRoomElsewhereError
-        try:
-            with self._cache.leased(node) as frozen:
-                return await self.elsewhere(tree.spec, frozen)
-        except SandboxError as error:
-            # Whether the snapshot or the other machine is at fault shows when it is restored here.
-            raise NoRoomElsewhereError from error
 
     def _lost(self, tree: Tree, node: Node, owner: int | None) -> StateLostError:
         """Return the error of a node that cannot be rebuilt, and set aside what is lost with it.
@@ -490,7 +398,7 @@ class Restorer:
         # Up to the first record that diverged. Everything between it and the node is as unreachable as the node.
         while barrier is not None and barrier.reproducible:
             barrier = barrier.source.origin
-        if _is_rollout(owner) and barrier is not None and not barrier.target.diverged and not node.detached:
+        if is_rollout(owner) and barrier is not None and not barrier.target.diverged and not node.detached:
             # Memory and store in one go, with no await in between: no rollout can be led to a node that is lost.
             lost = tree.set_aside(barrier, why)
             self._records.save_divergence(barrier, lost)
@@ -501,7 +409,3 @@ def _unusable(failed: Collection[Node], target: Node) -> Collection[Node]:
     """Return the nodes whose snapshots a lease must not use any more: the failed ones; after two of them all."""
     # Two in a row: a third would hardly do better, and a fresh sandbox shows whether the machine is at fault.
     return failed if len(failed) < _TRIED_SNAPSHOTS else {target, *(record.source for record in path(target))}
-
-
-def _is_rollout(owner: int | None) -> bool:
-    return owner is not None and owner > 0

@@ -47,7 +47,7 @@ class Hosting:
                 for name, porter in porters.items()
                 if porter is not None
             }
-            engine.restorer.elsewhere = self._placement.restore
+            engine.restorer.maker.elsewhere = self._placement.restore
             engine.lifecycle.background.append(BackgroundWork("hosting", RECLAIM_EVERY_S, self._reclaim))
 
     @property

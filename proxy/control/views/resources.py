@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from proxy.execution.restore import Owner
+from proxy.execution.sandbox_maker import Owner
 from proxy.times import UtcTime
 from proxy.tree.tree import Node
 from sandboxes.pool.lifecycle import SandboxState

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy.execution import collector, open_trees
-from proxy.execution.collector import Collector
-from proxy.execution.open_trees import OpenTrees
+from proxy.execution import open_trees
+from proxy.execution.open_trees import Collector, OpenTrees
 from proxy.storage import trees as tree_store
 from proxy.storage.store import Store
 from proxy.tree.keys import CallKey
@@ -38,7 +37,7 @@ def is_looked_at(thing: object) -> bool:
 def test_many_new_records_are_frozen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enough: int, frozen: bool
 ) -> None:
-    monkeypatch.setattr(collector, "FREEZE_RECORDS", enough)
+    monkeypatch.setattr(open_trees, "FREEZE_RECORDS", enough)
 
     async def test(_: Store, trees: OpenTrees, number: int) -> None:
         tree = trees.load(number)
@@ -53,8 +52,8 @@ def test_many_new_records_are_frozen(
 def test_closed_trees_are_collected_if_they_were_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thaws: bool
 ) -> None:
-    monkeypatch.setattr(collector, "FREEZE_RECORDS", 1)
-    monkeypatch.setattr(collector, "THAW_RECORDS", 21 if thaws else 22)
+    monkeypatch.setattr(open_trees, "FREEZE_RECORDS", 1)
+    monkeypatch.setattr(open_trees, "THAW_RECORDS", 21 if thaws else 22)
 
     async def test(_: Store, trees: OpenTrees, number: int) -> None:
         settling = Collector(trees)
