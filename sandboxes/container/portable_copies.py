@@ -120,9 +120,14 @@ class CopyUnpacking:
         copy, folder = self._states.allocate()
         try:
             (folder / "diff").mkdir(parents=True)
-            head, links = layer_tar.unpack(data, folder, FORM, link=False)
-            _check(head, links)
-            meta = {**json.loads(head), "links": _below_diff(links), "added_bytes": 0, "sha256": sha256}
+            unpacked = layer_tar.unpack(data, folder, FORM, link=False)
+            _check(unpacked.head, unpacked.links)
+            meta = {
+                **json.loads(unpacked.head),
+                "links": _below_diff(unpacked.links),
+                "added_bytes": 0,
+                "sha256": sha256,
+            }
             # Last, as the keeper does it: a copy without `meta.json` does not exist.
             (folder / "meta.json").write_bytes(_json(meta))
             require_intact(folder)

@@ -11,6 +11,7 @@ directory must have come before it as a directory, so no member can be written t
 """
 
 import base64
+import hashlib
 import os
 import stat
 import tarfile
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from sandboxes.errors import NotFreezableError
+from sandboxes.guest.files.facts import PIECE_BYTES, ContentHash
+from sandboxes.host.tar_stream import TarStream
 from sandboxes.linux.file_copy import is_mark, is_whiteout
 from sandboxes.linux.file_flags import flags_of
 from sandboxes.linux.trees import MAX_DEPTH, MAX_PATH_BYTES
@@ -27,14 +30,8 @@ from sandboxes.portability import NotPortableError
 MAX_ENTRIES = 1_000_000
 """Limits the members of a tar, each of which takes memory until the end of unpacking."""
 
-_MAX_HEADER_BYTES = 4 << 20
-"""Limits one pax header. `tarfile` reads a header into memory; attributes of a file take at most 64 KiB each."""
-
 _MAX_HEAD_BYTES = 256 << 20
 """Limits the head, which is read into memory. It may be a table of rows, of which each takes some hundred bytes."""
-
-_PIECE = 1 << 20
-"""Bytes of a file's content that are read and yielded together."""
 
 _MAX_DEPTH = MAX_DEPTH + 1
 """Limits the depth of directories; `diff` is one more level than a sandbox sees."""
@@ -79,16 +76,24 @@ class Unpacked(NamedTuple):
     Attributes:
         head: The content of its first member.
         links: Each further path of a file, with the first one; both begin with `diff/`.
+        sha256: The SHA-256 of the tar, in hexadecimal.
+        outline: See `outline`.
+        contents: Hashes of the contents of regular files (`facts.ContentHash`), by their paths in the directory.
     """
 
     head: bytes
     links: dict[str, str]
+    sha256: str
+    outline: str
+    contents: dict[str, bytes]
 
 
 _NO_LINKS: Mapping[str, str] = {}
 
 
-def pack(layer: Path, head: bytes, form: TarForm, links: Mapping[str, str] = _NO_LINKS) -> Iterator[bytes]:
+def pack(
+    layer: Path, head: bytes, form: TarForm, links: Mapping[str, str] = _NO_LINKS, *, contents: bool = True
+) -> Iterator[bytes]:
     """Yield the tar of a directory. Blocking; the memory that it takes grows with the hard links only.
 
     Args:
@@ -96,6 +101,7 @@ def pack(layer: Path, head: bytes, form: TarForm, links: Mapping[str, str] = _NO
         head: The content of the first member.
         form: The driver's form.
         links: Further paths of files that are not in the directory, each with the one that is. Both begin with `diff/`.
+        contents: Whether to yield the contents of the members.
 
     Raises:
         NotFreezableError: The layer has a socket or a device in it, or is too deep.
@@ -104,19 +110,37 @@ def pack(layer: Path, head: bytes, form: TarForm, links: Mapping[str, str] = _NO
     info = tarfile.TarInfo(form.head)
     info.size, info.mode = len(head), 0o644
     yield _head(info)
-    yield _padded(head)
-    packer = _Packer(layer, form, links)
+    if contents:
+        yield head
+    yield bytes(-len(head) % tarfile.BLOCKSIZE)
+    packer = _Packer(layer, form, links, contents=contents)
     for name in packer.names("diff"):
         yield from packer.entry(name)
     # Two blocks of zeros end an archive (POSIX, pax).
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
+def outline(layer: Path, head: bytes, form: TarForm) -> str:
+    """Return the SHA-256, in hexadecimal, of the tar of a directory without the contents of its members.
+
+    A tar is canonical if it has the outline of the directory that was written from it: each member's size is in its
+    header, so the contents are at the same places, and they were just written. Blocking; nothing but contents is left
+    unread.
+
+    Raises:
+        NotFreezableError, OSError: See `pack`.
+    """
+    digest = hashlib.sha256()
+    for piece in pack(layer, head, form, contents=False):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 class _Packer:
     """Yields the members of one tar."""
 
-    def __init__(self, layer: Path, form: TarForm, links: Mapping[str, str]) -> None:
-        self._layer, self._form, self._links = layer, form, links
+    def __init__(self, layer: Path, form: TarForm, links: Mapping[str, str], *, contents: bool) -> None:
+        self._layer, self._form, self._links, self._contents = layer, form, links, contents
         self._below: dict[str, list[tuple[str, bool]]] = {}
         for name in links:
             self._below.setdefault(name.rpartition("/")[0], []).append((name, False))
@@ -170,7 +194,9 @@ class _Packer:
             info.size = status.st_size
         yield _head(info)
         if info.type == tarfile.REGTYPE:
-            yield from _file_content(path, info.size)
+            if self._contents:
+                yield from _file_content(path, info.size)
+            yield bytes(-info.size % tarfile.BLOCKSIZE)
 
     def _count_holes(self, status: os.stat_result) -> None:
         self._hole_bytes += max(0, status.st_size - status.st_blocks * 512)
@@ -188,17 +214,16 @@ class _Packer:
 
 
 def _file_content(path: Path, size: int) -> Iterator[bytes]:
-    """Yield a file's content, padded to whole blocks."""
+    """Yield a file's content."""
     with path.open("rb") as file:
         remaining = size
         while remaining:
-            data = file.read(min(_PIECE, remaining))
+            data = file.read(min(PIECE_BYTES, remaining))
             if not data:
                 # The head has announced the size, so the archive cannot be continued.
                 raise OSError(f"{path} became shorter while it was read")
             remaining -= len(data)
             yield data
-    yield bytes(-size % tarfile.BLOCKSIZE)
 
 
 def _is_too_deep(name: str) -> bool:
@@ -219,28 +244,11 @@ def _head(info: tarfile.TarInfo) -> bytes:
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
 
 
-def _padded(data: bytes) -> bytes:
-    return data + bytes(-len(data) % tarfile.BLOCKSIZE)
-
-
-class _BoundedReader:
-    """A file for `tarfile`, which refuses a header that claims gigabytes instead of reading it into memory."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.seek, self.tell, self._file = file.seek, file.tell, file
-
-    def read(self, size: int) -> bytes:
-        # tarfile reads a header with the size that the header itself claims.
-        if size > _MAX_HEADER_BYTES:
-            raise NotPortableError("one of its headers is too large")
-        return self._file.read(size)
-
-
 def unpack(data: BinaryIO, target: Path, form: TarForm, *, link: bool = True) -> Unpacked:
     """Write a directory from its tar. Blocking. Nothing is written outside of the target.
 
     Args:
-        data: The tar, at its beginning.
+        data: The tar, at its beginning. It is read once, forward, to its end.
         target: A directory with an empty `diff`.
         form: The driver's form.
         link: Whether to make the hard links; otherwise they are only returned.
@@ -250,17 +258,20 @@ def unpack(data: BinaryIO, target: Path, form: TarForm, *, link: bool = True) ->
         OSError: The machine cannot hold it.
     """
     try:
-        bounded = cast("Any", _BoundedReader(data))
-        with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
-            head = _head_of(archive, archive.next(), form)
-            writer = _Writer(target, form, link=link)
+        with (
+            TarStream(data) as stream,
+            tarfile.open(fileobj=cast("Any", stream), mode="r:", encoding="utf-8", errors="surrogateescape") as archive,
+        ):
+            head = _head_of(stream, archive.next(), form)
+            writer = _Writer(target, form, stream, link=link)
             # One member at a time, in the order of the archive: `_Writer` relies on directories before their entries.
             while (member := archive.next()) is not None:
-                writer.add(member, archive)
+                writer.add(member)
                 # tarfile keeps every member; a million of them would take a gigabyte.
                 cast("Any", archive).members.clear()
             writer.finish()
-            return Unpacked(head, writer.links)
+            sha256, arrived = stream.finish()
+            return Unpacked(head, writer.links, sha256, arrived, writer.contents)
     except (tarfile.TarError, ValueError, KeyError, TypeError, OverflowError, RecursionError, EOFError) as error:
         # NotPortableError may be one of the listed kinds, and has its own text already.
         if isinstance(error, NotPortableError):
@@ -268,40 +279,28 @@ def unpack(data: BinaryIO, target: Path, form: TarForm, *, link: bool = True) ->
         raise NotPortableError(f"it is no tar of a layer: {error}") from error
 
 
-def _head_of(archive: tarfile.TarFile, member: tarfile.TarInfo | None, form: TarForm) -> bytes:
+def _head_of(stream: TarStream, member: tarfile.TarInfo | None, form: TarForm) -> bytes:
     # The first member, with its size checked before it is read.
     if member is None or member.name != form.head or not member.isreg() or member.size > _MAX_HEAD_BYTES:
         raise NotPortableError(f"it does not begin with its {form.head}")
-    return b"".join(_content(archive, member))
-
-
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[bytes]:
-    """Yield the content of a member in pieces."""
-    file, remaining = archive.extractfile(member), member.size
-    if remaining < 0:
-        raise NotPortableError(f"{member.name!r} has a negative size")
-    while remaining:
-        piece = b"" if file is None else file.read(min(_PIECE, remaining))
-        if not piece:
-            raise NotPortableError(f"{member.name!r} is truncated")
-        remaining -= len(piece)
-        yield piece
+    return b"".join(stream.content(member.size))
 
 
 class _Writer:
     """Writes the members of a tar, in their order, after checking each.
 
     Attributes:
-        links: See `Unpacked.links`.
+        links, contents: See `Unpacked`.
     """
 
-    def __init__(self, target: Path, form: TarForm, *, link: bool) -> None:
-        self._target, self._form, self._link = target, form, link
+    def __init__(self, target: Path, form: TarForm, stream: TarStream, *, link: bool) -> None:
+        self._target, self._form, self._stream, self._link = target, form, stream, link
         self.links: dict[str, str] = {}
+        self.contents: dict[str, bytes] = {}
         self._folders: dict[str, tarfile.TarInfo] = {}
         self._files: set[str] = set()
 
-    def add(self, member: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
+    def add(self, member: tarfile.TarInfo) -> None:
         """Check and write one member; see `unpack` for the errors."""
         name = member.name
         self._check(member)
@@ -319,11 +318,13 @@ class _Writer:
             if member.linkname in self.links:
                 raise NotPortableError(f"{name!r} is a hard link to another hard link")
             self.links[name] = member.linkname
+            if (content := self.contents.get(member.linkname.removeprefix("diff/"))) is not None:
+                self.contents[name.removeprefix("diff/")] = content
             if self._link:
                 os.link(self._target / member.linkname, path, follow_symlinks=False)
             self._files.add(name)
             return
-        self._make(member, path, archive)
+        self._make(member, path)
         self._files.add(name)
         _set_attributes(path, member)
 
@@ -343,12 +344,14 @@ class _Writer:
         if not all(key.startswith(_ATTRIBUTE) and self._form.has(key.removeprefix(_ATTRIBUTE)) for key in attributes):
             raise NotPortableError(f"{name!r} has attributes that cannot be imported")
 
-    def _make(self, member: tarfile.TarInfo, path: Path, archive: tarfile.TarFile) -> None:
+    def _make(self, member: tarfile.TarInfo, path: Path) -> None:
         if member.type == tarfile.REGTYPE:
+            content = ContentHash(member.size)
             # "x" is O_EXCL: it opens nothing that exists, not even a dangling link (open(2)).
             with path.open("xb") as file:
-                for piece in _content(archive, member):
+                for piece in self._stream.content(member.size, content):
                     file.write(piece)
+            self.contents[member.name.removeprefix("diff/")] = content.digest()
         elif member.issym():
             path.symlink_to(member.linkname)
         elif member.isfifo():

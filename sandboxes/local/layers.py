@@ -15,8 +15,9 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sandboxes.errors import NotFreezableError
@@ -282,10 +283,10 @@ def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
     return best if len(best) > 1 else []
 
 
-def read_manifest(layer: Path, *, contents: bool) -> Manifest:
-    """Return the manifest of a layer's files; without contents, only its `stats` is of use."""
+def read_manifest(layer: Path, *, contents: bool, known: Mapping[str, bytes] = MappingProxyType({})) -> Manifest:
+    """Return the manifest of a layer's files; see `manifest.of_tree`."""
     top = os.open(layer / "diff", _FOLDER)
     try:
-        return manifest.of_tree(top, USER_MARKS, contents=contents)
+        return manifest.of_tree(top, USER_MARKS, contents=contents, known=known)
     finally:
         os.close(top)

@@ -1,11 +1,12 @@
 """Export and import of frozen states of the `local` driver, with their layers as tars; see `sandboxes.portability`.
 
-An imported file comes from elsewhere and is taken for hostile. A layer that was unpacked is packed again, and its
-digest must be the expected one. So nothing was misread, and this machine's file system lost nothing.
+An imported file comes from elsewhere and is taken for hostile. Its digest must be the expected one. A layer that was
+unpacked is packed again, but for the contents of files, and must give the same bytes. So nothing was misread, and this
+machine's file system lost no attribute. Contents are hashed as they are written, and checked when they are read again
+(`layer_check`).
 """
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,23 +93,22 @@ class LayerUnpacking:
         return self._names[name]
 
     def _unpacked(self, upper: Upper, data: BinaryIO, sha256: str) -> tuple[LayerMeta, bytes]:
-        table = layer_tar.unpack(data, upper.path, FORM).head
+        unpacked = layer_tar.unpack(data, upper.path, FORM)
+        table = unpacked.head
         try:
             row_table.check(table)
         except row_table.MalformedTableError as error:
             raise NotPortableError(f"its table of rows cannot be read: {error}") from error
         # Packed again it must give the same bytes; see the docstring of the module.
-        digest = hashlib.sha256()
-        for piece in layer_tar.pack(upper.path, table, FORM):
-            digest.update(piece)
-        if digest.hexdigest() != sha256:
+        if unpacked.sha256 != sha256 or unpacked.outline != layer_tar.outline(upper.path, table, FORM):
             raise NotPortableError(
                 "written here, its digest is another: the tar is not canonical, or this file system lost attributes"
             )
         folder = os.open(upper.path / "diff", os.O_RDONLY | os.O_DIRECTORY)
         try:
             # Measured here, not taken from the file: budgets count it.
-            return LayerMeta(delta.size_bytes(folder), read_manifest(upper.path, contents=True)), table
+            manifest = read_manifest(upper.path, contents=True, known=unpacked.contents)
+            return LayerMeta(delta.size_bytes(folder), manifest), table
         finally:
             os.close(folder)
 

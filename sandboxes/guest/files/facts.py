@@ -125,18 +125,43 @@ def _file_content(fd: int, size: int) -> bytes:
         data = os.pread(fd, size + 1, 0)
         if len(data) <= size:
             return _hash(data)
-    size, at, whole = os.fstat(fd).st_size, 0, hashlib.sha256()
+    size, at = os.fstat(fd).st_size, 0
+    whole = ContentHash(size)
     while (at := _next_data(fd, at, size)) < size:
         data = os.pread(fd, PIECE_BYTES, at)
         if not data:
             break
-        if data != _ZEROS[: len(data)]:
-            # hashlib gives up the interpreter's lock here, so other threads go on.
-            whole.update(at.to_bytes(8, "little") + len(data).to_bytes(4, "little"))
-            whole.update(data)
+        whole.update(at, data)
         at += PIECE_BYTES
-    whole.update(size.to_bytes(8, "little") + b"size")
-    return whole.digest()[:HASH_BYTES]
+    return whole.digest()
+
+
+class ContentHash:
+    """The hash of a regular file's content, computed from its pieces; `content` returns the same."""
+
+    def __init__(self, size: int) -> None:
+        """Begin the hash of a file of a size in bytes."""
+        self._size, self._whole = size, hashlib.sha256()
+
+    def update(self, at: int, data: bytes) -> None:
+        """Add a piece.
+
+        Args:
+            at: Its offset in the file, a multiple of `PIECE_BYTES`. Offsets increase. What is left out is zeros.
+            data: Its bytes: `PIECE_BYTES`, or fewer at the end of the file.
+        """
+        # hashlib gives up the interpreter's lock for large pieces, so other threads go on.
+        if self._size < PIECE_BYTES:
+            self._whole.update(data)
+        elif data != _ZEROS[: len(data)]:
+            self._whole.update(at.to_bytes(8, "little") + len(data).to_bytes(4, "little"))
+            self._whole.update(data)
+
+    def digest(self) -> bytes:
+        """Return the hash, after the last piece. Call it once."""
+        if self._size >= PIECE_BYTES:
+            self._whole.update(self._size.to_bytes(8, "little") + b"size")
+        return self._whole.digest()[:HASH_BYTES]
 
 
 def _next_data(fd: int, at: int, size: int) -> int:

@@ -13,6 +13,7 @@ from sandboxes.errors import NotFreezableError
 from sandboxes.guest.files import row_table
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.local.driver import LocalDriver
+from sandboxes.local.layer_check import fault_of
 from sandboxes.local.layers import LayerMeta, Layers
 from sandboxes.local.portable_layers import LayerUnpacking
 from sandboxes.portability import NotPortableError, PortableDriver, Porter
@@ -57,13 +58,17 @@ def test_unpacked_layer_equals_the_packed_one(data_dir: Path) -> None:
             changes += [
                 "echo > $'/root/\\xff\\n'; truncate -s 3M /root/sparse; chmod 1777 /root/d; chmod u+s /root/twin"
             ]
+            changes += ["head -c 2500000 /dev/urandom > /root/large"]
             for change in changes:
                 sandbox = await driver.start(SPEC)
                 for command in ("mkdir -p /root/d; echo one > /root/d/f", change):
                     assert (await run(sandbox, command)).code == 0, change
                 frozen = await sandbox.freeze()
                 with driver.porter.unpacking() as unpacking:
-                    copy = await driver.restore(SPEC, taken(driver.porter, frozen, unpacking))
+                    copied = taken(driver.porter, frozen, unpacking)
+                    # What was noted while it was written is what a later look at the files finds.
+                    assert not any(fault_of(driver.machine.layers.frozen / layer) for layer in copied.parts), change
+                    copy = await driver.restore(SPEC, copied)
                 assert (await copy.freeze()).state == frozen.state, change
                 for command in (LOOK, "declare -p X; pwd", "echo next > /root/next", "rm -rf /root/d /root/e"):
                     before, after = await run(sandbox, command), await run(copy, command)
