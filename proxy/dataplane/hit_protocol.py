@@ -39,13 +39,12 @@ from proxy.dataplane.app import DataPlane
 from proxy.dataplane.connection_limits import ConnectionLimits, ConnectionWatch, Phase
 from proxy.dataplane.handover import Handover, first_scope, give_when_sent
 from proxy.dataplane.idle_timer import IdleTimer
-from proxy.dataplane.passing import PassedRequest, Passing
+from proxy.dataplane.passing import HeldBehind, PassedRequest, Passing
 from proxy.dataplane.request_reader import RequestReader
-from proxy.dataplane.taken_connection import MAX_STREAM_REQUEST_BYTES, TakenConnection, split_request
+from proxy.dataplane.taken_connection import MAX_STREAM_REQUEST_BYTES, Streams, TakenConnection, split_request
 from proxy.dataplane.uvicorn_end import UvicornEnd
 from proxy.http.asgi import Scope
 from proxy.telemetry.histogram import Histogram
-from sandboxes.task_owner import TaskOwner
 
 if TYPE_CHECKING:
     from proxy.compat.endpoints import Stream
@@ -73,8 +72,9 @@ def protocol_for(data_plane: DataPlane, handover: Handover | None = None) -> typ
         handover: Brings connections to other processes; None if this process answers all requests.
     """
     members = {
-        "data_plane": data_plane, "handover": handover, "hit_s": data_plane.engine.counts.hit_s, "tasks": TaskOwner(),
-        "limits": ConnectionLimits(data_plane.engine.settings.max_connections), "passing": data_plane.passing,
+        "data_plane": data_plane, "handover": handover, "hit_s": data_plane.engine.counts.hit_s,
+        "streams": Streams(data_plane), "passing": data_plane.passing,
+        "limits": ConnectionLimits(data_plane.engine.settings.max_connections),
     }  # fmt: skip
     return type("HitFirstFor", (HitFirst,), members)
 
@@ -84,7 +84,7 @@ class HitFirst(asyncio.Protocol):
 
     data_plane: ClassVar[DataPlane]
     hit_s: ClassVar[Histogram]
-    tasks: ClassVar[TaskOwner]
+    streams: ClassVar[Streams]
     limits: ClassVar[ConnectionLimits]
     handover: ClassVar[Handover | None]
     passing: ClassVar[Passing | None]
@@ -95,7 +95,7 @@ class HitFirst(asyncio.Protocol):
         self._config, self._server_state, self._app_state = config, server_state, app_state
         self._loop = asyncio.get_running_loop()
         self._state, self._reader = _State.READING, RequestReader()
-        self._held = self._behind = b""
+        self._held = b""
         self._answered, self._began = 0, 0.0
         self._idle = IdleTimer(self, config.timeout_keep_alive, self._loop)
         self._writable = asyncio.Event()
@@ -103,7 +103,8 @@ class HitFirst(asyncio.Protocol):
         self._writable.set()
         self._body_at: int | None = None
         self._stream: Stream | None = None
-        self._is_behind_full = self._is_ending = False
+        self._is_ending = False
+        self._behind: HeldBehind | None = None
         self.expected: object | None = None
         self.passed: PassedRequest | None = None
         self.watch = ConnectionWatch()
@@ -136,7 +137,8 @@ class HitFirst(asyncio.Protocol):
             assert self._stream is not None
             self._stream.feed(data)
         elif self._state is _State.AWAITED:
-            self._hold_behind(data)
+            assert self._behind is not None
+            self._behind.add(data)
         else:
             # The reader counts first: if a response ends within uvicorn's call, the requests in these bytes must be
             # counted.
@@ -268,7 +270,7 @@ class HitFirst(asyncio.Protocol):
             held, self._held, self._state = self._held, b"", _State.GIVEN
             give_when_sent(self.handover, process, self._transport, held)
         # A stream takes the connection over, so it must be the only request on it.
-        elif scope is not None and unanswered == 1 and self._may_stream(scope):
+        elif scope is not None and unanswered == 1 and self.streams.may_open(scope, reader):
             self._stream_when_whole(scope)
         elif self._body_at is not None:
             self._serve_upgrade()
@@ -389,15 +391,8 @@ class HitFirst(asyncio.Protocol):
         self.passed = passing.begin(scope, self._held, self._reader.body, self)
         if self.passed is None:
             return False
-        self._state = _State.AWAITED
+        self._state, self._behind = _State.AWAITED, HeldBehind(self._transport, MAX_HELD_BYTES)
         return True
-
-    def _hold_behind(self, data: bytes) -> None:
-        """Hold what a client sends before it has its answer."""
-        self._behind += data
-        if len(self._behind) > MAX_HELD_BYTES and not self._is_behind_full:
-            self._is_behind_full = True
-            self._transport.pause_reading()
 
     def answered(self, response: bytes) -> None:
         """Write the whole response; see `WaitingConnection`."""
@@ -419,11 +414,8 @@ class HitFirst(asyncio.Protocol):
 
     def _read_behind(self) -> None:
         """Go on with what the client has sent meanwhile."""
-        behind, self._behind = self._behind, b""
-        if self._is_behind_full and not self._transport.is_closing():
-            self._is_behind_full = False
-            self._transport.resume_reading()
-        if behind:
+        assert self._behind is not None
+        if behind := self._behind.take():
             self.data_received(behind)
 
     # -- the end of a connection -------------------------------------------------------------------------------------
@@ -443,13 +435,6 @@ class HitFirst(asyncio.Protocol):
 
     # -- connections that become streams -----------------------------------------------------------------------------
 
-    def _may_stream(self, scope: Scope) -> bool:
-        streaming = self.data_plane.streaming
-        return (
-            streaming is not None and streaming.path_part in self._reader.url
-            and not self._reader.expects_continue and self.data_plane.may_stream(scope)
-        )  # fmt: skip
-
     def _stream_when_whole(self, scope: Scope) -> None:
         """Turn the connection into a stream once the request's body has come."""
         split = split_request(self._reader, self._held, self._body_at)
@@ -459,18 +444,13 @@ class HitFirst(asyncio.Protocol):
                 self._serve(_State.SERVED)
             return
         body, rest = split
-        upgrade, streaming = self._body_at is not None, self.data_plane.streaming
-        if streaming is None or not streaming.takes_connection(scope, body):
+        upgrade = self._body_at is not None
+        if not self.streams.takes_connection(scope, body):
             # No parser reads a body behind an upgrade. The rewritten request also closes the connection, because
             # the reader stopped at the upgrade.
             self._held = self._reader.without_upgrade(body) if upgrade else self._held
             self._serve(_State.SERVED)
             return
         self._held, self._state = b"", _State.STREAM
-        transport = TakenConnection(self._transport, self._writable).transport
-        self._stream, answering = streaming.open_stream(scope, body, transport, upgrade=upgrade, rest=rest)
-        if answering is not None:
-            task = self.tasks.spawn("stream", answering)
-            # A shutdown that takes too long cancels the server's tasks.
-            self._server_state.tasks.add(task)
-            task.add_done_callback(self._server_state.tasks.discard)
+        taken = TakenConnection(self._transport, self._writable)
+        self._stream = self.streams.open(scope, body, rest, taken, self._server_state.tasks, upgrade=upgrade)

@@ -1,5 +1,6 @@
 """Requests that another process may answer at once: what a connection and the one that passes them on promise."""
 
+import asyncio
 from typing import Protocol
 
 from proxy.http.asgi import Scope
@@ -47,3 +48,32 @@ class Passing(Protocol):
             connection: Gets the response, after this call has returned.
         """
         ...
+
+
+class HeldBehind:
+    """What a client sends on a connection whose request another process has, before it has the answer."""
+
+    def __init__(self, transport: asyncio.Transport, max_bytes: int) -> None:
+        """Hold nothing yet.
+
+        Args:
+            transport: The connection.
+            max_bytes: With more than this, the connection is not read until the answer is there.
+        """
+        self._transport, self._max_bytes = transport, max_bytes
+        self._data, self._is_full = b"", False
+
+    def add(self, data: bytes) -> None:
+        """Hold more bytes."""
+        self._data += data
+        if len(self._data) > self._max_bytes and not self._is_full:
+            self._is_full = True
+            self._transport.pause_reading()
+
+    def take(self) -> bytes:
+        """Return the bytes, and let the connection be read again."""
+        data, self._data = self._data, b""
+        if self._is_full and not self._transport.is_closing():
+            self._is_full = False
+            self._transport.resume_reading()
+        return data

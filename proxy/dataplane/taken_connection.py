@@ -4,8 +4,11 @@ import asyncio
 import socket
 import struct
 
-from proxy.compat.endpoints import StreamTransport
+from proxy.compat.endpoints import Stream, StreamTransport
+from proxy.dataplane.app import DataPlane
 from proxy.dataplane.request_reader import RequestReader
+from proxy.http.asgi import Scope
+from sandboxes.task_owner import TaskOwner
 
 MAX_STREAM_REQUEST_BYTES = 32 << 10
 """Limits a request that may take its connection over; the JSON of an exec start has less than 200 bytes."""
@@ -63,3 +66,53 @@ class TakenConnection:
             own: socket.socket = self._transport.get_extra_info("socket")
             own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._transport.abort()
+
+
+class Streams:
+    """The streams of a server: which requests become one, and the tasks that answer them."""
+
+    def __init__(self, data_plane: DataPlane) -> None:
+        self._data_plane = data_plane
+        self._tasks = TaskOwner()
+
+    def may_open(self, scope: Scope, reader: RequestReader) -> bool:
+        """Return whether a request may become a stream, once its body is there. Called for each hit."""
+        streaming = self._data_plane.streaming
+        return (
+            streaming is not None and streaming.path_part in reader.url
+            and not reader.expects_continue and self._data_plane.may_stream(scope)
+        )  # fmt: skip
+
+    def takes_connection(self, scope: Scope, body: bytes) -> bool:
+        """Return whether a whole request becomes a stream."""
+        streaming = self._data_plane.streaming
+        return streaming is not None and streaming.takes_connection(scope, body)
+
+    def open(
+        self,
+        scope: Scope,
+        body: bytes,
+        rest: bytes,
+        taken: TakenConnection,
+        server_tasks: set[asyncio.Task[None]],
+        *,
+        upgrade: bool,
+    ) -> Stream:
+        """Turn a connection into a stream; `takes_connection` has agreed.
+
+        Args:
+            scope: The scope of the request.
+            body: Its body.
+            rest: What the client has sent behind it.
+            taken: The connection.
+            server_tasks: The tasks that a shutdown of the server cancels if it takes too long.
+            upgrade: Whether the request asks for an upgrade.
+        """
+        streaming = self._data_plane.streaming
+        assert streaming is not None
+        stream, answering = streaming.open_stream(scope, body, taken.transport, upgrade=upgrade, rest=rest)
+        if answering is not None:
+            task = self._tasks.spawn("stream", answering)
+            server_tasks.add(task)
+            task.add_done_callback(server_tasks.discard)
+        return stream
