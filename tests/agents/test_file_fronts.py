@@ -7,22 +7,14 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.agents.serving import Proxy, real_proxy
-from tests.agents.test_e2b_wire import Client
-from tests.machine import require_sandboxes
+from tests.agents.e2b_requests import Client
+from tests.agents.serving import Proxy
 from tests.sandboxes import archive_attacks
 
 if TYPE_CHECKING:
     import httpx
 
 SECRET = "secret of the host"
-
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[Proxy]:
-    require_sandboxes()
-    with real_proxy() as running:
-        yield running
 
 
 @pytest.fixture

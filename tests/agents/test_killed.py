@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from proxy.compat.e2b import connect_rpc as connect
-from tests.agents.test_e2b_wire import Client, calls, joined
-from tests.agents.test_mcp import Agent
+from tests.agents.e2b_requests import Client, calls, joined
+from tests.agents.mcp_requests import Agent
 from tests.machine import (
     Process,
     Proxy,

@@ -1,7 +1,6 @@
-"""MCP: the official SDK's clients, both wires, unmodified, with a stock server inside sandboxes."""
+"""MCP by hand: sessions, cancellation, progress, lists, and requests that no client should send."""
 
 import json
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,134 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.agents.clients import node_packages, packages, run
+from tests.agents.mcp_requests import HIT, Agent, spec, text_of
 from tests.agents.serving import Proxy, real_proxy
-from tests.machine import Answering, require_criu, require_sandboxes, wait_until
-
-HERE = Path(__file__).parent
-PROGRAM = (HERE / "mcp_server.py").read_text()
-OLD, NEW = "mcp==1.30.0", "mcp==2.3.0"
-HIT = "forkpoint; hit"
-CLIENTS = (
-    (OLD, "-", "/t/m/r/a/mcp"),
-    (OLD, "-", "/t/m/r/b/mcp/memory"),
-    (NEW, "auto", "/t/m/r/c/mcp"),
-    (NEW, "2026-07-28", "/t/m/r/d/mcp"),
-    (NEW, "legacy", "/t/m/mcp"),
-    (OLD, "-", "/t/m/mcp"),
-)
-"""SDK, mode, URL: with the rollout in the URL, and by the session that we name."""
-
-
-def spec(**server: Any) -> dict[str, Any]:
-    entry = {"command": "python3", "args": ["/srv.py"], "env": {"PYTHONPATH": "/opt/mcp"}, **server}
-    archive = {"source": str(packages(OLD)), "target": "/opt/mcp"}
-    return {"archives": [archive], "files": {"/srv.py": PROGRAM}, "mcp_servers": {"memory": entry}}
-
-
-def plain(answers: list[Any], part: str) -> Any:
-    text = re.sub(r"\b0\.[0-9]{6,}", "0.5", json.dumps(answers))
-    return json.loads(re.sub(rf"\b{part}\b", "PART", text))
-
-
-def test_diverging_mcp_group_gets_the_servers_own_results() -> None:
-    """Rollouts with several SDKs and transports diverge; each gets the results that the server alone gives."""
-    require_criu()
-    shared, alone, progress, tools = run(packages(OLD), "mcp_client.py", str(HERE / "mcp_server.py"), "-", "p9")
-    told = []
-    with real_proxy(checkpoints=True, keeps_all=False, warm_sandboxes=8) as proxy:
-        proxy.put("m", **spec())
-        for number, (sdk, mode, path) in enumerate(CLIENTS):
-            told.append(run(packages(sdk), "mcp_client.py", proxy.url + path, mode, f"p{number}"))
-            if number == 0:
-                before = proxy.client.get("/api/v1/stats").json()
-        after = proxy.client.get("/api/v1/stats").json()
-        rows = proxy.client.get("/api/v1/tasks/m/rollouts").json()["items"]
-        # Those that ask for lists have names that no URL can have.
-        finished = [row["finished"] for row in rows if not row["rollout"].startswith("~")]
-    for number, (_, answers, heard, offered) in enumerate(told):
-        assert plain(answers, f"p{number}") == plain(alone, "p9")
-        assert answers[:shared] == told[0][1][:shared]
-        # What the prefix drew is read back behind the fork.
-        assert answers[shared + 1]["structuredContent"]["result"] == str(answers[1]["structuredContent"]["result"])
-        assert heard == progress
-        own = [] if CLIENTS[number][2].endswith("memory") else ["exec", "read_file", "write_file"]
-        assert offered == own + tools
-    # The prefix, and the list of tools.
-    assert after["hits"] - before["hits"] == (shared + 1) * (len(CLIENTS) - 1)
-    assert after["divergences"] == 0
-    # Sessions that we named ended with their clients; rollouts of URLs go on.
-    assert sum(finished) == 2
-
-
-STOCK = "mcp-server-sqlite==2025.4.25"
-STOCK_MAIN = "from mcp_server_sqlite import main; main()"
-
-
-def test_group_on_sqlite_server_shares_its_prefix() -> None:
-    """mcp-server-sqlite, unmodified: a database in a file, and insights in its memory."""
-    require_sandboxes()
-    entry = {"command": "python3", "args": ["-c", STOCK_MAIN, "--db-path", "/root/db"], "ready_s": 120}
-    archive = {"source": str(packages(STOCK, OLD)), "target": "/opt/stock"}
-    with real_proxy(warm_sandboxes=4) as proxy:
-        proxy.put("s", archives=[archive], mcp_servers={"db": {**entry, "env": {"PYTHONPATH": "/opt/stock"}}})
-        for part in range(1, 7):
-            agent = Agent(proxy, f"/t/s/r/r{part}/mcp/db")
-            prefix = [
-                agent.tool("create_table", query="CREATE TABLE t (x)"),
-                agent.tool("write_query", query="INSERT INTO t VALUES (7)"),
-                agent.tool("append_insight", insight="seven is shared"),
-                agent.tool("read_query", query="SELECT x FROM t"),
-            ]
-            assert "{'x': 7}" in prefix[3].text
-            assert [answer.headers["cache-status"] == HIT for answer in prefix] == [part > 1] * 4
-            agent.tool("write_query", query=f"INSERT INTO t VALUES ({part * 100})")
-            agent.tool("append_insight", insight=f"insight {part}")
-            told = agent.tool("read_query", query="SELECT x FROM t").json()["result"]["content"][0]["text"]
-            assert told == str([{"x": 7}, {"x": part * 100}])
-            memo = agent.send("resources/read", {"uri": "memo://insights"}).text
-            assert "seven is shared" in memo
-            assert [f"insight {other}" in memo for other in range(1, 7)] == [other == part for other in range(1, 7)]
-
-
-THINKING = "@modelcontextprotocol/server-sequential-thinking@2026.8.31"
-
-
-def test_server_with_read_only_hint_keeps_rollouts_apart() -> None:
-    """A server for Node.js, unmodified, marks its tool as read-only but keeps thoughts; each rollout has its own."""
-    require_criu()
-    archive = {"source": str(node_packages(THINKING) / "node_modules"), "target": "/opt/node_modules"}
-    program = "/opt/node_modules/@modelcontextprotocol/server-sequential-thinking/dist/index.js"
-    with real_proxy(checkpoints=True, keeps_all=False, warm_sandboxes=4) as proxy:
-        proxy.put("n", archives=[archive], mcp_servers={"think": {"command": "node", "args": [program]}})
-        for part in range(4):
-            agent = Agent(proxy, f"/t/n/r/r{part}/mcp/think")
-            for at, thought in enumerate(("first", "second", f"own {part}", "last"), start=1):
-                answer = agent.tool(
-                    "sequentialthinking", thought=thought, thoughtNumber=at, totalThoughts=4, nextThoughtNeeded=at < 4
-                )
-                assert json.loads(text_of(answer))["thoughtHistoryLength"] == at
-                assert (answer.headers["cache-status"] == HIT) == (part > 0 and at < 3)
-        assert proxy.client.get("/api/v1/stats").json()["failures"] == {}
-
-
-class Agent:
-    """A client of either wire, by hand. wire: a version; session: the header to send."""
-
-    def __init__(self, proxy: Answering, path: str, *, wire: str = "2025-11-25", session: str = "") -> None:
-        self.proxy, self.path = proxy, path
-        self.headers = {"accept": "application/json, text/event-stream", "mcp-protocol-version": wire}
-        if session:
-            self.headers["mcp-session-id"] = session
-        self.ids = 0
-
-    def send(self, method: str, params: Any = None, **members: Any) -> httpx.Response:
-        self.ids += 1
-        body = {"jsonrpc": "2.0", "id": self.ids, "method": method, "params": params or {}, **members}
-        return self.proxy.client.post(self.path, json=body, headers=self.headers)
-
-    def tool(self, tool: str, **arguments: Any) -> httpx.Response:
-        return self.send("tools/call", {"name": tool, "arguments": arguments})
+from tests.machine import require_sandboxes, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -207,12 +81,6 @@ def test_read_only_hint_does_not_cover_memory(proxy: Proxy) -> None:
         agent.tool("remember", key="a", value="1")
         assert [text_of(agent.tool("note", text=text)) for text in ("shared", rollout, "shared")] == ["1", "2", "3"]
         assert text_of(agent.tool("recall", key="noted")) == f"shared, {rollout}, shared"
-
-
-def text_of(answer: httpx.Response) -> Any:
-    # A server that was long in starting is answered for in events.
-    last = answer.text.strip().rpartition("\n")[2].removeprefix("data: ")
-    return json.loads(last)["result"]["content"][0]["text"]
 
 
 def test_written_files_overrule_a_trusted_hint(proxy: Proxy) -> None:

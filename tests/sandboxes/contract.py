@@ -1,6 +1,7 @@
 """What every driver promises, in the few shell words that the in-memory one knows too.
 
-A driver's test module subclasses `DriverContract` and gives it a `driver` fixture.
+A driver's test module subclasses the contract that promises most of what the driver keeps, and gives it a `driver`
+fixture.
 """
 
 import asyncio
@@ -71,27 +72,6 @@ class DriverContract:
             ]
             none, files, session = Effect.NONE, Effect.FILES, Effect.SESSION
             assert effects == [none, files, session, session, none, none, none]
-
-        driven(driver, test)
-
-    def test_inspection_shows_differences_from_the_root(self, driver: Driver) -> None:
-        """An inspection shows what differs from the root state."""
-
-        async def test(driver: Driver) -> None:
-            sandbox = await after(driver, "echo one > /tmp/f", "mkdir /tmp/d", "cd /tmp; x=5")
-            assert isinstance(sandbox, InspectableSandbox)
-            twin = await driver.restore(SPEC, await sandbox.freeze())
-            assert isinstance(twin, InspectableSandbox)
-            answer, again = await sandbox.inspect(), await twin.inspect()
-            assert answer.files is not None
-            assert {"/tmp/f", "/tmp/d"} <= answer.files.keys()
-            assert (answer.sessions["main"].cwd, "x" in answer.sessions["main"].variables) == ("/tmp", True)
-            assert (again.files, again.sessions) == (answer.files, answer.sessions)
-            result = await twin.entries(["/tmp/f", "/tmp/d", "/tmp/none"], content_bytes=100)
-            assert [result[path].kind for path in result] == ["file", "directory", "gone"]
-            assert result["/tmp/f"].content == b"one\n"
-            assert (await twin.entries(["/tmp/f"], content_bytes=1))["/tmp/f"].content is None
-            assert (await run(sandbox, "pwd; cat f")).out == "/tmp\none\n", "looking changes nothing"
 
         driven(driver, test)
 
@@ -180,59 +160,6 @@ class DriverContract:
             assert two is not None
             assert one.content == two.content
             assert one.exact != two.exact
-
-        driven(driver, test)
-
-    def test_what_still_runs_is_an_effect_without_digest(self, driver: Driver) -> None:
-        async def test(driver: Driver) -> None:
-            sandbox = await driver.start(SPEC)
-            answer = await run(sandbox, "sleep 1000 &")
-            assert answer.effect is Effect.PROCESSES
-            assert answer.state is None
-            if not self.checkpoints:
-                with pytest.raises(NotFreezableError):
-                    await sandbox.freeze()
-            assert (await run(sandbox, "echo on")).out == "on\n"
-
-        driven(driver, test)
-
-    def test_running_processes_return_with_files_and_session(self, driver: Driver) -> None:
-        """Processes that still run are restored together with their files and session."""
-
-        async def test(driver: Driver) -> None:
-            if not self.checkpoints:
-                pytest.skip("this driver freezes no live processes")
-            sandbox = await after(driver, "echo a > kept", "x=1", "sleep 1000 &", "echo b > later")
-            frozen = await sandbox.freeze()
-            assert (frozen.kind, frozen.state) == ("processes", None)
-            look = "cat kept later; echo $x; kill -0 %1; echo $?; jobs"
-            answer = (await run(sandbox, look)).printed
-            assert answer[0].startswith("a\nb\n1\n0\n[1]+  Running")
-            others = [await driver.restore(SPEC, frozen) for _ in range(2)]
-            for other in others:
-                assert (await run(other, look)).printed == answer
-            # What happens in one is nothing to the others.
-            assert (await run(others[0], "kill %1; wait %1; echo $?; echo c > kept")).out == "143\n"
-            assert (await run(sandbox, look)).printed == answer
-            assert (await run(others[1], look)).printed == answer
-            again = await driver.restore(SPEC, await others[1].freeze())
-            assert (await run(again, look)).printed == answer
-            # The shell knows the job's exit code, which no file holds.
-            assert (await others[0].freeze()).kind == "processes"
-
-        driven(driver, test)
-
-    def test_running_processes_outlive_their_sandbox(self, driver: Driver) -> None:
-        """Processes that still run are restored after their sandbox was closed."""
-
-        async def test(driver: Driver) -> None:
-            if not self.checkpoints:
-                pytest.skip("this driver freezes no live processes")
-            sandbox = await after(driver, "echo a > kept", "sleep 1000 &", "echo b > later")
-            frozen = await sandbox.freeze()
-            await sandbox.close()
-            back = await driver.restore(SPEC, frozen)
-            assert (await run(back, "cat kept later; kill -0 %1; echo $?")).out == "a\nb\n0\n"
 
         driven(driver, test)
 
@@ -338,17 +265,41 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_overdue_process_is_stopped(self, driver: Driver) -> None:
-        """A process that exceeds its time limit does nothing more."""
+
+class LocalContract(DriverContract):
+    """What sandboxes of this machine promise beside that: people look into them, and processes may stay."""
+
+    def test_inspection_shows_differences_from_the_root(self, driver: Driver) -> None:
+        """An inspection shows what differs from the root state."""
 
         async def test(driver: Driver) -> None:
-            if driver.name == "memory":
-                pytest.skip("its time passes at once")
-            sandbox = await after(driver, "x=5")
-            waiting = "for i in 1 2 3 4 5 6 7 8; do (sleep 60; echo never) & done; echo soon; sleep 60; echo never"
-            for _ in range(3):
-                result = await ran(sandbox, "/bin/sh", "-c", waiting, timeout_s=0.3)
-                assert (result.out, result.ending.timed_out) == (b"soon\n", True)
+            sandbox = await after(driver, "echo one > /tmp/f", "mkdir /tmp/d", "cd /tmp; x=5")
+            assert isinstance(sandbox, InspectableSandbox)
+            twin = await driver.restore(SPEC, await sandbox.freeze())
+            assert isinstance(twin, InspectableSandbox)
+            answer, again = await sandbox.inspect(), await twin.inspect()
+            assert answer.files is not None
+            assert {"/tmp/f", "/tmp/d"} <= answer.files.keys()
+            assert (answer.sessions["main"].cwd, "x" in answer.sessions["main"].variables) == ("/tmp", True)
+            assert (again.files, again.sessions) == (answer.files, answer.sessions)
+            result = await twin.entries(["/tmp/f", "/tmp/d", "/tmp/none"], content_bytes=100)
+            assert [result[path].kind for path in result] == ["file", "directory", "gone"]
+            assert result["/tmp/f"].content == b"one\n"
+            assert (await twin.entries(["/tmp/f"], content_bytes=1))["/tmp/f"].content is None
+            assert (await run(sandbox, "pwd; cat f")).out == "/tmp\none\n", "looking changes nothing"
+
+        driven(driver, test)
+
+    def test_what_still_runs_is_an_effect_without_digest(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await driver.start(SPEC)
+            answer = await run(sandbox, "sleep 1000 &")
+            assert answer.effect is Effect.PROCESSES
+            assert answer.state is None
+            if not self.checkpoints:
+                with pytest.raises(NotFreezableError):
+                    await sandbox.freeze()
+            assert (await run(sandbox, "echo on")).out == "on\n"
 
         driven(driver, test)
 
@@ -365,5 +316,63 @@ class DriverContract:
             count = "grep -scax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1"
             result = await ran(restored, "/bin/sh", "-c", count)
             assert (result.out, result.err) == (b"1\n", b"")
+
+        driven(driver, test)
+
+
+class MachineContract(LocalContract):
+    """What holds where time passes."""
+
+    def test_overdue_process_is_stopped(self, driver: Driver) -> None:
+        """A process that exceeds its time limit does nothing more."""
+
+        async def test(driver: Driver) -> None:
+            sandbox = await after(driver, "x=5")
+            waiting = "for i in 1 2 3 4 5 6 7 8; do (sleep 60; echo never) & done; echo soon; sleep 60; echo never"
+            for _ in range(3):
+                result = await ran(sandbox, "/bin/sh", "-c", waiting, timeout_s=0.3)
+                assert (result.out, result.ending.timed_out) == (b"soon\n", True)
+
+        driven(driver, test)
+
+
+class CheckpointContract(MachineContract):
+    """What holds where live processes are frozen."""
+
+    checkpoints = True
+
+    def test_running_processes_return_with_files_and_session(self, driver: Driver) -> None:
+        """Processes that still run are restored together with their files and session."""
+
+        async def test(driver: Driver) -> None:
+            sandbox = await after(driver, "echo a > kept", "x=1", "sleep 1000 &", "echo b > later")
+            frozen = await sandbox.freeze()
+            assert (frozen.kind, frozen.state) == ("processes", None)
+            look = "cat kept later; echo $x; kill -0 %1; echo $?; jobs"
+            answer = (await run(sandbox, look)).printed
+            assert answer[0].startswith("a\nb\n1\n0\n[1]+  Running")
+            others = [await driver.restore(SPEC, frozen) for _ in range(2)]
+            for other in others:
+                assert (await run(other, look)).printed == answer
+            # What happens in one is nothing to the others.
+            assert (await run(others[0], "kill %1; wait %1; echo $?; echo c > kept")).out == "143\n"
+            assert (await run(sandbox, look)).printed == answer
+            assert (await run(others[1], look)).printed == answer
+            again = await driver.restore(SPEC, await others[1].freeze())
+            assert (await run(again, look)).printed == answer
+            # The shell knows the job's exit code, which no file holds.
+            assert (await others[0].freeze()).kind == "processes"
+
+        driven(driver, test)
+
+    def test_running_processes_outlive_their_sandbox(self, driver: Driver) -> None:
+        """Processes that still run are restored after their sandbox was closed."""
+
+        async def test(driver: Driver) -> None:
+            sandbox = await after(driver, "echo a > kept", "sleep 1000 &", "echo b > later")
+            frozen = await sandbox.freeze()
+            await sandbox.close()
+            back = await driver.restore(SPEC, frozen)
+            assert (await run(back, "cat kept later; kill -0 %1; echo $?")).out == "a\nb\n0\n"
 
         driven(driver, test)

@@ -16,9 +16,9 @@ from websockets.sync.client import ClientConnection, connect
 
 from sandboxes.linux.files import remove_tree
 from tests.agents.clients import packages, run
+from tests.agents.mcp_requests import NEW, OLD
+from tests.agents.mcp_requests import spec as mcp_spec
 from tests.agents.test_e2b import KEY, PYTHON_SDKS, plain
-from tests.agents.test_mcp import NEW, OLD
-from tests.agents.test_mcp import spec as mcp_spec
 from tests.agents.test_sockets import spec as socket_spec
 from tests.machine import require_criu, wait_until
 from tests.proxy.cluster.nodes import Node, nodes
