@@ -18,7 +18,7 @@ import httpx
 
 from forkpoint.address import DEFAULT_URL, base_url, token_headers
 from forkpoint.errors import ForkpointError, UnreachableError
-from forkpoint.exchange import Awaiting, Blocking, Reply, Request, error_of, joined, path_of, retry_pause_s
+from forkpoint.exchange import ApiRequest, Awaiting, Blocking, Reply, error_of, joined, path_of, retry_pause_s
 from forkpoint.operations import Labels, ProxyOperations, RolloutOperations, TaskOperations
 from forkpoint.trajectories import Format, Trajectory, split, target, trajectory, write
 
@@ -52,7 +52,7 @@ def _options(url: str | None, token: str | None, *, trust_env: bool) -> dict[str
     }  # fmt: skip
 
 
-def _arguments(request: Request[Any]) -> dict[str, Any]:
+def _arguments(request: ApiRequest[Any]) -> dict[str, Any]:
     """Return the arguments of httpx for a request."""
     tool_s = TOOL_S if request.timeout_s is None else request.timeout_s
     return {
@@ -123,7 +123,7 @@ class Rollout(RolloutOperations, _Urls, Blocking):
             if error is None:
                 raise
 
-    def _perform(self, request: Request[T]) -> T:
+    def _perform(self, request: ApiRequest[T]) -> T:
         return self._client._perform(request)  # noqa: SLF001 - its client
 
 
@@ -157,7 +157,7 @@ class AsyncRollout(RolloutOperations, _Urls, Awaiting):
             if error is None:
                 raise
 
-    async def _perform(self, request: Request[T]) -> T:
+    async def _perform(self, request: ApiRequest[T]) -> T:
         return await self._client._perform(request)  # noqa: SLF001 - its client
 
 
@@ -176,7 +176,7 @@ class Task(TaskOperations, Blocking):
         """
         return Rollout(self._client, self.name, name or uuid4().hex, {**self._client.labels, **(labels or {})})
 
-    def _perform(self, request: Request[T]) -> T:
+    def _perform(self, request: ApiRequest[T]) -> T:
         return self._client._perform(request)  # noqa: SLF001 - its client
 
 
@@ -190,7 +190,7 @@ class AsyncTask(TaskOperations, Awaiting):
         """Return a rollout of the task; see `Task.rollout`."""
         return AsyncRollout(self._client, self.name, name or uuid4().hex, {**self._client.labels, **(labels or {})})
 
-    async def _perform(self, request: Request[T]) -> T:
+    async def _perform(self, request: ApiRequest[T]) -> T:
         return await self._client._perform(request)  # noqa: SLF001 - its client
 
 
@@ -308,7 +308,7 @@ class Client(_Connected[httpx.Client, httpx.BaseTransport], Blocking):
         except httpx.TransportError as error:
             raise UnreachableError(self.url, _reason(error)) from error
 
-    def _perform(self, request: Request[T]) -> T:
+    def _perform(self, request: ApiRequest[T]) -> T:
         reply = self._send(request)
         result = request.result(reply)
         while (page := request.next_page(reply)) is not None:
@@ -316,7 +316,7 @@ class Client(_Connected[httpx.Client, httpx.BaseTransport], Blocking):
             result = joined(result, request.result(reply))
         return result
 
-    def _send(self, request: Request[T]) -> Reply:
+    def _send(self, request: ApiRequest[T]) -> Reply:
         arguments, began = _arguments(request), time.monotonic()
         while True:
             try:
@@ -373,7 +373,7 @@ class AsyncClient(_Connected[httpx.AsyncClient, httpx.AsyncBaseTransport], Await
     def _open(self, options: dict[str, Any]) -> httpx.AsyncClient:
         return httpx.AsyncClient(**options)
 
-    async def _perform(self, request: Request[T]) -> T:
+    async def _perform(self, request: ApiRequest[T]) -> T:
         reply = await self._send(request)
         result = request.result(reply)
         while (page := request.next_page(reply)) is not None:
@@ -381,7 +381,7 @@ class AsyncClient(_Connected[httpx.AsyncClient, httpx.AsyncBaseTransport], Await
             result = joined(result, request.result(reply))
         return result
 
-    async def _send(self, request: Request[T]) -> Reply:
+    async def _send(self, request: ApiRequest[T]) -> Reply:
         arguments, began = _arguments(request), time.monotonic()
         while True:
             try:

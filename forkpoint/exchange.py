@@ -1,6 +1,6 @@
 """Requests to a proxy as values, which the blocking and the async client send alike. Pure: no socket and no clock.
 
-An operation is described once, by a function that returns a `Request`. `Operation` makes a method of it: on a
+An operation is described once, by a function that returns an `ApiRequest`. `Operation` makes a method of it: on a
 `Blocking` object the method returns the result, on an `Awaiting` object it returns a coroutine of the result.
 """
 
@@ -49,7 +49,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Request(Generic[T]):
+class ApiRequest(Generic[T]):
     """An HTTP request, and how its response becomes a result.
 
     Attributes:
@@ -84,7 +84,7 @@ class Request(Generic[T]):
             return self.read(reply)
         raise error_of(reply)
 
-    def next_page(self, reply: Reply) -> "Request[T] | None":
+    def next_page(self, reply: Reply) -> "ApiRequest[T] | None":
         """Return the request of the next page of a list; None after its last page, and for a request of no list."""
         if self.most is None or reply.payload["next"] is None:
             return None
@@ -95,7 +95,7 @@ class Request(Generic[T]):
 
 def listed(
     path: str, item: Callable[[Any], E], *, most: int | None = None, query: Mapping[str, str | list[str]] | None = None
-) -> Request[list[E]]:
+) -> ApiRequest[list[E]]:
     """Return the request of a list, from as many of its pages as it takes.
 
     Args:
@@ -105,7 +105,7 @@ def listed(
         query: The query parameters that filter and sort.
     """
     most = sys.maxsize if most is None else most
-    return Request(
+    return ApiRequest(
         "GET", path, lambda reply: [item(row) for row in reply.payload["items"]],
         query={**(query or {}), "limit": str(min(PAGE, most))}, most=most,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def joined(first: T, second: T) -> T:
 
 
 def with_json(value: object) -> dict[str, Any]:
-    """Return the members of a `Request` whose body is a JSON value."""
+    """Return the members of an `ApiRequest` whose body is a JSON value."""
     return {"body": json.dumps(value).encode(), "headers": {"content-type": "application/json"}}
 
 
@@ -170,7 +170,7 @@ class Blocking(ABC):
     """An object whose operations block until their result is there."""
 
     @abstractmethod
-    def _perform(self, request: Request[T]) -> T:
+    def _perform(self, request: ApiRequest[T]) -> T:
         """Send a request and return its result."""
 
 
@@ -178,7 +178,7 @@ class Awaiting(ABC):
     """An object whose operations are awaited."""
 
     @abstractmethod
-    async def _perform(self, request: Request[T]) -> T:
+    async def _perform(self, request: ApiRequest[T]) -> T:
         """Send a request and return its result."""
 
 
@@ -189,7 +189,7 @@ class Operation(Generic[P, T]):
         describe: Returns the request. Its docstring is the method's.
     """
 
-    def __init__(self, describe: Callable[Concatenate[Any, P], Request[T]]) -> None:
+    def __init__(self, describe: Callable[Concatenate[Any, P], ApiRequest[T]]) -> None:
         @wraps(describe)
         def method(instance: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
             return instance._perform(describe(instance, *args, **kwargs))  # noqa: SLF001 - its own contract

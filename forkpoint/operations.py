@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import quote
 
-from forkpoint.exchange import PAGE, Operation, Reply, Request, given, listed, path_of, with_json
+from forkpoint.exchange import PAGE, ApiRequest, Operation, Reply, given, listed, path_of, with_json
 from forkpoint.results import (
     ComparedQueries,
     Diff,
@@ -43,19 +43,21 @@ class ProxyOperations:
     """Operations on a proxy."""
 
     @Operation
-    def tasks(self) -> Request[list[TaskInfo]]:
+    def tasks(self) -> ApiRequest[list[TaskInfo]]:
         """List the tasks by name, with the totals of their rollouts."""
         return listed(path_of(*_API, "tasks"), lambda row: made_of(TaskInfo, row))
 
     @Operation
-    def stats(self) -> Request[Stats]:
+    def stats(self) -> ApiRequest[Stats]:
         """Return the totals since the proxy started, and its budgets."""
-        return Request("GET", path_of(*_API, "stats"), lambda reply: made_of(Stats, reply.payload, raw=reply.payload))
+        return ApiRequest(
+            "GET", path_of(*_API, "stats"), lambda reply: made_of(Stats, reply.payload, raw=reply.payload)
+        )
 
     @Operation
     def report(
         self, by: str = "run", *, labels: Labels | None = None, task: str | None = None, price: float = 0.0
-    ) -> Request[Report]:
+    ) -> ApiRequest[Report]:
         """Return hit rate, tool time and rewards of groups of rollouts.
 
         Args:
@@ -66,12 +68,12 @@ class ProxyOperations:
         """
         path = path_of(*_API, "report") if task is None else path_of(*_API, "tasks", task, "report")
         query: dict[str, str | list[str]] = {**given(by=by, price=price), "label": label_pairs(labels or {})}
-        return Request("GET", path, _report, query=query)
+        return ApiRequest("GET", path, _report, query=query)
 
     @Operation
-    def ready(self) -> Request[bool]:
+    def ready(self) -> ApiRequest[bool]:
         """Return whether the proxy can answer calls."""
-        return Request("GET", "/readyz", lambda reply: reply.status == 200, accepts=frozenset({503}))
+        return ApiRequest("GET", "/readyz", lambda reply: reply.status == 200, accepts=frozenset({503}))
 
 
 class TaskOperations:
@@ -84,26 +86,26 @@ class TaskOperations:
     name: str
 
     @Operation
-    def put(self, spec: Json | None = None) -> Request[TaskInfo]:
+    def put(self, spec: Json | None = None) -> ApiRequest[TaskInfo]:
         """Set the task's environment; a new environment starts a new tree.
 
         Args:
             spec: The environment, as `docs/tasks.md` describes it; None for the default one.
         """
-        return Request("PUT", self._path(), lambda reply: made_of(TaskInfo, reply.payload), **with_json(spec or {}))
+        return ApiRequest("PUT", self._path(), lambda reply: made_of(TaskInfo, reply.payload), **with_json(spec or {}))
 
     @Operation
-    def info(self) -> Request[TaskInfo]:
+    def info(self) -> ApiRequest[TaskInfo]:
         """Return the task's environment and its numbers of nodes and rollouts."""
-        return Request("GET", self._path(), lambda reply: made_of(TaskInfo, reply.payload))
+        return ApiRequest("GET", self._path(), lambda reply: made_of(TaskInfo, reply.payload))
 
     @Operation
-    def delete(self) -> Request[None]:
+    def delete(self) -> ApiRequest[None]:
         """Delete the task with its trees and rollouts."""
-        return Request("DELETE", self._path(), _nothing)
+        return ApiRequest("DELETE", self._path(), _nothing)
 
     @Operation
-    def tree(self, node: str | None = None, *, depth: int | None = None, limit: int = 1000) -> Request[Tree]:
+    def tree(self, node: str | None = None, *, depth: int | None = None, limit: int = 1000) -> ApiRequest[Tree]:
         """Return the task's current tree, or the subtree of a node. A notebook shows it.
 
         Args:
@@ -111,49 +113,49 @@ class TaskOperations:
             depth: Number of levels below the top; None for all.
             limit: Maximum number of nodes, up to 10,000.
         """
-        return Request(
+        return ApiRequest(
             "GET", self._path("tree"), lambda reply: _tree(reply.payload),
             query=given(node=node, depth=depth, limit=limit),
         )  # fmt: skip
 
     @Operation
-    def node(self, node: str) -> Request[Node]:
+    def node(self, node: str) -> ApiRequest[Node]:
         """Return a node with the recorded answer of the call that led to it."""
-        return Request("GET", self._path("nodes", node), lambda reply: made_of(Node, reply.payload))
+        return ApiRequest("GET", self._path("nodes", node), lambda reply: made_of(Node, reply.payload))
 
     @Operation
-    def diff(self, a: str, b: str) -> Request[Diff]:
+    def diff(self, a: str, b: str) -> ApiRequest[Diff]:
         """Return what changed from node a to node b: files, shell sessions and databases."""
-        return Request(
+        return ApiRequest(
             "GET", self._path("nodes", a, "diff", b),
             lambda reply: Diff(files=reply.payload.get("files") or [], raw=reply.payload),
         )  # fmt: skip
 
     @Operation
-    def snapshot(self, node: str) -> Request[Node]:
+    def snapshot(self, node: str) -> ApiRequest[Node]:
         """Take a node's snapshot now, if it has none."""
-        return Request("POST", self._path("nodes", node, "snapshot"), lambda reply: made_of(Node, reply.payload))
+        return ApiRequest("POST", self._path("nodes", node, "snapshot"), lambda reply: made_of(Node, reply.payload))
 
     @Operation
-    def pin(self, node: str, *, pinned: bool = True) -> Request[Node]:
+    def pin(self, node: str, *, pinned: bool = True) -> ApiRequest[Node]:
         """Pin a node's snapshot, so that it is never evicted, or unpin it."""
-        return Request(
+        return ApiRequest(
             "POST", self._path("nodes", node, "pin"), lambda reply: made_of(Node, reply.payload),
             **with_json({"pinned": pinned}),
         )  # fmt: skip
 
     @Operation
-    def forget(self, node: str, *, end_rollouts: bool = False) -> Request[int]:
+    def forget(self, node: str, *, end_rollouts: bool = False) -> ApiRequest[int]:
         """Forget a node and everything below it, so that its calls run again; return how many nodes were forgotten."""
-        return Request(
+        return ApiRequest(
             "DELETE", self._path("nodes", node), lambda reply: int(reply.payload["nodes"]),
             query=given(end_rollouts=end_rollouts),
         )  # fmt: skip
 
     @Operation
-    def warm(self, count: int) -> Request[int]:
+    def warm(self, count: int) -> ApiRequest[int]:
         """Prepare sandboxes at the root for the next batch of rollouts; return how many the settings allow."""
-        return Request(
+        return ApiRequest(
             "POST", self._path("warm"), lambda reply: int(reply.payload["granted"]), **with_json({"count": count})
         )
 
@@ -165,7 +167,7 @@ class TaskOperations:
         finished: bool | None = None,
         newest: bool = False,
         limit: int | None = None,
-    ) -> Request[list[RolloutInfo]]:
+    ) -> ApiRequest[list[RolloutInfo]]:
         """List the task's rollouts, in as many requests as it takes: one for each thousand.
 
         Args:
@@ -199,42 +201,44 @@ class RolloutOperations:
     labels: Labels
 
     @Operation
-    def begin(self) -> Request[RolloutInfo]:
+    def begin(self) -> ApiRequest[RolloutInfo]:
         """Begin the rollout at the root of its task's tree, and return it with its token.
 
         The first call of a rollout that was not begun does the same; a `with` block begins its rollout.
         """
-        return Request(
+        return ApiRequest(
             "POST", path_of(*_API, "tasks", self.task_name, "rollouts"), lambda reply: _rollout(reply.payload),
             **with_json({"rollout": self.name, "labels": dict(self.labels)}),
         )  # fmt: skip
 
     @Operation
-    def info(self, *, cursor: str | None = None, limit: int = PAGE) -> Request[RolloutInfo]:
+    def info(self, *, cursor: str | None = None, limit: int = PAGE) -> ApiRequest[RolloutInfo]:
         """Return the rollout with a page of its steps.
 
         Args:
             cursor: `next_steps` of the page before; None for the first page.
             limit: Maximum number of steps, up to 1,000.
         """
-        return Request(
+        return ApiRequest(
             "GET", self._control_path(), lambda reply: _rollout(reply.payload), query=given(cursor=cursor, limit=limit)
         )
 
     @Operation
-    def label(self, /, **labels: str | float | bool | None) -> Request[RolloutInfo]:
+    def label(self, /, **labels: str | float | bool | None) -> ApiRequest[RolloutInfo]:
         """Change the rollout's labels, also after its end, for example `reward=1.0`; None removes a label."""
-        return Request(
+        return ApiRequest(
             "PATCH", self._control_path("labels"), lambda reply: _rollout(reply.payload), **with_json(labels)
         )
 
     @Operation
-    def finish(self) -> Request[None]:
+    def finish(self) -> ApiRequest[None]:
         """Finish the rollout, so that its sandbox and its name are free. A rollout that has ended stays so."""
-        return Request("DELETE", self._control_path(), _nothing, accepts=frozenset({404}))
+        return ApiRequest("DELETE", self._control_path(), _nothing, accepts=frozenset({404}))
 
     @Operation
-    def exec(self, command: str, *, timeout_s: float | None = None, session: str | None = None) -> Request[ShellResult]:
+    def exec(
+        self, command: str, *, timeout_s: float | None = None, session: str | None = None
+    ) -> ApiRequest[ShellResult]:
         """Run a command in the rollout's shell.
 
         Args:
@@ -249,7 +253,7 @@ class RolloutOperations:
         )  # fmt: skip
 
     @Operation
-    def write(self, path: str, content: bytes | str, *, mode: str | None = None) -> Request[FileResult]:
+    def write(self, path: str, content: bytes | str, *, mode: str | None = None) -> ApiRequest[FileResult]:
         """Write a file; missing directories are created.
 
         Args:
@@ -258,19 +262,19 @@ class RolloutOperations:
             mode: Its permission bits in octal, such as `755`; None for the default.
         """
         data = content.encode() if isinstance(content, str) else content
-        return Request(
+        return ApiRequest(
             "PUT", self._file(path), _file, query=given(mode=mode), body=data, headers=labels_header(self.labels)
         )
 
     @Operation
-    def read(self, path: str) -> Request[FileResult]:
+    def read(self, path: str) -> ApiRequest[FileResult]:
         """Read a file, or list a directory as JSON. A missing file is a `ForkpointError` of status 404."""
-        return Request("GET", self._file(path), _file, headers=labels_header(self.labels))
+        return ApiRequest("GET", self._file(path), _file, headers=labels_header(self.labels))
 
     @Operation
-    def remove(self, path: str) -> Request[FileResult]:
+    def remove(self, path: str) -> ApiRequest[FileResult]:
         """Delete a file."""
-        return Request("DELETE", self._file(path), _file, headers=labels_header(self.labels))
+        return ApiRequest("DELETE", self._file(path), _file, headers=labels_header(self.labels))
 
     @Operation
     def sql(
@@ -282,7 +286,7 @@ class RolloutOperations:
         max_rows: int | None = None,
         timeout_s: float | None = None,
         format: ResultFormat | None = None,  # noqa: A002 - the name of the argument in the API
-    ) -> Request[SqlResult]:
+    ) -> ApiRequest[SqlResult]:
         """Run one statement on the rollout's database.
 
         Args:
@@ -301,31 +305,31 @@ class RolloutOperations:
     @Operation
     def sql_script(
         self, script: str, *, database: str | None = None, timeout_s: float | None = None
-    ) -> Request[SqlResult]:
+    ) -> ApiRequest[SqlResult]:
         """Run several statements, all or none; the rows are those of the last one that has rows."""
         return self._sql("script", sql=script, database=database, timeout_s=timeout_s)
 
     @Operation
     def sql_explain(
         self, statement: str, *, params: Sequence[Any] | Json | None = None, database: str | None = None
-    ) -> Request[SqlResult]:
+    ) -> ApiRequest[SqlResult]:
         """Return the plan of a statement, which does not run."""
         return self._sql("explain", sql=statement, params=params, database=database)
 
     @Operation
-    def sql_tables(self, *, database: str | None = None) -> Request[SqlResult]:
+    def sql_tables(self, *, database: str | None = None) -> ApiRequest[SqlResult]:
         """List the tables and views of a database."""
         return self._sql("tables", database=database)
 
     @Operation
-    def sql_schema(self, table: str | None = None, *, database: str | None = None) -> Request[SqlResult]:
+    def sql_schema(self, table: str | None = None, *, database: str | None = None) -> ApiRequest[SqlResult]:
         """Return the schema of a table with its indexes and triggers; None for everything."""
         return self._sql("schema", table=table, database=database)
 
     @Operation
     def sql_compare(
         self, statement: str, gold: str, *, ordered: bool = False, database: str | None = None
-    ) -> Request[ComparedQueries]:
+    ) -> ApiRequest[ComparedQueries]:
         """Return whether two queries have the same rows at the rollout's state, which stays as it is."""
         body = {"sql": statement, "gold": gold, "ordered": ordered, "database": database}
         return self._call(
@@ -334,7 +338,7 @@ class RolloutOperations:
         )  # fmt: skip
 
     @Operation
-    def video(self, tool: str, /, **arguments: Any) -> Request[VideoResult]:
+    def video(self, tool: str, /, **arguments: Any) -> ApiRequest[VideoResult]:
         """Call a video tool with its arguments, as `docs/video.md` lists them."""
         return self._call("POST", ("video", tool), _video, body=arguments, accepts=frozenset({422}))
 
@@ -348,7 +352,7 @@ class RolloutOperations:
         json: object = None,
         content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Request[ToolResponse]:
+    ) -> ApiRequest[ToolResponse]:
         """Send any request to one of the task's tool servers, and return its response whatever its status.
 
         Args:
@@ -362,7 +366,7 @@ class RolloutOperations:
         sent = with_json(json) if json is not None else {"body": content, "headers": {}}
         sent["headers"] |= {**labels_header(self.labels), **(headers or {})}
         target = f"{self._tools_path()}/{path.lstrip('/')}"
-        return Request(method, target, _response, query=query or {}, accepts=frozenset(range(100, 600)), **sent)
+        return ApiRequest(method, target, _response, query=query or {}, accepts=frozenset(range(100, 600)), **sent)
 
     def _tools_path(self) -> str:
         return path_of("t", self.task_name, "r", self.name)
@@ -370,27 +374,27 @@ class RolloutOperations:
     def _control_path(self, *segments: str) -> str:
         return path_of(*_API, "tasks", self.task_name, "rollouts", self.name, *segments)
 
-    def _fork(self, name: str, node: str | None, labels: Labels | None) -> Request[RolloutInfo]:
+    def _fork(self, name: str, node: str | None, labels: Labels | None) -> ApiRequest[RolloutInfo]:
         body: dict[str, Any] = {"name": name, "labels": dict(labels or {})}
         if node is not None:
             body["node"] = node
-        return Request("POST", self._control_path("fork"), lambda reply: _rollout(reply.payload), **with_json(body))
+        return ApiRequest("POST", self._control_path("fork"), lambda reply: _rollout(reply.payload), **with_json(body))
 
     def _file(self, path: str) -> str:
         return f"{self._tools_path()}/shell/files{path_of(*path.strip('/').split('/'))}"
 
-    def _sql(self, tool: str, **body: object) -> Request[SqlResult]:
+    def _sql(self, tool: str, **body: object) -> ApiRequest[SqlResult]:
         timeout_s = body.get("timeout_s")
         return self._call(
             "POST", ("sql", tool), lambda reply: made_of(SqlResult, reply.payload, **how_answered(reply)), body=body,
             timeout_s=timeout_s if isinstance(timeout_s, int | float) else None,
         )  # fmt: skip
 
-    def _call(self, method: str, segments: tuple[str, ...], read: Any, *, body: Json, **more: Any) -> Request[Any]:
+    def _call(self, method: str, segments: tuple[str, ...], read: Any, *, body: Json, **more: Any) -> ApiRequest[Any]:
         # A default that is left out is decided by the proxy, and is the same call as one that is sent.
         sent = with_json({name: value for name, value in body.items() if value is not None})
         sent["headers"] |= labels_header(self.labels)
-        return Request(method, self._tools_path() + path_of(*segments), read, **sent, **more)
+        return ApiRequest(method, self._tools_path() + path_of(*segments), read, **sent, **more)
 
 
 def labels_header(labels: Labels) -> dict[str, str]:

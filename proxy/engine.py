@@ -36,7 +36,7 @@ from proxy.shares import Share
 from proxy.speculation.idle_cores import IdleCores
 from proxy.speculation.learned import Learned
 from proxy.speculation.speculator import Speculator
-from proxy.step import Step
+from proxy.step import Stepper
 from proxy.storage.backup import STATES
 from proxy.storage.data_dir import STORE, make_private
 from proxy.storage.journal import Journal
@@ -190,7 +190,7 @@ class Engine:
     answers: Answers
     traces: Traces | None
     executor: Executor
-    step: Step
+    step: Stepper
     walkers: Walkers
     trees: OpenTrees
     tasks: Tasks
@@ -392,7 +392,7 @@ def build_engine(
         counts, warm, lambda record: answers.of(record).model_tokens, traces,
         speculator.note if speculator.enabled else None,
     )  # fmt: skip
-    step = Step(executor, journal, notes, gate)
+    step = Stepper(executor, journal, notes, gate)
     step.order.admit = None if gate is None else gate.admit
     rollouts = Rollouts(store, journal, trees, pool, walkers, step.order, gate)
     tasks = Tasks(

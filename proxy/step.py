@@ -31,11 +31,11 @@ from sandboxes.task_owner import TaskOwner
 log = structlog.get_logger()
 
 
-class Step:
+class Stepper:
     """Answers all calls. `order` has their turns, `calls` the tasks in flight, `notes` what follows from a step."""
 
     def __init__(self, executor: Executor, journal: Journal, notes: StepNotes, gate: Gate | None = None) -> None:
-        """Create the step of all rollouts; `journal` takes each step before its answer is sent."""
+        """Take the steps of all rollouts; `journal` takes each step before its answer is sent."""
         self._executor, self._journal, self.notes, self._gate = executor, journal, notes, gate
         self.order, self.calls = CallOrder(), TaskOwner()
 

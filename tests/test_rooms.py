@@ -127,6 +127,16 @@ def test_class_has_one_thought(top: str) -> None:
     assert large == set()
 
 
+def test_class_names_have_one_meaning() -> None:
+    """The Python client is left out: its classes are named like what they show."""
+    homes: dict[str, list[str]] = {}
+    for top in TOPS:
+        for path in sorted((REPOSITORY / top).rglob("*.py")):
+            for made in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE):
+                homes.setdefault(made, []).append(str(path.relative_to(REPOSITORY)))
+    assert {made: paths for made, paths in homes.items() if len(paths) > 1} == {}
+
+
 def public_methods(made: ast.ClassDef) -> list[str]:
     """Return the public methods of a class, without properties and what `asyncio` calls of a protocol."""
     methods = [one for one in made.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]

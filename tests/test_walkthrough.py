@@ -63,7 +63,7 @@ def test_page_names_the_code_it_explains(page: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "`proxy/step.py::Step.knwon`",
+        "`proxy/step.py::Stepper.knwon`",
         "`proxy/step.py::Stepp`",
         "`proxy/steps.py`",
         "`proxy/step.py::known`",

@@ -9,7 +9,7 @@ import structlog
 
 from proxy.cluster.hits.calls import Heads, KnownAnswer, PassedCall, pack_known, unpack_call
 from proxy.cluster.leaving import LEAVE_S
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.link.server import LinkServer
 from proxy.cluster.member import Member
@@ -66,7 +66,7 @@ class PeerPlane(Protocol):
         """Return the HTTP response to any other call; None after it was sent as a stream."""
         ...
 
-    async def converse_peer(self, question: CallQuestion | PassedCall, owned: Owned, channel: Channel) -> None:
+    async def converse_peer(self, question: CallQuestion | PassedCall, owned: Owned, channel: LinkChannel) -> None:
         """Serve a connection that is a stream from the beginning."""
         ...
 
@@ -83,7 +83,7 @@ class PeerHost(Protocol):
         """Close idle sandboxes that run on a peer which needs their room; return how many were closed."""
         ...
 
-    async def serve(self, hello: Hello, order: bytes, begin: Callable[[], Channel]) -> bytes:
+    async def serve(self, hello: Hello, order: bytes, begin: Callable[[], LinkChannel]) -> bytes:
         """Host one sandbox for its whole life, or return why not."""
         ...
 
@@ -111,7 +111,7 @@ class PeerQuestions:
             await asyncio.wait(answers, timeout=LEAVE_S)
         await self.server.aclose()
 
-    async def handle(self, hello: Hello, content: bytes, begin: Callable[[], Channel]) -> bytes:
+    async def handle(self, hello: Hello, content: bytes, begin: Callable[[], LinkChannel]) -> bytes:
         """Answer a question of a peer."""
         match unpack(content):
             case CallQuestion() as question:
@@ -143,7 +143,7 @@ class PeerQuestions:
         return ReportAnswer(accepted, known)
 
     def take_passed(
-        self, hello: Hello, content: bytes, begin: Callable[[], Channel]
+        self, hello: Hello, content: bytes, begin: Callable[[], LinkChannel]
     ) -> bytes | Coroutine[Any, Any, bytes]:
         """Take a call that this member may know the answer to: return that answer, or how it is answered later."""
         try:
@@ -161,7 +161,7 @@ class PeerQuestions:
         return pack_known(KnownAnswer(taken.view, rollout, position, taken.response))
 
     def _take(
-        self, hello: Hello, question: CallQuestion | PassedCall, begin: Callable[[], Channel]
+        self, hello: Hello, question: CallQuestion | PassedCall, begin: Callable[[], LinkChannel]
     ) -> CallAnswer | Coroutine[Any, Any, bytes]:
         """Take a call of a peer, once for all its copies. No await: calls of a link keep their order."""
         owned = self._member.gate.owned.get(question.task)
@@ -309,11 +309,11 @@ class _Taken:
     calls: IngressCalls
     question: CallQuestion | PassedCall
     call: TakenCall
-    begin: Callable[[], Channel]
+    begin: Callable[[], LinkChannel]
     origin: Origin | None = None
     expected: object | None = None
 
-    async def begin_response(self, head: bytes) -> Channel:
+    async def begin_response(self, head: bytes) -> LinkChannel:
         """Answer with the beginning of a stream.
 
         Raises:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.opener import LinkLostError, MemberFailedError, answered
 from proxy.cluster.member import Member, answer_to_call
 from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, MessageError, StreamedAnswer
@@ -25,7 +25,7 @@ PAUSE_S = 0.1
 """Between two attempts to find an owner, in seconds."""
 
 
-Outcome = tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, Channel | None]
+Outcome = tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, LinkChannel | None]
 """The answer to a call, and the channel that it has begun."""
 
 
@@ -87,7 +87,7 @@ class Forwarder:
 
     async def ask(
         self, owner: Ownership, task: TaskIngress, call: WaitingCall, scope: Scope, kind: str, body: bytes
-    ) -> tuple[CallAnswer | None, Channel | None]:
+    ) -> tuple[CallAnswer | None, LinkChannel | None]:
         """Ask the owner of a task; no answer if it did not take the call.
 
         Raises:
@@ -103,7 +103,7 @@ class Forwarder:
         )  # fmt: skip
         return await self._settle(task, owner.peer.name, self._member.forward(owner, question))
 
-    async def first(self, task: TaskIngress, call: WaitingCall) -> tuple[CallAnswer | None, Channel | None]:
+    async def first(self, task: TaskIngress, call: WaitingCall) -> tuple[CallAnswer | None, LinkChannel | None]:
         """Return what an owner answers that has the call already, as `ask` does.
 
         Raises:
@@ -118,7 +118,7 @@ class Forwarder:
 
     async def _settle(
         self, task: TaskIngress, name: str, asking: Awaitable[Outcome]
-    ) -> tuple[CallAnswer | None, Channel | None]:
+    ) -> tuple[CallAnswer | None, LinkChannel | None]:
         try:
             answer, channel = await asking
         except MemberFailedError as error:

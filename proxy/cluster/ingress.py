@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.postgres.database import Ownership
 from proxy.cluster.protocol import IngressTask
 from proxy.http.asgi import Receive
@@ -32,7 +32,7 @@ class WaitingCall:
     number: int
     receive: Receive | None
     is_over: bool = False
-    first: asyncio.Future[bytes | Channel] | None = None
+    first: asyncio.Future[bytes | LinkChannel] | None = None
 
     async def waits(self) -> bool:
         """Return whether the agent still waits for the answer. 10 ms, or less if it has hung up."""

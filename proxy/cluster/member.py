@@ -21,7 +21,7 @@ from proxy.cluster.compaction import compact_logs
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress
 from proxy.cluster.leaving import LEAVE_S, Leaving
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.links import Links
 from proxy.cluster.link.opener import Link, LinkLostError, MemberFailedError
 from proxy.cluster.messages import (
@@ -178,7 +178,7 @@ class Member:
 
     async def forward(
         self, owner: Ownership, question: CallQuestion
-    ) -> tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, Channel | None]:
+    ) -> tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, LinkChannel | None]:
         """Ask the owner of a task. With a channel, the answer is the beginning of a stream.
 
         Raises:
@@ -379,14 +379,14 @@ class Member:
 
 
 async def answer_to_call(
-    content: bytes | Channel,
-) -> tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, Channel | None]:
+    content: bytes | LinkChannel,
+) -> tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, LinkChannel | None]:
     """Return what a link has brought for a call. With a channel, the answer is the beginning of a stream.
 
     Raises:
         MessageError: It is no answer to a call.
     """
-    if not isinstance(content, Channel):
+    if not isinstance(content, LinkChannel):
         return _answer_to_call(content), None
     # The channel has begun with the frame that is its first message.
     first = await content.receive()

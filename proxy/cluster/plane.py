@@ -18,7 +18,7 @@ from proxy.cluster.forwarding import Forwarder
 from proxy.cluster.hits.calls import PassedCall
 from proxy.cluster.hits.passing import CallPassing, RegularCall, SentCall
 from proxy.cluster.ingress import WaitingCall
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.member import Member
 from proxy.cluster.messages import CallAnswer, CallQuestion, Kind
 from proxy.cluster.named_task import NamedTask, named_task
@@ -142,7 +142,7 @@ class ClusterPlane(DataPlane):
             async def away(owner: Ownership) -> bool:
                 return await relay(*await self._forwarder.ask(owner, task, call, scope, Kind.CALL, body))
 
-            async def relay(answer: CallAnswer | None, channel: Channel | None) -> bool:
+            async def relay(answer: CallAnswer | None, channel: LinkChannel | None) -> bool:
                 if answer is None or not self._member.accept(named.name, answer):
                     if channel is not None:
                         channel.abort()
@@ -312,7 +312,7 @@ class ClusterPlane(DataPlane):
             whole = exchange.close()
         return whole
 
-    async def converse_peer(self, question: CallQuestion | PassedCall, owned: Owned, channel: Channel) -> None:
+    async def converse_peer(self, question: CallQuestion | PassedCall, owned: Owned, channel: LinkChannel) -> None:
         """Serve a connection that a peer has passed on."""
         scope = question.scope()
         if question.kind == Kind.SOCKET:

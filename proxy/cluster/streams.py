@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.messages import pack_event, unpack_event
 from proxy.cluster.owned import Owned
 from proxy.compat.endpoints import RequestScope, Stream, StreamingEndpoint, StreamTransport
@@ -25,7 +25,7 @@ MAX_HELD_BYTES = 1 << 20
 """Bytes of a client without HTTP that wait for the owner, from which no more is read from the client."""
 _DATA, _END = "stream.data", "stream.end"
 
-Begin = Callable[[bytes], Awaitable[Channel]]
+Begin = Callable[[bytes], Awaitable[LinkChannel]]
 """Begins the channel of a response, given its head and its first bytes."""
 
 
@@ -39,7 +39,7 @@ class PeerExchange:
         self._owned, self._body, self._begin = owned, body, begin
         self._is_read = False
         self._parts, self._size = list[bytes](), 0
-        self._channel: Channel | None = None
+        self._channel: LinkChannel | None = None
         self._begun = asyncio.Event()
 
     async def receive(self) -> AsgiMessage:
@@ -89,7 +89,7 @@ class PeerExchange:
 class PeerSocket:
     """A WebSocket that a peer has passed on, as an ASGI application sees it."""
 
-    def __init__(self, owned: Owned, channel: Channel) -> None:
+    def __init__(self, owned: Owned, channel: LinkChannel) -> None:
         self._owned, self._channel = owned, channel
         self._is_connected = False
 
@@ -112,7 +112,7 @@ class PeerSocket:
 
 
 async def serve_hijacked(
-    channel: Channel, open_stream: Callable[[StreamTransport], tuple[Stream, Coroutine[Any, Any, None] | None]]
+    channel: LinkChannel, open_stream: Callable[[StreamTransport], tuple[Stream, Coroutine[Any, Any, None] | None]]
 ) -> None:
     """Serve a connection without HTTP that a peer has passed on."""
     reads, closed = asyncio.Event(), asyncio.Event()
@@ -154,7 +154,7 @@ async def serve_hijacked(
 # -- at the ingress --------------------------------------------------------------------------------------------------
 
 
-async def relay_response(head: bytes, channel: Channel, receive: Receive, send: Send) -> None:
+async def relay_response(head: bytes, channel: LinkChannel, receive: Receive, send: Send) -> None:
     """Pass a response on to an agent, until either side ends. One that is cut off stays without its end."""
 
     async def watch() -> None:
@@ -176,7 +176,7 @@ async def relay_response(head: bytes, channel: Channel, receive: Receive, send: 
         await asyncio.gather(hangup, return_exceptions=True)
 
 
-async def relay_socket(channel: Channel, receive: Receive, send: Send) -> None:
+async def relay_socket(channel: LinkChannel, receive: Receive, send: Send) -> None:
     """Pass the events of a WebSocket on, until either side closes it. The agent's first event was read."""
 
     async def feed() -> None:
@@ -263,7 +263,7 @@ class HijackedConnection:
         if self.lost.is_set():
             stream.lose()
 
-    async def relay(self, channel: Channel) -> None:
+    async def relay(self, channel: LinkChannel) -> None:
         """Pass bytes on in both directions, until either side ends."""
         feeding, is_whole = start(self._feed(channel)), False
         try:
@@ -281,7 +281,7 @@ class HijackedConnection:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
 
-    async def _feed(self, channel: Channel) -> None:
+    async def _feed(self, channel: LinkChannel) -> None:
         while not self.lost.is_set():
             self._changed.clear()
             while self._held:

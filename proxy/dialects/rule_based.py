@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from proxy.dialects.base import Call, Close, Dialect, Local, Meaning, Open, Request, Response
 from proxy.dialects.body_forms import body_form, json_value, media_type, query_form
-from proxy.dialects.rule_schema import Reply, Rule, Rules, without
+from proxy.dialects.rule_schema import Rule, RuleReply, Rules, without
 from proxy.names import named
 from proxy.patterns import PathPattern, path_pattern
 from proxy.refusals import Problem, RefusalError
@@ -266,7 +266,7 @@ class Declared(Dialect):
             return re.sub(r"(;\s*path\s*=\s*)/", lambda match: f"{match[1]}{prefix}/", value, flags=re.IGNORECASE)
         return value
 
-    def _bound_reply(self, reply: Reply, rollout: str) -> Local:
+    def _bound_reply(self, reply: RuleReply, rollout: str) -> Local:
         local = _local(reply)
         return replace(local, body=local.body.replace(b"{rollout}", rollout.encode()))
 
@@ -372,7 +372,7 @@ def _tool(rule: Rule, request: Request, fields: _Fields) -> str:
     return re.sub(r"\{([^{}]+)\}", filled, rule.tool) if rule.tool else f"{request.method} {unquote(request.path)}"
 
 
-def _local(reply: Reply) -> Local:
+def _local(reply: RuleReply) -> Local:
     headers = tuple((name.lower(), value) for name, value in reply.headers.items())
     if isinstance(reply.body, str):
         return Local(reply.status, reply.body.encode(), headers or (("content-type", "text/plain"),))

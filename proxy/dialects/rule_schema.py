@@ -25,7 +25,7 @@ class RulesError(ValueError):
     """No rules have this name, or the rules are malformed."""
 
 
-class Reply(BaseModel):
+class RuleReply(BaseModel):
     """A reply of the proxy's own.
 
     Attributes:
@@ -69,7 +69,7 @@ class Rule(BaseModel):
         default="", pattern=r"^(body:.+)?$", description="of `open` to an upstream: where its answer names the session"
     )
     parent: str = Field(default="", description="of `open`: the rollout that it forks from")
-    reply: Reply | None = Field(default=None, description="answered by the proxy; of a call, without its server")
+    reply: RuleReply | None = Field(default=None, description="answered by the proxy; of a call, without its server")
 
     @model_validator(mode="after")
     def _replies(self) -> "Rule":

@@ -118,7 +118,7 @@ class Rollouts:
 
     async def finish(self, rollout: Rollout) -> None:
         """End a rollout. Its name is free again, and other rollouts may use its sandbox if their records may."""
-        # Set before anything awaits: a call that waits for its turn sees it and gives up (`Step._answer`).
+        # Set before anything awaits: a call that waits for its turn sees it and gives up (`Stepper._answer`).
         rollout.finished = True
         self._store.rollouts.finish(rollout.id)
         if self._gate is not None:

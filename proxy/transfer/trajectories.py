@@ -76,7 +76,7 @@ def trajectories(database: StoreDatabase, request: TrajectoryRequest) -> Iterato
     """
     with closing(database.open_reader()) as connection:
         pending = bytearray()
-        for piece in _Writer(connection, request).pieces():
+        for piece in _TrajectoryWriter(connection, request).pieces():
             pending += piece
             if len(pending) >= _SENT_BYTES:
                 yield bytes(pending)
@@ -103,7 +103,7 @@ def _selected(request: TrajectoryRequest) -> tuple[str, dict[str, str]]:
     return " AND ".join(parts), values
 
 
-class _Writer:
+class _TrajectoryWriter:
     def __init__(self, connection: sqlite3.Connection, request: TrajectoryRequest) -> None:
         self._connection, self._request = connection, request
 

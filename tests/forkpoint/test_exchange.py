@@ -8,7 +8,7 @@ import pytest
 
 from forkpoint import ForkpointError
 from forkpoint.client import AsyncRollout, Rollout
-from forkpoint.exchange import MAX_PAUSE_S, Reply, Request, error_of, path_of, retry_pause_s
+from forkpoint.exchange import MAX_PAUSE_S, ApiRequest, Reply, error_of, path_of, retry_pause_s
 from forkpoint.results import how_answered
 
 BUSY = json.dumps({"type": "urn:forkpoint:overloaded", "title": "All sandboxes are busy", "detail": "Wait."}).encode()
@@ -50,7 +50,7 @@ def test_error_of_any_body_can_be_raised(body: bytes) -> None:
 
 
 def test_refusal_of_a_request_raises() -> None:
-    request: Request[int] = Request("GET", "/", lambda reply: reply.status)
+    request: ApiRequest[int] = ApiRequest("GET", "/", lambda reply: reply.status)
     with pytest.raises(ForkpointError, match="409"):
         request.result(Reply(409, {}, b""))
     assert request.result(Reply(201, {}, b"")) == 201

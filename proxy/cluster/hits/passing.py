@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from proxy.cluster.hits.calls import pack_call, unpack_known
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.opener import PendingCall
 from proxy.cluster.member import Member
 from proxy.cluster.messages import CallAnswer, MessageError
@@ -100,7 +100,7 @@ class SentCall(PassedRequest, PendingCall):
             self._connection.answered(answer.response)
 
     @override
-    def later(self, answer: asyncio.Future[bytes | Channel]) -> None:
+    def later(self, answer: asyncio.Future[bytes | LinkChannel]) -> None:
         self.call.first = answer
         self._decline()
 

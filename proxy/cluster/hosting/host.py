@@ -38,7 +38,7 @@ from proxy.cluster.hosting.messages import (
     unpacked,
 )
 from proxy.cluster.hosting.units import DamagedUnitError, Units, chosen
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.messages import GiveBackQuestion, Message, RoomAnswer
 from proxy.telemetry.counters import HostingCounters
@@ -95,7 +95,7 @@ class Host:
         spare = self._pool.spare if self._has_memory() else 0
         return RoomAnswer(spare, load, self._pool.roster.elsewhere, len(self._served))
 
-    async def serve(self, hello: Hello, content: bytes, begin: Callable[[], Channel]) -> bytes:
+    async def serve(self, hello: Hello, content: bytes, begin: Callable[[], LinkChannel]) -> bytes:
         """Host one sandbox for its whole life, or return why not.
 
         Args:

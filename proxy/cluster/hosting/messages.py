@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from proxy.cluster.link.channels import Channel, ChannelEndedError
+from proxy.cluster.link.channels import ChannelEndedError, LinkChannel
 from proxy.cluster.link.frames import LinkError
 from sandboxes.calls import EgressExchange, Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect, StateDigest
@@ -237,7 +237,7 @@ class EndHosted(IpcMessage, op="end_hosted"):
 class Conversation:
     """One end of the channel of a sandbox, as messages."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: LinkChannel) -> None:
         self.channel = channel
 
     async def send(self, message: IpcMessage, body: bytes = b"") -> None:

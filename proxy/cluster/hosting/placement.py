@@ -26,7 +26,7 @@ from proxy.cluster.hosting.messages import (
 )
 from proxy.cluster.hosting.remote_sandbox import RemoteSandbox
 from proxy.cluster.hosting.units import Units
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.opener import LinkLostError, MemberFailedError
 from proxy.cluster.messages import HostQuestion, Message, RoomAnswer, RoomQuestion, pack
 from proxy.cluster.postgres.connection import DatabaseError
@@ -87,7 +87,7 @@ class Placement:
         counts: HostingCounters,
         peers: Callable[[], Awaitable[list[Peer]]],
         ask: Callable[[int, Message], Awaitable[Message | None]],
-        call: Callable[[Peer, bytes], Awaitable[bytes | Channel]],
+        call: Callable[[Peer, bytes], Awaitable[bytes | LinkChannel]],
     ) -> None:
         """Know no members yet.
 
@@ -189,7 +189,7 @@ class Placement:
         exact, content = (None, None) if state is None else (state.exact, state.content)
         order = HostOrder(spec.driver, identity, frozen.kind, exact, content, named, len(written), time.time())
         answer = await self._call(candidate.peer, pack(HostQuestion(pack_message(order, written + payload))))
-        if not isinstance(answer, Channel):
+        if not isinstance(answer, LinkChannel):
             self._note_refusal(candidate, identity, unpacked(answer).message)
         conversation = Conversation(answer)
         try:

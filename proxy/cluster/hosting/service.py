@@ -8,7 +8,7 @@ from proxy.cluster.hosting.host import Host
 from proxy.cluster.hosting.messages import NotHosted
 from proxy.cluster.hosting.placement import Placement
 from proxy.cluster.hosting.units import Units
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.member import Member
 from proxy.cluster.messages import RoomAnswer
@@ -56,7 +56,7 @@ class Hosting:
         room = self._host.room
         return room if self._units and not self._member.is_leaving else room._replace(room=0)
 
-    async def serve(self, hello: Hello, order: bytes, begin: Callable[[], Channel]) -> bytes:
+    async def serve(self, hello: Hello, order: bytes, begin: Callable[[], LinkChannel]) -> bytes:
         """Host a sandbox of another member, for its whole life; see `Host.serve`."""
         if not self._units or self._member.is_leaving:
             return pack_message(NotHosted("this member hosts no sandboxes", unfit=False))

@@ -31,7 +31,7 @@ class DamagedUnitError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldUnit:
     part: str
     size_bytes: int
     until: ExitStack
@@ -59,7 +59,7 @@ class Units:
         self.held_bytes = 0
         self._by_part: OrderedDict[str, Unit] = OrderedDict()
         self._by_digest: dict[str, str] = {}
-        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._held: OrderedDict[str, _HeldUnit] = OrderedDict()
 
     def of(self, frozen: FrozenState) -> list[Unit]:
         """Return the units of a state of this member."""
@@ -207,7 +207,7 @@ class Units:
                 unpacking.use(unit.name, unit.name)
             except NotPortableError:
                 return
-            self._held[unit.name] = _Held(unit.name, unit.size_bytes, stack.pop_all())
+            self._held[unit.name] = _HeldUnit(unit.name, unit.size_bytes, stack.pop_all())
         self.held_bytes += unit.size_bytes
         while self.held_bytes > self._budget_bytes and self._held:
             self._let_go()

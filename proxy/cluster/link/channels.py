@@ -31,7 +31,7 @@ class ChannelEndedError(ConnectionError):
     """The peer, or the end of the link, has ended the channel."""
 
 
-class Channel:
+class LinkChannel:
     """One end of a channel.
 
     Attributes:
@@ -181,9 +181,9 @@ class Channels:
 
     def __init__(self, send: Callable[[Frame], None], drain: Callable[[], Awaitable[None]]) -> None:
         self._send, self._drain = send, drain
-        self._open: dict[int, Channel] = {}
+        self._open: dict[int, LinkChannel] = {}
 
-    def open(self, stream: int) -> Channel:
+    def open(self, stream: int) -> LinkChannel:
         """Begin the channel of a question.
 
         Raises:
@@ -191,7 +191,7 @@ class Channels:
         """
         if len(self._open) >= MAX_CHANNELS:
             raise ChannelEndedError(f"the link between two members has {MAX_CHANNELS} streams, which is the limit")
-        channel = self._open[stream] = Channel(stream, self._send, self._drain, partial(self._forget, stream))
+        channel = self._open[stream] = LinkChannel(stream, self._send, self._drain, partial(self._forget, stream))
         return channel
 
     def _forget(self, stream: int) -> None:

@@ -12,7 +12,7 @@ A peer's newer link ends its older one. What the older one still brings was sent
 import asyncio
 import secrets
 
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.connection import SILENT_S
 from proxy.cluster.link.frames import NONCE_BYTES, Hello
 from proxy.cluster.link.opener import Link, LinkLostError, MemberFailedError
@@ -37,12 +37,12 @@ class Links:
             MemberFailedError: The peer met a defect.
         """
         answer = await self.call(peer, question)
-        if isinstance(answer, Channel):
+        if isinstance(answer, LinkChannel):
             answer.close()
             raise MemberFailedError(f"member {peer.name!r} has answered with a stream")
         return answer
 
-    async def call(self, peer: Peer, question: bytes) -> bytes | Channel:
+    async def call(self, peer: Peer, question: bytes) -> bytes | LinkChannel:
         """Ask a peer as `ask` does; it may begin a channel, which the caller closes.
 
         Raises:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from proxy.cluster.link.channels import Channel, ChannelEndedError
+from proxy.cluster.link.channels import ChannelEndedError, LinkChannel
 from proxy.cluster.link.connection import LinkConnection
 from proxy.cluster.link.frames import HELLO_BYTES, PROOF_BYTES, Frame, FrameKind, Hello, LinkError, LinkKeys
 from proxy.cluster.postgres.database import Peer
@@ -19,7 +19,7 @@ class PendingCall(Protocol):
         """Take the answer that the peer knew."""
         ...
 
-    def later(self, answer: asyncio.Future[bytes | Channel]) -> None:
+    def later(self, answer: asyncio.Future[bytes | LinkChannel]) -> None:
         """Wait for the answer, as for one of `Link.ask`."""
         ...
 
@@ -42,7 +42,7 @@ class Link(LinkConnection):
     def __init__(self, secret: bytes, cluster: str, hello: Hello, peer: Peer) -> None:
         super().__init__()
         self._secret, self._cluster, self._hello, self._peer = secret, cluster, hello, peer
-        self._answers: dict[int, asyncio.Future[bytes | Channel]] = {}
+        self._answers: dict[int, asyncio.Future[bytes | LinkChannel]] = {}
         self._calls: dict[int, PendingCall] = {}
         self._last = 0
         self.opened: asyncio.Future[None] = self._loop.create_future()
@@ -83,7 +83,7 @@ class Link(LinkConnection):
         self._last = self._last % 0xFFFFFFFF + 1
         return self._last
 
-    async def ask(self, question: bytes) -> bytes | Channel:
+    async def ask(self, question: bytes) -> bytes | LinkChannel:
         """Return the peer's answer, or the channel that it has begun; the caller closes it.
 
         Raises:
@@ -102,8 +102,8 @@ class Link(LinkConnection):
             raise
         return await answered(answer)
 
-    def _expect(self, stream: int) -> asyncio.Future[bytes | Channel]:
-        answer: asyncio.Future[bytes | Channel] = self._loop.create_future()
+    def _expect(self, stream: int) -> asyncio.Future[bytes | LinkChannel]:
+        answer: asyncio.Future[bytes | LinkChannel] = self._loop.create_future()
         self._answers[stream] = answer
         answer.add_done_callback(lambda _: self._answers.pop(stream, None))
         return answer
@@ -158,7 +158,7 @@ class Link(LinkConnection):
         super()._watch()
 
 
-async def answered(answer: asyncio.Future[bytes | Channel]) -> bytes | Channel:
+async def answered(answer: asyncio.Future[bytes | LinkChannel]) -> bytes | LinkChannel:
     """Return the answer to a question, or the channel that it began; the caller closes it.
 
     Raises:
@@ -168,6 +168,6 @@ async def answered(answer: asyncio.Future[bytes | Channel]) -> bytes | Channel:
         return await answer
     except asyncio.CancelledError:
         # Both may happen in one turn of the event loop, and then nobody else would close the channel.
-        if answer.done() and not answer.cancelled() and isinstance(begun := answer.result(), Channel):
+        if answer.done() and not answer.cancelled() and isinstance(begun := answer.result(), LinkChannel):
             begun.close()
         raise

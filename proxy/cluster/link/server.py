@@ -10,7 +10,7 @@ from typing import Any, cast
 import structlog
 from typing_extensions import override
 
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.connection import LinkConnection
 from proxy.cluster.link.frames import (
     HELLO_BYTES,
@@ -30,13 +30,13 @@ log = structlog.get_logger()
 MAX_UNPROVEN = 256
 """Most connections at once that have not proven the secret yet. Further ones are closed."""
 
-Handler = Callable[[Hello, bytes, Callable[[], Channel]], Awaitable[bytes]]
+Handler = Callable[[Hello, bytes, Callable[[], LinkChannel]], Awaitable[bytes]]
 """Answers a question of a peer, which has proven that it is the member it says it is.
 
 The third argument begins a channel, whose first message is the answer then; what the handler returns is not read.
 """
 
-Taker = Callable[[Hello, bytes, Callable[[], Channel]], bytes | Coroutine[Any, Any, bytes]]
+Taker = Callable[[Hello, bytes, Callable[[], LinkChannel]], bytes | Coroutine[Any, Any, bytes]]
 """Takes a call that this member may know the answer to. It returns that answer, or answers later as a handler does."""
 
 

@@ -95,7 +95,7 @@ class ContainerLifecycle:
         self._tasks = TaskOwner()
 
     async def aclose(self) -> None:
-        """Stop watching main commands. Their calls continue until `Step.drain` has waited for them."""
+        """Stop watching main commands. Their calls continue until `Stepper.drain` has waited for them."""
         self._tasks.cancel()
         await self._tasks.wait()
 

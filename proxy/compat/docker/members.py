@@ -40,7 +40,7 @@ _READY_S = (60.0, 600.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ProjectMember:
     """A container of a project, as its create request describes it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Member:
 
 def member(
     name: str, spec: ContainerSpec, config: Mapping[str, Any], volumes: Mapping[str, str], running: Collection[str]
-) -> Member:
+) -> ProjectMember:
     """Return what a create request means.
 
     Args:
@@ -98,7 +98,7 @@ def member(
         "port": None if waits or health else port, "ready_s": _ready_s(body.get("Healthcheck") or {}),
     }  # fmt: skip
     depends_on = _depends_on(own_name, labels, running)
-    return Member(
+    return ProjectMember(
         own_name, spec.image, waits, service, depends_on, _mounts(host, volumes), _aliases(body, own_name, name)
     )
 
@@ -220,13 +220,13 @@ def _aliases(body: Mapping[str, Any], own_name: str, container_name: str) -> fro
     return frozenset(alias for alias in named - {own_name, container_name} if not _SHORT_ID.fullmatch(alias))
 
 
-def main_member(members: Sequence[Member]) -> Member | None:
+def main_member(members: Sequence[ProjectMember]) -> ProjectMember | None:
     """Return the member that becomes the main container; None if each of them does something."""
     waiting = sorted((member for member in members if member.waits), key=lambda member: member.name)
     return next((member for member in waiting if member.name == MAIN), waiting[0] if waiting else None)
 
 
-def environment(members: Sequence[Member], requests: Mapping[str, EnvironmentRequest]) -> EnvironmentRequest:
+def environment(members: Sequence[ProjectMember], requests: Mapping[str, EnvironmentRequest]) -> EnvironmentRequest:
     """Return the environment of a project.
 
     Args:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.compat.docker.containers import Container, ContainerState
-from proxy.compat.docker.members import PROJECT, Member, environment, main_member, member, named_mounts
+from proxy.compat.docker.members import PROJECT, ProjectMember, environment, main_member, member, named_mounts
 from proxy.compat.docker.networks import Names
 from proxy.compat.docker.registry import ContainerRegistry
 from proxy.refusals import RefusalError
@@ -37,7 +37,7 @@ class Plan:
         turn: Held while its rollout begins.
     """
 
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, ProjectMember] = field(default_factory=dict)
     requests: dict[str, EnvironmentRequest] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 

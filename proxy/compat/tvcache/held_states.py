@@ -21,7 +21,7 @@ Halved, a slow fork may find its parent stopped, and its rollout fails. Doubled,
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldSandbox:
     """One sandbox, and the times at which its leases end."""
 
     sandbox: str
@@ -41,7 +41,7 @@ class HeldStates:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._held: OrderedDict[int, _HeldSandbox] = OrderedDict()
 
     def at(self, node: Node) -> str | None:
         """Return the sandbox at a node; None if there is none."""
@@ -72,7 +72,7 @@ class HeldStates:
         """Keep a sandbox at a node; return the sandboxes that the client may stop, which may be this one."""
         if self.at(node) is not None or node.detached:
             return [] if self.at(node) == sandbox else [sandbox]
-        self._held[node.id] = _Held(sandbox)
+        self._held[node.id] = _HeldSandbox(sandbox)
         now, stopped = self._clock(), list[str]()
         for number, held in list(self._held.items()):
             if len(self._held) <= MAX_HELD:

@@ -37,7 +37,7 @@ def run(state: tuple[int, ...], command: str) -> tuple[int, ...]:
 
 
 class Grower:
-    """Grows a tree as `Step` does, and remembers the true state of each node."""
+    """Grows a tree as `Stepper` does, and remembers the true state of each node."""
 
     def __init__(self, merge: str = "on") -> None:
         root = Node(1, state=digest((0, 0, 0)))

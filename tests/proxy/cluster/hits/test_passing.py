@@ -22,7 +22,7 @@ from proxy.http.address import Address
 from tests.proxy.cluster.nodes import Node, nodes, put_task
 
 if TYPE_CHECKING:
-    from proxy.cluster.link.channels import Channel
+    from proxy.cluster.link.channels import LinkChannel
     from proxy.http.asgi import Scope
 
 REQUEST = b"POST /t/t/r/1/x HTTP/1.1\r\nhost: h\r\ncontent-length: 4\r\n\r\nbody"
@@ -103,7 +103,7 @@ def test_call_without_a_known_answer_is_continued(outcome: str) -> None:
         assert passed is not None
         call = world.sent[0][1]
         if outcome == "late":
-            first: asyncio.Future[bytes | Channel] = asyncio.get_running_loop().create_future()
+            first: asyncio.Future[bytes | LinkChannel] = asyncio.get_running_loop().create_future()
             call.later(first)
             assert passed.call.first is first
         elif outcome == "lost":

@@ -11,7 +11,7 @@ from typing import Any
 from proxy.cluster.hosting.host import Host
 from proxy.cluster.hosting.placement import Placement
 from proxy.cluster.hosting.units import Units
-from proxy.cluster.link.channels import Channel, Channels
+from proxy.cluster.link.channels import Channels, LinkChannel
 from proxy.cluster.link.frames import Frame, FrameKind, Hello
 from proxy.cluster.messages import HostQuestion, Message, RoomQuestion, unpack
 from proxy.cluster.postgres.database import Peer
@@ -112,13 +112,13 @@ class Pair:
         assert isinstance(question, RoomQuestion)
         return None if self.is_cut else self.hosting.room
 
-    async def _call(self, _peer: Peer, question: bytes) -> bytes | Channel:
+    async def _call(self, _peer: Peer, question: bytes) -> bytes | LinkChannel:
         asked = unpack(question)
         assert isinstance(asked, HostQuestion)
         stream = next(self._streams)
-        begun: asyncio.Future[bytes | Channel] = asyncio.get_running_loop().create_future()
+        begun: asyncio.Future[bytes | LinkChannel] = asyncio.get_running_loop().create_future()
 
-        def begin() -> Channel:
+        def begin() -> LinkChannel:
             channel = self._to_host.open(stream)
             begun.set_result(channel)
             return self._to_owner.open(stream)

@@ -5,7 +5,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from proxy.cluster.link.channels import MAX_CHANNELS, PIECE_BYTES, WINDOW_BYTES, Channel, ChannelEndedError, Channels
+from proxy.cluster.link.channels import (
+    MAX_CHANNELS,
+    PIECE_BYTES,
+    WINDOW_BYTES,
+    ChannelEndedError,
+    Channels,
+    LinkChannel,
+)
 from proxy.cluster.link.frames import Frame, FrameKind, LinkError
 
 
@@ -33,7 +40,7 @@ class Pipe:
     async def _drained(self) -> None: ...
 
 
-def running(test: Callable[[Pipe, Channel, Channel], Awaitable[None]]) -> None:
+def running(test: Callable[[Pipe, LinkChannel, LinkChannel], Awaitable[None]]) -> None:
     async def run() -> None:
         pipe = Pipe()
         async with asyncio.timeout(30):
@@ -45,7 +52,7 @@ def running(test: Callable[[Pipe, Channel, Channel], Awaitable[None]]) -> None:
 def test_messages_arrive_as_they_were() -> None:
     """Small, empty, and larger than the window; the end comes behind them."""
 
-    async def test(pipe: Pipe, a: Channel, b: Channel) -> None:
+    async def test(pipe: Pipe, a: LinkChannel, b: LinkChannel) -> None:
         messages = [b"x", b"", bytes(range(256)) * (WINDOW_BYTES // 100), b"last"]
         for message in messages:
             a.write(message)
@@ -66,7 +73,7 @@ def test_messages_arrive_as_they_were() -> None:
 def test_reader_that_does_not_read_stops_the_sender() -> None:
     """No more than a window is under way; a message that was read makes room."""
 
-    async def test(pipe: Pipe, a: Channel, b: Channel) -> None:
+    async def test(pipe: Pipe, a: LinkChannel, b: LinkChannel) -> None:
         messages = [bytes(PIECE_BYTES) for _ in range(100)]
         sending = asyncio.gather(*(a.send(message) for message in messages))
         await asyncio.sleep(0)
@@ -85,7 +92,7 @@ def test_reader_that_does_not_read_stops_the_sender() -> None:
 def test_peer_that_sends_too_much_is_refused() -> None:
     """The window holds whatever the peer does, also with empty pieces."""
 
-    async def test(_pipe: Pipe, _a: Channel, b: Channel) -> None:
+    async def test(_pipe: Pipe, _a: LinkChannel, b: LinkChannel) -> None:
         def flood() -> None:
             for _ in range(WINDOW_BYTES):
                 b.got(Frame(FrameKind.DATA, 1, b""))
@@ -100,7 +107,7 @@ def test_peer_that_sends_too_much_is_refused() -> None:
 def test_end_wakes_both_sides(ends: str) -> None:
     """A sender that waits for room and a reader learn that the peer or the link has gone."""
 
-    async def test(pipe: Pipe, a: Channel, b: Channel) -> None:
+    async def test(pipe: Pipe, a: LinkChannel, b: LinkChannel) -> None:
         sending = asyncio.ensure_future(a.send(bytes(2 * WINDOW_BYTES)))
         reading = asyncio.ensure_future(a.receive())
         await asyncio.sleep(0)
@@ -115,7 +122,7 @@ def test_end_wakes_both_sides(ends: str) -> None:
 def test_channels_of_a_link_are_limited() -> None:
     """A closed one makes room for the next."""
 
-    async def test(pipe: Pipe, a: Channel, _b: Channel) -> None:
+    async def test(pipe: Pipe, a: LinkChannel, _b: LinkChannel) -> None:
         for stream in range(2, MAX_CHANNELS + 1):
             pipe.a.open(stream)
         with pytest.raises(ChannelEndedError):

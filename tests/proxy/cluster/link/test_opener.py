@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.link.links import Links
 from proxy.cluster.link.opener import LinkLostError, MemberFailedError, answered
@@ -18,12 +18,12 @@ class Call:
 
     def __init__(self) -> None:
         self.over: asyncio.Future[bytes | str] = asyncio.get_running_loop().create_future()
-        self.answer: asyncio.Future[bytes | Channel] | None = None
+        self.answer: asyncio.Future[bytes | LinkChannel] | None = None
 
     def known(self, content: bytes) -> None:
         self.over.set_result(content)
 
-    def later(self, answer: asyncio.Future[bytes | Channel]) -> None:
+    def later(self, answer: asyncio.Future[bytes | LinkChannel]) -> None:
         self.answer = answer
         self.over.set_result("later")
 

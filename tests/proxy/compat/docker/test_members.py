@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from proxy.compat.docker.members import OUTPUT, Member, environment, main_member, member, named_mounts
+from proxy.compat.docker.members import OUTPUT, ProjectMember, environment, main_member, member, named_mounts
 from proxy.compat.docker.requests import container_spec
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest, spec_for
@@ -16,7 +16,9 @@ HEALTHY: dict[str, Any] = {
 DEPENDS_ON = "com.docker.compose.depends_on"
 
 
-def made(name: str, *command: str, depends: str = "", config: dict[str, Any] | None = None, **body: Any) -> Member:
+def made(
+    name: str, *command: str, depends: str = "", config: dict[str, Any] | None = None, **body: Any
+) -> ProjectMember:
     labels = {"com.docker.compose.service": name, DEPENDS_ON: depends}
     spec = container_spec(
         {"Image": f"{name}:1", "Cmd": list(command), "Labels": labels, **body}, config or {}, in_project=True
@@ -24,7 +26,7 @@ def made(name: str, *command: str, depends: str = "", config: dict[str, Any] | N
     return member(f"p-{name}-1", spec, config or {}, {"p_data": "data"}, running=())
 
 
-def whole(*members: Member) -> EnvironmentSpec:
+def whole(*members: ProjectMember) -> EnvironmentSpec:
     requests = {each.name: EnvironmentRequest(each.image) for each in members}
     request = environment(list(members), requests)
     return spec_for(request, None, EnvironmentSpec(), {"container"}, any_image=False)
