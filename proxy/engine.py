@@ -7,7 +7,7 @@ The rooms above (endpoints, control plane) read the parts and add their own work
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,6 +31,7 @@ from proxy.execution.tracing import Traces
 from proxy.execution.warm_forks import WarmForks, available_bytes
 from proxy.http.access import Access, read_tokens
 from proxy.http.answer_cache import Answers
+from proxy.lifecycle import STAGE_S, BackgroundWork, Ending, Lifecycle
 from proxy.settings import Settings
 from proxy.shares import Share
 from proxy.speculation.idle_cores import IdleCores
@@ -49,7 +50,6 @@ from proxy.tree.task import Walkers
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver
 from sandboxes.pool.pool import Pool
-from sandboxes.task_owner import TaskOwner
 from snapshots.cache import SnapshotCache
 from snapshots.capture import Capture
 from snapshots.store import SnapshotStore
@@ -67,75 +67,23 @@ _AUDIT_EVERY_S = 1.0
 """Interval at which the auditor checks whether sampled hits wait for it."""
 
 
+IN_FLIGHT_S = 10.0
+"""How long calls that are still in flight may take. Uvicorn has waited 30 s for their responses before.
+
+Most of them have lost their clients by then, and wait for a process that can be detached only now. Halved, calls that
+would soon have ended are cut off on a busy machine; doubled, service managers must allow the proxy so much more.
+"""
+HAND_OVER_S = 60.0
+"""How long a member of a cluster may take to hand over: its sandboxes elsewhere, states, rollouts and lease.
+
+These have limits of their own, 10 s each; this one is for defects.
+"""
 LAST_FREEZES_S = 10.0
 """How long the states of sandboxes that are closed may take to be frozen together. Thousands of files take a second.
 
 The value is an estimate. Halved, a slow disk may lose states at a shutdown; doubled, a service manager may kill the
 proxy first.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class BackgroundWork:
-    """Work that the engine repeats while it is open.
-
-    Attributes:
-        name: Names the work in log lines.
-        every_s: Seconds between the end of one run and the start of the next.
-        work: One run. A failure is logged and counted, and the next run comes as usual.
-    """
-
-    name: str
-    every_s: float
-    work: Callable[[], Awaitable[None]]
-
-
-@dataclass(slots=True)
-class Lifecycle:
-    """How far the engine has come, and what other rooms want done at its stages.
-
-    Attributes:
-        ready: Whether calls can be answered: the engine is open.
-        closing: Set when the engine begins to close. What would never end by itself waits for it.
-        background: Repeated while the engine is open. Rooms append their work before `Engine.open`.
-        at_open: Awaited when the engine has opened, before it answers calls.
-        at_hang_up: Called when the server stops accepting requests; each ends streams that would never end.
-        at_drop: Called with the name of a task before it goes from memory because another proxy may change it.
-        before_close: Awaited first when the engine closes; each ends what a protocol has in flight.
-        start_error: Why the engine could not open, if the reason was foreseen; empty otherwise.
-    """
-
-    ready: bool = False
-    closing: asyncio.Event = field(default_factory=asyncio.Event)
-    background: list[BackgroundWork] = field(default_factory=list)
-    at_open: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    at_hang_up: list[Callable[[], None]] = field(default_factory=list)
-    at_drop: list[Callable[[str], None]] = field(default_factory=list)
-    before_close: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    start_error: str = ""
-    _running: TaskOwner = field(default_factory=TaskOwner)
-
-    def start(self, failed: Callable[[str, Exception], None]) -> None:
-        """Start the background work.
-
-        Args:
-            failed: Called with the name of a work and the error of a run that failed.
-        """
-        for work in self.background:
-            self._running.spawn(work.name, _repeat(work, failed))
-
-    def hang_up(self) -> None:
-        """End what would never end by itself: event streams and terminals. Idempotent."""
-        self.closing.set()
-        for end in self.at_hang_up:
-            end()
-
-    async def stop(self) -> None:
-        """End what protocols have in flight, then the background work."""
-        for close in self.before_close:
-            await close()
-        self._running.cancel()
-        await self._running.wait()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -270,28 +218,48 @@ class Engine:
         )
 
     async def aclose(self) -> None:
-        """Let the calls in flight end, write what is known, and leave no sandbox behind."""
+        """Let the calls in flight end, write what is known, and leave no sandbox behind.
+
+        Each stage has a limit; see `Ending`. An error of one is raised when all of them are over.
+        """
         self.lifecycle.ready = False
         self.lifecycle.hang_up()
+        ending = Ending(self.counts.failure)
+        for close in self.lifecycle.before_close:
+            await ending.stage("protocols", close(), within_s=STAGE_S if self.gate is None else HAND_OVER_S)
+        await ending.stage("background work", self._stop_background())
+        # Processes that can continue in the background do so, so that their calls end.
+        self.executor.flights.detach_all()
+        await ending.stage("calls in flight", self.step.calls.wait(), within_s=IN_FLIGHT_S)
+        # Those that are left are not recorded: the sandbox of a call that is cancelled is closed.
+        self.step.calls.cancel()
+        # Only now: a call that has ended may have started a capture.
+        await ending.stage("snapshots", self.capture.drain())
+        await ending.stage("last states", self._keep_last_states(), within_s=LAST_FREEZES_S + STAGE_S)
+        self.roots.background.cancel()
+        await ending.stage("looks at sources", self.roots.background.wait())
+        await asyncio.gather(
+            *(ending.stage(f"driver {name}", driver.aclose()) for name, driver in self.drivers.items())
+        )
+        if self.traces is not None:
+            await ending.stage("traces", asyncio.to_thread(self.traces.close))
+        self.journal.close()
+        self.store.close()
+        if ending.errors:
+            raise ending.errors[0]
+
+    async def _stop_background(self) -> None:
+        """End what runs for no call."""
         await self.lifecycle.stop()
         await self.audit.aclose()
         await self.speculator.aclose()
         await self.warm.aclose()
-        # Processes that can continue in the background do so, so that their calls end.
-        self.executor.flights.detach_all()
-        await self.step.calls.wait()
-        # Only now: a call that has ended may have started a capture.
-        await self.capture.drain()
+
+    async def _keep_last_states(self) -> None:
+        """Close the idle sandboxes, after freezing the states that are nowhere else."""
+        until = time.monotonic() + LAST_FREEZES_S
         await self.last_ways.close(self.pool.roster.slots, within_s=LAST_FREEZES_S, even_unkept=True)
-        await self.last_ways.drain(within_s=LAST_FREEZES_S)
-        self.roots.background.cancel()
-        await self.roots.background.wait()
-        for driver in self.drivers.values():
-            await driver.aclose()
-        if self.traces is not None:
-            await asyncio.to_thread(self.traces.close)
-        self.journal.close()
-        self.store.close()
+        await self.last_ways.drain(within_s=max(0.0, until - time.monotonic()))
 
     async def _sweep(self) -> None:
         await asyncio.to_thread(self.store.database.checkpoint)
@@ -417,12 +385,3 @@ def build_engine(
         speculator,
         last_ways, gate, share,
     )  # fmt: skip
-
-
-async def _repeat(background: BackgroundWork, failed: Callable[[str, Exception], None]) -> None:
-    while True:
-        await asyncio.sleep(background.every_s)
-        try:
-            await background.work()
-        except Exception as error:  # noqa: BLE001 - a background task ends here; the next round may do better
-            failed(background.name, error)

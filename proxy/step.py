@@ -74,7 +74,8 @@ class Stepper:
     ) -> Answer | None:
         """Answer a call as `run` does, but do not `detach`. None: no new output, no new state, so no record."""
         self.order.arrive(rollout)
-        answering = self.calls.spawn("call", self._answer(rollout, call, key, listener, commutes), awaited=True)
+        answer = self._answer(rollout, call, key, listener, commutes)
+        answering = self.calls.spawn(f"call of {rollout.task}/{rollout.name}", answer, awaited=True)
         # If the caller is cancelled, the execution continues, and its result is recorded.
         return await asyncio.shield(answering)
 

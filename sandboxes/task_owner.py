@@ -28,6 +28,24 @@ def start(coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyn
     return asyncio.create_task(coroutine, name=name)
 
 
+def waiting() -> list[str]:
+    """Return the name of each other task of the running event loop, and the lines at which it waits."""
+    return [
+        f"{task.get_name()}: {waits_at(task)}" for task in asyncio.all_tasks() if task is not asyncio.current_task()
+    ]
+
+
+def waits_at(task: asyncio.Task[Any]) -> str:
+    """Return the lines at which the coroutines of a task wait, the outermost first, up to an asynchronous generator."""
+    # `Task.get_stack` has the outermost coroutine only.
+    coroutine: Any = task.get_coro()
+    lines = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        coroutine = coroutine.cr_await
+    return " > ".join(lines)
+
+
 class TaskOwner:
     """Owns the background tasks of one object, from `spawn` until they end."""
 

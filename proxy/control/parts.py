@@ -12,7 +12,8 @@ from proxy.control.scratch_forks import ScratchForks
 from proxy.control.subtree_totals import SubtreeTotals
 from proxy.control.task_totals import TaskTotals, task_totals
 from proxy.control.tree_reader import Reader
-from proxy.engine import BackgroundWork, Engine
+from proxy.engine import Engine
+from proxy.lifecycle import BackgroundWork
 from proxy.tree.rollout import Rollout
 
 _ACTIVITY_EVERY_S = 1.0

@@ -32,9 +32,14 @@ _IMPORT_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class SourceWatch:
-    """An inotify instance that remembers whether anything has happened. Without one, something always may have."""
+    """An inotify instance that remembers whether anything has happened. Without one, something always may have.
+
+    The event loop and threads use it. The lock keeps one of them from closing the descriptor while another reads it, or
+    closes it too: the number may be another file's by then.
+    """
 
     def __init__(self, *, wanted: bool = True) -> None:
+        self._lock = threading.Lock()
         try:
             self.fd = kernel.inotify() if wanted else -1
         # The user's limit of instances (128 by default) is used up.
@@ -54,18 +59,23 @@ class SourceWatch:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing has happened since the watch was armed. 1 us."""
-        if self.fd < 0:
+        with self._lock:
+            if self.fd < 0:
+                return False
+            try:
+                os.read(self.fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            # Once something has happened, the watch is of no more use; closing it frees the kernel's memory.
+            self._close()
             return False
-        try:
-            os.read(self.fd, 1 << 16)
-        except BlockingIOError:
-            return True
-        # Once something has happened, the watch is of no more use; closing it frees the kernel's memory.
-        self.close()
-        return False
 
     def close(self) -> None:
         """End the watch. Idempotent."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

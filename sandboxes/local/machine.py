@@ -142,8 +142,9 @@ class Machine:
         if self._restocking is not None:
             # Without a launcher it ends at once, perhaps with one more spare.
             await asyncio.wait([self._restocking])
-        await asyncio.gather(*(self._throw_away(spare) for spare in self._spares))
-        self._spares.clear()
+        # Taken out first: a sandbox that is started even now must not end a spare a second time.
+        spares, self._spares = self._spares, deque()
+        await asyncio.gather(*map(self._throw_away, spares))
         await self.launcher.close()
         await self.egress.close()
         await self.background.wait()

@@ -1,7 +1,6 @@
 """A whole proxy on a real socket, over real sandboxes: what an agent's client meets."""
 
 import asyncio
-import io
 import socket
 import sqlite3
 import tempfile
@@ -16,11 +15,13 @@ import httpx
 
 from proxy.app import build
 from proxy.engine import Engine
+from proxy.lifecycle import UNFINISHED
 from proxy.server import server
 from proxy.settings import Settings
 from sandboxes.driver import Driver
 from sandboxes.linux.files import remove_tree
 from sandboxes.sqlite.driver import SqliteDriver
+from sandboxes.task_owner import waits_at
 from tests.proxy.rig import KEEPS_ALL
 from tests.sandboxes.box import local_driver
 from tests.sandboxes.docker import container_driver
@@ -66,11 +67,8 @@ class Proxy:
 
 def _waits() -> str:
     """Return where each task of all event loops of this process waits."""
-    text = io.StringIO()
     # `asyncio.all_tasks` has those of one loop, which only its own thread knows.
-    for waiting in list(getattr(asyncio.tasks, "_all_tasks", ())):
-        waiting.print_stack(file=text)
-    return text.getvalue()
+    return "\n".join(f"{task.get_name()}: {waits_at(task)}" for task in list(getattr(asyncio.tasks, "_all_tasks", ())))
 
 
 @contextmanager
@@ -117,5 +115,7 @@ def real_proxy(
         thread.join(_STOP_S)
         listener.close()
         assert not thread.is_alive(), f"the proxy does not stop. It waits for:\n{_waits()}"
+        # Its log, which has the stage that was cut off and what that waited for, is beside the failure.
+        assert not made or not made[0][0].engine.counts.failures[UNFINISHED], "a part of the proxy did not stop"
         if kept is None:
             remove_tree(folder)

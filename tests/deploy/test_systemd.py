@@ -31,7 +31,7 @@ def test_unit_is_valid(tmp_path: Path) -> None:
 
 
 def test_unit_stops_later_than_the_proxy() -> None:
-    """The proxy needs 40 s at most: 30 s for calls in flight, 10 s for freezes."""
+    """It needs 50 s even if calls do not end: 30 s for their responses, 10 s for themselves, 10 s for freezes."""
     match = re.search(r"^TimeoutStopSec=(\d+)$", UNIT.read_text(), re.MULTILINE)
     assert match is not None
-    assert int(match[1]) >= 50
+    assert int(match[1]) >= 60

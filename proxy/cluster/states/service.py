@@ -11,7 +11,8 @@ from proxy.cluster.states.objects import ObjectStore, ObjectStoreError
 from proxy.cluster.states.sending import Sender
 from proxy.cluster.states.sweeping import Sweeper
 from proxy.cluster.states.task_states import TaskStates
-from proxy.engine import BackgroundWork, Engine
+from proxy.engine import Engine
+from proxy.lifecycle import BackgroundWork
 from snapshots.capture import StateTree
 
 if TYPE_CHECKING:

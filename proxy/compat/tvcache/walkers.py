@@ -9,7 +9,8 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from proxy.engine import BackgroundWork, Engine
+from proxy.engine import Engine
+from proxy.lifecycle import BackgroundWork
 from proxy.tree.labels import Labels
 from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task

@@ -1,6 +1,7 @@
 """A directory that a spec names is walked once; afterwards the kernel says whether it has changed."""
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from sandboxes.host import source_watch
 from sandboxes.host.source_digest import SourceDigests
-from sandboxes.host.source_walk import directory_digest
+from sandboxes.host.source_walk import MODIFY, directory_digest
 from sandboxes.host.source_watch import SourceWatch
 from sandboxes.sources import SourceRules
 
@@ -129,3 +130,30 @@ def test_a_lost_watch_says_that_something_may_have_changed(base: Path) -> None:
     (base / "new").touch()
     # A change stays a change.
     assert [full.is_quiet, full.is_quiet] == [False, False]
+
+
+def test_a_watch_is_not_closed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread ends the watch while the event loop reads it. The descriptor's number could be another file's then."""
+    watch, order, closed = SourceWatch(), list[str](), threading.Event()
+    watch.add(str(tmp_path), MODIFY)
+    read, close = os.read, os.close
+    closing = threading.Thread(target=watch.close)
+
+    def read_slowly(fd: int, count: int) -> bytes:
+        closing.start()
+        # Without a lock, the thread closes it now.
+        closed.wait(0.2)
+        order.append("read")
+        return read(fd, count)
+
+    def note(fd: int) -> None:
+        close(fd)
+        order.append("closed")
+        closed.set()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "read", read_slowly)
+        patched.setattr(os, "close", note)
+        assert watch.is_quiet
+        closing.join()
+    assert order == ["read", "closed"]

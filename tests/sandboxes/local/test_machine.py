@@ -10,6 +10,7 @@ import pytest
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
 from sandboxes.local.driver import LocalDriver
+from sandboxes.local.machine import ended
 from sandboxes.local.spare_demand import LEAST, SpareDemand
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import opened, run
@@ -58,6 +59,28 @@ def test_a_first_call_goes_before_the_next_spare(data_dir: Path, monkeypatch: py
             for _ in range(LEAST - 1):
                 await driver.start(SPEC)
             await until(lambda: len(machine._spares) >= LEAST)
+
+    asyncio.run(go())
+
+
+def test_a_spare_is_ended_once(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox is started while the machine closes. A descriptor that is closed twice may be another file's."""
+    ending: list[int] = []
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            machine = driver.machine
+
+            async def start_meanwhile(process: int) -> None:
+                ending.append(process)
+                with pytest.raises(SandboxError, match="not open"):
+                    await machine.spare()
+                await ended(process)
+
+            monkeypatch.setattr("sandboxes.local.machine.ended", start_meanwhile)
+            await machine.close()
+            assert len(ending) == len(set(ending)) >= LEAST
 
     asyncio.run(go())
 
