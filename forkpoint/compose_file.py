@@ -52,7 +52,7 @@ def spec_of(file: Any, image: str | None) -> dict[str, Any]:
 
 def _check(name: str, service: Any, known: frozenset[str]) -> None:
     if not isinstance(service, dict):
-        raise ComposeFileError(f"Service {name!r} is no mapping.")
+        raise ComposeFileError(f"Service {name!r} is not a mapping.")
     if unknown := sorted(service.keys() - known - _IGNORED):
         raise ComposeFileError(
             f"Service {name!r} has {unknown[0]!r}, which services of a sandbox do not have. Write a "

@@ -191,7 +191,7 @@ def _inherit(descriptor: int) -> socket.socket:
         listener = socket.socket(fileno=descriptor)
         listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
-        raise StartError(f"--fd {descriptor} is no socket: {os.strerror(error.errno or 0)}.") from error
+        raise StartError(f"--fd {descriptor} is not a socket: {os.strerror(error.errno or 0)}.") from error
     if not listens:
         raise StartError(f"--fd {descriptor} is a socket that does not listen.")
     # Like every socket of the proxy, it is not passed on to a sandbox.

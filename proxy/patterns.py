@@ -50,10 +50,10 @@ def bytes_pattern(pattern: str) -> BytesPattern:
     except re2.error as error:
         reason = error.args[0].decode(errors="replace") if error.args else "it cannot be compiled"
         raise PatternError(
-            f"{pattern[:80]!r} is no pattern of RE2: {reason}. RE2 has no look-around and no back-references."
+            f"{pattern[:80]!r} is not a pattern of RE2: {reason}. RE2 has no look-around and no back-references."
         ) from None
     except UnicodeEncodeError:
-        raise PatternError(f"{pattern[:80]!r} is no text") from None
+        raise PatternError(f"{pattern[:80]!r} is not text") from None
     if compiled.programsize > MAX_STEPS:
         raise PatternError(
             f"{pattern[:80]!r} is too large: it has {compiled.programsize} steps of {MAX_STEPS}. Repeat less, as in x+."

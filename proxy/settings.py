@@ -219,7 +219,7 @@ class Settings(BaseSettings):
     def _are_sources(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
         for entry in sources:
             if malformed_source(entry):
-                raise ValueError(f"{entry!r} is no source: use an absolute path, a URL without a query, or env:NAME")
+                raise ValueError(f"{entry!r} is not a source: use an absolute path, a URL without a query, or env:NAME")
         return sources
 
     @property

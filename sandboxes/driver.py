@@ -56,7 +56,7 @@ class Sandbox(Protocol):
     async def execute(self, call: ToolCall) -> Execution:
         """Run a call and detect what it changed.
 
-        A call that is cancelled kills the sandbox, because nobody knows how far it came.
+        A call that is cancelled kills the sandbox, because it is unknown how far it came.
 
         Args:
             call: A call of an endpoint that this driver supports.
@@ -157,7 +157,7 @@ class Metered(Protocol):
 
     @property
     def cpu_s(self) -> float | None:
-        """The seconds of CPU time that its processes have used since its start; None if nobody counts them. 20 µs."""
+        """The seconds of CPU time that its processes have used since its start; None if they are not counted. 20 µs."""
         ...
 
     def set_background(self, *, background: bool) -> bool:

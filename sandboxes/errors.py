@@ -21,7 +21,7 @@ class ServerError(SandboxError):
 class LeftRunningError(SandboxError):
     """A call has left processes running on another machine, where they cannot be saved.
 
-    The sandbox is dead, and nobody has seen the result. The call is to run again on this machine.
+    The sandbox is dead, and no client has seen the result. The call is to run again on this machine.
     """
 
 

@@ -282,7 +282,7 @@ def check_services(services: Mapping[str, Service], volumes: Mapping[str, Mappin
 
 def _check_service(name: str, service: Service, services: Mapping[str, Service]) -> None:
     if unknown := sorted(set(service.depends_on) - services.keys()):
-        raise ValueError(f"service {name!r} depends on {unknown[0]!r}, which is no service")
+        raise ValueError(f"service {name!r} depends on {unknown[0]!r}, which is not a service")
     for line in (service.entrypoint, service.command):
         # Unclosed quotations are reported with the spec, not with the first start.
         words(line or "")
@@ -300,7 +300,7 @@ def _check_volumes(services: Mapping[str, Service], volumes: Mapping[str, Mappin
             )
         for user, path in users.items():
             if user != MAIN and user not in services:
-                raise ValueError(f"volume {volume!r} names {user!r}, which is no service")
+                raise ValueError(f"volume {volume!r} names {user!r}, which is not a service")
             if {".", ".."} & set(path.split("/")):
                 raise ValueError(f"the path {path!r} of volume {volume!r} has '.' or '..'. Write it without.")
             if (user, path) in places:

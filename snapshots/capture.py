@@ -96,7 +96,7 @@ class Capture(Generic[N]):
             NotFreezableError: The driver cannot freeze the state; the node remembers why, and the sandbox is idle.
             SandboxError, OSError: The sandbox failed, and is closed.
         """
-        # The state machine knows no freeze of an idle sandbox, so even a person's request leases first.
+        # Only a leased sandbox may be frozen (`sandboxes.pool.lifecycle`), so a person's request leases it first too.
         self._pool.begin_freeze(slot)
         async with self._pool.freezing(slot) as sandbox:
             refusal = await self._freeze(sandbox, tree, node)

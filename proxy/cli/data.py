@@ -79,7 +79,7 @@ def html(
     answer_bytes: Annotated[int, typer.Option(help="Longest answer in bytes; longer ones are cut.", min=0)] = 65536,
     json: JsonOption = False,
 ) -> None:
-    """Write a rollout or a tree as one HTML file without scripts, to read it elsewhere or to send it to somebody."""
+    """Write a rollout or a tree as one HTML file without scripts, to read it elsewhere or to send it to others."""
     from proxy.cli.rendering.replay_page import rollout_page, tree_page
 
     query = {**given(rollout=rollout, answer_bytes=answer_bytes), "label": label or []}

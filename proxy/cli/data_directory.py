@@ -63,7 +63,7 @@ def restore(
     if restored.lost_rollouts:
         typer.echo(
             f"{restored.lost_rollouts:,} rollouts ran when the backup was made: their agents may know later answers, "
-            "so their calls are refused. Begin them anew."
+            "so their calls are refused. Begin these rollouts again."
         )
 
 

@@ -153,7 +153,7 @@ def serve(
     if settings.data.exists() and not settings.data.is_dir():
         fail(f"--data must name a directory, and {settings.data} is a file.")
     for unknown, meant in unknown_variables(os.environ):
-        typer.echo(f"{unknown} is no setting and is ignored.{meant and f' Did you mean {meant}?'}", err=True)
+        typer.echo(f"{unknown} is not a setting and is ignored.{meant and f' Did you mean {meant}?'}", err=True)
     # Only the local driver needs these checks; the container driver checks Docker itself when it opens.
     requirements = check(settings.data, checkpoints=settings.checkpoints) if "local" in settings.drivers else []
     if not _met(requirements):
@@ -267,7 +267,7 @@ def _settings(config: Path | None, **options: object) -> "Settings":
     from proxy.settings import Settings
 
     if config is not None and not config.is_file():
-        fail(f"--config names {config}, which is no file. Write the settings there, or leave the option out.")
+        fail(f"--config names {config}, which is not a file. Write the settings there, or leave the option out.")
     try:
         return Settings.load(config, **options)
     except ValidationError as error:
@@ -296,7 +296,7 @@ def _fault(fault: "ErrorDetails", config: Path | None, options: Mapping[str, obj
         source = str(config)
     if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
         meant = "".join(f" Did you mean {known}?" for known in get_close_matches(name, Settings.model_fields, n=1))
-        return f"{source} has the key {name}, which is no setting.{meant}"
+        return f"{source} has the key {name}, which is not a setting.{meant}"
     inner = "".join(f".{part}" for part in fault["loc"][1:])
     value = "" if name == "token" else f", not {fault['input']!r}"
     return f"The setting {name}{inner} in {source} is invalid: {fault['msg'].removeprefix('Value error, ')}{value}."

@@ -80,7 +80,9 @@ def cluster(
     if json:
         print_json(answer)
     else:
-        typer.echo(f"{answer['handed']} tasks were handed over, {answer['kept']} were not. {node} takes none over now.")
+        typer.echo(
+            f"{answer['handed']} tasks were handed over, {answer['kept']} were not. {node} accepts no more tasks."
+        )
     if answer["kept"]:
         raise typer.Exit(1)
 

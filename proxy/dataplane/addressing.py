@@ -1,4 +1,4 @@
-"""Who sends a request, and which endpoint it is for: addresses and dialects, remembered between requests.
+"""Which rollout sends a request, and which endpoint it is for: addresses and dialects, remembered between requests.
 
 A rollout sends every call to the same URL under the same host name, and all rollouts of a task share its dialects.
 So parsing and checking happen once per URL, per host name and per endpoint; a hit reads only these memories.

@@ -143,7 +143,7 @@ class ConnectionLimits:
             self._warned_at_s = now_s
             log.warning(
                 "all connections are in use: idle ones are closed. Raise max_connections or the limit of open files, "
-                "or find out who opens so many",
+                "or find out which client opens so many",
                 connections=len(self._live),
             )
         # First those that never completed a request.

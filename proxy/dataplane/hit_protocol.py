@@ -54,7 +54,7 @@ MAX_HELD_BYTES = 64 << 10
 
 
 class _State(Enum):
-    """Who has the connection; see the module."""
+    """Which part has the connection; see the module."""
 
     READING = 0
     SERVED = 1
@@ -255,7 +255,7 @@ class HitFirst(asyncio.Protocol):
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _read(self, data: bytes) -> None:
-        """Read the last of the held bytes, and decide who answers once there is enough to decide on."""
+        """Read the last of the held bytes, and decide which part answers once there is enough to decide on."""
         reader = self._reader
         # After an upgrade the parser takes no more bytes; what follows its head only collects in the held bytes.
         if self._body_at is None and not self._parse(data):

@@ -140,7 +140,7 @@ class UvicornEnd:
         """Give uvicorn the connection and what has come on it; return whether it has begun to handle a request.
 
         Args:
-            held: The bytes that nobody has answered.
+            held: The bytes of requests that have no answer yet.
             is_writable: Whether the client reads what is written.
         """
         if self._protocol is None:

@@ -66,7 +66,7 @@ class Executor:
         self._keep_answer, self.read_answer, self._gate = keep_answer, read_answer, gate
         self.flights, self.timings = SingleFlight(), Timings()
         self.renew: Callable[[Rollout], Awaitable[bool]] | None = None
-        self._nobodys = itertools.count(-1, -1)
+        self._stand_ins = itertools.count(-1, -1)
 
     def is_readable(self, tree: Tree, record: Record) -> bool:
         """Return whether a record's answer can be read; a damaged one answers no call any more.
@@ -85,7 +85,7 @@ class Executor:
         """Return the record of a call of a rollout that has its turn, and how it was obtained; None if it has none."""
         record, outcome = rollout.node.records.get(key), Outcome.HIT
         if record is None and rollout.cached:
-            # It holds for this rollout at this call alone: an attempt that ended before its step was taken.
+            # A record for this rollout and this call alone: an attempt that ended before its step was taken.
             record, outcome = rollout.node.records.get(private_key(key, rollout.id, rollout.calls)), Outcome.BYPASS
         if self._gate is not None and record is not None:
             await self._gate.logged(rollout, record)
@@ -182,10 +182,10 @@ class Executor:
             SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
         """
         # Numbers of rollouts are positive, so a negative one takes no rollout's place.
-        nobody = Rollout(next(self._nobodys), "", "", tree, node)
+        stand_in = Rollout(next(self._stand_ins), "", "", tree, node)
         if self.flights.has(node, key) or key in node.records:
             raise NotRecordedError
-        with self.flights.join(nobody, node, key) as flight:
+        with self.flights.join(stand_in, node, key) as flight:
             flight.at_join = at_join
             async with flight.turn(), self._restorer.lease_ahead(tree, node) as slot:
                 assert slot.sandbox is not None
@@ -198,7 +198,7 @@ class Executor:
                 known = key in node.quarantined or key in node.records or node.detached
                 if known or not shareable or (execution.effect and execution.state is None):
                     raise NotRecordedError
-                record = self._record(nobody, node, call, key, execution, 0.0, packed, current=current)
+                record = self._record(stand_in, node, call, key, execution, 0.0, packed, current=current)
                 self._restorer.moved(slot, record.target)
                 return record
 

@@ -1,9 +1,9 @@
 """Last ways: a state that may exist only in an idle sandbox is frozen before this sandbox is closed.
 
-Most states get no snapshot, because a replay is cheap. But a replay that nobody has tried may reach another state, as
-with a random number. While the sandbox lives, nothing is lost. So before it is closed for being idle, for room, on
-request or at the end of the proxy, its state is frozen. States are left out that no rollout needs, or that a replay has
-reached.
+Most states get no snapshot, because a replay is cheap. But a replay that was never tried may reach another state,
+for example after a command that drew a random number. While the sandbox lives, nothing is lost. A sandbox may be closed
+because it is idle, because room is needed, on request, or because the proxy stops. Its state is frozen before that,
+unless no rollout needs it or a replay has reached it.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Replay: run the recorded calls that lead from a sandbox's node to another one, and check what they do.
 
-Nothing is believed unseen. After each call the sandbox is compared with the record (`divergence`). If it differs, the
-replay was too fast, or it missed the state and is tried once more, or it has diverged. In each case the sandbox is
+No state is trusted unchecked. After each call the sandbox is compared with the record (`divergence`). If it differs,
+the replay was too fast, or it missed the state and is tried once more, or it has diverged. In each case the sandbox is
 closed: its state is unknown. A call whose replay did reach its state is no longer doubtful.
 """
 
@@ -83,7 +83,7 @@ class Replayer:
         try:
             return await self._replay_all(slot, plan, tree, timing, missed, proven, patient=patient)
         finally:
-            # Also those before a call that diverged: they did reach their states.
+            # The calls before one that diverged are proven too: they did reach their states.
             if proven:
                 self._records.save_proven(proven)
 
@@ -122,13 +122,13 @@ class Replayer:
             if reason:
                 self._mark_divergence(record, reason)
                 return ReplayResult.DIVERGED
-            # Seen to repeat once: later plans no longer count the risk.
+            # The call has repeated once, so later plans no longer count the risk.
             record.doubtful = False
             if not record.proven and time.time() - record.recorded_at >= PROOF_AGE_S:
                 record.proven = True
                 proven.append(record)
-            # Moved after each call and not at the end: a failure in between leaves the slot where its sandbox
-            # really was.
+            # After each call and not at the end, so that a failure in between leaves the slot at the node where its
+            # sandbox really was.
             self._pool.roster.move(slot, record.target)
         return ReplayResult.REACHED
 
@@ -136,8 +136,7 @@ class Replayer:
         """Run one recorded call; return how it differs from its record, or an empty string."""
         assert slot.sandbox is not None
         if patient:
-            # Rested before the call: the gap lies between the calls, and processes of the last one are still
-            # starting in it.
+            # Before the call: processes of the previous call were still starting in the gap between the two.
             await rest(slot.sandbox, gap_s(record))
         start = time.perf_counter()
         # Read from the store: calls may carry uploads of megabytes, so the tree holds only their numbers.

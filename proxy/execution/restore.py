@@ -4,11 +4,11 @@
 machine, or because no way is left. In the last case the node, and what can only be reached through it, is set aside, so
 that no other rollout is led there.
 
-A snapshot that cannot be restored blocks nobody, whatever its driver. The next snapshot above it is tried, and after
-that no snapshot any more, but a fresh sandbox and a replay from the root. If the replay reaches the state, a new
-snapshot of it replaces the old one. If no replay reaches it, the snapshot is the only way. Then its rollouts
-get an error of the machine for a while (`snapshots.failures.HOPELESS_S`). After that the state counts as lost, if a
-fresh sandbox shows that the machine works.
+A snapshot that cannot be restored blocks no rollout, whatever its driver. The next snapshot above it is tried, and
+after that no snapshot any more, but a fresh sandbox and a replay from the root. If the replay reaches the state, a new
+snapshot of it replaces the old one. If no replay reaches it, the snapshot is the only way. Then its rollouts get an
+error of the machine for a while (`snapshots.failures.HOPELESS_S`). After that the state counts as lost, if a fresh
+sandbox shows that the machine works.
 
 Which sandboxes may a rollout take? Its own, and any sandbox whose state can be had again: the node is the root or has a
 snapshot. A state that exists in one sandbox only is left to the rollout that made it; taking it would make that node

@@ -117,7 +117,7 @@ class Rollouts:
             self._gate.noted(rollout, protocol, value)
 
     async def finish(self, rollout: Rollout) -> None:
-        """End a rollout. Its name is free again, and other rollouts may use its sandbox if their records may."""
+        """End a rollout. Its name is free again. Other rollouts may use its sandbox, unless it shares nothing."""
         # Set before anything awaits: a call that waits for its turn sees it and gives up (`Stepper._answer`).
         rollout.finished = True
         self._store.rollouts.finish(rollout.id)
@@ -213,7 +213,7 @@ class Rollouts:
                 except DamagedError as error:
                     rollout, why = None, str(error)
             if rollout is None:
-                # It never begins again in silence: its agent believes in a state that this proxy cannot name.
+                # It does not begin again without an error: its agent relies on a state that this proxy does not know.
                 why = why or f"its state n{row['node']} was forgotten, or is damaged in the store"
                 self._lost[task.name, row["name"]] = row["id"], why
                 self._store.rollouts.lose({row["id"]}, why)
@@ -222,7 +222,7 @@ class Rollouts:
             rollout.run = json.loads(row["labels"]).get(RUN, "")
             rollout.arrived_at = time.monotonic()
             if self._gate is not None:
-                # What it was answered while another member owned the task is not known here.
+                # Which observations another member answered, while it owned the task, is not known here.
                 rollout.note_all_polled()
             rollout.begin(rollout.arrived_at)
             self._add(task, rollout)
@@ -239,7 +239,7 @@ class Rollouts:
         if rollout.node.state is not None:
             return set()
         here = {record.id: record.key for record in rollout.node.records.values() if record.observation}
-        # One more than could be here, so that the first call elsewhere ends the run.
+        # One more than there are observations here: the first call made elsewhere ends the search.
         latest = self._store.rollouts.latest_records(rollout.id, len(here) + 1)
         return {here[number] for number in takewhile(here.__contains__, latest)}
 

@@ -90,7 +90,8 @@ class _Look:
 class RootChanges:
     """Knows which trees are *current*: their root state is what their spec means now.
 
-    New rollouts begin in current trees only. A rollout in another tree goes on, and nobody shares what it does there.
+    New rollouts begin in current trees only. A rollout in another tree continues there, and no other rollout shares
+    its calls.
 
     Attributes:
         background: The looks at sources that are under way.

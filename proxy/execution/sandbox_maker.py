@@ -1,7 +1,6 @@
 """Sandboxes that did not exist before: a fresh one at the root of a tree, or one that is restored from a snapshot.
 
-Both are leased to whoever needs them. A restored sandbox may run on another machine, if it is a rollout's and this
-machine has no room.
+Both are leased at once. If a rollout needs a restored sandbox and this machine has no room, it may run on another one.
 """
 
 import time
@@ -132,7 +131,7 @@ class SandboxMaker:
         # Warm forks must not make room by closing sandboxes, so they have a door of their own.
         if owner is None or owner == Owner.AHEAD:
             return await self._pool.start_warm(make, node)
-        # What is no rollout's may be looked into, or proves something about this machine.
+        # Other leases stay here: people look into some of them, and others prove that this machine works.
         may_go = self.elsewhere is not None and node.snapshot is not None and is_rollout(owner)
         # Processes that are left running can be saved on this machine only.
         may_go = may_go and (tree.spec.driver in SQL_DRIVERS or not tree.has_live_states)

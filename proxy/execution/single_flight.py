@@ -36,7 +36,7 @@ class Flight:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for the call to be this rollout's to execute, for the length of the block."""
+        """Wait until it is this rollout's turn to execute the call. The turn lasts for the block."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.lock)
             if self.apart:

@@ -61,7 +61,7 @@ class SnapshotValue:
 
     def worth_freezing(self, node: Node, tree: Tree) -> bool:
         """Return whether a snapshot of the node is worth what taking it costs."""
-        # Cheap answers first: most nodes end here.
+        # Cheap tests first: they decide for most nodes.
         if tree.spec.cache == "never" or node.snapshot is not None or node.detached or node.unfreezable:
             return False
         if not node.weighed:
@@ -71,7 +71,7 @@ class SnapshotValue:
         kind, driver = kind_of(node), tree.spec.driver
         if not self._cache.accepts(kind):
             return False
-        # The freeze itself is the price; the bytes are the budget's business (`SnapshotCache.fit`).
+        # The freeze itself is the price; the bytes are limited by the budget (`SnapshotCache.fit`).
         costs = self._cache.costs[driver]
         cost_s = costs.of(kind).freeze.seconds
         # A checkpoint stops live processes for a while, so it is never cheap.

@@ -22,7 +22,7 @@ class Answer:
 
 
 class StepNotes:
-    """Passes each step on to all who follow the rollouts.
+    """Passes each step on: to the counters, the warm forks, the traces, and the calls that are made ahead.
 
     Attributes:
         times: When the calls of the latest rollouts were answered.

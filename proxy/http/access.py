@@ -174,7 +174,7 @@ def _digest(number: int, text: str) -> bytes:
     if text.startswith(_DIGEST):
         digest = text.removeprefix(_DIGEST)
         if _HEX_DIGEST.fullmatch(digest) is None:
-            raise AccessError(f"token {number} is no digest: write sha256: and 64 hexadecimal digits")
+            raise AccessError(f"token {number} is not a digest: write sha256: and 64 hexadecimal digits")
         return bytes.fromhex(digest)
     if _TOKEN.fullmatch(text) is None:
         raise AccessError(

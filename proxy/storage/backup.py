@@ -129,7 +129,7 @@ def _copy(file: Path, draft: Path) -> None:
         with closing(sqlite3.connect(read_only(file), uri=True)) as source:
             copy_database(source, draft)
     except sqlite3.Error as error:
-        raise StoreError(f"{file} is no backup of Forkpoint: {error}.") from error
+        raise StoreError(f"{file} is not a backup of Forkpoint: {error}.") from error
 
 
 def _check(file: Path, draft: Path, count_states: Callable[[StoreDatabase], int] | None) -> RestoredBackup:

@@ -103,7 +103,7 @@ class RolloutStore:
     def unused(self, since: float) -> list[tuple[int, str, str, int]]:
         """Return number, task, name and calls of running rollouts whose last call is older. Fold the journal before.
 
-        Rollouts whose position is lost are not among them: their agents get an error until somebody ends them.
+        Rollouts whose position is lost are not among them: their agents get an error until the rollouts are ended.
 
         Args:
             since: Seconds since 1970.

@@ -122,7 +122,7 @@ def _next(file: BinaryIO, number: int) -> tuple[Part, bytes]:
     kind, _, rest = name.partition("/")
     position, _, digest = rest.partition("-")
     if kind not in _KINDS or position != f"{number:08d}" or (number == 0) != (kind == "manifest"):
-        raise BundleError(f"{_shown(name)} cannot be part {number}: this is no Forkpoint export.")
+        raise BundleError(f"{_shown(name)} cannot be part {number}: this is not a Forkpoint export.")
     padded = size + -size % BLOCK
     stored = file.read(padded)
     if len(stored) < padded:
@@ -139,19 +139,23 @@ def _next(file: BinaryIO, number: int) -> tuple[Part, bytes]:
 def _parse_header(header: bytes, number: int) -> tuple[str, int]:
     """Return the name and the size in bytes that a header states."""
     if len(header) < BLOCK:
-        raise BundleError(f"the file is cut off before part {number}, or is no Forkpoint export.")
+        raise BundleError(f"the file is cut off before part {number}, or is not a Forkpoint export.")
     if header == bytes(BLOCK):
         raise BundleError(f"the file ends before part {number}, without its seal. Copy or export it again.")
     name = header[:100].rstrip(b"\0").decode("latin-1")
     try:
         size = int(header[124:135], 8)
     except ValueError:
-        raise BundleError(f"the header of part {number} ({_shown(name)}) is damaged, or this is no export.") from None
+        raise BundleError(
+            f"the header of part {number} ({_shown(name)}) is damaged, or this is not an export."
+        ) from None
     if size > MAX_PART_BYTES:
         raise BundleError(f"part {number} ({_shown(name)}) has more than {MAX_PART_BYTES} bytes: no export has such.")
     # Comparing with the header that the writer makes checks every other field, too.
     if not name.isascii() or _header(name, size) != header:
-        raise BundleError(f"the header of part {number} ({_shown(name)}) is damaged, or this is no Forkpoint export.")
+        raise BundleError(
+            f"the header of part {number} ({_shown(name)}) is damaged, or this is not a Forkpoint export."
+        )
     return name, size
 
 

@@ -113,7 +113,7 @@ def manifest_of(part: Part) -> BundleManifest:
             raise BundleError(f"its format is {fields.get('format')!r}, this Forkpoint reads {FORMAT}.")
         manifest = BundleManifest.model_validate(fields)
     except (orjson.JSONDecodeError, ValidationError) as error:
-        raise BundleError(f"part {part.name} is no manifest: {_first_fault(error)}.") from error
+        raise BundleError(f"part {part.name} is not a manifest: {_first_fault(error)}.") from error
     if manifest.key_version != KEY_VERSION:
         raise BundleError(
             f"its calls have keys of version {manifest.key_version}, this Forkpoint makes {KEY_VERSION}: none would hit"

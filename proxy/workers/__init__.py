@@ -1,4 +1,4 @@
-"""Several worker processes behind one port: each has a share of the tasks, and a connection goes to who has its task.
+"""Several worker processes behind one port: each has a share of the tasks, and its connections go there.
 
 Process: the proxy's workers; `supervisor` runs in their parent.
 May import: proxy, proxy.audit, proxy.http, proxy.storage, sandboxes, sandboxes.ipc, sandboxes.linux.

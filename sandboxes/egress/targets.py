@@ -78,7 +78,7 @@ def target_of(method: str, target: str, hosts: Sequence[str]) -> Target:
             raise RefusedError(405, f"only GET and HEAD are allowed, not {method[:20]}")
         parts = _URL.fullmatch(target)
         if parts is None:
-            raise RefusedError(400, "the target is no absolute http:// URL without user and fragment")
+            raise RefusedError(400, "the target is not an absolute http:// URL without user and fragment")
         destination, usual_port = Target(*_authority(parts[1], HTTP_PORT), parts[2] or "/"), HTTP_PORT
     if not any(allows(entry, destination.host, destination.port, usual_port) for entry in hosts):
         raise RefusedError(403, f"the task does not allow {destination.host}:{destination.port}")

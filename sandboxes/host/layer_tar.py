@@ -6,8 +6,8 @@
 Owners are numbers. Whiteouts are character devices 0/0. Paths that share a file are hard links to the first of them.
 Modification times in ns and extended attributes in base64 are pax headers of our own.
 
-Unpacking trusts no member: it checks name, order, kind, size and attributes before it writes (`_Unpacker`). A member's
-directory must have come before it as a directory, so no member can be written through a link.
+Unpacking trusts no member: it checks name, order, kind, size and attributes before it writes (`_LayerWriter`). A
+member's directory must have come before it as a directory, so no member can be written through a link.
 """
 
 import base64
@@ -263,8 +263,8 @@ def unpack(data: BinaryIO, target: Path, form: TarForm, *, link: bool = True) ->
             tarfile.open(fileobj=cast("Any", stream), mode="r:", encoding="utf-8", errors="surrogateescape") as archive,
         ):
             head = _head_of(stream, archive.next(), form)
-            writer = _Unpacker(target, form, stream, link=link)
-            # One member at a time, in the order of the archive: `_Unpacker` relies on directories before their entries.
+            writer = _LayerWriter(target, form, stream, link=link)
+            # One member at a time, in the archive's order: `_LayerWriter` relies on directories before their entries.
             while (member := archive.next()) is not None:
                 writer.add(member)
                 # tarfile keeps every member; a million of them would take a gigabyte.
@@ -276,7 +276,7 @@ def unpack(data: BinaryIO, target: Path, form: TarForm, *, link: bool = True) ->
         # NotPortableError may be one of the listed kinds, and has its own text already.
         if isinstance(error, NotPortableError):
             raise
-        raise NotPortableError(f"it is no tar of a layer: {error}") from error
+        raise NotPortableError(f"it is not a tar of a layer: {error}") from error
 
 
 def _head_of(stream: TarStream, member: tarfile.TarInfo | None, form: TarForm) -> bytes:
@@ -286,7 +286,7 @@ def _head_of(stream: TarStream, member: tarfile.TarInfo | None, form: TarForm) -
     return b"".join(stream.content(member.size))
 
 
-class _Unpacker:
+class _LayerWriter:
     """Writes the members of a tar, in their order, after checking each.
 
     Attributes:

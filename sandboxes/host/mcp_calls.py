@@ -70,7 +70,7 @@ class McpCalls:
 
         Args:
             call: The request; `server` names one server, or several separated by commas.
-            listener: Receives notifications while they come; None for nobody.
+            listener: Receives notifications while they come; None if there is no listener.
 
         Raises:
             SandboxError: The server or the sandbox failed.

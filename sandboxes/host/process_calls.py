@@ -54,7 +54,7 @@ class ProcessCalls:
 
         Args:
             call: The call.
-            listener: Receives the output of a process while it comes, but not its exit code. None for nobody.
+            listener: Receives the output of a process while it comes, but not its exit code. None without one.
 
         Raises:
             SandboxError: The sandbox failed; it is dead.

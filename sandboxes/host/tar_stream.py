@@ -83,7 +83,7 @@ class TarStream:
         for at in range(0, size, PIECE_BYTES):
             piece = self._next(min(PIECE_BYTES, size - at))
             if len(piece) < min(PIECE_BYTES, size - at):
-                raise NotPortableError("it is no tar of a layer: it was cut")
+                raise NotPortableError("it is not a tar of a layer: it was cut")
             self._hash(len(piece), partial(self._update, at, piece, content))
             yield piece
         self._wait()

@@ -63,7 +63,7 @@ class ToolCalls:
 
         Args:
             call: The call.
-            listener: Receives an HTTP answer while it comes; None for nobody.
+            listener: Receives an HTTP answer while it comes; None if there is no listener.
 
         Raises:
             ServerError: The server failed, so the sandbox is dead.

@@ -125,7 +125,7 @@ def _read_message(frame: Message) -> IpcMessage:
     cls = _TABLE.get(op) if isinstance(op, str) else None
     if cls is None:
         # Cut to 60 characters, so that a hostile frame cannot fill the log.
-        raise MalformedFrameError(f"{op!r:.60} is no message")
+        raise MalformedFrameError(f"{op!r:.60} is not a message")
     # Code behind `decode` indexes the descriptors, so their number is checked here.
     minimum, maximum = cls.descriptors
     if not minimum <= len(frame.fds) <= maximum:
@@ -166,7 +166,7 @@ class _Shape:
     def read(self, members: Any) -> Any:
         # Exactly a dict: subclasses cannot come from JSON.
         if type(members) is not dict:
-            raise _MismatchError(f"{members!r:.60} is no object")
+            raise _MismatchError(f"{members!r:.60} is not an object")
         values = {}
         for name, read in self.readers.items():
             try:
@@ -279,7 +279,7 @@ def _list_codec(read: Read, write: Write | None) -> tuple[Read, Write | None]:
     def read_list(value: Any) -> Any:
         # Exactly a list: a text is a sequence too, and its letters would pass as elements.
         if type(value) is not list:
-            raise _MismatchError(f"{value!r:.60} is no list")
+            raise _MismatchError(f"{value!r:.60} is not a list")
         return [read(element) for element in value]
 
     if write is None:
@@ -290,7 +290,7 @@ def _list_codec(read: Read, write: Write | None) -> tuple[Read, Write | None]:
 def _reader_of_dict(read: Read | None) -> Read:
     def read_dict(value: Any) -> Any:
         if type(value) is not dict:
-            raise _MismatchError(f"{value!r:.60} is no object")
+            raise _MismatchError(f"{value!r:.60} is not an object")
         # JSON has no other keys than texts, so only the values are read.
         return value if read is None else {name: read(member) for name, member in value.items()}
 
@@ -300,7 +300,7 @@ def _reader_of_dict(read: Read | None) -> Read:
 def _read_float(value: Any) -> float:
     # An int is a number in JSON, a bool is not, although it is an int to Python.
     if type(value) not in {float, int}:
-        raise _MismatchError(f"{value!r:.60} is no number")
+        raise _MismatchError(f"{value!r:.60} is not a number")
     try:
         number = float(value)
     # JSON has integers of any length; no float holds 10**400.

@@ -146,7 +146,7 @@ class Cgroups:
         return True
 
     def cpu_s(self, sandbox: str) -> float | None:
-        """Return the CPU seconds that all processes of a sandbox have used; None if nobody counts them. 20 µs."""
+        """Return the CPU seconds that all processes of a sandbox have used; None if they are not counted. 20 µs."""
         if CPU_TIME not in self.meters:
             return None
         group = self.meters[CPU_TIME] / sandbox

@@ -100,7 +100,7 @@ def _add(top: int, member: tarfile.TarInfo, archive: tarfile.TarFile) -> str | N
         with _folder(top, "/".join(parts), make=True):
             return "/".join(parts)
     if not parts:
-        raise RootTarError("its root is no directory")
+        raise RootTarError("its root is not a directory")
     with _folder(top, "/".join(parts[:-1]), make=True) as folder:
         # What an earlier member has left there, a link in particular, must not be written through.
         remove_entry(parts[-1], folder)

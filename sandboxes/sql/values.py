@@ -69,7 +69,7 @@ def decode(value: Value) -> str | int | float | bytes | bool | None:
         if kind in TEXTUAL:
             return text
     raise ValueError(
-        f'{value!r} is no parameter: send a JSON scalar, {{"base64": …}}, {{"float": "nan"}} or one of '
+        f'{value!r} is not a parameter: send a JSON scalar, {{"base64": …}}, {{"float": "nan"}} or one of '
         f"{', '.join(sorted(TEXTUAL))} with its text"
     )
 

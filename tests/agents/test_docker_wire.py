@@ -108,7 +108,7 @@ BAD: dict[str, tuple[str, str, Any, int, str]] = {
     "invalid JSON": ("POST", "/containers/{container_id}/exec", b"{", 400, "invalid JSON"),
     "no image": ("POST", "/containers/create", {"Cmd": ["a"]}, 400, "name an Image"),
     "bad name": ("POST", "/containers/create?name=a%20b", {"Image": "x"}, 400, "Invalid container name"),
-    "truncated archive": ("PUT", "/containers/{container_id}/archive?path=/tmp", b"half", 400, "no whole tar archive"),
+    "truncated archive": ("PUT", "/containers/{container_id}/archive?path=/tmp", b"half", 400, "a whole tar archive"),
     "missing directory": ("PUT", "/containers/{container_id}/archive?path=/no/such", b"", 404, "Could not find"),
     "invalid JSON of a start": ("POST", "/exec/{exec_id}/start", b'{"Detach": tru', 400, "invalid JSON"),
 }  # fmt: skip

@@ -193,7 +193,7 @@ def _parts(entry: _PageEntry) -> str:
     if call["encoding"] == "base64" and media in _PICTURES and not call["truncated"]:
         picture = f'<img alt="the answer" src="data:{media};base64,{escape(content)}">'
     elif call["encoding"] == "base64":
-        blocks.append(("Answer", f"{len(content) * 3 // 4:,} bytes that are no text"))
+        blocks.append(("Answer", f"{len(content) * 3 // 4:,} bytes that are not text"))
     elif isinstance(value, dict) and isinstance(value.get("stdout"), str):
         blocks += [(name.capitalize(), str(value[name])) for name in ("stdout", "stderr") if value.get(name)]
     else:

@@ -305,7 +305,7 @@ def object_of(data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise HostingError(f"a state cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise HostingError("a state is no object")
+        raise HostingError("a state is not an object")
     return value
 
 

@@ -104,7 +104,7 @@ class Hello(NamedTuple):
         """
         magic, version, _, member, boot, link = _HELLO.unpack_from(data)
         if magic != _MAGIC:
-            raise LinkError("the peer is no member of a Forkpoint cluster")
+            raise LinkError("the peer is not a member of a Forkpoint cluster")
         if version != VERSION:
             raise LinkError(f"the peer speaks version {version} of the link, and this member {VERSION}")
         return cls(member, boot, link, data[_HELLO.size :])

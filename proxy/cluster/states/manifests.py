@@ -124,7 +124,7 @@ def decode(name: str, data: bytes, node: int) -> StateManifest:
     try:
         manifest = StateManifest.model_validate_json(data)
     except ValidationError as error:
-        raise ManifestError(f"the object {name} is no manifest: {error.errors()[0]['msg']}") from error
+        raise ManifestError(f"the object {name} is not a manifest: {error.errors()[0]['msg']}") from error
     if manifest.state.node != node:
         raise ManifestError(f"the object {name} is the state of another node")
     return manifest

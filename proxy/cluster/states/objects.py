@@ -138,7 +138,7 @@ def open_store(address: str) -> ObjectStore:
     """
     scheme, separator, rest = address.partition("://")
     if separator and scheme not in (*SCHEMES, "file"):
-        raise ValueError(f"it is no directory, and of URLs {', '.join(SCHEMES)} are supported")
+        raise ValueError(f"it is not a directory, and of URLs {', '.join(SCHEMES)} are supported")
     try:
         if not separator or scheme == "file":
             return ObjectStore(LocalStore(Path(rest if separator else address).absolute(), mkdir=True), address)

@@ -120,7 +120,7 @@ def _volatile(statement: str) -> bool:
     match = _NAME.match(statement)
     # A command may have printed into the dump. What is no assignment would be run as a command by the restored shell.
     if match is None or statement[match.end() : match.end() + 1] != "=":
-        raise MalformedDumpError(f"{statement[:40]!r} is no assignment")
+        raise MalformedDumpError(f"{statement[:40]!r} is not an assignment")
     return match[0] in _VOLATILE or match[0].startswith(_VOLATILE_PREFIXES)
 
 

@@ -110,7 +110,7 @@ def _extract(path: str, body: bytes, *, whole_kinds: bool) -> None:
             archive.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
             archive.extractall(path, members=_cleared(archive, path, whole_kinds=whole_kinds), numeric_owner=True)  # noqa: S202
     except (tarfile.TarError, EOFError, ValueError) as error:
-        raise ArchiveError(400, f"the body is no whole tar archive: {str(error).partition(chr(10))[0]}") from error
+        raise ArchiveError(400, f"the body is not a whole tar archive: {str(error).partition(chr(10))[0]}") from error
 
 
 def require_whole(archive: tarfile.TarFile) -> None:

@@ -79,7 +79,7 @@ class RowTable:
         self._paths_at = self._order_at + 4 * self._ordered
         self.end = self._paths_at + path_bytes
         if magic != _MAGIC or self.end > len(data):
-            raise MalformedTableError("it is no table of rows, or it was cut")
+            raise MalformedTableError("it is not a table of rows, or it was cut")
         self._data, self.complete = data, bool(complete)
         self.content, self.order = (
             int.from_bytes(data[at : at + _SUM], "little") for at in (_HEADER.size, _HEADER.size + _SUM)

@@ -59,7 +59,7 @@ def perform(
     except FileNotFoundError as error:
         return _problem(404, "not_found", f"path '{error.filename}' does not exist")
     except NotADirectoryError as error:
-        return _problem(422, "invalid", f"path '{error.filename}' is below what is no directory")
+        return _problem(422, "invalid", f"path '{error.filename}' is below something that is not a directory")
     except PermissionError as error:
         return _problem(403, "denied", f"path '{error.filename}': {error.strerror}")
     except OSError as error:

@@ -35,9 +35,9 @@ def test_no_pattern_takes_more_than_linear_time(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [
-        (r"(a)\1", "back-references"), ("(?=a)b", "look-around"), ("(?<!a)b", "look-around"), ("a{1001}", "no pattern"),
-        ("[", "no pattern"), ("(?P<n", "no pattern"), ("x{900}y{900}", "too large"),
-        ("a*", "empty text"), ("\udc80", "no text"),
+        (r"(a)\1", "back-references"), ("(?=a)b", "look-around"), ("(?<!a)b", "look-around"), ("a{1001}", "a pattern"),
+        ("[", "not a pattern"), ("(?P<n", "not a pattern"), ("x{900}y{900}", "too large"),
+        ("a*", "empty text"), ("\udc80", "not text"),
     ],
 )  # fmt: skip
 def test_unusable_patterns_are_refused_with_a_sentence(pattern: str, says: str) -> None:

@@ -101,8 +101,8 @@ def make_newer(path: Path) -> None:
         (damage_row, "3 rows of records are not what was written"),
         (damage_blob, "of the store is damaged: a disk or another program"),
         (make_newer, "it has schema 1000"),
-        (lambda path: path.write_bytes(path.read_bytes()[:5000]), "is no backup of Forkpoint"),
-        (lambda path: path.write_bytes(b"tar" * 3000), "is no backup of Forkpoint: file is not a database"),
+        (lambda path: path.write_bytes(path.read_bytes()[:5000]), "is not a backup of Forkpoint"),
+        (lambda path: path.write_bytes(b"tar" * 3000), "is not a backup of Forkpoint: file is not a database"),
     ],
 )
 def test_damaged_backup_leaves_the_directory_empty(backup: Path, tmp_path: Path, damage: Any, sentence: str) -> None:

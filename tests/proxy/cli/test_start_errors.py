@@ -50,7 +50,7 @@ def test_port_in_use_is_one_sentence(busy_port: int, tmp_path: Path) -> None:
 
 def test_inherited_socket_must_listen(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file, socket.socket() as silent:
-        for descriptor, wrong in ((file.fileno(), "is no socket"), (silent.fileno(), "does not listen")):
+        for descriptor, wrong in ((file.fileno(), "is not a socket"), (silent.fileno(), "does not listen")):
             done = inheriting((descriptor,), "--fd", str(descriptor), "--data", str(tmp_path / "data"))
             assert_one_sentence(done, f"--fd {descriptor} is", wrong)
 
@@ -108,7 +108,7 @@ def test_invalid_setting_names_its_source(
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("prot = 1", ("a.toml has the key prot, which is no setting. Did you mean port?",)),
+        ("prot = 1", ("a.toml has the key prot, which is not a setting. Did you mean port?",)),
         ("port = 'x'", ("port", "a.toml", "'x'")),
         ("port = ?\n", ("a.toml", "at line 1")),
     ],
@@ -120,7 +120,7 @@ def test_bad_file_is_named_with_its_key(tmp_path: Path, text: str, parts: tuple[
 
 def test_missing_file_of_settings_is_one_sentence(tmp_path: Path) -> None:
     done = started("--config", str(tmp_path / "none.toml"))
-    assert_one_sentence(done, "--config names", "none.toml, which is no file")
+    assert_one_sentence(done, "--config names", "none.toml, which is not a file")
 
 
 @pytest.mark.parametrize(

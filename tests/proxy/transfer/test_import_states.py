@@ -244,7 +244,7 @@ def test_a_flipped_byte_in_a_layer_is_located(tmp_path: Path, base: Path, bundle
             "cannot be imported",
         ),
         (with_member(member("diff/x", headers={"GNU.sparse.size": "99999999999"})), "cannot be imported"),
-        (lambda unit: unit[:512], "no tar of a layer"),
+        (lambda unit: unit[:512], "not a tar of a layer"),
         (lambda unit: unit + bytes(512), "its digest is another"),
     ],
 )

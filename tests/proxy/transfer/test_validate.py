@@ -118,7 +118,7 @@ def no_manifest(parts: list[tuple[Part, Any]]) -> None:
         (other_key, "its key is not"), (no_answer, "is not in the file"), (wrong_answer, "cannot be read"),
         (no_effect, "effect contradicts"), (huge, "cannot be read"), (lost_line, "its manifest states"),
         (other_root, "root state"), (other_spec, "root state"), (other_driver, "cannot be used here"),
-        (other_format, "format is 2"), (other_keys, "keys of version 1"), (no_manifest, "is no manifest"),
+        (other_format, "format is 2"), (other_keys, "keys of version 1"), (no_manifest, "is not a manifest"),
     ],
 )  # fmt: skip
 def test_a_forged_bundle_is_refused_with_the_reason(bundle: bytes, tmp_path: Path, change: Change, reason: str) -> None:
