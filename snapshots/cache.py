@@ -265,7 +265,7 @@ class SnapshotCache:
         node.snapshot = None
         if snapshot is not None:
             self.failures.forget(snapshot.id)
-            # 5. The directory is removed here; the drivers free the storage that only it used (`Driver.collect`).
+            # 5. The file is removed here; the drivers free the storage that only it used (`Driver.collect`).
             self._store.drop(snapshot)
 
     def drop_tree(self, tree: int) -> None:

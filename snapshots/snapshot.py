@@ -12,7 +12,7 @@ class Snapshot:
     """A kept sandbox state.
 
     Attributes:
-        id: Name of the snapshot and of its directory.
+        id: Name of the snapshot and of its file.
         tree: Number of the tree.
         node: Number of the node whose state it holds.
         driver: Name of the driver that took it.

@@ -122,12 +122,14 @@ class OwnedTask:
         Returns:
             The rollouts of this ingress, at their true positions; empty if the ingress had reported already.
         """
+        # A report may come twice, and calls may have been answered since the first.
         if ingress not in self.unheard:
             return []
         self.unheard.discard(ingress)
         settled = []
         for line in self.entered.values():
             if line.ingress == ingress:
+                # Positions only grow. An ingress that passed nothing on knows none: then the log is right.
                 position = max(line.position, reported.get(line.rollout, line.position))
                 settled.append(line._replace(position=position))
         self.entered |= {line.rollout: line for line in settled}
@@ -144,10 +146,13 @@ class OwnedTask:
                 it has confirmed; None if it has not.
         """
         line = self.entered.get(rollout)
+        # 1. The rollout is new to the log.
         if line is None:
             return Admission.ENTER
+        # 2. An earlier owner may have answered calls that only this ingress knows of.
         if line.ingress in self.unheard:
             return Admission.HOLD
+        # 3. The log names this ingress, so the next owner would ask it.
         if line.ingress == ingress:
             return Admission.SERVE
         # A call that was answered since makes an earlier confirmation worthless: the agent may have sent it elsewhere.
@@ -171,8 +176,10 @@ class OwnedTask:
             link, and its call is then sent again: a next owner must know that the answer was not passed on.
         """
         line = self.entered.get(rollout)
+        # Only the ingress that the log names can leave, and only if its report is known.
         if line is None or line.ingress != ingress or ingress in self.unheard:
             return None
+        # The owner is ahead of what the ingress has passed on: an answer is on its way.
         if max(line.position, reported or line.position) != position:
             return None
         line = Entered(rollout, NOBODY, position)
@@ -215,6 +222,7 @@ class IngressTask:
         """Take the answer of an owner, with the positions that it led to; return False if it must not be passed on."""
         if not self.adopt(view):
             return False
+        # Answers may arrive in another order than they were made.
         for rollout, position in positions.items():
             self.positions[rollout] = max(position, self.positions.get(rollout, position))
         return True
@@ -258,6 +266,7 @@ class TakenCalls:
                 self._taken = {taken for taken in self._taken if taken >= oldest}
             else:
                 self._taken.difference_update(range(below, oldest))
+        # A copy that was held up on its way, while the ingress got the answer of another one.
         if number < self._answered_below:
             return CopyKind.LATE
         if number in self._taken:
@@ -286,6 +295,7 @@ class Outbox(Generic[Line]):
 
     def next_row(self) -> int | None:
         """Begin the next row and return its number; None if a row is on its way, or if there is no line."""
+        # One row at a time, so that rows are in the log without gaps.
         if self.sent or not self.waiting:
             return None
         self.sent, self.waiting = self.waiting, []

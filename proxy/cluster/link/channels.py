@@ -66,6 +66,7 @@ class LinkChannel:
         """Queue a message; `drain` waits until the peer has room for it. Without a peer it is dropped."""
         if self._is_closing or self.ended.is_set():
             return
+        # An empty message is one empty piece: it must arrive, too.
         for at in range(0, len(message) or 1, PIECE_BYTES):
             piece = message[at : at + PIECE_BYTES]
             self._out.append((FrameKind.DATA if at + PIECE_BYTES >= len(message) else FrameKind.PIECE, piece))
@@ -73,6 +74,7 @@ class LinkChannel:
 
     async def drain(self) -> None:
         """Wait until all that was written is on its way, or the channel has ended."""
+        # A loop, because every frame of the channel wakes this, not only a grant of room.
         while self._out and not self.ended.is_set():
             await self._change()
         await self._link_drain()
@@ -101,9 +103,11 @@ class LinkChannel:
                     return None
                 await self._change()
             kind, piece = self._in.popleft()
+            # Granted when the piece is taken and not when it came: a reader that stops taking stops the sender.
             self._grant(len(piece) + _OVERHEAD_BYTES)
             pieces.append(piece)
             size += len(piece)
+            # The window limits what waits in `_in`, but not what has been taken out of it for this message.
             if size > MAX_FRAME_BYTES:
                 raise LinkError(f"a message of a stream has more than {MAX_FRAME_BYTES} bytes")
             if kind is FrameKind.DATA:
@@ -132,10 +136,12 @@ class LinkChannel:
         elif frame.kind is FrameKind.CREDIT:
             if len(frame.content) != _CREDIT.size:
                 raise LinkError("a peer grants a malformed number of bytes")
+            # Never more than the window, whatever the peer grants: this side would buffer it in the link.
             self._room = min(WINDOW_BYTES, self._room + _CREDIT.unpack(frame.content)[0])
             self._pump()
         elif not self._is_closed:
             self._unread += len(frame.content) + _OVERHEAD_BYTES
+            # A sender may begin one more piece while any room is left (`_pump`).
             if self._unread > WINDOW_BYTES + PIECE_BYTES + _OVERHEAD_BYTES:
                 raise LinkError("a peer sends more of a stream than is read")
             self._in.append((frame.kind, frame.content))
@@ -143,6 +149,7 @@ class LinkChannel:
 
     def lose(self) -> None:
         """Note that the peer sends and reads nothing more."""
+        # The queue goes, so that an end that waits in `drain` returns and `close` is not held up.
         self.ended.set()
         self._out.clear()
         self._pump()
@@ -164,6 +171,7 @@ class LinkChannel:
     def _grant(self, size: int) -> None:
         self._unread -= size
         self._credit += size
+        # Half a window at a time: a grant for each piece would cost as many frames as the data.
         if self._credit >= WINDOW_BYTES // 2 and not (self._is_closed or self.ended.is_set()):
             self._send(Frame(FrameKind.CREDIT, self._stream, _CREDIT.pack(self._credit)))
             self._credit = 0
@@ -172,6 +180,7 @@ class LinkChannel:
         await self._changed.wait()
 
     def _note_change(self) -> None:
+        # A new event for the next change. Those that wait hold the old one, which stays set.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -211,6 +220,7 @@ class Channels:
 
     def lose(self) -> None:
         """Note that the link broke."""
+        # Emptied first: each channel removes itself when it closes, which must not change what is iterated over.
         channels, self._open = tuple(self._open.values()), {}
         for channel in channels:
             channel.lose()

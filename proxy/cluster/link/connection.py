@@ -42,6 +42,7 @@ class LinkConnection(asyncio.Protocol, ABC):
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        # Until the secret is proven. `_established` replaces this timer by the one of `_watch`.
         self._timer = self._loop.call_later(HANDSHAKE_S, self.abort)
 
     @override
@@ -49,9 +50,11 @@ class LinkConnection(asyncio.Protocol, ABC):
         self._heard_at = self._loop.time()
         try:
             if self._reader is None:
+                # Frames may follow the greeting in the same packet: `_greet` returns them.
                 self._greeting += data
                 data = self._greet()
             for frame in self._frames(data):
+                # Frames of open channels first: `_got` knows questions and answers only.
                 if not self._channels.got(frame):
                     self._got(frame)
         except LinkError as error:
@@ -68,6 +71,7 @@ class LinkConnection(asyncio.Protocol, ABC):
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
+        # A writer may wait in `drain`, and nothing will drain a lost connection.
         self._writable.set()
         self._channels.lose()
         if self._timer is not None:
@@ -85,6 +89,7 @@ class LinkConnection(asyncio.Protocol, ABC):
     def send(self, frame: Frame) -> None:
         """Send a frame. Frames of one turn of the event loop go out in one write; those of a closed link are lost."""
         assert self._writer is not None
+        # The first frame of a turn orders the write for all of them.
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(self._writer.write(frame))

@@ -129,6 +129,7 @@ class LinkKeys:
     @classmethod
     def derive(cls, secret: bytes, cluster: str, opener: Hello, acceptor: Hello) -> "LinkKeys":
         """Return the keys of one link; cluster is the cluster's name, so clusters with one secret stay apart."""
+        # Both nonces are in the transcript, so keys and proofs of another link are of no use here.
         transcript = opener.pack() + acceptor.pack() + cluster.encode()
 
         def derived(purpose: bytes) -> bytes:
@@ -152,6 +153,7 @@ class FrameWriter:
         if len(frame.content) > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {len(frame.content)} bytes is too large")
         head = _HEAD.pack(len(frame.content), frame.stream, frame.kind)
+        # The number is not sent: both ends count, so a frame that is repeated, dropped or moved has the wrong tag.
         tag = self._tags.of(self._number, head, frame.content)
         self._number += 1
         return b"".join((head, tag, frame.content))
@@ -182,19 +184,23 @@ class FrameReader:
                 if size > MAX_FRAME_BYTES:
                     raise LinkError(f"the peer announces a frame of {size} bytes")
                 start = at + _HEAD.size + _TAG_BYTES
+                # The rest of the frame is on its way; `finally` keeps what has come.
                 if len(held) < start + size:
                     return
                 head, content = bytes(held[at : at + _HEAD.size]), bytes(held[start : start + size])
                 tag = self._tags.of(self._number, head, content)
+                # In constant time, so that a wrong tag does not show how much of it was right.
                 if not hmac.compare_digest(held[at + _HEAD.size : start], tag):
                     raise LinkError("a frame was changed on its way, or is not the next one")
                 self._number += 1
                 at = start + size
+                # After the tag: only what the peer itself has sent is interpreted.
                 known = _KINDS.get(kind)
                 if known is None:
                     raise LinkError(f"the peer sends frames of the unknown kind {kind}")
                 yield Frame(known, stream, content)
         finally:
+            # Also where a frame raised or the caller stopped: what was yielded must not be read again.
             if held is self._held:
                 del self._held[:at]
             else:

@@ -92,10 +92,12 @@ class Link(LinkConnection):
         """
         if not self.is_open:
             raise LinkLostError(f"the link to member {self._peer.name!r} is closed")
+        # Expected before it is sent, so that no answer can come too early.
         stream = self._next()
         answer = self._expect(stream)
         self.send(Frame(FrameKind.ASK, stream, question))
         try:
+            # A peer that does not read holds up those that ask it, and not this member's memory.
             await self.drain()
         except asyncio.CancelledError:
             answer.cancel()

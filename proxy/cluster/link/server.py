@@ -80,6 +80,7 @@ class LinkServer:
     def admit(self, connection: "AcceptedLink") -> bool:
         """Note a connection that has proven nothing yet; return whether there is room for it."""
         self._connections.add(connection)
+        # Links that are open do not count: they have proven the secret, and there is one for each member.
         return sum(not each.is_open for each in self._connections) <= MAX_UNPROVEN
 
     def discard(self, connection: "AcceptedLink") -> None:
@@ -93,6 +94,7 @@ class LinkServer:
             LinkError: The link is older than the one that is there.
         """
         before = self._latest.get(hello.member)
+        # Member, start and number of the link, in this order: a delayed connection does not replace a newer one.
         if before is not None and before.hello is not None and before.hello[:3] >= hello[:3]:
             raise LinkError(f"member {hello.member} has opened a newer link")
         self._latest[hello.member] = connection
@@ -121,6 +123,7 @@ class AcceptedLink(LinkConnection):
 
     @override
     def _greet(self) -> bytes:
+        # 1. The opener's greeting. The answer proves the secret, so the opener sends its proof only to a member.
         if self._keys is None:
             if len(self._greeting) < HELLO_BYTES:
                 return b""
@@ -129,6 +132,7 @@ class AcceptedLink(LinkConnection):
             own = Hello(member.number, member.boot, 0, secrets.token_bytes(NONCE_BYTES))
             self._keys = LinkKeys.derive(self._server.secret, member.cluster, self.hello, own)
             self._transport.write(own.pack() + self._keys.acceptor_proof)
+        # 2. The opener's proof. Nothing of a peer is handled before it.
         size = HELLO_BYTES + PROOF_BYTES
         if len(self._greeting) < size:
             return b""

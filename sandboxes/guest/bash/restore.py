@@ -88,6 +88,7 @@ def restore_script(session: ShellSession | None, workdir: str, pristine: ShellSe
         return "\n".join([*lines, _READY, ""]).encode("latin-1")
     otherwise = _NOWHERE if KEPT in session else "\\builtin exit"
     lines.append(f"\\builtin cd -- {quote(session['cwd'])} || {otherwise}")
+    # From the bottom of the stack to its top; `-n` changes no directory meanwhile.
     lines += [f"\\builtin pushd -n -- {quote(folder)}" for folder in reversed(session["dirs"])]
     if session["arguments"]:
         lines.append("\\builtin set -- " + " ".join(quote(argument) for argument in session["arguments"]))
@@ -98,6 +99,7 @@ def restore_script(session: ShellSession | None, workdir: str, pristine: ShellSe
     parts = [text, *_variables(session), *_functions(session)]
     # Options last: GLOBIGNORE and others change some of them.
     parts += [*_shopts(session, posix=False), "\\builtin shopt -u expand_aliases"]
+    # Aliases while they are not expanded, so that none of them changes a line that follows.
     parts += [session["aliases"], *(f"\\builtin enable -n {name}" for name in _disabled(session, needed=False))]
     return "\n".join([*parts, _READY, ""]).encode("latin-1")
 
@@ -159,6 +161,7 @@ def _variables(session: ShellSession) -> list[str]:
     """Return statements that set all variables, and then all attributes."""
     declared = {match[2]: match for line in session["variables"] if (match := DECLARE.match(line))}
     # A fresh bash has these, and exports the last three from birth.
+    # A variable that is declared without a value must lose the value that bash gives it.
     unset = [name for name in _BORN_WITH if name not in declared or "=" not in declared[name].string]
     lines = [f"\\builtin unset -v {name}" for name in [*unset, *session.get("unset", ())]]
     if "name" in session:
@@ -171,6 +174,7 @@ def _variables(session: ShellSession) -> list[str]:
             if name == "IGNOREEOF":
                 lines.append(declared[name].string)
             continue
+        # Arrays need their kind with the value. All other attributes could refuse the value (see the module).
         kind = "".join(flag for flag in flags if flag in "aA")
         if rest or kind:
             # Only after the word itself, bash reads the value of an array.
@@ -182,6 +186,7 @@ def _variables(session: ShellSession) -> list[str]:
 
 def _shopts(session: ShellSession, *, posix: bool) -> list[str]:
     """Return statements that set the options of `shopt`; posix says whether the session's mode is on already."""
+    # BASH_COMPAT sets the options `compat…` itself when it is assigned.
     fixed = any(_variable_of(line) == "BASH_COMPAT" for line in session["variables"])
     own = _POSIX_SHOPTS if "posix" in session["options"] else frozenset[str]()
     wanted = [name for name in session["shopts"] if name not in own and not (fixed and name.startswith("compat"))]
@@ -206,6 +211,7 @@ def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
     wary = f"; {wary_run(function=function, disabled=disabled)}" if function or disabled else ""
     if session is None:
         return f"\\builtin :{wary}\n".encode() if wary else b"\n", command
+    # 1. On the line: options and traps that leave our own lines alone.
     options = set(session["options"])
     early = [f"\\builtin set +o {name}" for name in sorted(_DEFAULT_OPTIONS - options)]
     if "posix" in options:
@@ -220,6 +226,7 @@ def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
     traps = [f"\\builtin {_on_one_line(trap)}" for trap in split_unquoted(session["traps"])]
     early += [trap for trap in traps if not trap.endswith(_DEBUG)]
     early += ["\\builtin set -r"] if "restricted" in options else []
+    # 2. At the beginning of the command: what would act on our own lines too.
     late = [trap for trap in traps if trap.endswith(_DEBUG)]
     late += [f"\\builtin set -o {name}" for name in extra if name in _SHOWING]
     if "builtin" in session:
@@ -227,6 +234,7 @@ def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
     if needed:
         # Last, because the lines before need them.
         late.append(f"\\builtin enable -n {' '.join(needed)}")
+    # Too long for the pipe. As a part of the command they work too, but errors then name wrong lines.
     if sum(map(len, early)) > _MAX_EARLY:
         early, late = [], early + late
     # `read` strips characters of the user's IFS from the end of a line; here it can strip only from a comment.

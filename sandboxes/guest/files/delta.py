@@ -43,8 +43,10 @@ def size_bytes(upper: int, most: int | None = None) -> int:
     total = 0
     for folder in trees.folders(upper):
         for entry in folder.entries:
+            # A process of the sandbox may delete the entry at this moment.
             with contextlib.suppress(FileNotFoundError):
                 total += bytes_on_disk(entry.stat(follow_symlinks=False))
+        # Once for each directory: a caller that only compares with a limit need not walk the rest.
         if most is not None and total > most:
             break
     return total

@@ -54,6 +54,7 @@ OPAQUE = b"opaque"
 def of_items(items: Iterable[Item]) -> Manifest:
     """Return the manifest of a tree with these entries, in any order (pure)."""
     stats, contents = hashlib.sha256(), hashlib.sha256()
+    # In the order of paths, because directories list their entries in any order.
     for item in sorted(items):
         name = os.fsencode(item.path) + b"\0"
         # The size of a directory depends on the file system.
@@ -79,6 +80,7 @@ def of_tree(top: int, marks: str, *, contents: bool, known: Mapping[str, bytes] 
     items = []
     for folder in trees.folders(top):
         if folder.path and contents and is_opaque(folder.fd, marks):
+            # Beside the directory's own entry, so that a directory with the mark has another manifest.
             items.append(Item(folder.path.rstrip("/"), 0, 0, 0, OPAQUE))
         for entry in folder.entries:
             status = entry.stat(follow_symlinks=False)

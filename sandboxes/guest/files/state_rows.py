@@ -115,6 +115,7 @@ class StateRows:
 
     def update(self, rows: Rows) -> bool:
         """Change rows and both sums; return whether any row differs. Some 10 us a row, whatever the state's size."""
+        # All rows before any of them changes: sums of differences need both sides.
         before = {path: self.get(path) for path in rows}
         changed = {path: row for path, row in rows.items() if row != before[path]}
         touched: set[int] = set()
@@ -126,6 +127,7 @@ class StateRows:
             # A new content with the time of before leaves the order as it was.
             if len(times) > 1:
                 touched |= {time for time in times if time is not None}
+        # Only the pairs of neighbouring times around the touched ones change, so only these are summed up twice.
         times_around = self._around(touched)
         before_pairs = pairs(times_around, touched, self._group_at)
         self._store(changed)
@@ -209,6 +211,7 @@ class StateRows:
         """Return the content digest without some paths."""
         total = self.content
         for path in without:
+            # The sum is over a group, so a row is taken out as it was put in.
             total = added(total, -_term(os.fsencode(path), self.get(path)))
         return _digest(sessions, packed(total))
 

@@ -62,8 +62,10 @@ class FileTracker:
         expected, self.expected, self.order = self.expected, None, None
         changed = False
         if self.scan.update(roots, self.base):
+            # Those of the state before this call: both change below.
             since_ns, before_ns = self._looked_ns, self.now.latest_ns
             rows = {path: self.scan.row(path, self.base) for path in self.scan.touched}
+            # A file that was touched and is as before counts as unchanged.
             rows = {path: row for path, row in rows.items() if row != self.now.get(path)}
             written = write_order.of_rows(rows, since_ns, before_ns)
             if expected is not None and (times := write_order.times_for(written, expected)):

@@ -64,6 +64,7 @@ def packed(written: WrittenTimes) -> bytes | None:
     A clock that was set back gives times that no order describes.
     """
     times = written.times
+    # Ranks begin at the time before the call, so an earlier time has none.
     if not times or min(times.values()) < written.before_ns:
         return None
     ranks = {time: rank for rank, time in enumerate(sorted({*times.values(), written.before_ns}))}
@@ -81,18 +82,21 @@ def times_for(written: WrittenTimes, order: bytes) -> dict[str, int]:
         order: The recorded order.
     """
     paths = sorted(written.times)
+    # Equal already, or of other paths: then the replay has not made the same files, and no times help.
     if not paths or order == packed(written) or order[:_DIGEST_BYTES] != _digest(paths):
         return {}
     form, listed = order[_DIGEST_BYTES : _DIGEST_BYTES + 1], order[_DIGEST_BYTES + 1 :]
     ranks = array.array("I")
     with contextlib.suppress(zlib.error, ValueError):
         ranks.frombytes(zlib.decompressobj().decompress(listed, _MAX_BYTES) if form == _DEFLATED else listed)
+    # The order came back from the store, so its length is not certain.
     if len(ranks) != len(paths):
         return {}
     start, last = max(min(written.times.values()), written.before_ns + 1), max(ranks)
     if start % _SECOND + last >= _SECOND:
         # Whole seconds count as set by a program, so no time may be one.
         start = (start // _SECOND + 1) * _SECOND
+    # The first time may be a whole second itself.
     start += start % _SECOND == 0
     return {path: written.before_ns if rank == 0 else start + rank - 1 for path, rank in zip(paths, ranks, strict=True)}
 
@@ -108,6 +112,7 @@ def give(top: int, times: Mapping[str, int]) -> None:
         OSError: A path is gone or cannot be changed.
     """
     for path, mtime_ns in times.items():
+        # Opened part by part without links: the agent made these paths.
         folder, _, name = path.rpartition("/")
         inside = trees.open_below(top, f"{folder}/" if folder else "")
         if inside is None:
