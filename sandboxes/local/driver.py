@@ -242,7 +242,7 @@ class LocalDriver:
         # Without an await in between: a restore that begins while the thread deletes must find the layers missing, not
         # half deleted.
         self.machine.layers.disown(unneeded)
-        await asyncio.to_thread(self.machine.layers.drop, unneeded)
+        self.machine.reaper.retry(await asyncio.to_thread(self.machine.layers.drop, unneeded))
         await asyncio.to_thread(checkpointer.drop, unneeded)
         return size
 

@@ -191,10 +191,9 @@ class Layers:
             self.intact.discard(layer)
         return [self.frozen / layer for layer in ids]
 
-    def drop(self, ids: Iterable[str]) -> None:
-        """Delete layers; milliseconds for a thousand files."""
-        for path in self.detach(ids):
-            remove_tree(path)
+    def drop(self, ids: Iterable[str]) -> list[Path]:
+        """Delete layers; milliseconds for a thousand files. Return the directories of which something is left."""
+        return [path for path in self.detach(ids) if not remove_tree(path)]
 
     def undo(self, uppers: Iterable[Upper]) -> None:
         """Delete uppers that were to become layers, whether or not they already have."""

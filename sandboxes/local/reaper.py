@@ -14,6 +14,11 @@ overlayfs behind. A thread costs 0.3 ms of CPU, and removing such a directory 0.
 as many threads; doubled, the disk space of closed sandboxes comes back so much later."""
 
 
+_AGAIN_S = (1.0, 10.0, 60.0)
+"""Pauses before each further try to remove what could not be removed, for example without free descriptors. Trouble of
+the machine mostly ends within seconds. After the last try a directory stays until the proxy ends."""
+
+
 class Reaper:
     """Removes directories in the background."""
 
@@ -25,15 +30,21 @@ class Reaper:
         """
         self._background = background
         self._paths: list[Path] = []
+        # What no try has removed. `close` tries a last time, and so does the next `Layers.open`.
         self._stuck: list[Path] = []
         self._removing: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
 
     def remove(self, paths: Iterable[Path]) -> None:
-        """Remove directories and everything in them soon. What cannot be removed is tried again by `close`."""
+        """Remove directories and everything in them soon."""
         self._paths += paths
         if self._paths and (self._removing is None or self._removing.done()):
             self._removing = self._background.spawn("remove directories", self._remove())
+
+    def retry(self, paths: list[Path]) -> None:
+        """Remove directories that could not be removed a moment ago, after pauses."""
+        if paths:
+            self._background.spawn("remove directories again", self._retry(paths))
 
     def close(self) -> None:
         """Remove from now on without waiting for more. What stays even now is removed by the next `Layers.open`."""
@@ -42,14 +53,25 @@ class Reaper:
         self.remove(stuck)
 
     async def _remove(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GATHER_S):
-                await self._closing.wait()
+        await self._pause(_GATHER_S)
         # More may come while the thread works.
         while self._paths:
             paths, self._paths = self._paths, []
-            # Without free descriptors, for example, nothing can be removed.
-            self._stuck += await asyncio.to_thread(_remove_all, paths)
+            self.retry(await asyncio.to_thread(_remove_all, paths))
+
+    async def _retry(self, paths: list[Path]) -> None:
+        for pause_s in _AGAIN_S:
+            await self._pause(pause_s)
+            paths = await asyncio.to_thread(_remove_all, paths)
+            if not paths or self._closing.is_set():
+                return
+        self._stuck += paths
+
+    async def _pause(self, pause_s: float) -> None:
+        """Wait, but not beyond `close`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._closing.wait()
 
 
 def _remove_all(paths: list[Path]) -> list[Path]:
