@@ -180,6 +180,7 @@ class LocalShell(Shell):
 
     def close(self) -> None:
         """Close our ends of its pipes. The shell itself is not killed."""
+        super().close()
         close_all(self._ends)
         self._ends.clear()
 

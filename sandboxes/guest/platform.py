@@ -117,13 +117,13 @@ class Platform(Protocol):
     def forget_shell(self, shell: Shell, ending: str) -> None:
         """Give up a shell whose command did not end with a dump."""
 
-    def finish_call(self, answer: CallDone, body: bytes, session: str | None) -> None:
+    def finish_call(self, answer: CallDone, body: bytes, fresh: list[str]) -> None:
         """Send the answer, and get ready for the next call.
 
         Args:
             answer: The answer.
             body: The call's output.
-            session: The session that a command ran in; None for other calls.
+            fresh: The sessions that go on in a fresh shell, if nothing survives.
         """
 
 

@@ -4,18 +4,21 @@ Each kind of sandbox has its own: `local_shells.LocalShell` is a child of the an
 `keeper.shell.ContainerShell` is reached from outside through FIFOs. What they share is here.
 """
 
+import contextlib
 import hashlib
 import os
 import re
 import select
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sandboxes.guest.bash import session as session_texts
-from sandboxes.linux.descriptors import read_available
-from sandboxes.linux.processes import wait_until_asleep
+from sandboxes.guest.shell_kit import changeable
+from sandboxes.linux.descriptors import close_all, read_available
+from sandboxes.linux.live_state import report_writes
+from sandboxes.linux.processes import limits, run_counts, wait_until_asleep
 from sandboxes.shell_text import Jobs, ShellSession
 
 """How much is read at once: the size of a pipe."""
@@ -99,6 +102,7 @@ class Shell(ABC):
         self.knowledge = b""
         self.born: list[str] = []
         self.runs = 0
+        self._watches: list[int] = []
         self.out, self.err = Output(ends[1]), Output(ends[2])
         self._command, self._go = ends[session_texts.COMMAND_FD], ends[session_texts.GO_FD]
         self.dump_fd = ends[session_texts.DUMP_FD]
@@ -139,6 +143,8 @@ class Shell(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close our ends of its pipes. The shell itself is not killed."""
+        close_all(self._watches)
+        self._watches.clear()
 
     def run(self, command: bytes) -> None:
         """Begin a command. The shell ends it by writing a dump.
@@ -147,6 +153,10 @@ class Shell(ABC):
         pipe; the line on the pipe only lets the shell go on.
         """
         self.runs += 1
+        # What came between calls is dropped: how much that is depends on the moment.
+        for output in (self.out, self.err):
+            output.drain(0)
+            output.take()
         go, text = self._orders(command)
         # Truncated first: a shorter command must not end with the tail of the last one.
         os.ftruncate(self._command, 0)
@@ -198,6 +208,29 @@ class Shell(ABC):
         """Whether the shell has ended."""
         # A pidfd becomes readable when its process is a zombie, before the parent has waited for it (pidfd_open(2)).
         return bool(select.select([self.death], [], [], 0)[0])
+
+    def watch(self, directory: Callable[[int], str]) -> None:
+        """Have the kernel report the next write to one of its files in /proc; see `live_state.was_written`."""
+        if not self._watches:
+            # A shell that has just ended is noticed otherwise.
+            with contextlib.suppress(OSError):
+                self._watches = report_writes(directory(self.pid))
+
+    def at_rest(self) -> object:
+        """Return `facts` once the shell sleeps: after its first dump it goes on for a moment."""
+        wait_until_asleep(self.pid, lambda: False)
+        return self.facts()
+
+    def facts(self) -> object:
+        """Return what a call of another session may change of an idle shell; equal to nothing while the shell runs."""
+        [runs] = run_counts([(self.pid, 0)]).values()
+        return (runs if runs >= 0 else object(), limits(self.pid), self.pipes)
+
+    @property
+    def pipes(self) -> list[tuple[int, ...]]:
+        """What commands can change of its pipes and of its command's text; see `changeable`."""
+        fds = {1: self.out.fd, 2: self.err.fd, session_texts.DUMP_FD: self.dump_fd, session_texts.GO_FD: self._go}
+        return changeable({**fds, session_texts.COMMAND_FD: self._command})
 
     def holds_more(self) -> bool:
         """Whether the idle shell has other descriptors than when it was new; True if that cannot be seen.

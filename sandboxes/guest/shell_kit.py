@@ -85,21 +85,11 @@ class ShellKit:
         for number in (*TEXTS, EXPORTS):
             self.theirs[number] = new_text()
         self.lent = False
-        self._made = self._facts()
-
-    def _facts(self) -> list[tuple[int, ...]]:
-        """Return what commands can change of the pipes and texts: modes, owners, capacities, and what is unread."""
-        facts: list[tuple[int, ...]] = []
-        for number, fd in self.theirs.items():
-            status = os.fstat(fd)
-            facts.append((status.st_mode, status.st_uid, status.st_gid))
-            if number in PIPES:
-                facts.append((fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ), _unread(fd)))
-        return facts
+        self._made = changeable(self.theirs)
 
     def is_as_made(self) -> bool:
         """Return whether the pipes are empty, and as they were made. 0.02 ms."""
-        return self._facts() == self._made
+        return changeable(self.theirs) == self._made
 
     def write_exports(self, exports: bytes) -> None:
         """Write the lines of bash that export the variables which the next shell is born with."""
@@ -123,6 +113,21 @@ class ShellKit:
         """Close all."""
         close_all((*self.ours.values(), *self.theirs.values()))
         self.ours, self.theirs = {}, {}
+
+
+def changeable(fds: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Return what commands can change of pipes and texts: modes, owners, capacities, and what is unread. 0.02 ms.
+
+    Args:
+        fds: Descriptors of them, by the shell's own numbers. For a pipe either end does.
+    """
+    facts: list[tuple[int, ...]] = []
+    for number, fd in fds.items():
+        status = os.fstat(fd)
+        facts.append((status.st_mode, status.st_uid, status.st_gid))
+        if number in PIPES:
+            facts.append((fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ), _unread(fd)))
+    return facts
 
 
 def _unread(pipe: int) -> int:

@@ -10,13 +10,14 @@ import select
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.bash.restore import came_back, needs_trial, taken_on_later
 from sandboxes.guest.bash.session import KEPT, UNREADABLE, MalformedDumpError
 from sandboxes.guest.shell import Output, Shell
+from sandboxes.linux import live_state
 from sandboxes.linux.live_state import inherited
 from sandboxes.shell_text import ShellSession
 
@@ -61,6 +62,7 @@ class Shells(ABC):
         self.sessions, self.pristine = sessions, pristine
         self.born: list[str] = []
         self._shells: dict[str, Shell] = {}
+        self._noted: dict[Shell, object] = {}
 
     def __iter__(self) -> Iterator[Shell]:
         return iter(list(self._shells.values()))
@@ -251,6 +253,47 @@ class Shells(ABC):
     def idle_pids(self) -> set[int]:
         """The processes that are ours and not the agent's."""
         return {shell.pid for shell in self} | self.anchor_pids
+
+    def note(self, running: str | None, directory: Callable[[int], str], *, stays: bool) -> None:
+        """Note, before a call, what it may change of shells that later calls use.
+
+        That are their pipes and, of shells that the call does not use, their limits, how often each was given a CPU,
+        and writes to its files in /proc. The look after the last call serves, if nothing has run since then.
+
+        Args:
+            running: The session that the call's command runs in; None if there is none.
+            directory: Returns the directory of a process in the sandbox's own /proc.
+            stays: Whether something survives, so that the shells go on after the call and may run between calls.
+        """
+        known, self._noted = {} if stays else self._noted, {}
+        for shell in self:
+            if shell.name != running:
+                # Beside survivors `LiveState` has it reported.
+                if not stays:
+                    shell.watch(directory)
+                self._noted[shell] = known.get(shell) or shell.at_rest()
+            elif stays:
+                self._noted[shell] = shell.pipes
+
+    def touched(self, running: str | None) -> bool:
+        """Return whether a call has changed something that was noted before it. 0.06 ms for each shell."""
+        noted, self._noted = self._noted, {}
+        for shell in self:
+            if shell in noted:
+                self._noted[shell] = shell.pipes if shell.name == running else shell.facts()
+        # The session's own shell may have ended with its call, which later calls do not see.
+        gone = any(shell not in self._noted and shell.name != running for shell in noted)
+        changed = any(noted[shell] != now for shell, now in self._noted.items())
+        return gone or changed or (bool(noted) and live_state.was_written())
+
+    def end_idle(self, running: str | None) -> list[str]:
+        """End all shells but that of one session; return the names of all sessions that had a shell."""
+        names = list(self._shells)
+        for shell in self:
+            if shell.name != running:
+                self._replace(shell)
+        live_state.forget_writes()
+        return names
 
     def ready_all(self) -> None:
         """Wait for the first dumps of all shells.

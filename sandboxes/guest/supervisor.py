@@ -192,7 +192,9 @@ class Supervisor:
         self.survivors.begin()
         before, free = self.survivors.now, self.changes.free_bytes()
         runs_before = run_counts(self.survivors.processes)
+        session = request.session if isinstance(request, RunCommand) else None
         live = self._live_state(runs_before)
+        self.shells.note(session, self._platform.proc_directory, stays=bool(before))
         started = time.perf_counter()
         try:
             performed = self._perform(request, envelope)
@@ -207,10 +209,18 @@ class Supervisor:
             performed = replace(performed, host_full=True)
         # A process that answers has worked. After a call that is known to only read, only comings and goings count.
         busy = not performed.read and ran_between(runs_before, run_counts(self.survivors.processes))
-        came_or_went, wrote_files = self.survivors.now != before, self.changes.look()
+        came_or_went = self.survivors.now != before
         # A process that sleeps may have been changed by the call all the same.
-        if live is not None and not (performed.read or busy or came_or_went):
-            busy = live.changed()
+        touched = False
+        if not (performed.read or busy or came_or_went):
+            touched = self.shells.touched(session)
+            # Both looks serve the next call too.
+            touched |= live is not None and live.changed()
+        fresh = [] if session is None else [session]
+        if not self.survivors and (touched or before):
+            # What no dump has of the other shells would be seen by later calls, and a restored sandbox lacks it.
+            fresh = self.shells.end_idle(session)
+        wrote_files = self.changes.look()
         self.stillness.saw(wrote=wrote_files, moved=came_or_went)
         if self.changes.too_deep:
             performed = _too_deep(performed, self.changes.disk_bytes)
@@ -222,15 +232,14 @@ class Supervisor:
             performed.outcome,
             seconds,
             changed_session=performed.session_changed,
-            changed_processes=busy or came_or_went,
+            changed_processes=busy or came_or_went or (touched and bool(before)),
             changed_files=wrote_files,
             settling=self.survivors.moving and came_or_went and not performed.awaited,
             host_full=performed.host_full or disk_low,
             state=self.state(),
             order=None if self.survivors else self.changes.order,
         )
-        session = request.session if isinstance(request, RunCommand) else None
-        self._platform.finish_call(answer, performed.body, session)
+        self._platform.finish_call(answer, performed.body, fresh)
 
     def _live_state(self, runs: Mapping[Process, int]) -> LiveState | None:
         """Return a look at what survives, taken before a call; None if no process does.

@@ -99,34 +99,14 @@ class LiveState:
         self._hidden = frozenset(hidden)
         self.subjects = (runs, frozenset(shells))
         self._pids, self._shells, self._sockets = [pid for pid, _ in runs], frozenset(shells), sockets
-        # A blocked signal stays pending, even one to the pid 1 of a namespace. It is never handled.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
-        while signal.sigtimedwait([signal.SIGIO], 0) is not None:
-            pass
+        forget_writes()
         self._watches: list[int] = []
         self._before: dict[Any, Any] | None = None
         # A process that has ended, or that cannot be shown, leaves None: then `changed` is True.
         with contextlib.suppress(OSError, _OpaqueError):
             for pid in (*self._pids, *self._shells):
-                self._watch(directory(pid))
+                self._watches += report_writes(directory(pid))
             self._before = self._read()
-
-    def _watch(self, directory: str) -> None:
-        """Have the kernel report writes to the files of a process and its threads."""
-        paths, (proc, _, own) = [directory], directory.rpartition("/")
-        for thread in os.listdir(f"{directory}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
-            paths.append(f"{directory}/task/{thread}")
-            if thread != own:
-                # A thread has a directory of its own beside the processes, which is not listed (proc_tid(5)).
-                paths.append(f"{proc}/{thread}")
-        for path in paths:
-            self._notify(path)
-
-    def _notify(self, path: str) -> None:
-        """Have the kernel report the next write to a file of a directory."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._watches.append(fd)
-        fcntl.fcntl(fd, fcntl.F_NOTIFY, _DN_MODIFY)
 
     def changed(self) -> bool:
         """Return whether a call has changed something since the last look; True if that cannot be shown.
@@ -139,7 +119,7 @@ class LiveState:
         except (OSError, _OpaqueError):
             return True
         # The kernel reports the first write only. So this was the last look.
-        if before is None or signal.SIGIO in signal.sigpending():
+        if before is None or was_written():
             return True
         self._before = after
         # Closed connections are forgotten after a minute, which is no change of the call's.
@@ -180,6 +160,49 @@ class LiveState:
             facts |= self._sockets.read()
             facts[_LINGERING] = lingering_connections()
         return facts
+
+
+def report_writes(directory: str) -> list[int]:
+    """Have the kernel report the next write to a file of a process or its threads, to `was_written`.
+
+    Args:
+        directory: The directory of the process in a /proc.
+
+    Returns:
+        Descriptors, which end the watch when they are closed.
+
+    Raises:
+        OSError: The process has ended.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
+    paths, (proc, _, own) = [directory], directory.rpartition("/")
+    for thread in os.listdir(f"{directory}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
+        paths.append(f"{directory}/task/{thread}")
+        if thread != own:
+            # A thread has a directory of its own beside the processes, which is not listed (proc_tid(5)).
+            paths.append(f"{proc}/{thread}")
+    watches: list[int] = []
+    try:
+        for path in paths:
+            watches.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            fcntl.fcntl(watches[-1], fcntl.F_NOTIFY, _DN_MODIFY)
+    except OSError:
+        close_all(watches)
+        raise
+    return watches
+
+
+def was_written() -> bool:
+    """Return whether a write was reported since the last `forget_writes`."""
+    # A blocked signal stays pending, even one to the pid 1 of a namespace. It is never handled.
+    return signal.SIGIO in signal.sigpending()
+
+
+def forget_writes() -> None:
+    """Forget the writes that were reported so far."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
+    while signal.sigtimedwait([signal.SIGIO], 0) is not None:
+        pass
 
 
 class _Objects:

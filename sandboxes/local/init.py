@@ -287,7 +287,7 @@ class Init:
         else:
             self._shells.forget(shell)
 
-    def finish_call(self, answer: CallDone, body: bytes, session: str | None) -> None:
+    def finish_call(self, answer: CallDone, body: bytes, fresh: list[str]) -> None:
         """Send the answer; if something was written, say at once what becomes of the upper layer.
 
         An upper layer in which nothing differs from what lies below is thrown away, so that the sandbox is as
@@ -303,7 +303,7 @@ class Init:
             # survives that could have written since the call's own look.
             self._move(answer.state)
         elif not self._survivors:
-            self._renew([] if session is None else [session])
+            self._renew(fresh)
 
     def _renew(self, names: list[str]) -> None:
         """Replace the shells of some sessions; all of them, and the anchor, if the call has touched the anchor."""

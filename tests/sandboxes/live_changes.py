@@ -186,6 +186,37 @@ OF_PID_1 = {
 }
 """Calls that change what no file, session or process of the agent's has."""
 
+OF_IDLE_SHELLS = {
+    "limits": "python3 -c 'import resource; resource.prlimit('$B', resource.RLIMIT_NOFILE, (77, 88))'",
+    "stop": "kill -STOP $B",
+    "a signal with a trap": "kill -USR1 $B; sleep 0.05",
+    "output": "echo printed > /proc/$B/fd/1",
+    "mode of its stdout": "chmod 600 /proc/$B/fd/1",
+    "a dump": "for F in /proc/$B/fd/*; do [ ! -p $F ] || echo x > $F; done; unset F",
+    "memory": """python3 - $B <<'END'
+import os, sys
+B = sys.argv[1]
+[area] = [line.split()[0] for line in open(f"/proc/{B}/maps") if "[heap]" in line]
+start, end = (int(address, 16) for address in area.split("-"))
+memory = os.open(f"/proc/{B}/mem", os.O_RDWR)
+heap = os.pread(memory, end - start, start)
+assert b"FIRST" in heap
+os.pwrite(memory, heap.replace(b"FIRST", b"OTHER"), start)
+END""",
+    "its end": "kill -9 $B",
+}
+"""Calls that change the idle shell $B of another session, whose next call would show it."""
+
+
+def to_other_shell(command: str) -> str:
+    """Return a command for $B, the newest process with a pipe as stdout. It leaves no trace in its own session."""
+    return f"""B=0; for P in /proc/[0-9]*; do P=${{P#/proc/}}
+case " 1 $$ $PPID " in *" $P "*) continue;; esac
+if [ -p /proc/$P/fd/1 ] && [ $P -gt $B ]; then B=$P; fi; done
+{command}
+unset B P"""
+
+
 LEAVE_UNKNOWN = {"lock", "system v memory", "system v semaphore", "system v queue", "a message", "posix queue"}
 LEAVE_UNKNOWN |= LAST.keys() | {"tcp backlog"}
 """Calls after which the next call may count as a change: something stays whose changes cannot be seen, or a closed
@@ -223,6 +254,34 @@ class LiveChangesSuite:
 
         missed, failed, counted = asyncio.run(go())
         assert (missed, failed, counted) == ([], [], [])
+
+    @pytest.mark.parametrize("beside", ["nothing", "a process"])
+    def test_idle_shell_of_another_session_is_untouched(self, driver: Driver, beside: str) -> None:
+        """A call that changes the shell of another session counts as a change, or has no effect on later calls."""
+        look = "echo $x $y; ulimit -n; stat -Lc %a /dev/stdout"
+        alive = beside != "nothing"
+        begin = "x=FIRST; trap y=7 USR1" + ("; sleep 1000 >/dev/null 2>&1 &" if alive else "")
+
+        async def go() -> list[str]:
+            differing = []
+            async with opened(driver):
+                sandbox = await driver.start(EnvironmentSpec())
+                for name, command in OF_IDLE_SHELLS.items():
+                    if alive:
+                        await sandbox.close()
+                        sandbox = await driver.start(EnvironmentSpec())
+                    await run(sandbox, begin, session="other")
+                    before = await run(sandbox, look, session="other")
+                    answer = await run(sandbox, to_other_shell(command))
+                    assert (name, answer.code) == (name, 0), answer.err
+                    if alive and Effect.PROCESSES in answer.effect:
+                        continue
+                    after = await run(sandbox, look, session="other")
+                    if after.printed != before.printed or Effect.PROCESSES in answer.effect:
+                        differing.append(f"{name}: {answer.effect}, {after.printed}")
+            return differing
+
+        assert asyncio.run(go()) == []
 
     def test_changes_of_pid_1_are_no_observations(self, driver: Driver) -> None:
         """Later calls see them (`ps -o ni= -p 1`), so the state is another one, which only a replay reaches."""

@@ -369,11 +369,11 @@ class Keeper:
         """Give up a shell. However it ended, its parent has to collect it, and that is the anchor."""
         self._shells.kill(shell)
 
-    def finish_call(self, answer: CallDone, body: bytes, session: str | None) -> None:
+    def finish_call(self, answer: CallDone, body: bytes, fresh: list[str]) -> None:
         """Send the answer, unless the container ended during the call."""
         # The result of a call that the container's end cut short would be recorded as if the command had failed by
         # itself.
         self.require_sandbox()
         self._link.send(answer, body)
-        if not self._survivors and session is not None:
-            self._shells.renew([session])
+        if not self._survivors:
+            self._shells.renew(fresh)

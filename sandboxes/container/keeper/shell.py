@@ -175,6 +175,7 @@ class ContainerShell(Shell):
 
     def close(self) -> None:
         """Close the keeper's ends and remove the directory. The caller kills the process."""
+        super().close()
         # Closing wakes a shell that still waits: its read of `go` then returns end of file, and it exits.
         close_all((*self._fds.values(), self.death))
         self._fds.clear()
