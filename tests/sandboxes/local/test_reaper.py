@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes.linux.files import remove_tree
 from sandboxes.local import reaper as reaper_module
 from sandboxes.local.reaper import Reaper
 from sandboxes.task_owner import TaskOwner
@@ -35,7 +36,6 @@ def test_what_cannot_be_removed_is_tried_again(
 ) -> None:
     """A process without a free descriptor, for example, can open no directory. By itself, or at the end."""
     tries: list[Path] = []
-    remove_tree = reaper_module.remove_tree
 
     def remove_later(path: Path) -> bool:
         tries.append(path)
