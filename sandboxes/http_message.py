@@ -50,6 +50,11 @@ def of_tool_server(headers: Iterable[tuple[str, str]]) -> Headers:
     )  # fmt: skip
 
 
+def is_header(name: str, value: str) -> bool:
+    """Return whether a header has only characters that a header may have."""
+    return _NAME.fullmatch(name) is not None and _VALUE.fullmatch(value) is not None
+
+
 def request_head(method: str, target: str, headers: Iterable[tuple[str, str]], host: str, length: int) -> bytes:
     """Return the head of a request, up to and including the blank line.
 
@@ -69,7 +74,7 @@ def request_head(method: str, target: str, headers: Iterable[tuple[str, str]], h
         raise InvalidRequestError("the target is not a path: it begins with / and has no spaces or control characters")
     lines = [f"{method} {target} HTTP/1.1", f"Host: {host}"]
     for name, value in end_to_end(headers, without=_SET_BY_REQUEST_HEAD):
-        if _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
+        if not is_header(name, value):
             raise InvalidRequestError(f"header {name[:40]!r} has characters that a header must not have")
         lines.append(f"{name}: {value}")
     if length or method in ("POST", "PUT", "PATCH"):

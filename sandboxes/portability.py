@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
 
 from sandboxes.driver import FrozenState
+from sandboxes.spec import EnvironmentSpec
 
 
 class NotPortableError(ValueError):
@@ -99,6 +101,54 @@ class PortableDriver(Protocol):
     def porter(self) -> Porter:
         """The part of the driver that exports and imports."""
         ...
+
+
+class RecordingPorter(Protocol):
+    """Exports and imports responses of hosts outside that programs of one environment received, for its replays."""
+
+    def names(self) -> list[str]:
+        """Return their names. Blocking."""
+        ...
+
+    def pack(self, name: str) -> Iterator[bytes]:
+        """Yield the bytes of a recording. Blocking.
+
+        Raises:
+            ValueError: It is damaged.
+            OSError: It was removed meanwhile, or cannot be read.
+        """
+        ...
+
+    def take(self, name: str, file: Path) -> None:
+        """Add a recording, unless there is one of this request. Blocking.
+
+        Args:
+            name: Its name on the machine that exported it.
+            file: Its bytes; the file may become the recording, so it must not be written afterwards.
+
+        Raises:
+            NotPortableError: The data is no recording.
+            OSError: The machine cannot store it.
+        """
+        ...
+
+    async def settle(self) -> None:
+        """Make what was taken count towards the driver's limit."""
+        ...
+
+
+@runtime_checkable
+class RecordingDriver(Protocol):
+    """A driver whose sandboxes may reach hosts outside."""
+
+    def recordings(self, spec: EnvironmentSpec) -> RecordingPorter | None:
+        """Return the recordings of a spec's environment; None if it reaches no host."""
+        ...
+
+
+def recording_porter_of(driver: object, spec: EnvironmentSpec) -> RecordingPorter | None:
+    """Return the recordings of a spec's environment; None if it has none, or for no driver."""
+    return driver.recordings(spec) if isinstance(driver, RecordingDriver) else None
 
 
 def porter_of(driver: object) -> Porter | None:

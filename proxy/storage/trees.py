@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import structlog
@@ -118,6 +118,13 @@ class TreeStore:
     def exists(self, tree: int) -> bool:
         """Return whether the store has this tree."""
         return self._database.row("SELECT 1 FROM trees WHERE id = ?", (tree,)) is not None
+
+    def specs(self, trees: Iterable[int]) -> Iterator[tuple[int, EnvironmentSpec]]:
+        """Yield the environments of trees, each with the tree's number. Damaged and missing ones are left out."""
+        for tree in trees:
+            row = self._database.row(f"SELECT spec FROM trees WHERE id = ? AND {is_whole('trees')}", (tree,))
+            if row is not None:
+                yield tree, EnvironmentSpec.model_validate_json(row[0])
 
     def is_empty(self, tree: int) -> bool:
         """Return whether no call is recorded in a tree."""

@@ -151,4 +151,5 @@ def check_states(file: Path, database: StoreDatabase) -> BundleStates:
         for part in read(reading):
             if part.kind in ("part", "chunk", "snapshot"):
                 states.add(part, content_of)
+    states.finish()
     return states

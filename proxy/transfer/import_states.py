@@ -9,6 +9,7 @@ Theory of operation:
 3. The pieces of one unit are collected in a scratch file. When the unit is complete, the driver takes it.
 4. A unit that this machine cannot hold (a full disk) is left out with the states that need it: a replay reaches them
    too. A unit or state that the driver refuses is a false file, and the import ends.
+5. A unit may be a recording of a host's response. One that cannot be used is left out: its request goes out again.
 """
 
 import contextlib
@@ -18,15 +19,22 @@ from typing import BinaryIO
 import structlog
 
 from proxy.transfer.format import BundleError, read
-from proxy.transfer.state_records import BundleStates, StateLine, state_of, unit_of
+from proxy.transfer.state_records import RECORDING, BundleStates, StateLine, state_of, unit_of
 from sandboxes.driver import FrozenState
-from sandboxes.portability import NotPortableError, Unpacking
+from sandboxes.portability import NotPortableError, RecordingPorter, Unpacking
 
 log = structlog.get_logger()
 
 
 def unpack_states(
-    file: BinaryIO, states: BundleStates, unpacking: Unpacking, scratch: Path, *, driver: str, room_bytes: int
+    file: BinaryIO,
+    states: BundleStates,
+    unpacking: Unpacking,
+    scratch: Path,
+    *,
+    driver: str,
+    room_bytes: int,
+    recordings: RecordingPorter | None = None,
 ) -> list[tuple[StateLine, FrozenState]]:
     """Unpack the snapshots of a bundle that fit.
 
@@ -36,7 +44,8 @@ def unpack_states(
         unpacking: Takes the units and states for the driver.
         scratch: A file for one unit at a time. It does not exist before or afterwards.
         driver: Name of the driver; states of another driver are skipped.
-        room_bytes: How many bytes the unpacked units may take.
+        room_bytes: How many bytes the unpacked units of states may take.
+        recordings: Takes the recordings; None leaves them out.
 
     Returns:
         Each unpacked state with its line in the file.
@@ -45,7 +54,7 @@ def unpack_states(
         BundleError: A unit or state is not what the file states; the text names it.
     """
     fitting, units = states.fitting(room_bytes)
-    unpacker = _UnitUnpacker(states, unpacking, scratch, units)
+    unpacker = _UnitUnpacker(states, unpacking, scratch, units, recordings)
     unpacked = []
     number = -1
     try:
@@ -82,15 +91,23 @@ class _UnitUnpacker:
         failed: Names of the units that this machine could not hold.
     """
 
-    def __init__(self, states: BundleStates, unpacking: Unpacking, scratch: Path, units: set[str]) -> None:
+    def __init__(
+        self,
+        states: BundleStates,
+        unpacking: Unpacking,
+        scratch: Path,
+        units: set[str],
+        recordings: RecordingPorter | None,
+    ) -> None:
         self._states, self._unpacking, self._scratch, self._units = states, unpacking, scratch, units
+        self._recordings, self._recorded = recordings, states.recordings() if recordings is not None else set()
         self._name: str | None = None
         self._writing: BinaryIO | None = None
         self.failed: set[str] = set()
 
     def begin(self, name: str) -> None:
         """Begin a unit; one that is not needed is skipped."""
-        if name in self._units:
+        if name in self._units or name in self._recorded:
             self._name, self._writing = name, self._scratch.open("w+b")
 
     def write(self, data: bytes) -> None:
@@ -107,9 +124,15 @@ class _UnitUnpacker:
             return
         try:
             self._writing.seek(0)
-            digest, _ = self._states.units[self._name]
-            self._unpacking.part(self._name, self._writing, digest)
+            if self._recordings is not None and self._name in self._recorded:
+                self._recordings.take(self._name.removeprefix(RECORDING), self._scratch)
+            else:
+                digest, _ = self._states.units[self._name]
+                self._unpacking.part(self._name, self._writing, digest)
         except NotPortableError as error:
+            if self._name in self._recorded:
+                self._fail(error)
+                return
             raise BundleError(f"the driver refuses unit {self._name!r}: {error}.") from error
         except OSError as error:
             self._fail(error)
@@ -123,8 +146,8 @@ class _UnitUnpacker:
             self._writing = None
         self._scratch.unlink(missing_ok=True)
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: OSError | NotPortableError) -> None:
         assert self._name is not None
-        log.warning("snapshot unit left out of an import", unit=self._name, error=str(error))
+        log.warning("unit left out of an import", unit=self._name, error=str(error))
         self.failed.add(self._name)
         self.discard()

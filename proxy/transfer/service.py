@@ -5,7 +5,7 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from proxy.transfer.validate import check
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver, FrozenState
 from sandboxes.errors import ForbiddenSourceError, SpecError
-from sandboxes.portability import PortableDriver, Unpacking, porter_of
+from sandboxes.portability import PortableDriver, RecordingPorter, Unpacking, porter_of, recording_porter_of
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 from snapshots.cache import SnapshotCache
@@ -99,10 +99,29 @@ class TransferService:
             file.unlink()
 
     def export(
-        self, task: str, tree: Tree, states: ExportedStates | None = None, *, current: bool = True
+        self,
+        task: str,
+        tree: Tree,
+        states: ExportedStates | None = None,
+        *,
+        current: bool = True,
+        recordings: bool = False,
     ) -> Iterator[bytes]:
-        """Yield the bytes of a tree's bundle; see `export`. Blocking: the caller iterates in threads."""
-        return export(self._store.database.open_reader(), task, tree, states or ExportedStates(), current=current)
+        """Yield the bytes of a tree's bundle. Blocking: the caller iterates in threads.
+
+        Args:
+            task: Name of the task.
+            tree: The tree.
+            states: The snapshots that travel with it; None for none.
+            current: Whether the tree belongs to the task's own environment.
+            recordings: Whether recorded responses of hosts outside travel with it. Other tasks of an equal
+                environment may have requested them.
+        """
+        exported = states or ExportedStates()
+        if recordings:
+            porter = recording_porter_of(self._drivers.get(tree.spec.driver), tree.spec)
+            exported = replace(exported, recordings=porter)
+        return export(self._store.database.open_reader(), task, tree, exported, current=current)
 
     def estimated_bytes(self, tree: Tree, *, snapshots: bool) -> int:
         """Return about how large a tree's bundle will be. Blocking: 2 us for each record."""
@@ -123,7 +142,11 @@ class TransferService:
             for snapshot in snapshots:
                 trees.setdefault(snapshot.tree, []).append(snapshot)
             # A tree has one driver.
-            yield {tree: self._exported(of_tree[0].driver, of_tree) for tree, of_tree in trees.items()}
+            exported = {tree: self._exported(of_tree[0].driver, of_tree) for tree, of_tree in trees.items()}
+            for tree, spec in self._store.trees.specs(trees):
+                porter = recording_porter_of(self._drivers.get(spec.driver), spec)
+                exported[tree] = replace(exported[tree], recordings=porter)
+            yield exported
 
     def _exported(self, driver: str, snapshots: Sequence[Snapshot]) -> ExportedStates:
         return ExportedStates(snapshots, porter_of(self._drivers.get(driver)), self._cache.load)
@@ -155,7 +178,8 @@ class TransferService:
                 return 0
             states = check_states(file, self._store.database)
             with driver.porter.unpacking() as unpacking:
-                return await self._adopt(await self._unpack(file, states, unpacking, driver.name), tree, tree.nodes.get)
+                unpacked = await self._unpack(file, states, unpacking, driver, recording_porter_of(driver, tree.spec))
+                return await self._adopt(unpacked, tree, tree.nodes.get)
 
     async def _adopt(
         self, unpacked: list[tuple[StateLine, FrozenState]], tree: Tree, find: Callable[[int], Node | None]
@@ -253,31 +277,44 @@ class TransferService:
     ) -> tuple[Tree, int]:
         """Unpack the snapshots, then write the tree; return it, and the number of its snapshots."""
         driver = self._drivers[spec.driver]
-        if not states.units_of_state or not isinstance(driver, PortableDriver):
+        # All tasks of an equal environment have the same recordings, so a token for some of them brings none.
+        recordings = None if manifest.spec.confined else recording_porter_of(driver, spec)
+        if not states.units or not isinstance(driver, PortableDriver):
             return await self._write(task, manifest, spec, file), 0
         with driver.porter.unpacking() as unpacking:
-            unpacked = await self._unpack(file, states, unpacking, driver.name)
+            unpacked = await self._unpack(file, states, unpacking, driver, recordings)
             tree = await self._write(task, manifest, spec, file)
             nodes = dict(tree.nodes)
             return tree, await self._adopt(unpacked, tree, lambda number: nodes[tree.root.id + number])
 
     async def _unpack(
-        self, file: Path, states: BundleStates, unpacking: Unpacking, driver: str
+        self,
+        file: Path,
+        states: BundleStates,
+        unpacking: Unpacking,
+        driver: Driver,
+        recordings: RecordingPorter | None,
     ) -> list[tuple[StateLine, FrozenState]]:
         room_bytes = self._cache.free_bytes
 
         def unpack() -> list[tuple[StateLine, FrozenState]]:
             with file.open("rb") as reading:
                 scratch = file.with_suffix(".unit")
-                return unpack_states(reading, states, unpacking, scratch, driver=driver, room_bytes=room_bytes)
+                return unpack_states(
+                    reading, states, unpacking, scratch, driver=driver.name, room_bytes=room_bytes,
+                    recordings=recordings,
+                )  # fmt: skip
 
         running = start(asyncio.to_thread(unpack))
         try:
-            return await asyncio.shield(running)
+            unpacked = await asyncio.shield(running)
         except asyncio.CancelledError:
             # A thread cannot be cancelled, and it writes to files that the caller removes next.
             await asyncio.wait([running])
             raise
+        if recordings is not None:
+            await recordings.settle()
+        return unpacked
 
     async def _write(self, task: str, manifest: BundleManifest, spec: EnvironmentSpec, file: Path) -> Tree:
         draft = self._store.drafts.begin(manifest.nodes, manifest.records)

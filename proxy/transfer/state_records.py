@@ -19,9 +19,11 @@ from proxy.transfer.format import CHUNK_BYTES, BundleError, Part, Writer
 from sandboxes.driver import FrozenState
 from sandboxes.effects import StateDigest
 from sandboxes.errors import NotFreezableError
-from sandboxes.portability import Porter
+from sandboxes.portability import Porter, RecordingPorter
 from snapshots.snapshot import Snapshot
 
+RECORDING = "recording-"
+"""How the names of units begin that are recordings. No state names them, so older versions skip them."""
 MAX_STATES = 100_000
 """Most states in a bundle, and most units: no task has as many, so a file that does is an attack on memory."""
 _Line = TypeVar("_Line", bound=BaseModel)
@@ -116,11 +118,13 @@ class ExportedStates:
         snapshots: Snapshots of the tree, which stay while the export runs.
         porter: Packs the states of their driver; None if its states cannot travel.
         load: Reads what the driver stored with a snapshot.
+        recordings: Packs what the environment's programs received from hosts outside; None for nothing.
     """
 
     snapshots: Sequence[Snapshot] = ()
     porter: Porter | None = None
     load: Callable[[Snapshot], FrozenState] | None = None
+    recordings: RecordingPorter | None = None
 
     def count(self, number: NodeNumber) -> tuple[int, int]:
         """Return how many snapshots will travel if nothing fails, and how many will not."""
@@ -128,10 +132,14 @@ class ExportedStates:
         return travelling, len(self.snapshots) - travelling
 
     def parts(self, writer: Writer, number: NodeNumber) -> Iterator[bytes]:
-        """Yield the parts of the bundle that hold these snapshots. Blocking."""
+        """Yield the parts of the bundle that hold these recordings and snapshots. Blocking."""
+        if self.recordings is not None:
+            for name in self.recordings.names():
+                yield from _unit(writer, RECORDING + name, self.recordings.pack(name))
         sent: dict[str, UnitRef | None] = {}
         for snapshot, node in self._chosen(number):
             assert self.load is not None
+            assert self.porter is not None
             try:
                 frozen = self.load(snapshot)
             except (OSError, ValueError):
@@ -139,7 +147,7 @@ class ExportedStates:
                 continue
             for name in frozen.parts:
                 if name not in sent:
-                    sent[name] = yield from self._unit(writer, name)
+                    sent[name] = yield from _unit(writer, name, self.porter.pack(name))
             units = [unit for name in frozen.parts if (unit := sent[name]) is not None]
             if len(units) == len(frozen.parts):
                 yield writer.json("snapshot", state_line(frozen, units, node=node, cost_s=snapshot.cost_s).model_dump())
@@ -151,24 +159,24 @@ class ExportedStates:
             if node is not None and self.porter is not None and self.porter.carries(snapshot.kind):
                 yield snapshot, node
 
-    def _unit(self, writer: Writer, name: str) -> Generator[bytes, None, UnitRef | None]:
-        """Yield a unit's parts; return its reference, or None if it could not be read to its end."""
-        assert self.porter is not None
-        yield writer.json("part", {"name": name})
-        digest, size, pending = hashlib.sha256(), 0, bytearray()
-        try:
-            for piece in self.porter.pack(name):
-                digest.update(piece)
-                size += len(piece)
-                pending += piece
-                if len(pending) >= CHUNK_BYTES:
-                    yield writer.part("chunk", bytes(pending))
-                    pending.clear()
-        except (OSError, NotFreezableError, ValueError):
-            return None
-        if pending:
-            yield writer.part("chunk", bytes(pending))
-        return UnitRef(name=name, sha256=digest.hexdigest(), size_bytes=size)
+
+def _unit(writer: Writer, name: str, pieces: Iterator[bytes]) -> Generator[bytes, None, UnitRef | None]:
+    """Yield a unit's parts; return its reference, or None if it could not be read to its end."""
+    yield writer.json("part", {"name": name})
+    digest, size, pending = hashlib.sha256(), 0, bytearray()
+    try:
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            pending += piece
+            if len(pending) >= CHUNK_BYTES:
+                yield writer.part("chunk", bytes(pending))
+                pending.clear()
+    except (OSError, NotFreezableError, ValueError):
+        return None
+    if pending:
+        yield writer.part("chunk", bytes(pending))
+    return UnitRef(name=name, sha256=digest.hexdigest(), size_bytes=size)
 
 
 def state_line(frozen: FrozenState, units: Sequence[UnitRef], *, node: int, cost_s: float) -> StateLine:
@@ -221,7 +229,7 @@ class BundleStates:
             self._digest.update(part.data)
             self._size += len(part.data)
             return
-        self._end_unit()
+        self.finish()
         if part.kind == "part":
             self._open, self._digest, self._size = unit_of(part), hashlib.sha256(), 0
             if self._open in self.units or len(self.units) >= MAX_STATES:
@@ -229,7 +237,8 @@ class BundleStates:
         else:
             self._add_state(part, state_of(part), content_of)
 
-    def _end_unit(self) -> None:
+    def finish(self) -> None:
+        """Note that the unit before is complete: another part follows, or the file ends."""
         if self._open is not None:
             self.units[self._open] = (self._digest.hexdigest(), self._size)
             self._open = None
@@ -245,6 +254,11 @@ class BundleStates:
             if self.units.get(unit.name) != (unit.sha256, unit.size_bytes):
                 raise BundleError(f"{part.name}: the digest of unit {unit.name!r} differs, or the file lacks it.")
         self.units_of_state.append(tuple(unit.name for unit in line.units))
+
+    def recordings(self) -> set[str]:
+        """Return the names of the units that are recordings (pure)."""
+        of_states = {name for names in self.units_of_state for name in names}
+        return {name for name in self.units if name.startswith(RECORDING)} - of_states
 
     def fitting(self, room_bytes: int) -> tuple[set[int], set[str]]:
         """Return which states fit into so many bytes, the first ones first, and which units they need (pure)."""

@@ -98,6 +98,7 @@ class _BundleCheck:
                     pass
                 case _:
                     self._states.add(part, self._content)
+        self._states.finish()
         assert manifest is not None  # `read` yields it first
         if self._unreached is not None:
             raise BundleError(f"no call leads to node {self._unreached}.")

@@ -26,6 +26,7 @@ from sandboxes.container.spares import Spares
 from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
 from sandboxes.egress.gateway import EgressGateway
+from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
@@ -275,6 +276,10 @@ class ContainerDriver:
                 raise StateGoneError(f"the image of this state is gone: {error}") from error
             sandbox.begin_settling(frozen.payload.get("young_s", 0.0))
             return sandbox
+
+    def recordings(self, spec: EnvironmentSpec) -> PortableRecordings | None:
+        """Return what sandboxes of a spec received from hosts outside; None without egress."""
+        return self.egress.recordings(spec)
 
     async def collect(self, keep: Iterable[str]) -> int:
         """Delete copies and checkpoints that are neither kept nor in use, and images of root states out of use.

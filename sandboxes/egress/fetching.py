@@ -13,7 +13,14 @@ from typing import BinaryIO
 
 from sandboxes.calls import EgressOutcome
 from sandboxes.egress.dialing import Dialer, FailedError
-from sandboxes.egress.recordings import MAX_BODY_BYTES, RecordedResponse, Recordings
+from sandboxes.egress.recordings import (
+    MAX_BODY_BYTES,
+    MAX_HEADERS,
+    REFRAMED,
+    RecordedResponse,
+    Recordings,
+    is_recorded,
+)
 from sandboxes.egress.targets import RefusedError, Target
 from sandboxes.http_message import InvalidRequestError, end_to_end, request_head
 from sandboxes.listener import Headers
@@ -25,11 +32,6 @@ _RESPONSE_S = 300.0
 """Longest time of a whole response: the largest one at half a megabyte a second."""
 _AT_ONCE = 16
 """Responses that are received at once: bounds the disk that drafts take to 16 times the largest response."""
-_MAX_HEADERS = 200
-"""Most headers of a response; origins send a few dozen."""
-_KEPT = frozenset({300, 301, 302, 303, 307, 308, 404, 410})
-"""Statuses beside 2xx that are recorded. Others, such as 429 and 503, say what was wrong at one moment."""
-_REFRAMED = frozenset({"content-length"})
 
 
 class HostFetcher:
@@ -98,7 +100,7 @@ class HostFetcher:
             except OSError as error:
                 raise FailedError(f"{target.host}: the connection broke: {error}") from None
             length = draft.tell()
-            kept = receiver.status // 100 == 2 or receiver.status in _KEPT
+            kept = is_recorded(receiver.status)
             if kept:
                 await asyncio.to_thread(self._recordings.keep, key, draft, receiver.status, receiver.headers)
             draft.seek(0)
@@ -129,9 +131,9 @@ class _Receiver:
         Raises:
             FailedError: It has too many headers.
         """
-        if len(headers) > _MAX_HEADERS:
-            raise FailedError(f"the response has more than {_MAX_HEADERS} headers")
-        self.status, self.headers = status, end_to_end(headers, without=_REFRAMED)
+        if len(headers) > MAX_HEADERS:
+            raise FailedError(f"the response has more than {MAX_HEADERS} headers")
+        self.status, self.headers = status, end_to_end(headers, without=REFRAMED)
 
     async def data(self, chunk: bytes) -> None:
         """Take the next piece of the body.
@@ -147,4 +149,5 @@ class _Receiver:
 
 def _key(scope: str, method: str, target: Target, headers: Iterable[tuple[str, str]]) -> str:
     parts = [scope, method, target.url, list(headers)]
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=32).hexdigest()
+    # The scope comes first, so that the recordings of one environment are found.
+    return f"{scope}-{hashlib.blake2b(json.dumps(parts).encode(), digest_size=32).hexdigest()}"

@@ -22,7 +22,8 @@ import orjson
 import structlog
 
 from sandboxes.calls import EgressExchange, Execution
-from sandboxes.egress.messages import CloseOutlet, OpenOutlet, TakeExchanges
+from sandboxes.egress.messages import CloseOutlet, OpenOutlet, RecountRecordings, TakeExchanges
+from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.fork_server import ForkServer
 from sandboxes.linux.outlet import PORT
@@ -53,6 +54,7 @@ class EgressGateway:
             folder: Where responses are recorded.
             module: The module whose `main` the process runs. Tests have one that resolves names to their own hosts.
         """
+        self._folder = folder
         self._process = ForkServer("the egress proxy", module, [str(folder)], site_packages=True)
         self._starting = asyncio.Lock()
 
@@ -77,6 +79,16 @@ class EgressGateway:
         finally:
             os.close(listener)
         return SandboxEgress(sandbox, self._process)
+
+    def recordings(self, spec: EnvironmentSpec) -> PortableRecordings | None:
+        """Return the recordings of a spec; None if it has no egress."""
+        return None if spec.egress is None else PortableRecordings(self._folder, _scope(spec), self._recount)
+
+    async def _recount(self) -> None:
+        # A process that starts later counts by itself.
+        if self._process.is_open:
+            with contextlib.suppress(SandboxError):
+                await self._process.ask(RecountRecordings())
 
     async def close(self) -> None:
         """End the egress proxy. Idempotent."""

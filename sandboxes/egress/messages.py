@@ -58,6 +58,11 @@ class TakeExchanges(IpcRequest[ExchangesTaken], op="take_exchanges"):
 
 
 @dataclass(frozen=True)
+class RecountRecordings(IpcRequest[Done], op="recount_recordings"):
+    """Count the recordings again: the driver has put others beside them."""
+
+
+@dataclass(frozen=True)
 class CloseOutlet(IpcRequest[Done], op="close_outlet"):
     """End the connections of a sandbox, and accept no more of them."""
 

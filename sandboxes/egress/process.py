@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sandboxes.egress.dialing import Dialer
 from sandboxes.egress.fetching import HostFetcher
-from sandboxes.egress.messages import CloseOutlet, OpenOutlet, TakeExchanges
+from sandboxes.egress.messages import CloseOutlet, OpenOutlet, RecountRecordings, TakeExchanges
 from sandboxes.egress.outlet import Outlet
 from sandboxes.egress.recordings import Recordings
 from sandboxes.ipc.channel import Channel, ChannelClosedError
@@ -36,7 +36,8 @@ class EgressServer:
     def __init__(self, folder: Path, dialer: Dialer) -> None:
         """Use a directory for recordings, and what connects to hosts."""
         self._dialer = dialer
-        self._fetcher = HostFetcher(dialer, Recordings(folder))
+        self._recordings = Recordings(folder)
+        self._fetcher = HostFetcher(dialer, self._recordings)
         self._outlets: dict[str, Outlet] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskOwner()
@@ -63,6 +64,8 @@ class EgressServer:
                 if sandbox not in self._outlets:
                     return Failed("the sandbox has lost its egress")
                 return self._outlets[sandbox].take()
+            case RecountRecordings():
+                await asyncio.to_thread(self._recordings.recount)
             case CloseOutlet(sandbox):
                 serving = self._serving.pop(sandbox, None)
                 if serving is not None:

@@ -11,6 +11,7 @@ import os
 import secrets
 import struct
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,11 +22,19 @@ MAX_BODY_BYTES = 128 << 20
 """Largest body of a response. Packages are smaller, and a response is complete here before a program receives it."""
 MAX_TOTAL_BYTES = 4 << 30
 """Most bytes of all recordings of one driver; an estimate of what some thousand packages take."""
+_MAX_HEAD_BYTES = 1 << 20
+"""Largest head as JSON. Hosts send some kilobytes; an imported file may state any length."""
 _LEAST_BYTES = 4096
 """What a small file takes on disk."""
 _LENGTH = struct.Struct("!Q")
 _DIGEST_BYTES = 32
 _PART = ".part"
+MAX_HEADERS = 200
+"""Most headers of a response; origins send a few dozen."""
+_KEPT = frozenset({300, 301, 302, 303, 307, 308, 404, 410})
+"""Statuses beside 2xx that are recorded. Others, such as 429 and 503, say what was wrong at one moment."""
+REFRAMED = frozenset({"content-length"})
+"""End-to-end headers that a recording does not have, because its length is its own."""
 _CHUNK_BYTES = 1 << 16
 
 
@@ -46,6 +55,11 @@ class RecordedResponse:
     body: BinaryIO
 
 
+def is_recorded(status: int) -> bool:
+    """Return whether responses with a status are recorded."""
+    return status // 100 == 2 or status in _KEPT
+
+
 class Recordings:
     """The recordings of one driver. All methods block: for as long as reading the file takes."""
 
@@ -56,7 +70,15 @@ class Recordings:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for part in folder.glob(f"*{_PART}"):
             part.unlink()
-        self._used = sum(_size(path) for path in folder.iterdir())
+        self._used = 0
+        self.recount()
+
+    def recount(self) -> None:
+        """Count the bytes of all files, after others were put beside them, and trim them."""
+        with self._keeping:
+            self._used = sum(_size(path) for path in self._folder.iterdir())
+            if self._used > self._max_bytes:
+                self._trim()
 
     def draft(self) -> BinaryIO:
         """Return a new file for the body of a response, which `keep` or `drop` takes."""
@@ -67,7 +89,14 @@ class Recordings:
         Path(draft.name).unlink(missing_ok=True)
 
     def keep(self, key: str, draft: BinaryIO, status: int, headers: Headers) -> None:
-        """Make a draft the recording of a request."""
+        """Make a draft the recording of a request.
+
+        Args:
+            key: Name of the request, see `fetching.HostFetcher`.
+            draft: What `draft` returned, with the body.
+            status: Status of the response.
+            headers: Its headers.
+        """
         draft.seek(0, os.SEEK_END)
         head = json.dumps({"status": status, "headers": headers}).encode()
         draft.write(head + _LENGTH.pack(len(head)))
@@ -86,12 +115,15 @@ class Recordings:
     def load(self, key: str) -> RecordedResponse | None:
         """Return the recording of a request; None if there is none, or it is not what was written."""
         path = self._folder / key
+        with suppress(OSError):
+            # Older versions named the file without the scope, which the rest of the name covers, too.
+            (self._folder / key.rpartition("-")[2]).rename(path)
         try:
             file = path.open("rb")
         except FileNotFoundError:
             return None
         try:
-            response = _read(file)
+            response = read(file)
         except (ValueError, OSError):
             file.close()
             path.unlink(missing_ok=True)
@@ -111,12 +143,20 @@ class Recordings:
             path.unlink(missing_ok=True)
 
 
-def _read(file: BinaryIO) -> RecordedResponse:
+def read(file: BinaryIO) -> RecordedResponse:
+    """Return the response in a recording, whose body is the file itself. Blocking.
+
+    Raises:
+        ValueError: The file is not what was written.
+        OSError: It is shorter than any recording, or cannot be read.
+    """
     size_bytes = file.seek(-_DIGEST_BYTES, os.SEEK_END)
     if file.read() != _digest(file, size_bytes):
         raise ValueError("the file is not what was written")
     file.seek(size_bytes - _LENGTH.size)
     (head_bytes,) = _LENGTH.unpack(file.read(_LENGTH.size))
+    if head_bytes > _MAX_HEAD_BYTES:
+        raise ValueError("the head is too large")
     length = file.seek(size_bytes - _LENGTH.size - head_bytes)
     head = json.loads(file.read(head_bytes))
     headers = tuple((name, value) for name, value in head["headers"])

@@ -19,6 +19,7 @@ import orjson
 
 from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import FrozenState
+from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError, StateGoneError
 from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
@@ -223,6 +224,10 @@ class LocalDriver:
                 raise StateGoneError("what is stored of this state is not what was frozen. Replay its path instead.")
             sandbox.begin_settling(payload.get("young_s", 0.0))
             return sandbox
+
+    def recordings(self, spec: EnvironmentSpec) -> PortableRecordings | None:
+        """Return what sandboxes of a spec received from hosts outside; None without egress."""
+        return self.machine.egress.recordings(spec)
 
     async def collect(self, keep: Iterable[str]) -> int:
         """Delete layers and checkpoints that are neither kept nor in use. The layers of root states in use stay.

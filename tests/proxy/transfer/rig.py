@@ -7,7 +7,39 @@ from typing import Any
 
 from proxy.engine import Engine
 from proxy.tree.rollout import Outcome
+from sandboxes.egress.portable_recordings import PortableRecordings
+from sandboxes.egress.recordings import Recordings
+from sandboxes.spec import EnvironmentSpec
 from tests.proxy.rig import ask, engine
+from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox
+
+
+class ReachingDriver(MemoryDriver):
+    """A memory driver whose sandboxes have received responses of hosts outside.
+
+    Attributes:
+        folder: Their recordings.
+        recounted: How often the egress proxy was told that there are others.
+    """
+
+    def __init__(self, folder: Path, sandbox: type[MemorySandbox] | None = None) -> None:
+        super().__init__(sandbox=sandbox)
+        self.folder, self.recounted = folder, 0
+
+    def recordings(self, _spec: EnvironmentSpec) -> PortableRecordings:
+        return PortableRecordings(self.folder, "scope", self._recount)
+
+    async def _recount(self) -> None:
+        self.recounted += 1
+
+    def record(self, number: int, body: bytes) -> None:
+        recordings = Recordings(self.folder)
+        with recordings.draft() as draft:
+            draft.write(body)
+            recordings.keep(f"scope-{number:064x}", draft, 200, ())
+
+    def files(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in self.folder.iterdir()}
 
 
 def workload(rollouts: int, calls: int) -> list[list[str]]:
@@ -28,7 +60,7 @@ async def walked(running: Engine, task: str, rollouts: list[list[str]]) -> list[
 async def exported(running: Engine, task: str) -> bytes:
     opened = await running.tasks.find(task)
     running.journal.fold()
-    return b"".join(running.transfer.export(task, opened.tree))
+    return b"".join(running.transfer.export(task, opened.tree, recordings=True))
 
 
 async def chunks(data: bytes) -> AsyncIterator[bytes]:

@@ -20,7 +20,7 @@ from sandboxes.spec import EnvironmentSpec
 from tests.agents.serving import Proxy, real_proxy
 from tests.machine import require_sandboxes
 from tests.proxy.rig import engine
-from tests.proxy.transfer.rig import walked
+from tests.proxy.transfer.rig import ReachingDriver, walked
 from tests.sandboxes import sqlite_files
 from tests.sandboxes.box import needs_root
 from tests.sandboxes.docker import BASH_IMAGE, require_docker
@@ -116,21 +116,22 @@ def on_memory(data: Path, act: Callable[[Engine], Any]) -> Any:
     return asyncio.run(go())
 
 
+async def backup_of(running: Engine, folder: Path) -> bytes:
+    await walked(running, "task", [["echo 1 > f", "X=1", "cat f"]])
+    await running.capture.drain()
+    running.journal.fold()
+    copy = folder / "copy"
+    back_up(running.store.database, copy)
+    nodes = known_nodes(copy, [snapshot.node for snapshot in running.snapshots])
+    with running.transfer.lend_all_states() as states:
+        return b"".join(pieces(copy.open("rb"), states, nodes))
+
+
 @pytest.fixture(scope="module")
 def backup(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("old")
 
-    async def act(running: Engine) -> bytes:
-        await walked(running, "task", [["echo 1 > f", "X=1", "cat f"]])
-        await running.capture.drain()
-        running.journal.fold()
-        copy = folder / "copy"
-        back_up(running.store.database, copy)
-        nodes = known_nodes(copy, [snapshot.node for snapshot in running.snapshots])
-        with running.transfer.lend_all_states() as states:
-            return b"".join(pieces(copy.open("rb"), states, nodes))
-
-    data: bytes = on_memory(folder / "data", act)
+    data: bytes = on_memory(folder / "data", lambda running: backup_of(running, folder))
     return data
 
 
@@ -148,6 +149,20 @@ def test_states_of_restored_nodes_are_adopted(backup: bytes, tmp_path: Path) -> 
         return len(running.snapshots)
 
     assert [on_memory(tmp_path / "data", kept) for _ in range(2)] == [count, count]
+
+
+def test_recordings_of_hosts_are_adopted_with_states(tmp_path: Path) -> None:
+    here, there = ReachingDriver(tmp_path / "a"), ReachingDriver(tmp_path / "b")
+    here.record(1, b"from outside")
+
+    async def backed_up() -> None:
+        async with engine(tmp_path / "old", here) as running:
+            (tmp_path / "backup").write_bytes(await backup_of(running, tmp_path))
+        restore(tmp_path / "backup", tmp_path / "new")
+        async with engine(tmp_path / "new", there):
+            assert (there.files(), there.recounted) == (here.files(), 1)
+
+    asyncio.run(backed_up())
 
 
 def test_states_of_another_environment_are_left_out(

@@ -16,8 +16,8 @@ from proxy.tree.tree import Node, Record
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.listener import Listener
 from tests.proxy.rig import engine, shell
-from tests.proxy.transfer.rig import chunks, exported, walked, workload
-from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox
+from tests.proxy.transfer.rig import ReachingDriver, chunks, exported, walked, workload
+from tests.sandboxes.memory_driver import MemorySandbox
 
 COMMANDS = (
     "cat a", "cat seed", "echo one > a", "echo one > a", "echo two > b; echo one > a", "rm a", "X=1", "X=", "sleep 9 &",
@@ -113,20 +113,25 @@ def assert_equal_trees(here: Engine, there: Engine, root: Node, imported: Node) 
 def test_any_tree_is_imported_whole(plan: list[list[str]], seed: int) -> None:
     """Rollouts write the same bytes twice, poll beside processes and run out of time; people and audits take away.
 
-    Whatever tree that makes, the import takes its file, and each call that may travel is answered there as here.
+    Whatever tree that makes, the import takes its file, and each call that may travel is answered there as here. What
+    hosts outside have sent is there as well.
     """
 
     async def go(folder: Path) -> None:
         dice = random.Random(seed)  # noqa: S311 - dice of a test
-        async with engine(folder / "here", MemoryDriver(sandbox=LateSandbox)) as here:
+        driver, another = ReachingDriver(folder / "a", LateSandbox), ReachingDriver(folder / "b")
+        for number in range(dice.randrange(4)):
+            driver.record(number, dice.randbytes(10))
+        async with engine(folder / "here", driver) as here:
             task = await here.tasks.open("task")
             for number, whats in enumerate(plan):
                 rollout = here.tasks.rollouts.begin(task, f"r{number}", task.tree, task.tree.root)
                 for what in whats:
                     await step(here, rollout, what, dice)
             data = await exported(here, "task")
-            async with engine(folder / "there") as there:
+            async with engine(folder / "there", another) as there:
                 await there.transfer.take("task", chunks(data))
+                assert not driver.folder.exists() or another.files() == driver.files()
                 tree = (await there.tasks.find("task")).tree
                 tree.check()
                 assert assert_equal_trees(here, there, task.tree.root, tree.root) == len(tree.nodes)

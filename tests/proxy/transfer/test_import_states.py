@@ -19,7 +19,10 @@ from proxy.settings import Settings
 from proxy.transfer.format import Writer, read
 from proxy.tree.rollout import Outcome
 from sandboxes.driver import FrozenState
+from sandboxes.egress.gateway import EgressGateway
 from sandboxes.local.driver import LocalDriver
+from sandboxes.server_spec import Egress as Hosts
+from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.machine import require_sandboxes
@@ -29,6 +32,8 @@ from tests.proxy.serving import serving
 from tests.proxy.transfer.rig import chunks, walked
 from tests.sandboxes import sqlite_files
 from tests.sandboxes.box import local_driver, needs_root
+from tests.sandboxes.egress.origin import Origin, response
+from tests.sandboxes.egress.test_gateway import FETCH
 from tests.sandboxes.local.test_states import small_base
 
 CALLS = ["cd /root; X=1", "mkdir d; echo one > d/f", "echo two > d/g; rm d/f", "cat d/g"]
@@ -350,5 +355,43 @@ def test_states_of_databases_travel(tmp_path: Path) -> None:
             result = await sql_walks.ask(there, "b", ("query", "SELECT id, stock FROM item"))
             assert (result["outcome"], result["rows"]) == (Outcome.MISS, [[1, 9], [2, 9], [3, 9]])
             assert there.counts.replayed_calls == 0
+
+    asyncio.run(go())
+
+
+@needs_root
+def test_an_imported_tree_replays_without_hosts_outside(tmp_path: Path) -> None:
+    """The call that asked a host runs again, and gets from the file what the host said to the first proxy."""
+    require_sandboxes()
+    spec = EnvironmentSpec(egress=Hosts(hosts=("example.org",)))
+    calls = ["cd /root", FETCH.format("example.org/x") + " > f"]
+
+    @asynccontextmanager
+    async def reaching(name: str, origin: Origin) -> AsyncIterator[Engine]:
+        folder = tmp_path / name
+        driver = LocalDriver(folder / "local", None, SourceRules(egress=("example.org",)))
+        (folder / "local").mkdir(parents=True)
+        (folder / "local" / "origin-port").write_text(str(origin.port))
+        driver.machine.egress = EgressGateway(driver.data_dir / "egress", module="tests.sandboxes.egress.origin")
+        set_up = Settings(data=folder, default_spec=spec, warm_sandboxes=0, egress=("example.org",))
+        running = build_engine(set_up, {"local": driver})
+        await running.open()
+        try:
+            yield running
+        finally:
+            await running.aclose()
+
+    async def go() -> None:
+        async with Origin(lambda count: response(f"answer {count}".encode())).running() as origin:
+            async with reaching("here", origin) as here:
+                await walked(here, "task", [calls])
+                data = b"".join(here.transfer.export("task", (await here.tasks.find("task")).tree, recordings=True))
+            async with reaching("there", origin) as there:
+                await there.transfer.take("task", chunks(data))
+                answers = await walked(there, "task", [[*calls, "cat f"]])
+                assert [outcome for _, outcome in answers] == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
+                assert answers[-1][0]["stdout"] == "answer 1\n"
+                assert there.counts.replayed_calls == 2
+            assert len(origin.received) == 1
 
     asyncio.run(go())

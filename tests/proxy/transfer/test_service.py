@@ -15,7 +15,7 @@ from snapshots.policy import Reuse
 from tests.proxy.dialects.test_sql_endpoint import Task, make
 from tests.proxy.rig import engine
 from tests.proxy.serving import Running, serving
-from tests.proxy.transfer.rig import chunks, exported, walked, workload
+from tests.proxy.transfer.rig import ReachingDriver, chunks, exported, walked, workload
 from tests.sandboxes.memory_driver import MemoryDriver
 
 KEEPS_NONE = Reuse(0.0, 1e9)
@@ -57,6 +57,28 @@ def test_an_unpublished_draft_is_deleted_at_start(tmp_path: Path, bundle: bytes)
         async with engine(tmp_path) as again:
             assert again.store.database.tables.table("blobs").count == 0
             assert await again.transfer.take("task", chunks(bundle))
+
+    asyncio.run(go())
+
+
+def test_tokens_for_some_tasks_bring_no_recordings(tmp_path: Path) -> None:
+    """All tasks of an equal environment would get them, and the file may be forged."""
+    drivers = [ReachingDriver(tmp_path / name) for name in "abc"]
+    drivers[0].record(1, b"from outside")
+
+    async def go() -> None:
+        async with engine(tmp_path / "here", drivers[0]) as here:
+            await walked(here, "task", [["echo 1 > f"]])
+            data = await exported(here, "task")
+            without = b"".join(here.transfer.export("task", (await here.tasks.find("task")).tree))
+        assert [b"recording-" in file for file in (data, without)] == [True, False]
+        async with engine(tmp_path / "there", drivers[1]) as there:
+            await there.transfer.take("task", chunks(data), lambda spec: spec.model_copy(update={"confined": True}))
+            assert not drivers[1].folder.exists()
+            assert [outcome for _, outcome in await walked(there, "task", [["echo 1 > f"]])] == [Outcome.HIT]
+        async with engine(tmp_path / "whole", drivers[2]) as whole:
+            await whole.transfer.take("task", chunks(data))
+            assert drivers[2].files() == drivers[0].files()
 
     asyncio.run(go())
 

@@ -46,6 +46,24 @@ def test_the_least_recently_used_ones_go_first(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "d"]
 
 
+def test_recordings_of_older_versions_are_found(tmp_path: Path) -> None:
+    """Their files had no scope in their names."""
+    record(Recordings(tmp_path), "digest", b"body")
+    response = Recordings(tmp_path).load("scope-digest")
+    assert response is not None
+    response.body.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["scope-digest"]
+
+
+def test_recordings_that_were_added_beside_count(tmp_path: Path) -> None:
+    recordings = Recordings(tmp_path, max_bytes=40_000)
+    for number in range(5):
+        (tmp_path / str(number)).write_bytes(bytes(10_000))
+        os.utime(tmp_path / str(number), (number, number))
+    recordings.recount()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "4"]
+
+
 def test_drafts_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     Recordings(tmp_path).draft().close()
     Recordings(tmp_path)
