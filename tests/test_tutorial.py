@@ -72,7 +72,7 @@ def test_tutorial_trains_with_trl(tmp_path: Path) -> None:
     """A step of GRPO with TRL, torch on the CPU and a small random model: its group calls tools, and shares calls."""
     python = os.environ.get("FORKPOINT_TRL_PYTHON")
     if not python:
-        pytest.skip("torch is large: FORKPOINT_TRL_PYTHON names a Python that has trl 1.16, torch, jmespath and httpx")
+        pytest.skip("FORKPOINT_TRL_PYTHON names no Python with trl, torch, jmespath and httpx; `.ci/trl` makes one")
     require_sandboxes()
     with real_proxy() as proxy:
         more = {"FORKPOINT_URL": proxy.url, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
