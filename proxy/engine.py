@@ -31,7 +31,7 @@ from proxy.execution.tracing import Traces
 from proxy.execution.warm_forks import WarmForks, available_bytes
 from proxy.http.access import Access, read_tokens
 from proxy.http.answer_cache import Answers
-from proxy.lifecycle import STAGE_S, BackgroundWork, Ending, Lifecycle
+from proxy.lifecycle import STAGE_S, BackgroundWork, EngineEnd, Lifecycle
 from proxy.settings import Settings
 from proxy.shares import Share
 from proxy.speculation.idle_cores import IdleCores
@@ -220,11 +220,11 @@ class Engine:
     async def aclose(self) -> None:
         """Let the calls in flight end, write what is known, and leave no sandbox behind.
 
-        Each stage has a limit; see `Ending`. An error of one is raised when all of them are over.
+        Each stage has a limit; see `EngineEnd`. An error of one is raised when all of them are over.
         """
         self.lifecycle.ready = False
         self.lifecycle.hang_up()
-        ending = Ending(self.counts.failure)
+        ending = EngineEnd(self.counts.failure)
         for close in self.lifecycle.before_close:
             await ending.stage("protocols", close(), within_s=STAGE_S if self.gate is None else HAND_OVER_S)
         await ending.stage("background work", self._stop_background())

@@ -88,7 +88,7 @@ class Lifecycle:
         await self._running.wait()
 
 
-class Ending:
+class EngineEnd:
     """The stages of the end of an engine. None of them can keep the next one from its work.
 
     Attributes:

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from proxy import engine as engines
 from proxy.engine import build_engine
-from proxy.lifecycle import UNFINISHED, Ending
+from proxy.lifecycle import UNFINISHED, EngineEnd
 from proxy.settings import Settings
 from sandboxes.calls import ToolCall
 from tests.proxy.rig import SPEC, ask, engine
@@ -34,7 +34,7 @@ def test_a_stage_that_does_not_end_is_left() -> None:
 
     async def body() -> None:
         stubborn, failures = Stubborn(), list[str]()
-        ending = Ending(failures.append)
+        ending = EngineEnd(failures.append)
         with capture_logs() as logs:
             await ending.stage("first", stubborn.wait(), within_s=0.01)
             await ending.stage("second", asyncio.sleep(0))
