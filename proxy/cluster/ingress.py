@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from proxy.cluster.link.channels import LinkChannel
@@ -43,8 +43,7 @@ class WaitingCall:
             await asyncio.wait({hangup}, timeout=LOOK_S)
             if not hangup.done():
                 hangup.cancel()
-                with suppress(asyncio.CancelledError):
-                    await hangup
+                await asyncio.gather(hangup, return_exceptions=True)
             elif hangup.result():
                 self.is_over = True
         return not self.is_over

@@ -5,7 +5,6 @@ the client leaves, the proxy tells the supervisor, and the process goes on in th
 """
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
@@ -118,8 +117,7 @@ class ProcessCalls:
         finally:
             # Cancelled before the socket is closed, so that no `Detach` follows a process that has ended.
             detaching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await detaching
+            await asyncio.gather(detaching, return_exceptions=True)
             connection.close()
         return frames
 

@@ -1,7 +1,6 @@
 """The proxy's end of a socket to another process of ours: requests are answered in order, with descriptors."""
 
 import asyncio
-import contextlib
 import os
 import socket
 from collections import deque
@@ -39,6 +38,8 @@ class Channel:
         self._early: deque[Message] = deque()
         # Frames of two callers must not mix, and the queue of waiting callers must have the order on the wire.
         self._sending = asyncio.Lock()
+        # Set when the socket takes more of the frame that is being sent, or is closed.
+        self._room: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self.lost: str | None = None
         # Read all the time and not only when a caller waits, so the end of the peer is noticed at once.
@@ -122,7 +123,9 @@ class Channel:
         self.lost = reason
         # Before the close: a closed number may be another file's at once, and the loop would watch that one.
         self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
         self._socket.close()
+        self._wake_sender()
         while self._waiting:
             future = self._waiting.popleft()
             if not future.done():
@@ -158,19 +161,22 @@ class Channel:
             view = view[sent:]
 
     async def _writable(self) -> None:
-        ready: asyncio.Future[None] = self._loop.create_future()
-        fd = self._socket.fileno()
         # `close` ran during the wait before; the next send reports it.
-        if fd < 0:
+        if self.lost is not None:
             return
-        self._loop.add_writer(fd, _wake, ready)
+        self._room = self._loop.create_future()
+        self._loop.add_writer(self._socket.fileno(), self._wake_sender)
         try:
-            # Bounded: after a `close` in the meantime no event would wake this coroutine.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ready, 1.0)
+            await self._room
         finally:
-            # `close` may have run meanwhile; the loop ignores a number that it does not watch.
-            self._loop.remove_writer(fd)
+            # After a `close` the number may be another file's, and `close` has removed this writer.
+            if self.lost is None:
+                self._loop.remove_writer(self._socket.fileno())
+
+    def _wake_sender(self) -> None:
+        # The sender may have been cancelled while this call was scheduled.
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
 
     def _readable(self) -> None:
         try:
@@ -208,9 +214,3 @@ class Channel:
         # The caller was cancelled, so nothing else would close its descriptors.
         for fd in message.fds:
             os.close(fd)
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    # The wait may have timed out while this call was scheduled.
-    if not future.done():
-        future.set_result(None)

@@ -139,6 +139,8 @@ class Socket:
             self._failure = self._failure or "its WebSocket was closed"
             # Before the close: the number of a closed descriptor may belong to another file by the next turn.
             asyncio.get_running_loop().remove_reader(self._read_fd)
+            # A call may wait until it can write, and must not write to that file.
+            asyncio.get_running_loop().remove_writer(self._write_fd)
             os.close(self._read_fd)
             os.close(self._write_fd)
             # A call may wait for a message that will never come; it wakes and finds the failure.
