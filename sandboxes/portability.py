@@ -1,6 +1,6 @@
 """Portability: frozen states that travel to another machine. A driver need not offer it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
@@ -55,6 +55,19 @@ class SharingUnpacking(Unpacking, Protocol):
 
         Raises:
             NotPortableError: This driver does not have the part any more.
+        """
+        ...
+
+    def arriving(self, name: str, data: BinaryIO, sha256: Callable[[], str]) -> None:
+        """Store a part while its bytes arrive; see `Unpacking.part`. Blocking.
+
+        Args:
+            name: The name of the part on the machine that exported it.
+            data: Everything that `Porter.pack` yields. It is read once, forward, and may be a socket.
+            sha256: Returns the SHA-256 of data, in hexadecimal. It is called once, after data has been read to its end.
+
+        Raises:
+            NotPortableError, OSError: See `Unpacking.part`.
         """
         ...
 

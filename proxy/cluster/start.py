@@ -102,7 +102,7 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     plane = ClusterPlane(engine, behind, member, joined.secret)
     assert engine.settings.store is not None
     states = SharedStates(open_store(engine.settings.store), engine, joined.gate)
-    hosting = plane.questions.host = Hosting(engine, member)
+    hosting = plane.questions.host = Hosting(engine, member, plane.questions.server.data)
 
     async def opened() -> None:
         states.open()

@@ -66,6 +66,10 @@ class LayerUnpacking:
         self._counted: set[str] = set()
 
     def part(self, name: str, data: BinaryIO, sha256: str) -> None:
+        """Write one layer; see `arriving`."""
+        self.arriving(name, data, lambda: sha256)
+
+    def arriving(self, name: str, data: BinaryIO, sha256: Callable[[], str]) -> None:
         """Write one layer. If the process is killed meanwhile, the next start removes it like any other upper."""
         # An upper, not a layer: until `freeze` renames it, a killed process leaves what `Layers.open` removes.
         upper = self._layers.allocate()
@@ -92,7 +96,7 @@ class LayerUnpacking:
         """Return what a layer is called here."""
         return self._names[name]
 
-    def _unpacked(self, upper: Upper, data: BinaryIO, sha256: str) -> tuple[LayerMeta, bytes]:
+    def _unpacked(self, upper: Upper, data: BinaryIO, sha256: Callable[[], str]) -> tuple[LayerMeta, bytes]:
         unpacked = layer_tar.unpack(data, upper.path, FORM)
         table = unpacked.head
         try:
@@ -100,7 +104,7 @@ class LayerUnpacking:
         except row_table.MalformedTableError as error:
             raise NotPortableError(f"its table of rows cannot be read: {error}") from error
         # Packed again it must give the same bytes; see the docstring of the module.
-        if unpacked.sha256 != sha256 or unpacked.outline != layer_tar.outline(upper.path, table, FORM):
+        if unpacked.sha256 != sha256() or unpacked.outline != layer_tar.outline(upper.path, table, FORM):
             raise NotPortableError(
                 "written here, its digest is another: the tar is not canonical, or this file system lost attributes"
             )

@@ -37,8 +37,10 @@ from proxy.cluster.hosting.messages import (
     pack_execution,
     unpacked,
 )
-from proxy.cluster.hosting.units import DamagedUnitError, Units, chosen
+from proxy.cluster.hosting.transfers import DamagedUnitError
+from proxy.cluster.hosting.units import Units, chosen
 from proxy.cluster.link.channels import LinkChannel
+from proxy.cluster.link.data import ExpectedData
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.messages import GiveBackQuestion, Message, RoomAnswer
 from proxy.telemetry.counters import HostingCounters
@@ -49,7 +51,7 @@ from sandboxes.ipc.codec import Envelope, IpcMessage, pack_message
 from sandboxes.ipc.state_messages import NotFreezable
 from sandboxes.listener import Headers
 from sandboxes.pool.pool import OverloadedError, Pool
-from sandboxes.pool.roster import FOR_OTHERS
+from sandboxes.pool.roster import FOR_OTHERS, Slot
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
@@ -74,6 +76,7 @@ class Host:
         units: Mapping[str, Units],
         counts: HostingCounters,
         has_memory: Callable[[], bool],
+        data: ExpectedData,
     ) -> None:
         """Host for others.
 
@@ -83,9 +86,10 @@ class Host:
             units: The storage units of the drivers whose sandboxes may come here.
             counts: Where sandboxes are counted.
             has_memory: Returns whether this machine has memory for more processes.
+            data: The data connections that this member takes.
         """
         self._drivers, self._pool, self._units = drivers, pool, units
-        self._counts, self._has_memory = counts, has_memory
+        self._counts, self._has_memory, self._data = counts, has_memory, data
         self._served: dict[_Serving, int] = {}
 
     @property
@@ -108,11 +112,24 @@ class Host:
             await self._require_fit(order, spec)
         except HostingError as error:
             return pack_message(NotHosted(str(error), unfit=True))
-        try:
-            slot = self._pool.reserve(FOR_OTHERS)
-        except OverloadedError as error:
-            return pack_message(NotHosted(str(error), unfit=False))
-        conversation = Conversation(begin())
+        with self._data.expected(order.token) as open_data:
+            try:
+                slot = self._pool.reserve(FOR_OTHERS)
+            except OverloadedError as error:
+                return pack_message(NotHosted(str(error), unfit=False))
+            await self._host(hello, order, spec, frozen, slot, Conversation(begin(), open_data))
+        return b""
+
+    async def _host(
+        self,
+        hello: Hello,
+        order: HostOrder,
+        spec: EnvironmentSpec,
+        frozen: FrozenState,
+        slot: Slot,
+        conversation: Conversation,
+    ) -> None:
+        """Host one sandbox in a slot, for its whole life."""
         try:
             units = self._units[order.driver]
             try:
@@ -124,7 +141,7 @@ class Host:
             except (DamagedUnitError, SandboxError, SpecError, OSError) as error:
                 log.warning("a sandbox of another member was not started", owner=hello.member, reason=str(error))
                 await conversation.send(NotHosted(str(error), unfit=isinstance(error, SpecError | StateGoneError)))
-                return b""
+                return
             assert slot.sandbox is not None
             self._counts.hosted += 1
             await conversation.send(Hosted(slot.sandbox.id))
@@ -140,7 +157,6 @@ class Host:
             await self._pool.close(slot)
             # Now the owner may use the room again.
             conversation.channel.close()
-        return b""
 
     async def reclaim(self, count: int, ask: Callable[[int, Message], Awaitable[Message | None]]) -> None:
         """Ask owners to close sandboxes here, those that have been idle longest first.

@@ -3,15 +3,16 @@
 | from | message | answer |
 |---|---|---|
 | owner | host_order, which begins the channel | lacks |
-| owner | piece and unit_end for each unit that the host lacks | hosted, or not_hosted |
+| owner | for each unit that the host lacks: small_unit, or large_unit and unit_end | hosted, or not_hosted |
 | owner | run_hosted | hosted_head and hosted_data while the answer arrives, then hosted_done |
 | owner | cancel_hosted, detach_hosted | none; they belong to the call that runs |
 | owner | rest_hosted | rested |
 | owner | freeze_hosted | hosted_state, or not_freezable |
-| owner | lacks, after hosted_state | piece and unit_end for each of these units |
+| owner | lacks, after hosted_state | the same for each of these units |
 | owner | end_hosted | the end of the channel, once the sandbox is closed |
 
-hosted_failed answers anything, and the sandbox is dead then. The end of the channel closes the sandbox.
+hosted_failed answers anything, and the sandbox is dead then. The end of the channel closes the sandbox. The bytes of a
+large unit come over a data connection (`proxy.cluster.link.data`), which the owner opens.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 import orjson
 
 from proxy.cluster.link.channels import ChannelEndedError, LinkChannel
+from proxy.cluster.link.data import OpenData
 from proxy.cluster.link.frames import LinkError
 from sandboxes.calls import EgressExchange, Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect, StateDigest
@@ -51,6 +53,7 @@ class HostOrder(IpcMessage, op="host_order"):
     """Restore a sandbox at a state. The body is the spec as JSON, then the payload of the state as JSON.
 
     Attributes:
+        token: What the data connections of this sandbox begin with.
         driver: Name of the driver.
         identity: What the driver of the sender says that the spec means on its machine.
         kind: See `FrozenState.kind`.
@@ -61,6 +64,7 @@ class HostOrder(IpcMessage, op="host_order"):
         clock_s: The time of the owner, in seconds since the epoch.
     """
 
+    token: bytes
     driver: str
     identity: str
     kind: str
@@ -79,15 +83,28 @@ class Lacks(IpcMessage, op="lacks"):
 
 
 @dataclass(frozen=True)
-class Piece(IpcMessage, op="piece"):
-    """The next bytes of a unit are the body."""
+class SmallUnit(IpcMessage, op="small_unit"):
+    """The bytes of a unit are the body. sha256: their SHA-256, in hexadecimal; empty if the unit cannot be read."""
+
+    sha256: str
+
+
+@dataclass(frozen=True)
+class LargeUnit(IpcMessage, op="large_unit"):
+    """The bytes of a unit come over a data connection from now on."""
 
 
 @dataclass(frozen=True)
 class UnitEnd(IpcMessage, op="unit_end"):
-    """A unit is complete. sha256: the SHA-256 of its bytes, in hexadecimal; empty if it could not be read."""
+    """A large unit was sent.
+
+    Attributes:
+        sha256: The SHA-256 of its bytes, in hexadecimal; empty if it could not be read or sent.
+        size_bytes: How many they are.
+    """
 
     sha256: str
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -235,10 +252,15 @@ class EndHosted(IpcMessage, op="end_hosted"):
 
 
 class Conversation:
-    """One end of the channel of a sandbox, as messages."""
+    """One end of the channel of a sandbox, as messages.
 
-    def __init__(self, channel: LinkChannel) -> None:
-        self.channel = channel
+    Attributes:
+        channel: The channel.
+        open_data: Opens a data connection; see `OpenData`.
+    """
+
+    def __init__(self, channel: LinkChannel, open_data: OpenData) -> None:
+        self.channel, self.open_data = channel, open_data
 
     async def send(self, message: IpcMessage, body: bytes = b"") -> None:
         """Send a message.

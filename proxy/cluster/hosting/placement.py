@@ -8,9 +8,12 @@
 
 import asyncio
 import random
+import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
 
 import orjson
@@ -27,6 +30,7 @@ from proxy.cluster.hosting.messages import (
 from proxy.cluster.hosting.remote_sandbox import RemoteSandbox
 from proxy.cluster.hosting.units import Units
 from proxy.cluster.link.channels import LinkChannel
+from proxy.cluster.link.data import TOKEN_BYTES
 from proxy.cluster.link.opener import LinkLostError, MemberFailedError
 from proxy.cluster.messages import HostQuestion, Message, RoomAnswer, RoomQuestion, pack
 from proxy.cluster.postgres.connection import DatabaseError
@@ -88,6 +92,7 @@ class Placement:
         peers: Callable[[], Awaitable[list[Peer]]],
         ask: Callable[[int, Message], Awaitable[Message | None]],
         call: Callable[[Peer, bytes], Awaitable[bytes | LinkChannel]],
+        open_data: Callable[[Peer, bytes], Awaitable[socket.socket]],
     ) -> None:
         """Know no members yet.
 
@@ -98,9 +103,10 @@ class Placement:
             peers: Returns the members whose leases hold, without this one.
             ask: Asks a member by its number.
             call: Asks a member for a channel.
+            open_data: Opens a data connection with a token.
         """
         self._drivers, self._units = drivers, units
-        self._peers, self._ask, self._call = peers, ask, call
+        self._peers, self._ask, self._call, self._open_data = peers, ask, call, open_data
         self._known: dict[int, _Candidate] = {}
         self._looked_at = -1e9
         self._asking = asyncio.Lock()
@@ -187,11 +193,12 @@ class Placement:
         written, payload = spec.model_dump_json().encode(), orjson.dumps(frozen.payload)
         state, named = frozen.state, units.of(frozen)
         exact, content = (None, None) if state is None else (state.exact, state.content)
-        order = HostOrder(spec.driver, identity, frozen.kind, exact, content, named, len(written), time.time())
+        token = secrets.token_bytes(TOKEN_BYTES)
+        order = HostOrder(token, spec.driver, identity, frozen.kind, exact, content, named, len(written), time.time())
         answer = await self._call(candidate.peer, pack(HostQuestion(pack_message(order, written + payload))))
         if not isinstance(answer, LinkChannel):
             self._note_refusal(candidate, identity, unpacked(answer).message)
-        conversation = Conversation(answer)
+        conversation = Conversation(answer, partial(self._open_data, candidate.peer, token))
         try:
             await units.send_lacking(conversation, named)
             candidate.parts.update(frozen.parts)

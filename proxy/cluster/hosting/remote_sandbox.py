@@ -24,7 +24,8 @@ from proxy.cluster.hosting.messages import (
     execution_of,
     object_of,
 )
-from proxy.cluster.hosting.units import DamagedUnitError, Units
+from proxy.cluster.hosting.transfers import DamagedUnitError
+from proxy.cluster.hosting.units import Units
 from proxy.cluster.postgres.database import Peer
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import FrozenState

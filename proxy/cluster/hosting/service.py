@@ -9,6 +9,7 @@ from proxy.cluster.hosting.messages import NotHosted
 from proxy.cluster.hosting.placement import Placement
 from proxy.cluster.hosting.units import Units
 from proxy.cluster.link.channels import LinkChannel
+from proxy.cluster.link.data import ExpectedData, open_data
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.member import Member
 from proxy.cluster.messages import RoomAnswer
@@ -31,15 +32,25 @@ RECLAIM_EVERY_S = 0.25
 class Hosting:
     """Sandboxes of this member on others, and of others here."""
 
-    def __init__(self, engine: Engine, member: Member) -> None:
-        """Connect an engine that is not open yet with the other members, if its settings allow it."""
+    def __init__(self, engine: Engine, member: Member, data: ExpectedData) -> None:
+        """Connect an engine that is not open yet with the other members, if its settings allow it.
+
+        Args:
+            engine: The engine.
+            member: This member.
+            data: The data connections that this member takes.
+        """
         self._engine, self._member = engine, member
         self._folder = engine.settings.data / "cluster" / "hosting"
         self._units: dict[str, Units] = {}
         counts = engine.counts.hosting
         reserve_bytes = engine.settings.memory_reserve_bytes
-        self._host = Host(engine.drivers, engine.pool, self._units, counts, lambda: available_bytes() >= reserve_bytes)
-        self._placement = Placement(engine.drivers, self._units, counts, self._peers, member.ask, member.links.call)
+        self._host = Host(
+            engine.drivers, engine.pool, self._units, counts, lambda: available_bytes() >= reserve_bytes, data
+        )
+        self._placement = Placement(
+            engine.drivers, self._units, counts, self._peers, member.ask, member.links.call, open_data
+        )
         if engine.settings.hosting == "on":
             porters = {name: porter_of(engine.drivers.get(name)) for name in DRIVERS}
             budget = engine.settings.hosting_bytes

@@ -7,27 +7,19 @@ The receiver's driver checks every unit that arrives as it checks those of an im
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
-from uuid import uuid4
 
-from proxy.cluster.hosting.messages import Conversation, HostingError, Lacks, Piece, Unit, UnitEnd
+from proxy.cluster.hosting.messages import Conversation, HostingError, Lacks, Unit
+from proxy.cluster.hosting.transfers import DamagedUnitError, receive_unit, send_unit
 from proxy.telemetry.counters import HostingCounters
 from sandboxes.driver import FrozenState
-from sandboxes.errors import NotFreezableError
 from sandboxes.portability import NotPortableError, Porter, SharingUnpacking, Unpacking
 
-PIECE_BYTES = 1 << 20
-"""Size of the pieces that a unit is sent in, in bytes. Smaller ones cost more turns of the event loop."""
 MAX_KNOWN = 100_000
 """Most units whose digests are remembered, 300 bytes each. A unit that is forgotten is sent again."""
-
-
-class DamagedUnitError(Exception):
-    """A unit did not arrive as it was packed, or the driver refuses it or its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +76,9 @@ class Units:
             HostingError: The other end has ended the conversation, or a unit cannot be read. It is told so.
         """
         for unit in units:
-            digest, size = sha256(), 0
-            try:
-                pieces = self.porter.pack(unit.name)
-                while data := await asyncio.to_thread(_next, pieces):
-                    digest.update(data)
-                    size += len(data)
-                    await conversation.send(Piece(), data)
-            except (OSError, ValueError, NotFreezableError) as error:
-                await conversation.send(UnitEnd(""))
-                raise HostingError(f"a unit of a state cannot be read: {error}") from error
-            self._counts.bytes_sent += size
-            self._note(Unit(unit.name, digest.hexdigest(), size))
-            await conversation.send(UnitEnd(digest.hexdigest()))
+            sent = await send_unit(conversation, self.porter, unit.name)
+            self._counts.bytes_sent += sent.size_bytes
+            self._note(sent)
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +107,8 @@ class Units:
             await conversation.send(Lacks(lacking))
             arrived = dict(enumerate(units))
             for place in lacking:
-                arrived[place] = await self._receive_unit(conversation, unpacking, units[place])
+                arrived[place] = await receive_unit(conversation, unpacking, units[place], self._folder)
+                self._counts.bytes_received += arrived[place].size_bytes
             try:
                 state = await asyncio.to_thread(unpacking.state, frozen)
             except NotPortableError as error:
@@ -161,25 +144,6 @@ class Units:
             self._forget(part)
             return False
         return True
-
-    async def _receive_unit(self, conversation: Conversation, unpacking: Unpacking, unit: Unit) -> Unit:
-        path, size = self._folder / uuid4().hex, 0
-        with path.open("w+b") as file:
-            # Without a name, so that a kill leaves nothing.
-            path.unlink()
-            while not isinstance(end := (envelope := await conversation.expect(Piece, UnitEnd)).message, UnitEnd):
-                await asyncio.to_thread(file.write, envelope.body)
-                size += len(envelope.body)
-            if not end.sha256 or unit.sha256 not in ("", end.sha256):
-                raise DamagedUnitError(f"the unit {unit.name} has another digest than its sender says")
-            file.seek(0)
-            try:
-                # The driver compares the digest.
-                await asyncio.to_thread(unpacking.part, unit.name, file, end.sha256)
-            except NotPortableError as error:
-                raise DamagedUnitError(f"the unit {unit.name} cannot be used: {error}") from error
-        self._counts.bytes_received += size
-        return Unit(unit.name, end.sha256, size)
 
     # -- what is known and kept --------------------------------------------------------------------------------------
 
@@ -227,13 +191,3 @@ def chosen(units: Sequence[Unit], lacks: Lacks) -> list[Unit]:
     if not all(0 <= place < len(units) for place in lacks.places):
         raise HostingError("a state does not have such a unit")
     return [units[place] for place in lacks.places]
-
-
-def _next(pieces: Iterator[bytes]) -> bytes:
-    """Return the next bytes of what a driver packs, about a piece; nothing at the end. Blocking."""
-    data = bytearray()
-    for piece in pieces:
-        data += piece
-        if len(data) >= PIECE_BYTES:
-            break
-    return bytes(data)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import socket
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from proxy.cluster.hosting.host import Host
 from proxy.cluster.hosting.placement import Placement
 from proxy.cluster.hosting.units import Units
 from proxy.cluster.link.channels import Channels, LinkChannel
+from proxy.cluster.link.data import ExpectedData
 from proxy.cluster.link.frames import Frame, FrameKind, Hello
 from proxy.cluster.messages import HostQuestion, Message, RoomQuestion, unpack
 from proxy.cluster.postgres.database import Peer
@@ -40,7 +42,8 @@ class Pair:
         self.pool = Pool(budget=room + 1, patience_s=1.0)
         self.owned = self._units(owner, folder / "owner", keep_bytes)
         self.hosted = self._units(host, folder / "host", keep_bytes)
-        self.has_memory, self.counts = True, HostingCounters()
+        self.has_memory, self.counts, self._data = True, HostingCounters(), ExpectedData()
+        self.data_connections: list[socket.socket] = []
         # The specs of the drivers' contract name none, and mean `local`.
         names = {owner.name, "local"}
         self.hosting = Host(
@@ -49,6 +52,7 @@ class Pair:
             dict.fromkeys(names, self.hosted),
             self.counts,
             lambda: self.has_memory,
+            self._data,
         )
         self.peers = [Peer(2, 1, "host", "", alive=True)]
         self.placement = Placement(
@@ -58,6 +62,7 @@ class Pair:
             self._peers,
             self._ask,
             self._call,
+            self._open_data,
         )
         self.sent_bytes = 0
         self.is_cut = False
@@ -130,6 +135,13 @@ class Pair:
 
         self._tasks.spawn("serve", serve())
         return await begun
+
+    async def _open_data(self, _peer: Peer, token: bytes) -> socket.socket:
+        mine, theirs = socket.socketpair()
+        self.data_connections.append(mine)
+        self._data.take(token, theirs)
+        assert await asyncio.to_thread(mine.recv, 1) == b"\1"
+        return mine
 
     def _from_owner(self, frame: Frame) -> None:
         self._deliver(self._to_owner, self.damage_to_host(frame))

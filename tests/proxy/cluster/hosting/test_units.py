@@ -1,8 +1,11 @@
 """Units of states travel once to each machine, and what is damaged on its way is not used."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -80,6 +83,68 @@ def test_layers_beyond_the_budget_are_collected(data_dir: Path) -> None:
         assert pair.sent_bytes - before > 300_000
 
     with_pair(data_dir, test, keep_bytes=400_000)
+
+
+VERY_LARGE = "head -c 3000000 /dev/urandom > large"
+"""Makes a layer that needs a data connection."""
+
+
+def test_large_layers_have_a_connection_of_their_own(data_dir: Path) -> None:
+    """In both directions; the link carries a few messages."""
+
+    async def test(pair: Pair) -> None:
+        frozen = await state(pair, VERY_LARGE)
+        sandbox = await pair.placement.restore(SPEC, frozen)
+        assert (await run(sandbox, "stat -c %s large; head -c 2500000 /dev/urandom > other")).out == "3000000\n"
+        assert (await sandbox.freeze()).state is not None
+        assert pair.sent_bytes < 100_000
+        assert len(pair.data_connections) == 2
+        assert not any(connection.fileno() >= 0 for connection in pair.data_connections)
+
+    with_pair(data_dir, test)
+
+
+def test_large_layer_that_cannot_be_read_is_not_used(data_dir: Path) -> None:
+    """Half of it has been sent when the owner's disk fails; the host keeps nothing of it."""
+
+    async def test(pair: Pair) -> None:
+        frozen = await state(pair, VERY_LARGE)
+        before, pack = set((data_dir / "b" / "layers").iterdir()), pair.owned.porter.pack
+
+        def cut(part: str) -> Iterator[bytes]:
+            yield from islice(pack(part), 4)
+            raise OSError("the disk fails")
+
+        with patch.object(pair.owned.porter, "pack", cut), pytest.raises(NoRoomElsewhereError):
+            await pair.placement.restore(SPEC, frozen)
+        await pair.quiet()
+        assert set((data_dir / "b" / "layers").iterdir()) == before
+        assert not list((data_dir / "b" / "uppers").iterdir())
+
+    with_pair(data_dir, test)
+
+
+def test_link_that_breaks_ends_a_large_layer(data_dir: Path) -> None:
+    """Both threads end, although neither end of the data connection was closed by the network."""
+
+    async def test(pair: Pair) -> None:
+        frozen, pack = await state(pair, VERY_LARGE), pair.owned.porter.pack
+        loop, broken = asyncio.get_running_loop(), threading.Event()
+
+        def breaking(part: str) -> Iterator[bytes]:
+            pieces = pack(part)
+            yield from islice(pieces, 4)
+            loop.call_soon_threadsafe(pair.cut)
+            loop.call_soon_threadsafe(broken.set)
+            assert broken.wait(30)
+            yield from pieces
+
+        with patch.object(pair.owned.porter, "pack", breaking), pytest.raises(NoRoomElsewhereError):
+            await pair.placement.restore(SPEC, frozen)
+        await pair.quiet()
+        assert not list((data_dir / "b" / "uppers").iterdir())
+
+    with_pair(data_dir, test)
 
 
 def damaged(frame: Frame) -> Frame:
