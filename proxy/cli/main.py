@@ -298,7 +298,10 @@ def _fault(fault: "ErrorDetails", config: Path | None, options: Mapping[str, obj
         meant = "".join(f" Did you mean {known}?" for known in get_close_matches(name, Settings.model_fields, n=1))
         return f"{source} has the key {name}, which is not a setting.{meant}"
     inner = "".join(f".{part}" for part in fault["loc"][1:])
-    value = "" if name == "token" else f", not {fault['input']!r}"
+    is_secret = "Secret" in str(Settings.model_fields[name].annotation)
+    if is_secret and fault["type"] == "too_short":
+        return f"The setting {name} in {source} is invalid: it needs {fault['ctx']['min_length']} characters or more."
+    value = "" if is_secret or name == "token" else f", not {fault['input']!r}"
     return f"The setting {name}{inner} in {source} is invalid: {fault['msg'].removeprefix('Value error, ')}{value}."
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from proxy.cluster.hits.calls import Heads, KnownAnswer, PassedCall, pack_known, unpack_call
+from proxy.cluster.hits.calls import Heads, PassedCall, pack_known, unpack_call, unpack_known
 from proxy.cluster.leaving import LEAVE_S
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.frames import Hello
@@ -116,7 +116,7 @@ class PeerQuestions:
         match unpack(content):
             case CallQuestion() as question:
                 taken = self._take(hello, question, begin)
-                return pack(taken) if isinstance(taken, CallAnswer) else await taken
+                return _answer_to_known(taken) if isinstance(taken, bytes) else await taken
             case ReportQuestion() as question:
                 return pack(self._report(question))
             case TakeQuestion() as question:
@@ -152,18 +152,16 @@ class PeerQuestions:
             # The ingress sends it again on the regular way, which may read it otherwise.
             log.warning("a call of a peer was not read", error=str(error))
             return _elsewhere()
-        taken = self._take(hello, question, begin)
-        if not isinstance(taken, CallAnswer):
-            return taken
-        # A hit moves one rollout.
-        ((rollout, position),) = taken.positions.items()
-        assert position is not None
-        return pack_known(KnownAnswer(taken.view, rollout, position, taken.response))
+        return self._take(hello, question, begin)
 
     def _take(
         self, hello: Hello, question: CallQuestion | PassedCall, begin: Callable[[], LinkChannel]
-    ) -> CallAnswer | Coroutine[Any, Any, bytes]:
-        """Take a call of a peer, once for all its copies. No await: calls of a link keep their order."""
+    ) -> bytes | Coroutine[Any, Any, bytes]:
+        """Take a call of a peer, once for all its copies. No await: calls of a link keep their order.
+
+        Returns:
+            The answer that the tree knows, as `pack_known` returns it, or what returns the message with any other.
+        """
         owned = self._member.gate.owned.get(question.task)
         if owned is None or owned.rules.view != question.view:
             return self._elsewhere(question)
@@ -173,7 +171,7 @@ class PeerQuestions:
         match calls.take(question.number, oldest=question.oldest):
             case CopyKind.NEW:
                 call = calls.answers[question.number] = TakenCall(hello)
-                return self._begin(_Taken(owned, calls, question, call, begin))
+                return self._begin(owned, calls, question, call, begin)
             case CopyKind.COPY:
                 call = calls.answers[question.number]
                 call.link = hello
@@ -181,10 +179,17 @@ class PeerQuestions:
             case CopyKind.LATE:
                 return _elsewhere()
 
-    def _begin(self, taken: "_Taken") -> CallAnswer | Coroutine[Any, Any, bytes]:
+    def _begin(
+        self,
+        owned: Owned,
+        calls: IngressCalls,
+        question: CallQuestion | PassedCall,
+        call: TakenCall,
+        begin: Callable[[], LinkChannel],
+    ) -> bytes | Coroutine[Any, Any, bytes]:
         """Answer a call that is no copy, at once if the tree knows it."""
-        question, call, ingress = taken.question, taken.call, taken.call.link.member
-        origin = taken.origin = Origin(
+        ingress = call.link.member
+        origin = Origin(
             ingress,
             lambda: self.server.is_latest(call.link),
             lambda: self._member.confirm(ingress, question.number),
@@ -194,12 +199,16 @@ class PeerQuestions:
         try:
             response = self._known_whole(question)
             if response is not None:
-                call.known = CallAnswer(taken.owned.rules.view, origin.positions, response)
+                # A hit moves one rollout.
+                ((rollout, position),) = origin.positions.items()
+                assert position is not None
+                call.known = pack_known(owned.rules.view, rollout, position, response)
                 return call.known
             call.answer = asyncio.get_running_loop().create_future()
+            taken = _Taken(owned, calls, question, call, begin, origin)
             taken.expected = self._plane.expect_of_peer(question) if question.kind == Kind.CALL else None
             work = self._run if question.kind == Kind.CALL else self._serve_stream
-            taken.owned.tasks.spawn("call of a peer", work(taken))
+            owned.tasks.spawn("call of a peer", work(taken))
         finally:
             ORIGIN.reset(before)
         return _answer_of(call)
@@ -241,7 +250,6 @@ class PeerQuestions:
     async def _run(self, taken: "_Taken") -> None:
         """Answer a call that was taken, and that the tree does not know."""
         owned, origin = taken.owned, taken.origin
-        assert origin is not None
         try:
             response = await self._plane.answer_peer(taken.question, owned, taken.begin_response, taken.expected)
             if response is not None:
@@ -265,7 +273,6 @@ class PeerQuestions:
 
     async def _serve_stream(self, taken: "_Taken") -> None:
         """Serve a connection that is a stream from the beginning."""
-        assert taken.origin is not None
         try:
             channel = await taken.begin_response(b"")
         except DroppedError:
@@ -280,6 +287,12 @@ class PeerQuestions:
         finally:
             taken.origin.end()
             channel.close()
+
+
+def _answer_to_known(known: bytes) -> bytes:
+    """Return what `pack_known` has packed as the answer to a question."""
+    answer = unpack_known(known)
+    return pack(CallAnswer(answer.view, {answer.rollout: answer.position}, answer.response))
 
 
 async def _answer_of(call: TakenCall) -> bytes:
@@ -310,7 +323,7 @@ class _Taken:
     question: CallQuestion | PassedCall
     call: TakenCall
     begin: Callable[[], LinkChannel]
-    origin: Origin | None = None
+    origin: Origin
     expected: object | None = None
 
     async def begin_response(self, head: bytes) -> LinkChannel:
@@ -320,7 +333,6 @@ class _Taken:
             DroppedError: The call has come to nothing here.
             ChannelEndedError: The link is closed, or has too many streams.
         """
-        assert self.origin is not None
         await self.written()
         if self.owned.is_dropped or self.origin.is_stale:
             raise DroppedError(self.owned.task)
@@ -333,7 +345,6 @@ class _Taken:
 
     async def written(self) -> None:
         """Wait for what the call has written besides its record: the beginning or the end of a rollout, for example."""
-        assert self.origin is not None
         for written in self.origin.pending:
             await asyncio.shield(written)
         await self.owned.settled()

@@ -12,6 +12,7 @@ Theory of operation of a takeover (`claim`), in this order:
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -191,15 +192,20 @@ class Member:
         """Return the link to the owner of a task if a frame can be sent on it now."""
         return self.links.ready(owner.peer)
 
-    def accept(self, name: str, answer: CallAnswer) -> bool:
+    def accept(self, name: str, view: int, positions: Mapping[int, Position | None]) -> bool:
         """Keep the positions of an answer; return False if it comes from a view that was replaced.
+
+        Args:
+            name: Name of the task.
+            view: The view that has answered.
+            positions: Where the answer leads, by number of the rollout; None for a rollout that has ended.
 
         Raises:
             OSError: A position cannot be kept, so the answer must not be passed on.
         """
-        if not self.adopt(name, answer.view):
+        if not self.adopt(name, view):
             return False
-        for rollout, position in answer.positions.items():
+        for rollout, position in positions.items():
             if position is None:
                 self.gate.positions.forget(rollout)
             else:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from proxy.cluster.lines import Kept, Line, encode
 from proxy.cluster.link.frames import Hello
-from proxy.cluster.messages import CallAnswer
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.protocol import CopyKind, Outbox, OwnedTask, TakenCalls
 from proxy.refusals import RefusalError
@@ -30,12 +29,13 @@ class TakenCall:
 
     Attributes:
         link: Greeting of the link that brought the latest copy of it.
-        known: Its answer, if the tree had it; None for a call that runs or has run.
+        known: Its answer as the content of a frame (`proxy.cluster.hits.calls`), if the tree had it; None for a call
+            that runs or has run.
         answer: The message that answers any other call.
     """
 
     link: Hello
-    known: CallAnswer | None = None
+    known: bytes | None = None
     answer: asyncio.Future[bytes] | None = None
 
 

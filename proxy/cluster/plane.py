@@ -143,7 +143,7 @@ class ClusterPlane(DataPlane):
                 return await relay(*await self._forwarder.ask(owner, task, call, scope, Kind.CALL, body))
 
             async def relay(answer: CallAnswer | None, channel: LinkChannel | None) -> bool:
-                if answer is None or not self._member.accept(named.name, answer):
+                if answer is None or not self._member.accept(named.name, answer.view, answer.positions):
                     if channel is not None:
                         channel.abort()
                     return False

@@ -262,7 +262,7 @@ class TakenCalls:
         if oldest > below:
             self._answered_below = oldest
             # Whichever is less: what is taken, or the numbers in between, most of which may be those of other tasks.
-            if len(self._taken) <= oldest - below:
+            if len(self._taken) < oldest - below:
                 self._taken = {taken for taken in self._taken if taken >= oldest}
             else:
                 self._taken.difference_update(range(below, oldest))

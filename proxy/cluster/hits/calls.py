@@ -123,9 +123,9 @@ def unpack_call(content: bytes, heads: Heads) -> PassedCall:
     return PassedCall(task, view, number, oldest, head, content[end:])
 
 
-def pack_known(answer: KnownAnswer) -> bytes:
-    """Return an answer as the content of a frame."""
-    return _KNOWN.pack(answer.view, answer.rollout, answer.position.node, answer.position.turn) + answer.response
+def pack_known(view: int, rollout: int, position: Position, response: bytes) -> bytes:
+    """Return a `KnownAnswer` as the content of a frame."""
+    return _KNOWN.pack(view, rollout, position.node, position.turn) + response
 
 
 def unpack_known(content: bytes) -> KnownAnswer:

@@ -24,7 +24,7 @@ from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.opener import PendingCall
 from proxy.cluster.member import Member
-from proxy.cluster.messages import CallAnswer, MessageError
+from proxy.cluster.messages import MessageError
 from proxy.dataplane.addressing import Addressing
 from proxy.dataplane.passing import PassedRequest, Passing, WaitingConnection
 from proxy.dataplane.request_reader import END_OF_HEAD
@@ -86,8 +86,7 @@ class SentCall(PassedRequest, PendingCall):
     def known(self, content: bytes) -> None:
         try:
             answer = unpack_known(content)
-            whole = CallAnswer(answer.view, {answer.rollout: answer.position}, answer.response)
-            is_accepted = self._sender.member.accept(self.task.name, whole)
+            is_accepted = self._sender.member.accept(self.task.name, answer.view, {answer.rollout: answer.position})
         except (MessageError, OSError) as error:
             # The application asks again under the same number, and reports what fails then.
             log.warning("an answer of a peer was not accepted", task=self.task.name, error=str(error))
@@ -158,7 +157,9 @@ class CallPassing(Passing):
         link = self.member.link_to(task.owner)
         # Clients may send blank lines between requests (RFC 9112, 2.2).
         head, end, _ = request.lstrip(b"\r\n").partition(END_OF_HEAD)
-        if link is None or not end or len(body) > self._max_body_bytes or not self._admits(scope):
+        # `DataPlane.known` has admitted the request, unless it has the token of a rollout that is not known here.
+        is_admitted = GRANT in scope or self._admits(scope)
+        if link is None or not end or len(body) > self._max_body_bytes or not is_admitted:
             return None
         passed = SentCall(self, task, address.rollout, scope, bytes(body), connection)
         content = pack_call(
@@ -189,9 +190,6 @@ class CallPassing(Passing):
             passed.release()
 
     def _admits(self, scope: Scope) -> bool:
-        # `DataPlane.known` has admitted the request, unless it has the token of a rollout that is not known here.
-        if GRANT in scope:
-            return True
         try:
             self._access.admit({**scope, "headers": list(scope["headers"])}, rollout_named_by(scope))
         except RefusalError:

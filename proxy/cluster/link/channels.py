@@ -24,7 +24,10 @@ MAX_CHANNELS = 4096
 _OVERHEAD_BYTES = 64
 """What a piece counts beside its bytes, so that empty messages use up the window too."""
 _CREDIT = struct.Struct("!I")
-_KINDS = frozenset({FrameKind.DATA, FrameKind.PIECE, FrameKind.CREDIT, FrameKind.CLOSE})
+CHANNEL_KINDS = frozenset({FrameKind.DATA, FrameKind.PIECE, FrameKind.CREDIT, FrameKind.CLOSE})
+"""The frames that may belong to a channel."""
+Send = Callable[[FrameKind, int, bytes], None]
+"""Sends a frame: its kind, its number and its content."""
 
 
 class ChannelEndedError(ConnectionError):
@@ -41,7 +44,7 @@ class LinkChannel:
     def __init__(
         self,
         stream: int,
-        send: Callable[[Frame], None],
+        send: Send,
         drain: Callable[[], Awaitable[None]],
         forget: Callable[[], None],
     ) -> None:
@@ -161,10 +164,10 @@ class LinkChannel:
         while self._out and self._room > 0 and not self._is_closed:
             kind, piece = self._out.popleft()
             self._room -= len(piece) + _OVERHEAD_BYTES
-            self._send(Frame(kind, self._stream, piece))
+            self._send(kind, self._stream, piece)
         if self._is_closing and not self._out and not self._is_closed:
             self._is_closed = True
-            self._send(Frame(FrameKind.CLOSE, self._stream, b""))
+            self._send(FrameKind.CLOSE, self._stream, b"")
             self._forget()
         self._note_change()
 
@@ -173,7 +176,7 @@ class LinkChannel:
         self._credit += size
         # Half a window at a time: a grant for each piece would cost as many frames as the data.
         if self._credit >= WINDOW_BYTES // 2 and not (self._is_closed or self.ended.is_set()):
-            self._send(Frame(FrameKind.CREDIT, self._stream, _CREDIT.pack(self._credit)))
+            self._send(FrameKind.CREDIT, self._stream, _CREDIT.pack(self._credit))
             self._credit = 0
 
     async def _change(self) -> None:
@@ -188,7 +191,7 @@ class LinkChannel:
 class Channels:
     """The channels of one end of a link, by the numbers of their questions."""
 
-    def __init__(self, send: Callable[[Frame], None], drain: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, send: Send, drain: Callable[[], Awaitable[None]]) -> None:
         self._send, self._drain = send, drain
         self._open: dict[int, LinkChannel] = {}
 
@@ -207,12 +210,12 @@ class Channels:
         self._open.pop(stream, None)
 
     def got(self, frame: Frame) -> bool:
-        """Take a frame of the peer; return False if it is for no open channel.
+        """Take a frame of `CHANNEL_KINDS`; return False if it is for no open channel.
 
         Raises:
             LinkError: The peer has sent more than it may.
         """
-        channel = self._open.get(frame.stream) if frame.kind in _KINDS else None
+        channel = self._open.get(frame.stream)
         if channel is None:
             return False
         channel.got(frame)

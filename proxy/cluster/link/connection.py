@@ -2,14 +2,13 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import cast
 
 import structlog
 from typing_extensions import override
 
-from proxy.cluster.link.channels import Channels
-from proxy.cluster.link.frames import Frame, FrameReader, FrameWriter, LinkError
+from proxy.cluster.link.channels import CHANNEL_KINDS, Channels
+from proxy.cluster.link.frames import Frame, FrameKind, FrameReader, FrameWriter, LinkError
 
 log = structlog.get_logger()
 
@@ -32,7 +31,6 @@ class LinkConnection(asyncio.Protocol, ABC):
         self._greeting = bytearray()
         self._reader: FrameReader | None = None
         self._writer: FrameWriter | None = None
-        self._out: list[bytes] = []
         self._heard_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._writable = asyncio.Event()
@@ -53,9 +51,11 @@ class LinkConnection(asyncio.Protocol, ABC):
                 # Frames may follow the greeting in the same packet: `_greet` returns them.
                 self._greeting += data
                 data = self._greet()
-            for frame in self._frames(data):
+            if self._reader is None:
+                return
+            for frame in self._reader.feed(data):
                 # Frames of open channels first: `_got` knows questions and answers only.
-                if not self._channels.got(frame):
+                if frame.kind not in CHANNEL_KINDS or not self._channels.got(frame):
                     self._got(frame)
         except LinkError as error:
             log.warning("a link was closed", reason=str(error))
@@ -86,25 +86,15 @@ class LinkConnection(asyncio.Protocol, ABC):
         """Close the connection at once."""
         self._transport.abort()
 
-    def send(self, frame: Frame) -> None:
-        """Send a frame. Frames of one turn of the event loop go out in one write; those of a closed link are lost."""
+    def send(self, kind: FrameKind, stream: int, content: bytes) -> None:
+        """Send a frame; one of a closed link is lost. uvloop sends those of one turn of the event loop in one write."""
         assert self._writer is not None
-        # The first frame of a turn orders the write for all of them.
-        if not self._out:
-            self._loop.call_soon(self._flush)
-        self._out.append(self._writer.write(frame))
+        if not self._transport.is_closing():
+            self._transport.write(self._writer.write(kind, stream, content))
 
     async def drain(self) -> None:
         """Wait until the peer has read most of what was sent."""
         await self._writable.wait()
-
-    def _frames(self, data: bytes) -> Iterator[Frame]:
-        return iter(()) if self._reader is None else self._reader.feed(data)
-
-    def _flush(self) -> None:
-        out, self._out = self._out, []
-        if not self._transport.is_closing():
-            self._transport.writelines(out)
 
     def _established(self, writer: bytes, reader: bytes) -> None:
         self._writer, self._reader = FrameWriter(writer), FrameReader(reader)

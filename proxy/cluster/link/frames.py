@@ -142,28 +142,30 @@ class FrameWriter:
     """Encodes the frames of one direction."""
 
     def __init__(self, key: bytes) -> None:
-        self._tags, self._number = _Tags(key), 0
+        self._tags, self._number = _begin_tags(key), 0
 
-    def write(self, frame: Frame) -> bytes:
-        """Return a frame as bytes. 1.2 us for 300 bytes.
+    def write(self, kind: FrameKind, stream: int, content: bytes) -> bytes:
+        """Return a frame as bytes. 1 us for 300 bytes.
 
         Raises:
             ValueError: The content has more than `MAX_FRAME_BYTES`.
         """
-        if len(frame.content) > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {len(frame.content)} bytes is too large")
-        head = _HEAD.pack(len(frame.content), frame.stream, frame.kind)
+        if len(content) > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {len(content)} bytes is too large")
+        head = _HEAD.pack(len(content), stream, kind)
         # The number is not sent: both ends count, so a frame that is repeated, dropped or moved has the wrong tag.
-        tag = self._tags.of(self._number, head, frame.content)
+        tag = self._tags.copy()
+        tag.update(self._number.to_bytes(8) + head)
+        tag.update(content)
         self._number += 1
-        return b"".join((head, tag, frame.content))
+        return head + tag.digest() + content
 
 
 class FrameReader:
     """Decodes the frames of one direction. It holds at most one frame that is not complete."""
 
     def __init__(self, key: bytes) -> None:
-        self._tags, self._number, self._held = _Tags(key), 0, bytearray()
+        self._tags, self._number, self._held = _begin_tags(key), 0, bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Yield the frames that are complete now.
@@ -188,9 +190,10 @@ class FrameReader:
                 if len(held) < start + size:
                     return
                 head, content = bytes(held[at : at + _HEAD.size]), bytes(held[start : start + size])
-                tag = self._tags.of(self._number, head, content)
-                # In constant time, so that a wrong tag does not show how much of it was right.
-                if not hmac.compare_digest(held[at + _HEAD.size : start], tag):
+                tag = self._tags.copy()
+                tag.update(self._number.to_bytes(8) + head)
+                tag.update(content)
+                if not hmac.compare_digest(held[at + _HEAD.size : start], tag.digest()):
                     raise LinkError("a frame was changed on its way, or is not the next one")
                 self._number += 1
                 at = start + size
@@ -210,15 +213,6 @@ class FrameReader:
 _KINDS = {int(kind): kind for kind in FrameKind}
 
 
-class _Tags:
-    """The tags of one direction."""
-
-    def __init__(self, key: bytes) -> None:
-        # Copied for each tag, which is cheaper than to begin with the key each time.
-        self._begun = blake2b(digest_size=_TAG_BYTES, key=key)
-
-    def of(self, number: int, head: bytes, content: bytes) -> bytes:
-        digest = self._begun.copy()
-        digest.update(number.to_bytes(8) + head)
-        digest.update(content)
-        return digest.digest()
+def _begin_tags(key: bytes) -> blake2b:
+    """Return what the tags of one direction begin with. To copy it is cheaper than to begin with the key each time."""
+    return blake2b(digest_size=_TAG_BYTES, key=key)

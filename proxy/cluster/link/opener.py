@@ -70,13 +70,13 @@ class Link(LinkConnection):
     @property
     def takes_more(self) -> bool:
         """Whether the link is open, and its peer reads what is sent."""
-        return self.is_open and self._writable.is_set()
+        return self._reader is not None and self._writable.is_set() and not self._transport.is_closing()
 
     def ask_at_once(self, content: bytes, call: PendingCall) -> None:
         """Send a call that the peer may know the answer to. The link must be open."""
         stream = self._next()
         self._calls[stream] = call
-        self.send(Frame(FrameKind.CALL, stream, content))
+        self.send(FrameKind.CALL, stream, content)
 
     def _next(self) -> int:
         # Four bytes; a link that lives for four billion questions begins again.
@@ -95,7 +95,7 @@ class Link(LinkConnection):
         # Expected before it is sent, so that no answer can come too early.
         stream = self._next()
         answer = self._expect(stream)
-        self.send(Frame(FrameKind.ASK, stream, question))
+        self.send(FrameKind.ASK, stream, question)
         try:
             # A peer that does not read holds up those that ask it, and not this member's memory.
             await self.drain()
@@ -138,13 +138,13 @@ class Link(LinkConnection):
         # Nobody waits for the answer to a question that was cancelled.
         if answer is None or answer.done():
             if frame.kind in (FrameKind.DATA, FrameKind.PIECE):
-                self.send(Frame(FrameKind.CLOSE, frame.stream, b""))
+                self.send(FrameKind.CLOSE, frame.stream, b"")
             return
         if frame.kind in (FrameKind.DATA, FrameKind.PIECE):
             try:
                 channel = self._channels.open(frame.stream)
             except ChannelEndedError as error:
-                self.send(Frame(FrameKind.CLOSE, frame.stream, b""))
+                self.send(FrameKind.CLOSE, frame.stream, b"")
                 answer.set_exception(MemberFailedError(str(error)))
                 return
             channel.got(frame)
@@ -156,7 +156,7 @@ class Link(LinkConnection):
 
     @override
     def _watch(self) -> None:
-        self.send(Frame(FrameKind.PING, 0, b""))
+        self.send(FrameKind.PING, 0, b"")
         super()._watch()
 
 

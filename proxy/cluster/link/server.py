@@ -154,10 +154,10 @@ class AcceptedLink(LinkConnection):
 
     @override
     def _got(self, frame: Frame) -> None:
-        if frame.kind is FrameKind.PING:
-            self.send(Frame(FrameKind.PONG, 0, b""))
-        elif frame.kind is FrameKind.CALL and not self._transport.is_closing():
+        if frame.kind is FrameKind.CALL and not self._transport.is_closing():
             self._take(frame)
+        elif frame.kind is FrameKind.PING:
+            self.send(FrameKind.PONG, 0, b"")
         elif frame.kind is FrameKind.ASK and not self._transport.is_closing():
             assert self.hello is not None
             answering = self._server.handler(self.hello, frame.content, partial(self._channels.open, frame.stream))
@@ -171,22 +171,22 @@ class AcceptedLink(LinkConnection):
         # See `_answer`.
         except Exception:
             log.exception("a call of a peer failed")
-            self.send(Frame(FrameKind.FAILED, frame.stream, b""))
+            self.send(FrameKind.FAILED, frame.stream, b"")
             return
         if isinstance(taken, bytes):
-            self.send(Frame(FrameKind.KNOWN, frame.stream, taken))
+            self.send(FrameKind.KNOWN, frame.stream, taken)
         else:
-            self.send(Frame(FrameKind.LATER, frame.stream, b""))
+            self.send(FrameKind.LATER, frame.stream, b"")
             self._server.tasks.spawn("cluster call", self._answer(frame.stream, taken))
 
     async def _answer(self, stream: int, answering: Awaitable[bytes]) -> None:
         try:
             content = await answering
             if self.is_open:
-                self.send(Frame(FrameKind.ANSWER, stream, content))
+                self.send(FrameKind.ANSWER, stream, content)
         # The link carries all calls, and must not end for the defect of one.
         except Exception:
             log.exception("a call of a peer failed")
             if self.is_open:
-                self.send(Frame(FrameKind.FAILED, stream, b""))
+                self.send(FrameKind.FAILED, stream, b"")
         await self.drain()

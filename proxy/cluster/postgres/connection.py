@@ -44,9 +44,7 @@ class SteadyConnection:
             try:
                 if self._connection is None:
                     async with asyncio.timeout_at(until):
-                        self._connection = await psycopg.AsyncConnection.connect(
-                            self._dsn, autocommit=True, row_factory=tuple_row, application_name="forkpoint"
-                        )
+                        self._connection = await self._connect()
                 # A task that is cancelled in a statement makes psycopg ask the server to cancel it, and wait for that.
                 # Behind a partition this takes ten seconds.
                 impatience = loop.call_at(until, _shut_down, self._connection)
@@ -58,8 +56,7 @@ class SteadyConnection:
                     impatience.cancel()
             except (psycopg.Error, OSError, TimeoutError) as error:
                 await self._give_up()
-                text = " ".join(str(error).split()) or "it did not answer in time"
-                raise DatabaseError(f"the cluster's database failed: {text}") from error
+                raise DatabaseError(f"the cluster's database failed: {_sentence(error)}") from error
             except asyncio.CancelledError:
                 # A statement that was cut off leaves the connection in an unknown state.
                 await self._give_up()
@@ -69,10 +66,30 @@ class SteadyConnection:
         """Close the connection."""
         await self._give_up()
 
+    async def _connect(self) -> Connection:
+        """Connect to the server.
+
+        Raises:
+            DatabaseError: The DSN is malformed.
+        """
+        try:
+            return await psycopg.AsyncConnection.connect(
+                self._dsn, autocommit=True, row_factory=tuple_row, application_name="forkpoint"
+            )
+        except psycopg.ProgrammingError:
+            # The error shows parts of the DSN, which may be its password.
+            raise DatabaseError("the URL is not like postgresql://USER:PASSWORD@HOST/DATABASE") from None
+
     async def _give_up(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
+
+
+def _sentence(error: BaseException) -> str:
+    """Return what an error of psycopg says, in one line and without libpq's question whether the server is running."""
+    text = " ".join(str(error).split()) or "it did not answer in time"
+    return text.removeprefix("connection failed: ").partition(" Is the server running")[0].rstrip(".")
 
 
 async def second_row(connection: Connection, statements: str, values: dict[str, Any]) -> tuple[Any, ...] | None:

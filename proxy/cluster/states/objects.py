@@ -139,11 +139,13 @@ def open_store(address: str) -> ObjectStore:
     scheme, separator, rest = address.partition("://")
     if separator and scheme not in (*SCHEMES, "file"):
         raise ValueError(f"it is not a directory, and of URLs {', '.join(SCHEMES)} are supported")
+    may_be_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    if scheme == "s3" and os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://") and not may_be_http:
+        raise ValueError("AWS_ENDPOINT_URL is not encrypted, which needs AWS_ALLOW_HTTP=true")
     try:
         if not separator or scheme == "file":
             return ObjectStore(LocalStore(Path(rest if separator else address).absolute(), mkdir=True), address)
         # Options that are given replace those of the environment.
-        may_be_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
         # A request is repeated here only briefly: the callers have a patience of their own.
         store = from_url(
             address,

@@ -97,6 +97,7 @@ def test_file_as_data_directory_is_one_sentence(tmp_path: Path) -> None:
         ((), {"FORKPOINT_DRIVERS": "local"}, ("FORKPOINT_DRIVERS", "write it as JSON")),
         (("--log", "loud"), {}, ("--log", "'loud'")),
         (("--host", "192.0.2.1"), {}, ("token",)),
+        ((), {"FORKPOINT_CLUSTER_SECRET": "short"}, ("CLUSTER_SECRET", "it needs 16 characters or more.")),
     ],
 )
 def test_invalid_setting_names_its_source(

@@ -9,7 +9,7 @@ Records are named by the view that executed them, their parent and the call, so 
 """
 
 from collections.abc import Hashable, Iterator
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class Owner:
         task = copy(self.task)
         task.entered, task.unheard = dict(task.entered), set(task.unheard)
         outbox = Outbox(self.outbox.row, list(self.outbox.waiting), list(self.outbox.sent))
-        taken = {ingress: copy(calls) for ingress, calls in self.taken.items()}
+        taken = {ingress: deepcopy(calls) for ingress, calls in self.taken.items()}
         return Owner(
             task, outbox, dict(self.tree), self.at, taken, dict(self.waiting), dict(self.confirmed), dict(self.answers),
             self.busy, self.leaving,

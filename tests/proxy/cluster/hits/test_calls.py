@@ -37,7 +37,7 @@ def test_scopes_share_nothing() -> None:
 
 def test_known_answer_comes_back() -> None:
     answer = KnownAnswer(3, 1 << 40, Position(2, 1 << 41), b"HTTP/1.1 200 OK\r\n\r\nx")
-    assert unpack_known(pack_known(answer)) == answer
+    assert unpack_known(pack_known(*answer)) == answer
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx
 import pytest
 
-from proxy.cluster.hits.calls import Heads, KnownAnswer, pack_known, unpack_call
+from proxy.cluster.hits.calls import Heads, pack_known, unpack_call
 from proxy.cluster.hits.passing import CallPassing, SentCall
 from proxy.cluster.ingress import Ingress
 from proxy.cluster.link.opener import PendingCall
@@ -58,8 +58,8 @@ class World:
         self.task = self.ingress.task("t")
         self.task.owner = cast("Any", SimpleNamespace(view=3, peer=None))
 
-    def _accept(self, name: str, answer: Any) -> bool:
-        self.accepted.append((name, answer.positions))
+    def _accept(self, name: str, _view: int, positions: Any) -> bool:
+        self.accepted.append((name, positions))
         return self.is_accepted
 
     async def _continue(self, sent: SentCall) -> None:
@@ -84,7 +84,7 @@ def test_known_answer_is_written_once_its_position_is_kept() -> None:
         ((content, call),) = world.sent
         sent = unpack_call(content, Heads())
         assert (sent.task, sent.view, sent.number, sent.oldest, sent.body) == ("t", 3, 1, 1, b"body")
-        call.known(pack_known(KnownAnswer(3, 7, Position(2, 9), b"response")))
+        call.known(pack_known(3, 7, Position(2, 9), b"response"))
         assert world.accepted == [("t", {7: Position(2, 9)})]
         assert connection.events == [b"response"]
         assert not world.task.waiting
@@ -110,7 +110,7 @@ def test_call_without_a_known_answer_is_continued(outcome: str) -> None:
             call.lost()
         else:
             # The answer of an owner that was replaced.
-            call.known(pack_known(KnownAnswer(2, 7, Position(2, 9), b"response")))
+            call.known(pack_known(2, 7, Position(2, 9), b"response"))
         assert connection.events == ["declined"]
         assert list(world.task.waiting) == [passed.call.number]
         world.task.owner = cast("Any", SimpleNamespace(view=3, peer=None))

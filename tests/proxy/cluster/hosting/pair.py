@@ -143,11 +143,11 @@ class Pair:
         assert await asyncio.to_thread(mine.recv, 1) == b"\1"
         return mine
 
-    def _from_owner(self, frame: Frame) -> None:
-        self._deliver(self._to_owner, self.damage_to_host(frame))
+    def _from_owner(self, kind: FrameKind, stream: int, content: bytes) -> None:
+        self._deliver(self._to_owner, self.damage_to_host(Frame(kind, stream, content)))
 
-    def _from_host(self, frame: Frame) -> None:
-        self._deliver(self._to_host, self.damage(frame))
+    def _from_host(self, kind: FrameKind, stream: int, content: bytes) -> None:
+        self._deliver(self._to_host, self.damage(Frame(kind, stream, content)))
 
     def _deliver(self, to: Channels, frame: Frame) -> None:
         if frame.kind in (FrameKind.DATA, FrameKind.PIECE):

@@ -25,12 +25,12 @@ class Pipe:
         self.a: Channels = Channels(self._to_b, self._drained)
         self.b: Channels = Channels(self.a_got, self._drained)
 
-    def _to_b(self, frame: Frame) -> None:
-        self.sent += len(frame.content)
-        self.waiting.append(frame)
+    def _to_b(self, kind: FrameKind, stream: int, content: bytes) -> None:
+        self.sent += len(content)
+        self.waiting.append(Frame(kind, stream, content))
 
-    def a_got(self, frame: Frame) -> None:
-        self.a.got(frame)
+    def a_got(self, kind: FrameKind, stream: int, content: bytes) -> None:
+        self.a.got(Frame(kind, stream, content))
 
     def deliver(self) -> None:
         waiting, self.waiting = self.waiting, []

@@ -1,6 +1,7 @@
 """The bytes of a link: they come in any pieces, and nobody without the secret can add or change one."""
 
 import contextlib
+from itertools import starmap
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ FRAMES = st.lists(
 def test_frames_come_in_any_pieces(sent: list[Frame], sizes: list[int]) -> None:
     """TCP keeps the order of bytes and not their pieces."""
     writer, reader = FrameWriter(KEY), FrameReader(KEY)
-    data = b"".join(map(writer.write, sent))
+    data = b"".join(starmap(writer.write, sent))
     received: list[Frame] = []
     for size in sizes:
         received += reader.feed(data[:size])
@@ -31,7 +32,7 @@ def test_frames_come_in_any_pieces(sent: list[Frame], sizes: list[int]) -> None:
 def test_a_changed_byte_ends_the_link(sent: list[Frame], data: st.DataObject) -> None:
     """No frame from the changed one on is taken."""
     writer = FrameWriter(KEY)
-    whole = [writer.write(frame) for frame in sent]
+    whole = list(starmap(writer.write, sent))
     number = data.draw(st.integers(0, len(whole) - 1))
     bad = bytearray(whole[number])
     # The length may become one that is waited for, so it is not changed here.
@@ -48,14 +49,14 @@ def test_a_changed_byte_ends_the_link(sent: list[Frame], data: st.DataObject) ->
 def test_frames_cannot_be_moved(order: tuple[int, ...]) -> None:
     """A repeated, dropped or earlier frame has a tag, and it is that of another number."""
     writer = FrameWriter(KEY)
-    sent = [writer.write(Frame(FrameKind.ASK, stream, b"x")) for stream in range(2)]
+    sent = [writer.write(FrameKind.ASK, stream, b"x") for stream in range(2)]
     with pytest.raises(LinkError, match="not the next one"):
         list(FrameReader(KEY).feed(b"".join(sent[index] for index in order)))
 
 
 def test_a_huge_frame_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its length alone ends the link."""
-    data = FrameWriter(KEY).write(Frame(FrameKind.ASK, 1, b"x" * 100))
+    data = FrameWriter(KEY).write(FrameKind.ASK, 1, b"x" * 100)
     monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 99)
     with pytest.raises(LinkError, match="a frame of 100 bytes"):
         list(FrameReader(KEY).feed(data[:9]))

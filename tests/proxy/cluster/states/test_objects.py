@@ -88,3 +88,10 @@ def test_unknown_stores_are_refused(address: str) -> None:
     """What is no bucket is named in a sentence."""
     with pytest.raises(ValueError, match=r"\w"):
         open_store(address)
+
+
+def test_a_bucket_without_encryption_is_allowed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+    with pytest.raises(ValueError, match="AWS_ALLOW_HTTP"):
+        open_store("s3://bucket")
