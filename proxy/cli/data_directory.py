@@ -41,7 +41,7 @@ def restore(
     data: DirectoryOption = DEFAULT_DATA,
     json: JsonOption = False,
 ) -> None:
-    """Make a new data directory of a backup. Everything in it is checked first."""
+    """Create a new data directory from a backup. Everything in the backup is checked first."""
     from proxy.logs import setup
     from proxy.storage.data_dir import require_undivided
     from proxy.storage.errors import StoreError

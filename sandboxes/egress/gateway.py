@@ -106,12 +106,12 @@ class SandboxEgress:
         """Return the outcome of a call with what came through the egress since the last one.
 
         Raises:
-            SandboxError: The egress proxy has ended, so nobody knows what came through.
+            SandboxError: The egress proxy has ended, so it is unknown what came through.
         """
         taken = (await self._process.ask(TakeExchanges(self._sandbox))).message
         exchanges = tuple(
-            EgressExchange(one.method, one.url, one.outcome, one.status, one.size_bytes, one.detail)
-            for one in taken.exchanges
+            EgressExchange(each.method, each.url, each.outcome, each.status, each.size_bytes, each.detail)
+            for each in taken.exchanges
         )
         for exchange in exchanges:
             log.info(

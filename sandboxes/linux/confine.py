@@ -50,8 +50,8 @@ NETLINK_ROUTE = 0
 INTERNET_PROTOCOLS = (0, 1, 6, 17, 58)
 """The protocols of AF_INET and AF_INET6: the default, ICMP, TCP, UDP and ICMPv6. Others load modules of the kernel."""
 _LAST_CALL = 466
-"""The newest call, removexattrat, that this list was made for (Linux 6.13). Nobody has looked yet at what later kernels
-add, so it does not exist in a sandbox."""
+"""The newest call, removexattrat, that this list was made for (Linux 6.13). The calls of later kernels were
+not reviewed yet, so they do not exist in a sandbox."""
 _PENDING_SIGNALS = 4_096
 """The most queued signals and timers of one user, for sandboxes. All sandboxes of a proxy with root share the count of
 uid 0. The machine's own limit is higher, and leaves the rest to the machine's root."""

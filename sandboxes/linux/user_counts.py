@@ -1,8 +1,8 @@
 """What the kernel counts for each user, and so for all sandboxes of that user together.
 
-A sandbox can take all inotify instances of the machine's user, or fill sockets with descriptors until nobody of that
-user may send another one. There is no limit for a part of a user's processes. So each supervisor looks now and then
-whether something can still be had. Only where it cannot is its own sandbox's part counted, which takes milliseconds.
+A sandbox can take all inotify instances of the machine's user, or fill sockets with descriptors until no process
+of that user may send another one. There is no limit for a part of a user's processes. So each supervisor checks now and
+then whether anything is left. Only if nothing is, it counts what its own sandbox holds, which takes milliseconds.
 """
 
 import errno
@@ -18,7 +18,7 @@ SHARE = 48
 have one to five; the kernel's default for all of a user is 128 instances, and a soft limit of 1,024 descriptors."""
 
 WATCH_S = 0.05
-"""The shortest interval between two looks; a look takes 20 us."""
+"""The shortest interval between two checks; a check takes 20 us."""
 
 
 def are_exhausted() -> bool:
@@ -61,7 +61,7 @@ def _under_way(path: str) -> int:
 
 
 def watch(pids: Callable[[], Iterable[int]]) -> Callable[[], bool]:
-    """Return a function that says whether a sandbox takes from others what all need.
+    """Return a function that says whether a sandbox holds so much that other sandboxes of its user get nothing.
 
     Args:
         pids: Returns the sandbox's processes.

@@ -152,7 +152,10 @@ class LocalDriver:
         look = self.bases.sources.of_source
         return _identity(
             base.identity,
-            *[await asyncio.to_thread(look, one, self.sources, confined=spec.confined) for one in spec.copied_sources],
+            *[
+                await asyncio.to_thread(look, source, self.sources, confined=spec.confined)
+                for source in spec.copied_sources
+            ],
         )
 
     def unchanged(self, spec: EnvironmentSpec) -> tuple[str, ...] | None:

@@ -181,21 +181,21 @@ def named_mounts(host: Mapping[str, Any]) -> list[tuple[str, str]]:
     Raises:
         RefusalError: 400, the request mounts something else.
     """
-    found: list[tuple[str, str]] = []
+    mounts: list[tuple[str, str]] = []
     for bind in host.get("Binds") or ():
         source, _, rest = str(bind).partition(":")
         target, _, options = rest.partition(":")
-        found.append((source, _writable(target, "ro" in options.split(","))))
+        mounts.append((source, _writable(target, "ro" in options.split(","))))
     for mount in host.get("Mounts") or ():
         kind, source, target = (str(mount.get(key) or "") for key in ("Type", "Source", "Target"))
         if kind not in {"volume", "tmpfs"} or (mount.get("VolumeOptions") or {}).get("Subpath"):
             raise RefusalError(400, "docker", f"A mount of type {kind!r} at {target}: {NO_HOST_PATHS}")
         if kind == "volume" and source:
-            found.append((source, _writable(target, bool(mount.get("ReadOnly")))))
-    for source, target in found:
+            mounts.append((source, _writable(target, bool(mount.get("ReadOnly")))))
+    for source, target in mounts:
         if "/" in source or source in {".", ".."}:
             raise RefusalError(400, "docker", f"{source} at {target}: {NO_HOST_PATHS}")
-    return found
+    return mounts
 
 
 NO_HOST_PATHS = (
