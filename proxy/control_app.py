@@ -15,7 +15,7 @@ from proxy.control.metrics import MEDIA_TYPE as METRICS_TYPE
 from proxy.control.metrics import Metrics
 from proxy.control.parts import ControlPlane
 from proxy.control.routes.api import control_plane
-from proxy.control.routes.params import PROBLEM, granted
+from proxy.control.routes.params import PROBLEM, WHOLE
 from proxy.engine import Engine
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.refusals import MEDIA_TYPE, RefusalError
@@ -95,10 +95,10 @@ def _health(app: FastAPI, control: ControlPlane) -> None:
         name="get_metrics",
         response_class=Response,
         responses={200: {"content": {METRICS_TYPE: {}}}},
+        dependencies=[WHOLE],
     )
-    async def show_metrics(request: Request) -> Response:
+    async def show_metrics() -> Response:
         """Return the totals in Prometheus' text format."""
-        granted(request).require_whole()
         return Response(metrics.render(), media_type=METRICS_TYPE)
 
 

@@ -16,12 +16,10 @@ from proxy.control.routes.params import (
     PROBLEM,
     EngineDep,
     NewName,
-    NodePath,
+    PositionDep,
     RolloutName,
-    RootQuery,
-    TaskName,
-    position_of,
-    tree_of,
+    TaskDep,
+    TreeDep,
 )
 from proxy.control.routes.rollouts import begin
 from proxy.control.tree_reader import rollouts_by_node
@@ -167,31 +165,28 @@ PageDep = Annotated[PageData, Depends(page_of)]
 @page_data.get("/tasks/{task}/columns", response_class=Response, responses=_COLUMNS)  # type: ignore[arg-type]
 async def get_columns(
     engine: EngineDep,
-    task: TaskName,
+    task: TaskDep,
+    tree: TreeDep,
     after: Annotated[int, Query(ge=0, le=1 << 60, description="Return the nodes after this node number.")] = 0,
     limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
-    root: RootQuery = None,
 ) -> Response:
     """Show a tree as columns of numbers, in the order of its nodes' creation, with its rollouts and sandboxes."""
-    known = await engine.tasks.find(task)
-    tree = tree_of(engine, known, root)
     read = await columns_of(tree, after, limit)
-    standing = {node.id: names for node, names in rollouts_by_node(known).items() if tree.nodes.get(node.id) is node}
+    standing = {node.id: names for node, names in rollouts_by_node(task).items() if tree.nodes.get(node.id) is node}
     slots = [(slot.position, slot.warm) for slot in engine.pool.roster.slots]
     sandboxes = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
-    return Response(orjson.dumps(tree_columns(task, tree, read, standing, sandboxes)), media_type="application/json")
+    return Response(
+        orjson.dumps(tree_columns(task.name, tree, read, standing, sandboxes)), media_type="application/json"
+    )
 
 
 @page_data.get("/tasks/{task}/titles")
 async def get_titles(
-    engine: EngineDep,
     page: PageDep,
-    task: TaskName,
+    tree: TreeDep,
     nodes: Annotated[str, Query(pattern=r"^[0-9]{1,18}(,[0-9]{1,18})*$", max_length=10_000)],
-    root: RootQuery = None,
 ) -> Page[TitleView]:
     """Show the calls that led to nodes, each in one line. Unknown node numbers are left out."""
-    tree = tree_of(engine, await engine.tasks.find(task), root)
     known = [tree.nodes.get(int(number)) for number in nodes.split(",")[:_TITLES]]
     origins = [node.origin for node in known if node is not None and node.origin is not None]
     return Page.whole(await _titles(page.titles, origins))
@@ -199,15 +194,12 @@ async def get_titles(
 
 @page_data.get("/tasks/{task}/nodes/{node}/observations")
 async def get_observations(
-    engine: EngineDep,
     page: PageDep,
-    task: TaskName,
-    node: NodePath,
+    position: PositionDep,
     wanted: Annotated[ListQuery, list_query("hits", "record", default="-hits")],
 ) -> Page[TitleView]:
     """List the observations at a node, by hits."""
-    _, at_node = position_of(engine, await engine.tasks.find(task), node)
-    observations = (record for record in at_node.records.values() if record.observation)
+    observations = (record for record in position[1].records.values() if record.observation)
     by_hits = wanted.key == "hits"
     part = wanted.sorted_part(observations, lambda record: (record.hits, -record.id) if by_hits else (record.id,))
     return Page(items=await _titles(page.titles, part.entries), total=part.total, next=part.next)
@@ -215,14 +207,11 @@ async def get_observations(
 
 @page_data.get("/tasks/{task}/failures")
 async def get_failures(
-    engine: EngineDep,
     page: PageDep,
-    task: TaskName,
+    tree: TreeDep,
     after: Annotated[int, Query(ge=0, le=1 << 60, description="Return the failures after this record number.")] = 0,
-    root: RootQuery = None,
 ) -> FailuresView:
     """List the nodes with failed calls: a non-zero exit code, or a status of 400 or above."""
-    tree = tree_of(engine, await engine.tasks.find(task), root)
     known = await page.lookups.failures(tree.id)
     new = [(source, target) for record, source, target in known.calls if record > after]
     return FailuresView(
@@ -236,13 +225,11 @@ async def get_failures(
 async def get_call(
     engine: EngineDep,
     page: PageDep,
-    task: TaskName,
-    node: NodePath,
+    position: PositionDep,
     record: Annotated[int, Path(ge=0, le=1 << 60, description="Number of the record.")],
 ) -> RecordView:
     """Show a call that was made at a node or led to it, with its answer and its rollouts."""
-    _, at_node = position_of(engine, await engine.tasks.find(task), node)
-    recorded = _record(at_node, record)
+    recorded = _record(position[1], record)
     call, speculated = engine.store.records.call_and_maker(recorded)
     result = engine.store.records.result(recorded)
     engine.journal.fold()
@@ -265,10 +252,9 @@ async def get_call(
 
 
 @page_data.get("/tasks/{task}/rollouts/{rollout}/timings")
-async def get_timings(engine: EngineDep, task: TaskName, rollout: RolloutName) -> dict[int, TimingView]:
+async def get_timings(engine: EngineDep, task: TaskDep, rollout: RolloutName) -> dict[int, TimingView]:
     """Show when a rollout's calls were answered and where their time went, by turn. Calls of long ago are left out."""
-    await engine.tasks.find(task)
-    rows = engine.store.rollouts.of_task(task, name=rollout)
+    rows = engine.store.rollouts.of_task(task.name, name=rollout)
     if not rows:
         return {}
     spent, times = engine.executor.timings.of(rows[-1]["id"]), engine.step.notes.times.of(rows[-1]["id"])
@@ -284,11 +270,10 @@ async def get_timings(engine: EngineDep, task: TaskName, rollout: RolloutName) -
 
 @page_data.post("/tasks/{task}/nodes/{node}/fork", status_code=201)
 async def fork_at_node(
-    engine: EngineDep, task: TaskName, node: NodePath, request: Request, name: NewName
+    engine: EngineDep, task: TaskDep, position: PositionDep, request: Request, name: NewName
 ) -> RolloutView:
     """Begin a rollout at a node."""
-    known = await engine.tasks.find(task)
-    return begin(engine, known, name, *position_of(engine, known, node), request)
+    return begin(engine, task, name, *position, request)
 
 
 async def _titles(titles: Titles, records: Iterable[Record]) -> list[TitleView]:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, SecretStr
 
 from proxy.control.activity import HOUR, Second, timeline
 from proxy.control.metrics import WrongAnswers, wrong_answers
 from proxy.control.paging import Page
-from proxy.control.routes.params import PROBLEM, ControlDep, EngineDep, granted
+from proxy.control.routes.params import PROBLEM, WHOLE, ControlDep, EngineDep
 from proxy.logs import recent
 from proxy.refusals import RefusalError
 from sandboxes.spec import EnvironmentSpec
@@ -21,7 +21,9 @@ _DOCTOR_S = 60.0
 """Longest run of `doctor`. Its trial sandbox takes a second; a loaded machine takes ten."""
 _MINUTE = 60
 
-system = APIRouter(prefix="/api/v1/system", tags=["page"], responses={"4XX": PROBLEM, "5XX": PROBLEM})
+system = APIRouter(
+    prefix="/api/v1/system", tags=["page"], responses={"4XX": PROBLEM, "5XX": PROBLEM}, dependencies=[WHOLE]
+)
 _examining = asyncio.Lock()
 
 
@@ -54,11 +56,8 @@ class HistoryView(BaseModel):
 
 
 @system.get("/history")
-async def get_history(
-    control: ControlDep, request: Request, span_s: Annotated[int, Query(ge=60, le=24 * HOUR)] = HOUR
-) -> HistoryView:
+async def get_history(control: ControlDep, span_s: Annotated[int, Query(ge=60, le=24 * HOUR)] = HOUR) -> HistoryView:
     """Show calls and tool seconds of up to a day, in at most 144 steps."""
-    granted(request).require_whole()
     if span_s <= 10 * _MINUTE:
         step_s = max(1, span_s // 120)
         return HistoryView(step_s=step_s, steps=timeline(list(control.activity.seconds), span_s=span_s, step_s=step_s))
@@ -68,16 +67,14 @@ async def get_history(
 
 
 @system.get("/wrong-answers")
-async def get_wrong_answers(engine: EngineDep, request: Request) -> Page[WrongAnswers]:
+async def get_wrong_answers(engine: EngineDep) -> Page[WrongAnswers]:
     """Show the rate of wrong answers over all audits of all tasks, with its confidence bounds."""
-    granted(request).require_whole()
     return Page.whole(list(wrong_answers(engine)))
 
 
 @system.get("/warnings")
-async def get_warnings(engine: EngineDep, request: Request) -> Page[dict[str, str]]:
+async def get_warnings(engine: EngineDep) -> Page[dict[str, str]]:
     """List the latest warnings and errors of this proxy, the newest first, each with its task if it names a node."""
-    granted(request).require_whole()
     return Page.whole([_placed(event, engine.store.trees.task_with_node) for event in recent()])
 
 
@@ -91,9 +88,8 @@ def _placed(event: Mapping[str, str], task_with_node: Callable[[int], str]) -> d
 
 
 @system.get("/settings")
-async def get_settings(engine: EngineDep, request: Request) -> Page[SettingView]:
+async def get_settings(engine: EngineDep) -> Page[SettingView]:
     """List the settings that this proxy runs with. Secrets are never shown."""
-    granted(request).require_whole()
     fields = type(engine.settings).model_fields
     settings = [
         SettingView(
@@ -108,9 +104,8 @@ async def get_settings(engine: EngineDep, request: Request) -> Page[SettingView]
 
 
 @system.post("/doctor")
-async def examine(request: Request) -> Page[dict[str, Any]]:
+async def examine() -> Page[dict[str, Any]]:
     """Check the machine, as `forkpoint doctor` does, in a process of its own."""
-    granted(request).require_whole()
     if _examining.locked():
         raise RefusalError(409, "busy", "doctor is running already. Try again when it has ended.")
     async with _examining:

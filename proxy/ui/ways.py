@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import PROBLEM, EngineDep, RootQuery, TaskName, tree_of
+from proxy.control.routes.params import PROBLEM, EngineDep, TreeDep
 from proxy.storage.schema import is_whole
 
 MAX_STEPS = 100_000
@@ -63,12 +63,10 @@ class WaysView(Page[WayView]):
 @ways.get("/tasks/{task}/ways")
 async def get_ways(
     engine: EngineDep,
-    task: TaskName,
+    tree: TreeDep,
     wanted: Annotated[ListQuery, list_query("created_at", default="-created_at")],
-    root: RootQuery = None,
 ) -> WaysView:
     """List the ways of a tree's rollouts, the newest first. A page ends early after 100,000 steps."""
-    tree = tree_of(engine, await engine.tasks.find(task), root)
     engine.journal.fold()
     read = partial(read_ways, tree=tree.id, wanted=wanted)
     return await asyncio.to_thread(engine.store.database.read_apart, read)

@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from proxy.control.activity import HOUR, Activity, Second, timeline
-from proxy.control.routes.params import ControlDep, granted
+from proxy.control.routes.params import WHOLE, ControlDep, granted
 from proxy.names import NAME_PATTERN
 from proxy.refusals import RefusalError
 
@@ -31,15 +31,13 @@ class TimelineView(BaseModel):
     seconds: list[Second]
 
 
-@router.get("/timeline")
+@router.get("/timeline", dependencies=[WHOLE])
 async def get_timeline(
     control: ControlDep,
-    request: Request,
     span_s: Annotated[int, Query(ge=1, le=HOUR)] = HOUR,
     step_s: Annotated[int, Query(ge=1, le=HOUR)] = 10,
 ) -> TimelineView:
     """Show hits, misses, waits and replays of the last hour, in steps."""
-    granted(request).require_whole()
     return TimelineView(step_s=step_s, seconds=timeline(list(control.activity.seconds), span_s=span_s, step_s=step_s))
 
 

@@ -1,5 +1,6 @@
 """Routes of audits: show the findings, set the noise masks, start and stop an audit."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Response
@@ -9,7 +10,7 @@ from proxy.audit.auditor import SampleSource, Tally
 from proxy.audit.confidence import CONFIDENCE, clopper_pearson
 from proxy.audit.noise_masks import Masks
 from proxy.control.call_titles import TITLE_CHARS, title
-from proxy.control.routes.params import EngineDep, RootQuery, TaskName, position_of, tree_of
+from proxy.control.routes.params import EngineDep, TaskDep, TreeDep, position_of
 from proxy.control.views.resources import NodeName, node_name
 from proxy.engine import Engine
 from proxy.times import UtcTime
@@ -124,54 +125,48 @@ class AuditRequest(BaseModel):
 
 def bounds(rows: list[tuple[str, int, int, int, float]]) -> list[Bound]:
     """Return the rates of wrong answers from the store's counts."""
-    rates = []
-    for kind, checked, differing, unreachable, at in rows:
-        interval = clopper_pearson(differing, checked)
-        rates.append(
-            Bound(
-                kind=kind,  # type: ignore[arg-type]
-                checked=checked,
-                differing=differing,
-                unreachable=unreachable,
-                rate=differing / checked if checked else 0.0,
-                low=interval.low,
-                high=interval.high,
-                confidence=CONFIDENCE,
-                last_at=at,
-            )
+    return [
+        Bound(
+            kind=kind,  # type: ignore[arg-type]
+            checked=checked,
+            differing=differing,
+            unreachable=unreachable,
+            rate=differing / checked if checked else 0.0,
+            **asdict(clopper_pearson(differing, checked)),
+            confidence=CONFIDENCE,
+            last_at=at,
         )
-    return rates
+        for kind, checked, differing, unreachable, at in rows
+    ]
 
 
 @router.get("/tasks/{task}/audit")
-async def get_audit(engine: EngineDep, task: TaskName, root: RootQuery = None) -> AuditView:
+async def get_audit(engine: EngineDep, task: TaskDep, tree: TreeDep) -> AuditView:
     """Show the results of audits: bounds on the rate of wrong answers, and the calls that differ."""
-    known = await engine.tasks.find(task)
-    return _view(engine, known, tree_of(engine, known, root))
+    return _view(engine, task, tree)
 
 
 @router.put("/tasks/{task}/audit/masks")
-async def put_masks(engine: EngineDep, task: TaskName, masks: Masks) -> AuditView:
+async def put_masks(engine: EngineDep, task: TaskDep, masks: Masks) -> AuditView:
     """Set the noise that comparisons of this task's answers ignore."""
-    known = await engine.tasks.find(task)
-    engine.store.audits.put_masks(task, masks.model_dump_json())
-    return _view(engine, known, known.tree)
+    engine.store.audits.put_masks(task.name, masks.model_dump_json())
+    return _view(engine, task, task.tree)
 
 
 @router.post("/tasks/{task}/verify", status_code=202, name="start_audit")
 async def verify(
-    engine: EngineDep, task: TaskName, audit: Annotated[AuditRequest | None, Body()] = None
+    engine: EngineDep, task: TaskDep, audit: Annotated[AuditRequest | None, Body()] = None
 ) -> AuditProgress:
     """Start an audit: recorded calls run again in fresh sandboxes. GET …/audit shows its progress."""
-    known, audit = await engine.tasks.find(task), audit or AuditRequest()
-    tree, top = (known.tree, known.tree.root) if audit.node is None else position_of(engine, known, audit.node)
-    return _progress(engine.audit.begin(task, tree, top, audit.sample, audit.seed))
+    audit = audit or AuditRequest()
+    tree, top = (task.tree, task.tree.root) if audit.node is None else position_of(engine, task, audit.node)
+    return _progress(engine.audit.begin(task.name, tree, top, audit.sample, audit.seed))
 
 
 @router.delete("/tasks/{task}/verify", status_code=204, response_class=Response, name="stop_audit")
-async def stop(engine: EngineDep, task: TaskName, root: RootQuery = None) -> None:
+async def stop(engine: EngineDep, tree: TreeDep) -> None:
     """Stop the running audit. Its results so far are kept."""
-    await engine.audit.stop(tree_of(engine, await engine.tasks.find(task), root))
+    await engine.audit.stop(tree)
 
 
 def _view(engine: Engine, task: Task, tree: Tree) -> AuditView:

@@ -6,10 +6,10 @@ from fastapi import APIRouter, Query
 
 from proxy.control.browsing import rollouts_through
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import ControlDep, EngineDep, NodePath, RootQuery, TaskName, position_of, tree_of
+from proxy.control.routes.params import ControlDep, EngineDep, PositionDep, RootQuery, TaskDep, tree_of
 from proxy.control.routes.states import snapshot_of
 from proxy.control.views.nodes import Forgotten, NodeDetail, NodeView, Pin, TreeView
-from proxy.control.views.resources import NodeName
+from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
 from proxy.storage.errors import StoreError
 from sandboxes.errors import NotFreezableError
@@ -23,78 +23,67 @@ router = APIRouter()
 @router.get("/tasks/{task}/tree")
 async def get_tree(
     control: ControlDep,
-    task: TaskName,
+    task: TaskDep,
     node: Annotated[NodeName | None, Query(description="Start at this node. Default: the root.")] = None,
     root: RootQuery = None,
     depth: Annotated[int | None, Query(ge=0, le=1_000_000)] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> TreeView:
     """Show a tree (by default the current one) or the subtree of a node, parents first."""
-    engine = control.engine
-    known = await engine.tasks.find(task)
-    tree = tree_of(engine, known, node or root)
+    tree = tree_of(control.engine, task, node or root)
     top = tree.root if node is None else tree.nodes[int(node[1:])]
-    return control.reader.tree(known, tree, top, depth=depth, limit=limit)
+    return control.reader.tree(task, tree, top, depth=depth, limit=limit)
 
 
 @router.get("/tasks/{task}/nodes/{node}")
-async def get_node(control: ControlDep, task: TaskName, node: NodePath) -> NodeDetail:
+async def get_node(control: ControlDep, task: TaskDep, position: PositionDep) -> NodeDetail:
     """Show a node: its call, answer, effect and hits, the rollouts that passed, and why it has a snapshot or not."""
-    engine = control.engine
-    known = await engine.tasks.find(task)
-    tree, shown = position_of(engine, known, node)
+    engine, (tree, shown) = control.engine, position
     passed = await rollouts_through(engine, tree, shown, _LATEST)
     kept = engine.snapshot_value.explain(shown, tree)
-    return control.reader.detail(known, shown, snapshot_of(engine, shown), kept, passed.items)
+    return control.reader.detail(task, shown, snapshot_of(engine, shown), kept, passed.items)
 
 
 @router.get("/tasks/{task}/nodes/{node}/path")
 async def get_path(
     control: ControlDep,
-    task: TaskName,
-    node: NodePath,
+    task: TaskDep,
+    position: PositionDep,
     wanted: Annotated[ListQuery, list_query("depth", default="depth")],
 ) -> Page[NodeView]:
     """List the nodes from the root to a node: the calls that rebuild its state, in order."""
-    known = await control.engine.tasks.find(task)
-    _, end = position_of(control.engine, known, node)
-    return control.reader.path(known, end, wanted)
+    return control.reader.path(task, position[1], wanted)
 
 
 @router.delete("/tasks/{task}/nodes/{node}")
 async def forget_node(
     engine: EngineDep,
-    task: TaskName,
-    node: NodePath,
+    position: PositionDep,
     end_rollouts: Annotated[bool, Query(description="Also end the rollouts in the subtree.")] = False,
 ) -> Forgotten:
     """Forget a subtree, so that its calls run again. Its rollouts continue without sharing their records."""
-    tree, top = position_of(engine, await engine.tasks.find(task), node)
-    result = await engine.forgetting.forget(tree, top, end_rollouts=end_rollouts)
+    result = await engine.forgetting.forget(*position, end_rollouts=end_rollouts)
     return Forgotten(nodes=result.nodes, rollouts=result.ended, going_on=result.going_on)
 
 
 @router.post("/tasks/{task}/nodes/{node}/pin")
-async def pin_node(control: ControlDep, task: TaskName, node: NodePath, pin: Pin | None = None) -> NodeDetail:
+async def pin_node(control: ControlDep, task: TaskDep, position: PositionDep, pin: Pin | None = None) -> NodeDetail:
     """Pin a node's snapshot, so that it is never evicted, or unpin it."""
-    engine = control.engine
-    known = await engine.tasks.find(task)
-    _, pinned = position_of(engine, known, node)
+    _, pinned = position
     pinned.pinned = pin is None or pin.pinned
-    engine.store.records.save_node(pinned)
-    return control.reader.detail(known, pinned, snapshot_of(engine, pinned))
+    control.engine.store.records.save_node(pinned)
+    return control.reader.detail(task, pinned, snapshot_of(control.engine, pinned))
 
 
 @router.post("/tasks/{task}/nodes/{node}/snapshot")
-async def snapshot_node(control: ControlDep, task: TaskName, node: NodePath) -> NodeDetail:
+async def snapshot_node(control: ControlDep, task: TaskDep, position: PositionDep) -> NodeDetail:
     """Take a node's snapshot now, if it has none."""
-    engine = control.engine
-    known = await engine.tasks.find(task)
-    tree, kept = position_of(engine, known, node)
+    tree, kept = position
+    name = node_name(kept)
     try:
-        await engine.restorer.take_snapshot(tree, kept)
+        await control.engine.restorer.take_snapshot(tree, kept)
     except NotFreezableError as reason:
-        raise RefusalError(409, "not-freezable", f"no snapshot of node {node} can be taken: {reason}") from reason
+        raise RefusalError(409, "not-freezable", f"no snapshot of node {name} can be taken: {reason}") from reason
     if kept.snapshot is None:
-        raise StoreError(f"the snapshot of node {node} could not be written. Free disk space and retry.")
-    return control.reader.detail(known, kept, snapshot_of(engine, kept))
+        raise StoreError(f"the snapshot of node {name} could not be written. Free disk space and retry.")
+    return control.reader.detail(task, kept, snapshot_of(control.engine, kept))

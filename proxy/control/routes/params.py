@@ -50,6 +50,35 @@ async def engine_of(connection: HTTPConnection) -> Engine:
 ControlDep = Annotated[ControlPlane, Depends(control_of)]
 EngineDep = Annotated[Engine, Depends(engine_of)]
 
+
+async def known_task(engine: EngineDep, task: TaskName) -> Task:
+    """Return the task that the path names. An unknown one is refused with status 404."""
+    return await engine.tasks.find(task)
+
+
+TaskDep = Annotated[Task, Depends(known_task)]
+
+
+async def selected_tree(engine: EngineDep, task: TaskDep, root: RootQuery = None) -> Tree:
+    """Return the tree of the task that `root` selects."""
+    return tree_of(engine, task, root)
+
+
+async def position_in_path(engine: EngineDep, task: TaskDep, node: NodePath) -> tuple[Tree, Node]:
+    """Return the node that the path names, with its tree."""
+    return position_of(engine, task, node)
+
+
+async def require_whole(connection: HTTPConnection) -> None:
+    """Refuse a token that does not see the whole proxy."""
+    granted(connection).require_whole()
+
+
+TreeDep = Annotated[Tree, Depends(selected_tree)]
+PositionDep = Annotated[tuple[Tree, Node], Depends(position_in_path)]
+WHOLE = Depends(require_whole)
+"""For `dependencies` of a route that shows or changes more than one task."""
+
 PROBLEM: dict[str, Any] = {
     "description": "Problem details (RFC 9457): type, title, status, detail.",
     "content": {

@@ -4,10 +4,10 @@ import asyncio
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 
 from proxy.control.reports import ReportRequest, read_report
-from proxy.control.routes.params import EngineDep, LabelQuery, TaskName, granted, wanted_labels
+from proxy.control.routes.params import WHOLE, EngineDep, LabelQuery, TaskDep, wanted_labels
 from proxy.control.views.report import ReportView
 from proxy.engine import Engine
 from proxy.tree.labels import NAME_PATTERN
@@ -22,22 +22,18 @@ Price = Annotated[
 router = APIRouter()
 
 
-@router.get("/report", name="get_report")
-async def report(
-    engine: EngineDep, request: Request, by: By = "run", label: LabelQuery = None, price: Price = 0.0
-) -> ReportView:
+@router.get("/report", name="get_report", dependencies=[WHOLE])
+async def report(engine: EngineDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0) -> ReportView:
     """Report hit rate, tool time and rewards of all tasks."""
-    granted(request).require_whole()
     return await _report(engine, ReportRequest(by, wanted_labels(label), None, price))
 
 
 @router.get("/tasks/{task}/report", name="get_task_report")
 async def report_task(
-    engine: EngineDep, task: TaskName, by: By = "run", label: LabelQuery = None, price: Price = 0.0
+    engine: EngineDep, task: TaskDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0
 ) -> ReportView:
     """Report hit rate, tool time and rewards of one task."""
-    await engine.tasks.find(task)
-    return await _report(engine, ReportRequest(by, wanted_labels(label), task, price))
+    return await _report(engine, ReportRequest(by, wanted_labels(label), task.name, price))
 
 
 async def _report(engine: Engine, request: ReportRequest) -> ReportView:

@@ -16,6 +16,7 @@ from proxy.control.routes.params import (
     NewLabels,
     NewName,
     RolloutName,
+    TaskDep,
     TaskName,
     no_rollout,
     position_of,
@@ -47,7 +48,7 @@ async def begin_rollout(
 @router.get("/tasks/{task}/rollouts")
 async def list_rollouts(
     engine: EngineDep,
-    task: TaskName,
+    task: TaskDep,
     request: Request,
     wanted: Annotated[ListQuery, list_query("created_at", "rollout", default="created_at")],
     label: LabelQuery = None,
@@ -56,36 +57,32 @@ async def list_rollouts(
     ] = None,
 ) -> Page[RolloutView]:
     """List the rollouts of a task, those that have ended too."""
-    known = await engine.tasks.find(task)
     filters = RolloutFilters(wanted_labels(label), finished)
     # Rollouts are numbered as they begin, and two of one time keep their order.
     by_name = wanted.key == "rollout"
     end, values = wanted.sql("name", "id") if by_name else wanted.sql("id")
     engine.journal.fold()
     index = RolloutIndex.NAME if by_name else RolloutIndex.BEGUN
-    rows, total = await asyncio.to_thread(engine.store.rollout_lists.part, task, index, end, values, filters)
+    rows, total = await asyncio.to_thread(engine.store.rollout_lists.part, task.name, index, end, values, filters)
     part = wanted.part(rows, total, lambda row: (row["name"], row["id"]) if by_name else (row["id"],))
-    live = {rollout.id: rollout for rollout in known.rollouts.values()}
+    live = {rollout.id: rollout for rollout in task.rollouts.values()}
     return part.page(lambda row: RolloutView(**_view(engine, row, live.get(row["id"]), request)))
 
 
 @router.get("/tasks/{task}/rollouts/{rollout}")
 async def get_rollout(
     control: ControlDep,
-    task: TaskName,
+    task: TaskDep,
     rollout: RolloutName,
     request: Request,
     wanted: Annotated[ListQuery, list_query("turn", default="turn")],
 ) -> RolloutDetail:
     """Show the newest rollout of this name, with its calls in order and how each was answered."""
     engine = control.engine
-    known = await engine.tasks.find(task)
     engine.journal.fold()
-    row = _newest(engine, task, rollout)
-    live = known.rollouts.get(rollout)
-    tree = engine.trees.load(row["tree"])
-    steps = control.reader.steps(row, tree, wanted)
-    return RolloutDetail(**_view(engine, row, live, request), steps=steps)
+    row = _newest(engine, task.name, rollout)
+    steps = control.reader.steps(row, engine.trees.load(row["tree"]), wanted)
+    return RolloutDetail(**_view(engine, row, task.rollouts.get(rollout), request), steps=steps)
 
 
 @router.delete("/tasks/{task}/rollouts/{rollout}", status_code=204)
@@ -98,7 +95,7 @@ async def finish_rollout(engine: EngineDep, task: TaskName, rollout: RolloutName
 @router.post("/tasks/{task}/rollouts/{rollout}/fork", status_code=201)
 async def fork_rollout(
     engine: EngineDep,
-    task: TaskName,
+    task: TaskDep,
     rollout: RolloutName,
     request: Request,
     name: NewName,
@@ -109,29 +106,26 @@ async def fork_rollout(
 
     It takes over the labels of the other rollout except its reward; `labels` changes them.
     """
-    source = await running(engine, task, rollout)
-    known = await engine.tasks.find(task)
-    tree, start = (source.tree, source.node) if node is None else position_of(engine, known, node)
+    source = await running(engine, task.name, rollout)
+    tree, start = (source.tree, source.node) if node is None else position_of(engine, task, node)
     if start.detached:
         raise RefusalError(409, "forgotten", f"the node of rollout {rollout!r} was forgotten. Fork at another node.")
-    own = json.loads(_newest(engine, task, rollout)["labels"])
-    return begin(engine, known, name, tree, start, request, changed(inherited(own), labels or {}))
+    own = json.loads(_newest(engine, task.name, rollout)["labels"])
+    return begin(engine, task, name, tree, start, request, changed(inherited(own), labels or {}))
 
 
 @router.patch("/tasks/{task}/rollouts/{rollout}/labels")
 async def change_labels(
     engine: EngineDep,
-    task: TaskName,
+    task: TaskDep,
     rollout: RolloutName,
     request: Request,
     labels: Annotated[dict[str, Any], Body(examples=[{"reward": 1.0, "note": None}])],
 ) -> RolloutView:
     """Change labels of the newest rollout of this name, which may have ended; null removes a label."""
-    known = await engine.tasks.find(task)
-    row = _newest(engine, task, rollout)
-    merged = changed(json.loads(row["labels"]), labels)
-    engine.tasks.rollouts.put_labels(row["id"], known.rollouts.get(rollout), merged)
-    return RolloutView(**_view(engine, _newest(engine, task, rollout), known.rollouts.get(rollout), request))
+    row, live = _newest(engine, task.name, rollout), task.rollouts.get(rollout)
+    engine.tasks.rollouts.put_labels(row["id"], live, changed(json.loads(row["labels"]), labels))
+    return RolloutView(**_view(engine, _newest(engine, task.name, rollout), live, request))
 
 
 def _newest(engine: Engine, task: str, name: str) -> dict[str, Any]:

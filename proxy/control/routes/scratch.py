@@ -8,7 +8,7 @@ import orjson
 from fastapi import APIRouter, Query, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, Field, model_validator
 
-from proxy.control.routes.params import ControlDep, NodePath, TaskName, position_of
+from proxy.control.routes.params import ControlDep, NodePath, PositionDep, TaskDep, TaskName, position_of
 from proxy.control.scratch_forks import call_of, command_call
 from proxy.control.state_diff import diff
 from proxy.control.views.answers import AnswerView, answer_view
@@ -103,29 +103,25 @@ class TrialView(BaseModel):
 
 
 @router.get("/tasks/{task}/nodes/{a}/diff/{b}")
-async def get_diff(control: ControlDep, task: TaskName, a: NodePath, b: NodePath) -> DiffView:
+async def get_diff(control: ControlDep, task: TaskDep, a: NodePath, b: NodePath) -> DiffView:
     """Show what changed from node a to node b: files, shell sessions and databases."""
-    engine = control.engine
-    known = await engine.tasks.find(task)
-    (tree, before), (other_tree, after) = position_of(engine, known, a), position_of(engine, known, b)
+    (tree, before), (other_tree, after) = (position_of(control.engine, task, name) for name in (a, b))
     if tree is not other_tree:
         detail = f"nodes {a} and {b} are in different trees of the task. Compare two nodes of the same tree."
         raise RefusalError(409, "other-tree", detail)
-    return await diff(control.scratch_forks, task, tree, before, after)
+    return await diff(control.scratch_forks, task.name, tree, before, after)
 
 
 @router.post("/tasks/{task}/nodes/{node}/exec", name="execute_at_node")
-async def try_call(control: ControlDep, task: TaskName, node: NodePath, trial: Trial) -> TrialView:
+async def try_call(control: ControlDep, position: PositionDep, trial: Trial) -> TrialView:
     """Run a call in a scratch fork of a node. The tree stays as it is, and nothing is recorded."""
-    engine = control.engine
-    known = await engine.tasks.find(task)
-    tree, at_node = position_of(engine, known, node)
+    tree, at_node = position
     call = trial.call(tree.spec)
     async with control.scratch_forks.at(tree, at_node) as sandbox:
         execution = await execute(sandbox, call.call, None)
     record = at_node.records.get(call.key)
     return TrialView(
-        node=node,
+        node=node_name(at_node),
         answer=answer_view(execution.result),
         effect=execution.effect.names,
         seconds=execution.seconds,

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 
 from proxy.control.garbage import collect_garbage
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import ControlDep, EngineDep, TaskQuery, granted
+from proxy.control.routes.params import WHOLE, ControlDep, EngineDep, TaskQuery, granted
 from proxy.control.views.resources import (
     Collected,
     SandboxView,
@@ -78,18 +78,16 @@ async def list_sandboxes(
     return part.page(lambda slot: sandbox_view(slot, names, now))
 
 
-@router.post("/gc", name="collect_garbage")
-async def collect(engine: EngineDep, request: Request) -> Collected:
+@router.post("/gc", name="collect_garbage", dependencies=[WHOLE])
+async def collect(engine: EngineDep) -> Collected:
     """Collect garbage: snapshots over budget, forgotten nodes, unused sandboxes, and blobs without a record."""
-    granted(request).require_whole()
     return await collect_garbage(engine)
 
 
-@router.get("/stats", name="get_stats")
-async def stats(control: ControlDep, request: Request) -> StatsView:
+@router.get("/stats", name="get_stats", dependencies=[WHOLE])
+async def stats(control: ControlDep) -> StatsView:
     """Show the totals since this proxy started, and its budgets."""
     engine = control.engine
-    granted(request).require_whole()
     return StatsView(
         since=control.started_at,
         uptime_s=time.time() - control.started_at,

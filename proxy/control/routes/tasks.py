@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from proxy.control.paging import ListQuery, Order, Page, list_query
-from proxy.control.routes.params import ControlDep, EngineDep, RootQuery, TaskName, confined, granted, tree_of
+from proxy.control.routes.params import ControlDep, EngineDep, RootQuery, TaskDep, TaskName, confined, granted, tree_of
 from proxy.control.task_totals import TaskTotals
 from proxy.control.views.resources import Batch, WarmView, node_name
 from proxy.control.views.rollouts import TaskSummary, TaskView, task_view
@@ -56,9 +56,9 @@ async def put_task(
 
 
 @router.get("/tasks/{task}")
-async def get_task(engine: EngineDep, task: TaskName) -> TaskView:
+async def get_task(engine: EngineDep, task: TaskDep) -> TaskView:
     """Show a task."""
-    return _task_view(engine, await engine.tasks.find(task))
+    return _task_view(engine, task)
 
 
 @router.delete("/tasks/{task}", status_code=204)

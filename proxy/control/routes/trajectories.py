@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
 
-from proxy.control.routes.params import EngineDep, LabelQuery, TaskName, granted, wanted_labels
+from proxy.control.routes.params import WHOLE, EngineDep, LabelQuery, TaskDep, wanted_labels
 from proxy.engine import Engine
 from proxy.names import NAME_PATTERN
 from proxy.transfer.format import TOTAL
@@ -22,26 +22,24 @@ router = APIRouter()
 _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {}}}}
 
 
-@router.get("/trajectories", response_class=StreamingResponse, responses=_RESPONSES)
+@router.get("/trajectories", response_class=StreamingResponse, responses=_RESPONSES, dependencies=[WHOLE])
 async def read_trajectories(
-    engine: EngineDep, request: Request, label: LabelQuery = None, answer_bytes: AnswerBytes = ANSWER_BYTES
+    engine: EngineDep, label: LabelQuery = None, answer_bytes: AnswerBytes = ANSWER_BYTES
 ) -> StreamingResponse:
     """Stream the rollouts of all tasks, with their calls, answers, timings and labels."""
-    granted(request).require_whole()
     return _stream(engine, TrajectoryRequest(None, None, wanted_labels(label), answer_bytes))
 
 
 @router.get("/tasks/{task}/trajectories", response_class=StreamingResponse, responses=_RESPONSES)
 async def read_task_trajectories(
     engine: EngineDep,
-    task: TaskName,
+    task: TaskDep,
     label: LabelQuery = None,
     rollout: RolloutQuery = None,
     answer_bytes: AnswerBytes = ANSWER_BYTES,
 ) -> StreamingResponse:
     """Stream the rollouts of one task, with their calls, answers, timings and labels."""
-    await engine.tasks.find(task)
-    return _stream(engine, TrajectoryRequest(task, rollout, wanted_labels(label), answer_bytes))
+    return _stream(engine, TrajectoryRequest(task.name, rollout, wanted_labels(label), answer_bytes))
 
 
 def _stream(engine: Engine, request: TrajectoryRequest) -> StreamingResponse:

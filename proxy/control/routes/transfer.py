@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from proxy.control.routes.params import EngineDep, RootQuery, TaskName, confined, granted, tree_of
+from proxy.control.routes.params import WHOLE, EngineDep, TaskDep, TaskName, TreeDep, confined, granted
 from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
 from proxy.storage.backup import back_up, known_nodes
@@ -62,20 +62,18 @@ class ImportView(BaseModel):
 
 @router.get("/tasks/{task}/export", response_class=StreamingResponse, responses={200: {"content": {MEDIA_TYPE: {}}}})
 async def export_task(
-    engine: EngineDep, request: Request, task: TaskName, *, snapshots: bool = False, root: RootQuery = None
+    engine: EngineDep, request: Request, task: TaskDep, tree: TreeDep, *, snapshots: bool = False
 ) -> StreamingResponse:
     """Download a tree with its answers as a tar file with digests.
 
     With `snapshots`, the file includes the snapshots that do not hold live processes. A token for all tasks also gets
     the recorded responses of hosts outside, which all tasks of an equal environment share.
     """
-    known = await engine.tasks.find(task)
-    tree = tree_of(engine, known, root)
     recordings = granted(request).whole
-    export = partial(engine.transfer.export, task, tree, current=tree is known.tree, recordings=recordings)
+    export = partial(engine.transfer.export, task.name, tree, current=tree is task.tree, recordings=recordings)
     total = await asyncio.to_thread(engine.transfer.estimated_bytes, tree, snapshots=snapshots)
     headers = {
-        "content-disposition": f'attachment; filename="{task}.forkpoint.tar"',
+        "content-disposition": f'attachment; filename="{task.name}.forkpoint.tar"',
         "x-accel-buffering": "no",
         TOTAL: str(total),
     }
@@ -111,14 +109,16 @@ async def import_task(engine: EngineDep, task: TaskName, request: Request) -> Im
 
 
 @router.get(
-    "/backup", response_class=StreamingResponse, responses={200: {"content": {BACKUP_TYPE: {}, MEDIA_TYPE: {}}}}
+    "/backup",
+    response_class=StreamingResponse,
+    responses={200: {"content": {BACKUP_TYPE: {}, MEDIA_TYPE: {}}}},
+    dependencies=[WHOLE],
 )
-async def download_backup(engine: EngineDep, request: Request, *, snapshots: bool = False) -> StreamingResponse:
+async def download_backup(engine: EngineDep, *, snapshots: bool = False) -> StreamingResponse:
     """Download a consistent backup of the whole store, while calls are answered. `forkpoint restore` reads it.
 
     With `snapshots`, the file includes the snapshots that do not hold live processes.
     """
-    granted(request).require_whole()
     engine.journal.fold()
     # In the directory that is emptied at each start.
     draft = engine.settings.data / "imports" / f"backup-{secrets.token_hex(8)}"

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Response
 
 from proxy.control.browsing import ChildrenView, SearchView, matching, rollouts_through
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import ControlDep, EngineDep, NodePath, RootQuery, TaskName, position_of, tree_of
+from proxy.control.routes.params import ControlDep, EngineDep, NodePath, PositionDep, TaskDep, TreeDep
 from proxy.control.tree_listing import TreeSummary, summaries
 from proxy.control.tree_reader import rollouts_by_node
 from proxy.control.views.nodes import PassedRollout
@@ -26,13 +26,12 @@ router = APIRouter()
 @router.get("/tasks/{task}/trees")
 async def list_trees(
     engine: EngineDep,
-    task: TaskName,
+    task: TaskDep,
     wanted: Annotated[ListQuery, list_query("current", "created_at", "calls", "nodes", "rollouts", default="-current")],
 ) -> Page[TreeSummary]:
     """List a task's trees, the current tree first. Each environment that rollouts began in has its own."""
-    known = await engine.tasks.find(task)
     read = partial(
-        summaries, task=task, shared_owner=engine.store.trees.shared_owner(task), current=known.tree.id,
+        summaries, task=task.name, shared_owner=engine.store.trees.shared_owner(task.name), current=task.tree.id,
         default=engine.settings.default_spec, templates=engine.settings.e2b_templates, wanted=wanted,
     )  # fmt: skip
     return await asyncio.to_thread(engine.store.database.read_apart, read)
@@ -41,52 +40,46 @@ async def list_trees(
 @router.get("/tasks/{task}/nodes/{node}/children")
 async def list_children(
     control: ControlDep,
-    task: TaskName,
-    node: NodePath,
+    task: TaskDep,
+    position: PositionDep,
     wanted: Annotated[ListQuery, list_query("recorded", "hits", "saved_s", "nodes", default="recorded")],
     fold: Annotated[
         int, Query(ge=1, le=1000, description="Number of nodes to show of each chain of only children.")
     ] = 20,
 ) -> ChildrenView:
     """List one page of a node's children, each with the chain that it begins and the totals of its subtree."""
-    engine = control.engine
-    known = await engine.tasks.find(task)
-    tree, shown = position_of(engine, known, node)
+    tree, shown = position
     summed = await control.subtree_totals.of(tree)
-    return control.browser.children(task, shown, summed, rollouts_by_node(known), wanted, fold=fold)
+    return control.browser.children(task.name, shown, summed, rollouts_by_node(task), wanted, fold=fold)
 
 
 @router.get("/tasks/{task}/search", name="search_calls")
 async def search(
     control: ControlDep,
-    task: TaskName,
+    tree: TreeDep,
     q: Annotated[str, Query(min_length=1, max_length=1000, description="Part of a command, in any case.")],
     wanted: Annotated[ListQuery, list_query("record", default="record")],
-    root: RootQuery = None,
 ) -> SearchView:
     """Search the calls of a tree by the text of their command, statement or arguments."""
-    engine = control.engine
-    tree = tree_of(engine, await engine.tasks.find(task), root)
     read = partial(matching, tree=tree.id, query=q, wanted=wanted, most=_MAX_CANDIDATES)
-    rows = await asyncio.to_thread(engine.store.database.read_apart, read)
+    rows = await asyncio.to_thread(control.engine.store.database.read_apart, read)
     return control.browser.search(tree, q, rows, wanted)
 
 
 @router.get("/tasks/{task}/nodes/{node}/rollouts", name="list_node_rollouts")
 async def list_passed(
     engine: EngineDep,
-    task: TaskName,
-    node: NodePath,
+    position: PositionDep,
     wanted: Annotated[ListQuery, list_query("created_at", default="-created_at")],
 ) -> Page[PassedRollout]:
     """List the rollouts that reached a node by a call, the latest first."""
-    return await rollouts_through(engine, *position_of(engine, await engine.tasks.find(task), node), wanted)
+    return await rollouts_through(engine, *position, wanted)
 
 
 @router.get("/tasks/{task}/nodes/{node}/answer", response_class=Response, responses={200: {"content": {"*/*": {}}}})
 async def get_answer(
     engine: EngineDep,
-    task: TaskName,
+    position: PositionDep,
     node: NodePath,
     record: Annotated[
         int | None,
@@ -98,7 +91,7 @@ async def get_answer(
     ] = None,
 ) -> Response:
     """Download the unchanged body of a recorded answer."""
-    _, shown = position_of(engine, await engine.tasks.find(task), node)
+    _, shown = position
     records = [r for r in (shown.origin, *shown.records.values()) if r is not None]
     selected = next((r for r in records if r.id == record), None) if record is not None else shown.origin
     if selected is None:

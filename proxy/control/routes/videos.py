@@ -1,9 +1,9 @@
 """Routes of videos: the progress of preprocessing, and the number of model requests."""
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import BaseModel
 
-from proxy.control.routes.params import EngineDep, granted
+from proxy.control.routes.params import WHOLE, EngineDep
 from sandboxes.video.driver import VideoDriver
 
 router = APIRouter()
@@ -47,10 +47,9 @@ class VideosView(BaseModel):
     model_tokens: int
 
 
-@router.get("/videos")
-async def show_videos(engine: EngineDep, request: Request) -> VideosView:
+@router.get("/videos", dependencies=[WHOLE])
+async def show_videos(engine: EngineDep) -> VideosView:
     """Show the progress of preprocessing, and the number of model requests."""
-    granted(request).require_whole()
     driver = engine.drivers.get("video")
     if not isinstance(driver, VideoDriver):
         return VideosView(preprocesses=[], model_questions=0, model_answers_reused=0, model_tokens=0)
