@@ -9,8 +9,7 @@ from pydantic import BaseModel
 from proxy.control.call_titles import Titles, title
 from proxy.control.paging import ListQuery, Order, Page
 from proxy.control.subtree_totals import NodeTotals, SummedTree
-from proxy.control.views.nodes import Flag, PassedRollout, flags
-from proxy.control.views.resources import node_name
+from proxy.control.views.nodes import NodeFacts, PassedRollout, node_facts
 from proxy.engine import Engine
 from proxy.storage.schema import is_whole
 from proxy.storage.store import Store
@@ -20,37 +19,17 @@ _ROLLOUTS_NAMED = 5
 """Rollouts that a node's line names; `standing` has the number of all."""
 
 
-class NodeBrief(BaseModel):
-    """A node in one line.
+class NodeBrief(NodeFacts):
+    """A node in one line. It names at most five rollouts.
 
     Attributes:
-        id: The node's name.
-        parent: The node that its call was made at; null for the root.
         title: Its call as text, cut to 200 characters.
-        effect: What the call changed.
-        seconds: How long the tool ran.
-        hits: Number of hits that the call has answered.
-        exit_code: The exit code in the answer; null if the answer has none.
-        snapshot: Whether the state has a snapshot.
-        flags: Properties of the node that need attention.
         observations: Number of calls recorded here that did not change the state.
-        children: Number of child nodes.
-        rollouts: Names of the running rollouts at this node, at most five.
         standing: Number of running rollouts at this node.
     """
 
-    id: str
-    parent: str | None
     title: str
-    effect: list[str]
-    seconds: float
-    hits: int
-    exit_code: int | None
-    snapshot: bool
-    flags: list[Flag]
     observations: int
-    children: int
-    rollouts: list[str]
     standing: int
 
 
@@ -128,17 +107,10 @@ class Browser:
         origin, names = node.origin, standing.get(node, [])
         text, code, _ = ("", None, False) if origin is None else self._titles.of(origin)
         return NodeBrief(
-            id=node_name(node),
-            parent=None if origin is None else node_name(origin.source),
+            **node_facts(node),
             title=text,
-            effect=[] if origin is None else origin.effect.names,
-            seconds=0.0 if origin is None else origin.seconds,
-            hits=0 if origin is None else origin.hits,
             exit_code=code,
-            snapshot=node.snapshot is not None,
-            flags=flags(node),
             observations=sum(record.observation for record in node.records.values()),
-            children=len(children(node)),
             rollouts=sorted(names)[:_ROLLOUTS_NAMED],
             standing=len(names),
         )

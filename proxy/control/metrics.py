@@ -198,13 +198,17 @@ class WrongAnswers:
     seen: float
     high: float
 
+    @classmethod
+    def of(cls, sample: str, checked: int, differing: int) -> "WrongAnswers":
+        """Return the rate for a kind of sample."""
+        interval = clopper_pearson(differing, checked)
+        return cls(sample, checked, differing, interval.low, differing / checked if checked else 0.0, interval.high)
+
 
 def wrong_answers(engine: Engine) -> Iterator[WrongAnswers]:
     """Return the rate of wrong answers for each kind of sample."""
     for kind, checked, differing, _, _ in engine.store.audits.totals():
-        interval = clopper_pearson(differing, checked)
-        seen = differing / checked if checked else 0.0
-        yield WrongAnswers(kind, checked, differing, interval.low, seen, interval.high)
+        yield WrongAnswers.of(kind, checked, differing)
 
 
 def _labelled(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> CounterMetricFamily:

@@ -142,8 +142,7 @@ class ListQuery:
         return place < self.after if self.descending else place > self.after
 
     def _cursor(self, place: Order) -> str:
-        text = orjson.dumps([self._sort, *place])
-        return urlsafe_b64encode(text).rstrip(b"=").decode()
+        return packed_cursor([self._sort, *place])
 
     @property
     def _sort(self) -> str:
@@ -155,15 +154,25 @@ class ListQuery:
         Raises:
             RefusalError: 422, no page of this list in this order has the cursor.
         """
-        try:
-            place = orjson.loads(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-        except (binascii.Error, ValueError) as error:
-            raise _foreign() from error
+        place = unpacked_cursor(cursor)
         if not (isinstance(place, list) and len(place) > 1 and place[0] == self._sort):
             raise _foreign()
         if not all(isinstance(each, Key) and (not isinstance(each, int) or abs(each) < 1 << 63) for each in place):
             raise _foreign()
         return ListQuery(self.key, self.descending, self.limit, tuple(place[1:]))
+
+
+def packed_cursor(value: list[Any]) -> str:
+    """Return the text of a cursor, which needs no quoting in a URL."""
+    return urlsafe_b64encode(orjson.dumps(value)).rstrip(b"=").decode()
+
+
+def unpacked_cursor(cursor: str) -> Any:
+    """Return what `packed_cursor` packed; None for a text that it did not write."""
+    try:
+        return orjson.loads(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    except (binascii.Error, ValueError):
+        return None
 
 
 def _foreign() -> RefusalError:

@@ -4,14 +4,22 @@ from typing import Any
 
 from proxy.control.paging import ListQuery, Page
 from proxy.control.views.answers import answer_view
-from proxy.control.views.nodes import CallView, NodeDetail, NodeView, ObservationView, PassedRollout, TreeView, flags
+from proxy.control.views.nodes import (
+    CallView,
+    NodeDetail,
+    NodeView,
+    ObservationView,
+    PassedRollout,
+    TreeView,
+    node_facts,
+)
 from proxy.control.views.resources import SnapshotView, node_name
 from proxy.control.views.rollouts import StepView
 from proxy.dialects.shell import exit_code
 from proxy.storage.store import Store
 from proxy.tree.rollout import Outcome
 from proxy.tree.task import Task
-from proxy.tree.tree import Node, Record, Tree, children
+from proxy.tree.tree import Node, Record, Tree
 
 
 def rollouts_by_node(task: Task) -> dict[Node, list[str]]:
@@ -129,18 +137,11 @@ class Reader:
     def _node(self, node: Node, rollouts: list[str]) -> dict[str, Any]:
         origin = node.origin
         return {
-            "id": node_name(node),
-            "parent": None if origin is None else node_name(origin.source),
+            **node_facts(node),
             "call": None if origin is None else self.call(origin),
-            "effect": [] if origin is None else origin.effect.names,
-            "seconds": 0.0 if origin is None else origin.seconds,
-            "hits": 0 if origin is None else origin.hits,
             "exit_code": None if origin is None else exit_code(self._store.records.result(origin)),
-            "snapshot": node.snapshot is not None,
             "rollouts": sorted(rollouts),
             "observations": [self._observation(r) for r in node.records.values() if r.observation],
-            "flags": flags(node),
-            "children": len(children(node)),
         }
 
     def _observation(self, record: Record) -> ObservationView:

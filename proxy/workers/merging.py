@@ -3,9 +3,10 @@
 import heapq
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from proxy.audit.confidence import clopper_pearson
+from proxy.control.metrics import WrongAnswers
 
 Json = dict[str, Any]
 
@@ -73,15 +74,7 @@ def merged_wrong_answers(pages: Sequence[Json]) -> list[Json]:
         known = totals.setdefault(item["sample"], [0, 0])
         known[0] += item["checked"]
         known[1] += item["differing"]
-    rows = []
-    for sample, (checked, differing) in totals.items():
-        interval = clopper_pearson(differing, checked)
-        seen = differing / checked if checked else 0.0
-        rows.append({
-            "sample": sample, "checked": checked, "differing": differing,
-            "low": interval.low, "seen": seen, "high": interval.high,
-        })  # fmt: skip
-    return rows
+    return [asdict(WrongAnswers.of(sample, *counts)) for sample, counts in totals.items()]
 
 
 def added(views: Sequence[Mapping[str, Any]]) -> Json:

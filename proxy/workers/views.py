@@ -1,16 +1,16 @@
 """Requests that name no task: the worker that gets one asks all workers, and puts their parts together."""
 
 import asyncio
-import binascii
-from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlencode
 
+import httpx
 import orjson
 
-from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
+from proxy.control.paging import packed_cursor, unpacked_cursor
+from proxy.http.asgi import AsgiApp, Receive, Scope, Send
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_response
 from proxy.refusals import RefusalError
@@ -73,6 +73,7 @@ class AllWorkers:
             siblings: The other workers.
         """
         self._application, self._siblings = application, siblings
+        self._transport = httpx.ASGITransport(application)
         self._merges: dict[tuple[str, str], Callable[[Scope], Awaitable[WorkerPart]]] = {
             ("GET", "/metrics"): self._metrics,
             ("GET", "/readyz"): self._ready,
@@ -114,27 +115,11 @@ class AllWorkers:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     async def _own(self, request: ViewRequest) -> WorkerPart:
-        status, headers, body = 500, list[list[str]](), list[bytes]()
-
-        async def receive() -> AsgiMessage:
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message: AsgiMessage) -> None:
-            nonlocal status, headers
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in message["headers"]]
-            else:
-                body.append(message.get("body", b""))
-
-        scope: Scope = {
-            "type": "http", "http_version": "1.1", "method": request.method, "path": request.path,
-            "raw_path": request.path.encode(), "query_string": request.query.encode("latin-1"), "root_path": "",
-            "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in request.headers],
-            "scheme": "http", "server": None, "client": None, "state": {},
-        }  # fmt: skip
-        await self._application(scope, receive, send)
-        return WorkerPart(status, headers, b"".join(body))
+        url = httpx.URL("http://worker", path=request.path, query=request.query.encode("latin-1"))
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in request.headers]
+        response = await self._transport.handle_async_request(httpx.Request(request.method, url, headers=headers))
+        named = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in response.headers.raw]
+        return WorkerPart(response.status_code, named, await response.aread())
 
     async def _part(self, number: int, request: ViewRequest) -> WorkerPart:
         """Return a worker's part.
@@ -232,7 +217,7 @@ class AllWorkers:
         following = [None if not pages[n]["items"] else following[n] for n in range(self._siblings.count)]
         more = any(cursor is not None for cursor in following)
         total = sum(view["total"] for view in views)
-        return _json({"items": items, "total": total, "next": _cursor(following) if more else None})
+        return _json({"items": items, "total": total, "next": packed_cursor(following) if more else None})
 
 
 def _request(scope: Scope, query: str | None = None) -> ViewRequest:
@@ -249,17 +234,10 @@ def _cursors(cursor: str | None, count: int) -> list[str | None]:
     """
     if cursor is None:
         return [""] * count
-    try:
-        cursors = orjson.loads(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    except (binascii.Error, ValueError):
-        cursors = None
+    cursors = unpacked_cursor(cursor)
     if not isinstance(cursors, list) or len(cursors) != count or not all(isinstance(c, str | None) for c in cursors):
         raise RefusalError(422, "cursor", "the cursor is not the `next` of a page of this list. Begin without one.")
     return cursors
-
-
-def _cursor(cursors: list[str | None]) -> str:
-    return urlsafe_b64encode(orjson.dumps(cursors)).rstrip(b"=").decode()
 
 
 def _json(value: Any) -> WorkerPart:

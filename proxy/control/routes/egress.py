@@ -1,5 +1,6 @@
 """Routes of egress: what programs in sandboxes requested from hosts outside."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -63,9 +64,6 @@ async def list_egress(
 
 
 def _view(event: EgressEvent, task: str) -> EgressRequestView:
-    exchange = event.exchange
     return EgressRequestView(
-        at=event.at, task=task, rollout=event.rollout, node=f"n{event.node}", method=exchange.method,
-        url=exchange.url, outcome=exchange.outcome, status=exchange.status, size_bytes=exchange.size_bytes,
-        detail=exchange.detail,
-    )  # fmt: skip
+        at=event.at, task=task, rollout=event.rollout, node=f"n{event.node}", **asdict(event.exchange)
+    )

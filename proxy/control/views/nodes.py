@@ -6,9 +6,9 @@ from pydantic import BaseModel
 
 from proxy.control.call_titles import TITLE_CHARS, title
 from proxy.control.views.answers import AnswerView
-from proxy.control.views.resources import SnapshotView
+from proxy.control.views.resources import SnapshotView, node_name
 from proxy.times import UtcTime
-from proxy.tree.tree import Node
+from proxy.tree.tree import Node, children
 from sandboxes.calls import ToolCall
 
 EffectName = Literal["none", "files", "session", "processes", "database", "unknown"]
@@ -59,36 +59,44 @@ class ObservationView(BaseModel):
     exit_code: int | None = None
 
 
-class NodeView(BaseModel):
-    """A node: a sandbox state in the tree.
+class NodeFacts(BaseModel):
+    """What all views of a node show.
 
     Attributes:
         id: The node's name, such as `n12`.
         parent: The node that the first call was made at; null for the root.
-        call: The first call that led here; null for the root.
-        effect: What that call changed.
+        effect: What the first call that led here changed.
         seconds: How long that call's tool ran.
         hits: Number of hits that this call has answered.
         exit_code: The exit code in the call's answer; null if the answer has none.
         snapshot: Whether the state has a snapshot.
-        rollouts: Names of the running rollouts at this node.
-        observations: Calls recorded at this node that did not change the state.
         flags: Properties of the node that need attention.
         children: Number of child nodes.
+        rollouts: Names of the running rollouts at this node.
     """
 
     id: str
     parent: str | None
-    call: CallView | None
     effect: list[EffectName]
     seconds: float
     hits: int
     exit_code: int | None
     snapshot: bool
-    rollouts: list[str]
-    observations: list[ObservationView]
     flags: list[Flag]
     children: int
+    rollouts: list[str]
+
+
+class NodeView(NodeFacts):
+    """A node: a sandbox state in the tree.
+
+    Attributes:
+        call: The first call that led here; null for the root.
+        observations: Calls recorded at this node that did not change the state.
+    """
+
+    call: CallView | None
+    observations: list[ObservationView]
 
 
 class PassedRollout(BaseModel):
@@ -171,6 +179,21 @@ class Pin(BaseModel):
     """
 
     pinned: bool = True
+
+
+def node_facts(node: Node) -> dict[str, Any]:
+    """Return the members of `NodeFacts` that the node itself has: all but its exit code and its rollouts."""
+    origin = node.origin
+    return {
+        "id": node_name(node),
+        "parent": None if origin is None else node_name(origin.source),
+        "effect": [] if origin is None else origin.effect.names,
+        "seconds": 0.0 if origin is None else origin.seconds,
+        "hits": 0 if origin is None else origin.hits,
+        "snapshot": node.snapshot is not None,
+        "flags": flags(node),
+        "children": len(children(node)),
+    }
 
 
 def flags(node: Node) -> list[Flag]:
