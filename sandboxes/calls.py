@@ -65,7 +65,7 @@ EgressOutcome = Literal["recorded", "repeated", "live", "refused", "failed"]
 """What became of a request to a host outside; see `EgressExchange.outcome`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EgressExchange:
     """One request of a program in a sandbox to a host outside.
 
@@ -75,7 +75,7 @@ class EgressExchange:
         outcome: `recorded`, the response was received and recorded; `repeated`, it came from the recording; `live`,
             bytes passed that are not recorded; `refused`, by the rules; `failed`, there was no response.
         status: The HTTP status that the program received.
-        size_bytes: Size of the response's body, or what came through a tunnel.
+        size_bytes: Size of the response's body, or what came through a tunnel; it grows while that is open.
         detail: Why it was refused or failed; empty otherwise.
     """
 

@@ -5,9 +5,10 @@ nobody needed yet is therefore made here, when a budget is exceeded and `Snapsho
 reaches another state (a random number, the time), the snapshot stays as long as a rollout needs it.
 """
 
+import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -81,7 +82,7 @@ class Prover:
             return True
         tree, node = position
         steps = [record for record in path(node) if not record.proven]
-        if _youngest_s(record.recorded_at for record in steps) < PROOF_AGE_S:
+        if time.time() - max((record.recorded_at for record in steps), default=-math.inf) < PROOF_AGE_S:
             # Too early: a state that shows the minute would pass.
             return False
         # A replay ahead of its use must send nothing to servers that are not ours.
@@ -99,8 +100,3 @@ class Prover:
                 del self._failures[name]
                 self._cache.give_up(name)
         return True
-
-
-def _youngest_s(recorded_at: Iterable[float]) -> float:
-    """Return the age of the youngest of some moments; infinite for none."""
-    return time.time() - max(recorded_at, default=float("-inf"))

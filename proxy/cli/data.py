@@ -11,7 +11,7 @@ import typer
 
 from proxy.cli.client import ControlClient, fail, given
 from proxy.cli.completion import complete_rollout, complete_task
-from proxy.cli.options import JsonOption, TaskArgument
+from proxy.cli.options import JsonOption, LabelOption, TaskArgument
 from proxy.cli.output import print_json
 from proxy.cli.progress import CHUNK, items_bar, total_of
 from proxy.transfer.trajectory_files import Format, TrajectoryFileError, lines, write
@@ -28,9 +28,7 @@ def trajectories(
     format: Annotated[  # noqa: A002 - the option's name
         Format | None, typer.Option(help="Format of the file.", show_default="by the name of the file")
     ] = None,
-    label: Annotated[
-        list[str] | None, typer.Option(help="Only rollouts with this label, such as run=r7. Repeatable.")
-    ] = None,
+    label: LabelOption = None,
     rollout: Annotated[str | None, typer.Option(help="Only rollouts of this name; needs TASK.")] = None,
     answer_bytes: Annotated[
         int | None, typer.Option(help="Longest answer in bytes; longer ones are cut.", min=0, show_default="1048576")
@@ -72,9 +70,7 @@ def html(
         str | None,
         typer.Option(help="Show this rollout, call by call.", show_default="the tree", autocompletion=complete_rollout),
     ] = None,
-    label: Annotated[
-        list[str] | None, typer.Option(help="Only rollouts with this label, such as run=r7. Repeatable.")
-    ] = None,
+    label: LabelOption = None,
     limit: Annotated[int, typer.Option(help="Most recorded calls on the page of a tree.", min=1)] = 5000,
     answer_bytes: Annotated[int, typer.Option(help="Longest answer in bytes; longer ones are cut.", min=0)] = 65536,
     json: JsonOption = False,

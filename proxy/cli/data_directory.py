@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from proxy.cli.client import DEFAULT_DATA, ControlClient, fail, given
-from proxy.cli.options import JsonOption
+from proxy.cli.options import FileToWrite, JsonOption, SnapshotsOption
 from proxy.cli.output import print_json
 from proxy.cli.progress import bytes_bar, download
 
@@ -20,11 +20,9 @@ DirectoryOption = Annotated[
 
 def backup(
     proxy: ControlClient,
-    file: Annotated[Path, typer.Argument(help="File to write; - is stdout.", metavar="FILE")],
+    file: FileToWrite,
     *,
-    snapshots: Annotated[
-        bool, typer.Option("--snapshots", help="Include snapshots, except those of live processes.")
-    ] = False,
+    snapshots: SnapshotsOption = False,
     json: JsonOption = False,
 ) -> None:
     """Back up all tasks, trees and rollouts of a running proxy to one file."""

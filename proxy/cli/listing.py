@@ -7,7 +7,7 @@ import typer
 
 from proxy.cli.client import ControlClient
 from proxy.cli.completion import complete_task
-from proxy.cli.options import JsonOption, TaskArgument
+from proxy.cli.options import JsonOption, LabelOption, TaskArgument
 from proxy.cli.output import show
 from proxy.cli.rendering.lists import render_rollouts, render_sandboxes, render_snapshots, render_stats, render_tasks
 
@@ -33,9 +33,7 @@ def rollouts(
     proxy: ControlClient,
     task: TaskArgument,
     running: Annotated[bool, typer.Option("--running", help="Only rollouts that have not ended.")] = False,
-    label: Annotated[
-        list[str] | None, typer.Option("--label", help="Only rollouts with this label: NAME=VALUE. Repeatable.")
-    ] = None,
+    label: LabelOption = None,
     limit: LimitOption = 1000,
     json: JsonOption = False,
 ) -> None:

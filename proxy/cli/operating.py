@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from proxy.cli.client import LONG_S, ControlClient, fail, given
-from proxy.cli.options import JsonOption, RootOption, TaskArgument
+from proxy.cli.options import FileToWrite, JsonOption, RootOption, SnapshotsOption, TaskArgument
 from proxy.cli.output import print_json, show
 from proxy.cli.progress import CHUNK, bytes_bar, download, progress_bar
 
@@ -90,12 +90,10 @@ def cluster(
 def export_tree(
     proxy: ControlClient,
     task: TaskArgument,
-    file: Annotated[Path, typer.Argument(help="File to write; - is stdout.", metavar="FILE")],
+    file: FileToWrite,
     *,
     root: RootOption = None,
-    snapshots: Annotated[
-        bool, typer.Option("--snapshots", help="Include snapshots, except those of live processes.")
-    ] = False,
+    snapshots: SnapshotsOption = False,
     json: JsonOption = False,
 ) -> None:
     """Export a task's tree with its answers to a file, for another machine or run."""

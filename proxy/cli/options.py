@@ -35,6 +35,14 @@ RootOption = Annotated[
     typer.Option("--root", help="Select a tree of the task by its root or any of its nodes.", show_default="current"),
 ]
 
+LabelOption = Annotated[
+    list[str] | None, typer.Option("--label", help="Only rollouts with this label, such as run=r7. Repeatable.")
+]
+FileToWrite = Annotated[Path, typer.Argument(help="File to write; - is stdout.", metavar="FILE")]
+SnapshotsOption = Annotated[
+    bool, typer.Option("--snapshots", help="Include snapshots, except those of live processes.")
+]
+
 
 def with_proxy(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options `--url` and `--data`, and a `ControlClient` as its parameter `proxy`."""

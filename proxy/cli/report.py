@@ -11,7 +11,7 @@ from rich.text import Text
 
 from proxy.cli.client import LONG_S, ControlClient
 from proxy.cli.completion import complete_task
-from proxy.cli.options import JsonOption
+from proxy.cli.options import JsonOption, LabelOption
 from proxy.cli.output import show
 from proxy.cli.rendering.lists import ListColumns
 from proxy.cli.rendering.report_page import ARM_COLUMNS, Json, columns_of, name_of, page, title_of
@@ -28,7 +28,7 @@ def report(
     ] = None,
     *,
     by: Annotated[str, typer.Option(help="Group by 'task', 'endpoint', or a label such as 'run' or 'step'.")] = "run",
-    label: Annotated[Labels, typer.Option(help="Only rollouts with this label, such as run=r7. Repeatable.")] = None,
+    label: LabelOption = None,
     against: Annotated[
         Labels, typer.Option(help="Compare with the rollouts that have this label, such as run=r8. Repeatable.")
     ] = None,

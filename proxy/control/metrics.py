@@ -41,12 +41,12 @@ class _Totals(Collector):
         )
         yield _labelled("forkpoint_failures", "Failures of the infrastructure.", "kind", counts.failures.items())
         yield _labelled("forkpoint_refusals", "Requests that could not be served.", "kind", counts.refusals.items())
+        named = (
+            "replayed_calls", "restores", "starts", "snapshots_taken", "evictions", "divergences", "root_changes",
+            "warm_made", "warm_used", "speculated", "speculated_used", "speculated_cancelled", "model_tokens_saved",
+        )  # fmt: skip
         for name, value in (
-            ("replayed_calls", counts.replayed_calls),
-            ("restores", counts.restores),
-            ("starts", counts.starts),
-            ("snapshots_taken", counts.snapshots_taken),
-            ("evictions", counts.evictions),
+            *((name, getattr(counts, name)) for name in named),
             ("states_sent", counts.states.sent),
             ("states_fetched", counts.states.fetched),
             ("state_bytes_sent", counts.states.bytes_sent),
@@ -56,16 +56,8 @@ class _Totals(Collector):
             ("sandboxes_hosted", counts.hosting.hosted),
             ("hosting_bytes_sent", counts.hosting.bytes_sent),
             ("hosting_bytes_received", counts.hosting.bytes_received),
-            ("divergences", counts.divergences),
-            ("root_changes", counts.root_changes),
-            ("warm_made", counts.warm_made),
-            ("warm_used", counts.warm_used),
-            ("speculated", counts.speculated),
-            ("speculated_used", counts.speculated_used),
-            ("speculated_cancelled", counts.speculated_cancelled),
             ("speculated_cpu_seconds", counts.speculated_cpu_s),
             ("speculated_saved_seconds", counts.speculated_saved_s),
-            ("model_tokens_saved", counts.model_tokens_saved),
         ):
             yield CounterMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=value)
         egress = counts.egress

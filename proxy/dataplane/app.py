@@ -11,8 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-import structlog
-
 from proxy.compat.endpoints import EndpointContext, StreamingEndpoint, make_endpoints
 from proxy.dataplane.addressing import Addressing, request_of
 from proxy.dataplane.dispatch import Dispatch
@@ -23,7 +21,7 @@ from proxy.http.access import GRANT
 from proxy.http.address import Address, address_of
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.exchange import EXPECTED, Exchange
-from proxy.http.problems import count_problem, problem_of
+from proxy.http.problems import count_problem, failed_call, problem_of
 from proxy.http.sent_labels import take_from_query
 from proxy.http.uploads import ClientDisconnectedError
 from proxy.refusals import RefusalError
@@ -32,7 +30,6 @@ from proxy.tree.rollout import Rollout
 if TYPE_CHECKING:
     from proxy.dataplane.passing import Passing
 
-log = structlog.get_logger()
 
 _CONTENT_TYPE, _FORM = b"content-type", b"application/x-www-form-urlencoded"
 _AGENTS_PATHS = ("/t/", "/e/", "/ng-rollout/")
@@ -153,13 +150,7 @@ class DataPlane:
         await self._sockets.serve(address, request_of(scope, address, b""), scope, receive, send)
 
     async def _report(self, scope: Scope, error: Exception, exchange: Exchange) -> None:
-        problem = problem_of(error)
-        self._count(problem)
-        if problem.status >= 500:
-            # Only a defect of the proxy gets a stack trace: other errors have their cause outside this code.
-            trace = error if problem.slug == "defect" else None
-            log.error("call failed", path=scope["path"], problem=problem.slug, error=repr(error), exc_info=trace)
-        await exchange.problem(problem)
+        await exchange.problem(failed_call(scope, error, self._count))
 
 
 def _address_of(scope: Scope) -> Address:

@@ -10,11 +10,11 @@ from urllib.parse import unquote
 from typing_extensions import override
 
 from proxy.dialects import shell, sql
-from proxy.dialects.base import Call, Dialect, Local, Request, Response
+from proxy.dialects.base import Call, Dialect, Request
 from proxy.dialects.rule_based import Declared
 from proxy.dialects.rule_schema import rules_of
 from proxy.names import ONLY
-from proxy.refusals import Problem, RefusalError
+from proxy.refusals import RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.plugins import DIALECTS as PLUGINS
@@ -41,14 +41,6 @@ class BuiltIn(Dialect):
         path = unquote(request.path).removeprefix("/")
         call = self._parse(request.method, path, request.query, request.body, self._spec)
         return Call(call, call_key(call))
-
-    @override
-    def answer(self, response: Response, request: Request) -> Response:
-        return response
-
-    @override
-    def problem(self, problem: Problem, request: Request) -> Local | None:
-        return None
 
 
 def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:

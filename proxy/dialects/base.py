@@ -166,12 +166,14 @@ class Dialect(Protocol):
         ...
 
     def answer(self, response: Response, request: Request) -> Response:
-        """Return a recorded response in the form of the client that sent the request."""
-        ...
+        """Return a recorded response in the form of the client that sent the request: as it is, by default."""
+        del request
+        return response
 
     def problem(self, problem: Problem, request: Request) -> Local | None:
-        """Return a problem in the protocol's own form; None if the protocol has none."""
-        ...
+        """Return a problem in the protocol's own form; None, the default, if the protocol has none."""
+        del problem, request
+        return None
 
 
 class Eventful(Dialect, Protocol):

@@ -113,10 +113,6 @@ _SHELL = (
 # -- sql -------------------------------------------------------------------------------------------------------------
 
 
-def _has_databases(spec: EnvironmentSpec) -> bool:
-    return bool(spec.databases)
-
-
 def _sql(tool: str) -> Make:
     return lambda arguments, spec: sql.parse("POST", tool, "", orjson.dumps(arguments), spec)
 
@@ -136,7 +132,14 @@ _FORMAT: Schema = {"enum": ["json", "table", "markdown", "csv", "skyrl"], "defau
 
 def _sql_tool(name: str, description: str, properties: dict[str, Schema], *required: str, reads: bool) -> McpTool:
     return McpTool(
-        name, description, {**properties, **_DATABASE}, required, reads, _sql(name), _has_databases, _sql_result
+        name,
+        description,
+        {**properties, **_DATABASE},
+        required,
+        reads,
+        _sql(name),
+        lambda spec: bool(spec.databases),
+        _sql_result,
     )
 
 
@@ -165,15 +168,11 @@ _SQL = (
 # -- video -----------------------------------------------------------------------------------------------------------
 
 
-def _has_videos(spec: EnvironmentSpec) -> bool:
-    return spec.video is not None
-
-
 def _video_tool(name: str) -> McpTool:
     kind = video.TOOLS[name]
     return McpTool(
         name, kind.description, kind.properties, kind.required, name not in video.CHANGING, video.maker(name),
-        _has_videos, video.mcp_content,
+        lambda spec: spec.video is not None, video.mcp_content,
     )  # fmt: skip
 
 

@@ -1,6 +1,10 @@
 """Errors as HTTP responses: RFC 9457 problem details. Only this module maps exceptions to statuses."""
 
 import sqlite3
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
 
 from proxy.execution.errors import RolloutGoneError, StateLostError
 from proxy.refusals import Problem, RefusalError
@@ -9,6 +13,8 @@ from proxy.telemetry.counters import Counters
 from proxy.tree.keys import UncanonicalArgumentsError
 from sandboxes.errors import ForbiddenSourceError, SandboxError, ServerError, SpecError
 from sandboxes.pool.pool import OverloadedError
+
+log = structlog.get_logger()
 
 FORESEEN = (
     RefusalError,
@@ -78,6 +84,26 @@ def count_problem(counters: Counters, problem: Problem) -> None:
         counters.failure(problem.slug)
     else:
         counters.refusals[problem.slug] += 1
+
+
+def failed_call(scope: Mapping[str, Any], error: Exception, count: Callable[[Problem], None]) -> Problem:
+    """Count the error of a call, and log it if its status is 500 or above.
+
+    Args:
+        scope: The request.
+        error: The error.
+        count: Counts the problem.
+
+    Returns:
+        The problem.
+    """
+    problem = problem_of(error)
+    count(problem)
+    if problem.status >= 500:
+        # Only a defect of the proxy gets a stack trace: other errors have their cause outside this code.
+        trace = error if problem.slug == "defect" else None
+        log.error("call failed", path=scope["path"], problem=problem.slug, error=repr(error), exc_info=trace)
+    return problem
 
 
 def _of_spec(error: SpecError) -> Problem:

@@ -166,7 +166,7 @@ class CopyStore:
 
     def task(self, name: str) -> TaskCopy | None:
         """Return a task; None if there is none, or if its row is damaged."""
-        sql = f"SELECT name, spec, created_at FROM tasks WHERE name = ? AND {is_whole('tasks')}"
+        sql = f"SELECT {', '.join(TaskCopy._fields)} FROM tasks WHERE name = ? AND {is_whole('tasks')}"
         row = self._database.row(sql, (name,))
         return None if row is None else TaskCopy(*row)
 

@@ -14,14 +14,14 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 import structlog
 
-from sandboxes.calls import EgressExchange, Execution
+from sandboxes.calls import Execution
 from sandboxes.egress.messages import CloseOutlet, OpenOutlet, RecountRecordings, TakeExchanges
 from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError
@@ -109,18 +109,11 @@ class SandboxEgress:
             SandboxError: The egress proxy has ended, so it is unknown what came through.
         """
         taken = (await self._process.ask(TakeExchanges(self._sandbox))).message
-        exchanges = tuple(
-            EgressExchange(each.method, each.url, each.outcome, each.status, each.size_bytes, each.detail)
-            for each in taken.exchanges
-        )
-        for exchange in exchanges:
-            log.info(
-                "egress", sandbox=self._sandbox, method=exchange.method, url=exchange.url, outcome=exchange.outcome,
-                status=exchange.status, size_bytes=exchange.size_bytes, detail=exchange.detail,
-            )  # fmt: skip
+        for exchange in taken.exchanges:
+            log.info("egress", sandbox=self._sandbox, **asdict(exchange))
         if taken.lost:
             log.warning("egress: further requests are not listed", sandbox=self._sandbox, requests=taken.lost)
-        return replace(execution, live=taken.live, exchanges=exchanges)
+        return replace(execution, live=taken.live, exchanges=tuple(taken.exchanges))
 
     async def close(self) -> None:
         """End the sandbox's connections. Nothing happens if the egress proxy has ended."""

@@ -2,21 +2,9 @@
 
 from dataclasses import dataclass
 
-from sandboxes.calls import EgressOutcome
+from sandboxes.calls import EgressExchange
 from sandboxes.ipc.codec import IpcMessage, IpcRequest
 from sandboxes.ipc.messages import Done
-
-
-@dataclass
-class TakenExchange:
-    """One request; see `sandboxes.calls.EgressExchange`. A tunnel's `size_bytes` grows while it is open."""
-
-    method: str
-    url: str
-    outcome: EgressOutcome
-    status: int
-    size_bytes: int
-    detail: str = ""
 
 
 # The listening socket accompanies it: made in the sandbox's network namespace, to which it belongs for ever.
@@ -45,7 +33,7 @@ class ExchangesTaken(IpcMessage, op="exchanges_taken"):
         live: Whether something came in that was not recorded before.
     """
 
-    exchanges: list[TakenExchange]
+    exchanges: list[EgressExchange]
     lost: int
     live: bool
 

@@ -11,11 +11,11 @@ from collections import deque
 from dataclasses import replace
 from typing import BinaryIO
 
-from sandboxes.calls import EgressOutcome
+from sandboxes.calls import EgressExchange, EgressOutcome
 from sandboxes.egress.dialing import Dialer, FailedError
 from sandboxes.egress.fetching import HostFetcher
 from sandboxes.egress.incoming import ProgramConnection, ProgramRequest
-from sandboxes.egress.messages import ExchangesTaken, TakenExchange
+from sandboxes.egress.messages import ExchangesTaken
 from sandboxes.egress.recordings import RecordedResponse
 from sandboxes.egress.targets import RefusedError, Target, forwarded, target_of
 from sandboxes.task_owner import TaskOwner, start
@@ -60,7 +60,7 @@ class Outlet:
         self._fetcher, self._dialer = fetcher, dialer
         self._room = asyncio.Semaphore(_CONNECTIONS)
         self._tasks = TaskOwner()
-        self._exchanges: deque[TakenExchange] = deque(maxlen=_EXCHANGES)
+        self._exchanges: deque[EgressExchange] = deque(maxlen=_EXCHANGES)
         self._lost, self._live = 0, False
 
     async def serve(self) -> None:
@@ -97,13 +97,13 @@ class Outlet:
         try:
             with connection, contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_CONNECTION_S):
-                    await self._answer(incoming, TakenExchange("", "", "failed", 0, 0))
+                    await self._answer(incoming, EgressExchange("", "", "failed", 0, 0))
                     await incoming.finish()
         finally:
             self._room.release()
 
     def _note(
-        self, exchange: TakenExchange, outcome: EgressOutcome, status: int, detail: str = "", size_bytes: int = 0
+        self, exchange: EgressExchange, outcome: EgressOutcome, status: int, detail: str = "", size_bytes: int = 0
     ) -> None:
         """Note a request before its first byte is answered: the call that gets it may end right after that.
 
@@ -116,7 +116,7 @@ class Outlet:
             self._lost += 1
         self._exchanges.append(exchange)
 
-    async def _answer(self, incoming: ProgramConnection, exchange: TakenExchange) -> None:
+    async def _answer(self, incoming: ProgramConnection, exchange: EgressExchange) -> None:
         try:
             request = await incoming.request()
             exchange.method, exchange.url = request.method[:20], request.target[:_URL_CHARACTERS]
@@ -156,7 +156,7 @@ class Outlet:
             self._live |= outcome != "repeated"
             await incoming.data(chunk)
 
-    async def _tunnel(self, incoming: ProgramConnection, target: Target, exchange: TakenExchange) -> None:
+    async def _tunnel(self, incoming: ProgramConnection, target: Target, exchange: EgressExchange) -> None:
         with await self._dialer.dial(target.host, target.port) as outside:
             self._note(exchange, "live", 200)
             early = await incoming.accept_tunnel()
@@ -178,7 +178,7 @@ class Outlet:
         source: socket.socket,
         sink: socket.socket,
         moved_at: list[float],
-        inwards: TakenExchange | None,
+        inwards: EgressExchange | None,
         chunk: bytes = b"",
     ) -> None:
         """Pass on bytes in one direction until they end.

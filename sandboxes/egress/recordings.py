@@ -134,7 +134,9 @@ class Recordings:
 
     def _trim(self) -> None:
         """Remove the least recently used files until three quarters of the room are used."""
-        files = sorted((path for path in self._folder.iterdir() if path.suffix != _PART), key=_used_at)
+        files = sorted(
+            (path for path in self._folder.iterdir() if path.suffix != _PART), key=lambda path: path.stat().st_mtime
+        )
         self._used = sum(map(_size, files))
         for path in files:
             if self._used <= self._max_bytes * 3 // 4:
@@ -176,7 +178,3 @@ def _digest(file: BinaryIO, size_bytes: int) -> bytes:
 
 def _size(path: Path) -> int:
     return max(_LEAST_BYTES, path.stat().st_size)
-
-
-def _used_at(path: Path) -> float:
-    return path.stat().st_mtime

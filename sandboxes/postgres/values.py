@@ -29,7 +29,7 @@ def reader_of(oid: int) -> Callable[[str], Value]:
     if oid in _INTEGERS:
         return int
     if oid in _FLOATS:
-        return _float
+        return lambda text: encode(float(text))
     if oid == 16:
         return lambda text: text == "t"
     if oid == 17:
@@ -38,10 +38,6 @@ def reader_of(oid: int) -> Callable[[str], Value]:
         tag = _TAGGED[oid]
         return lambda text: {tag: text}
     return str
-
-
-def _float(text: str) -> Value:
-    return encode(float(text))
 
 
 def _bytes(text: str) -> Value:

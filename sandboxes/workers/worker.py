@@ -88,7 +88,8 @@ class RequestLimits:
     """Memory and disk that a request may use, in addition to what an idle worker uses."""
 
     def __init__(self) -> None:
-        self._base_bytes = _base_address_space()
+        # The address space in use. Workers cannot read /proc, so the zygote measured its own.
+        self._base_bytes = int(os.environ["FORKPOINT_WORKER_BYTES"])
         self._current: dict[str, int] = {}
 
     def set(self, limits: dict[str, int]) -> None:
@@ -108,8 +109,3 @@ def _set_soft_limit(kind: int, size_bytes: int) -> None:
     """Set a soft limit. The hard limit stays, so that a later request may have a higher one."""
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (size_bytes if hard == resource.RLIM_INFINITY else min(size_bytes, hard), hard))
-
-
-def _base_address_space() -> int:
-    """Return the bytes of address space in use. Workers cannot read /proc, so the zygote measured its own."""
-    return int(os.environ["FORKPOINT_WORKER_BYTES"])

@@ -177,7 +177,8 @@ class DockerApi:
                     404, "docker", "Forkpoint builds no images. Build them on its host, and name them with `image`."
                 )
             case ("GET", "events"):
-                return self._stream_events(request, task, owner)
+                filters = request.filters()
+                return self._lifecycle.until_closing(lambda send: self._events.send(task, owner, filters, send))
             case ("POST", "networks", name, "connect" | "disconnect" as verb):
                 return self._change_network(verb, request, task, owner, name)
             case ("POST", "containers", "create"):
@@ -338,10 +339,6 @@ class DockerApi:
         container.spec.body["NetworkingConfig"] = {**settings, "EndpointsConfig": endpoints}
         self._registry.save(container)
         return Local(200, headers=())
-
-    def _stream_events(self, request: DockerRequest, task: str, owner: str) -> StreamedResponse:
-        filters = request.filters()
-        return self._lifecycle.until_closing(lambda send: self._events.send(task, owner, filters, send))
 
 
 def _makes_call(request: DockerRequest) -> bool:

@@ -13,12 +13,12 @@ from proxy.compat.docker.lifecycle import StreamedResponse
 from proxy.compat.docker.responses import error_response
 from proxy.compat.docker.stream import StreamConnection
 from proxy.compat.endpoints import EndpointContext, StreamTransport
-from proxy.dialects.base import Dialect, Local, Meaning, Request, Response
+from proxy.dialects.base import Dialect, Local, Meaning, Request
 from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address
 from proxy.http.answer_cache import response
 from proxy.http.exchange import Exchange, raw
-from proxy.http.problems import problem_of
+from proxy.http.problems import failed_call
 from proxy.refusals import Problem, RefusalError
 from sandboxes.process_output import ERR, frame
 
@@ -37,10 +37,6 @@ class _DockerErrors(Dialect):
     @override
     def read(self, request: Request) -> Meaning:
         raise NotImplementedError
-
-    @override
-    def answer(self, response: Response, request: Request) -> Response:
-        return response
 
     @override
     def problem(self, problem: Problem, request: Request) -> Local:
@@ -164,12 +160,7 @@ class DockerEndpoint:
 
     async def _report(self, scope: Mapping[str, Any], error: Exception, connection: StreamConnection) -> None:
         """Report an error: in the stream if it is open, else as an HTTP response."""
-        problem = problem_of(error)
-        self._count(problem)
-        if problem.status >= 500:
-            # Only defects get a stack trace: every other error names its own cause.
-            unforeseen = error if problem.slug == "defect" else None
-            log.error("call failed", path=scope["path"], problem=problem.slug, error=repr(error), exc_info=unforeseen)
+        problem = failed_call(scope, error, self._count)
         if connection.opened:
             await connection.send(frame(ERR, f"forkpoint: {problem.detail}\n".encode()))
             return

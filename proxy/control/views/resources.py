@@ -321,17 +321,16 @@ def _purpose(slot: Slot, rollout: str | None) -> str:
 
 def costs_view(costs: Costs) -> CostsView:
     """Return the view of a driver's costs."""
+    kinds = {"files": costs.files, "processes": costs.processes}
     return CostsView(
         fresh_s=costs.fresh.seconds,
         replay_overhead_s=costs.replay_overhead.seconds,
-        freeze_s={"files": costs.files.freeze.seconds, "processes": costs.processes.freeze.seconds},
-        restore_s={"files": costs.files.restore.seconds, "processes": costs.processes.restore.seconds},
+        freeze_s={name: kind.freeze.seconds for name, kind in kinds.items()},
+        restore_s={name: kind.restore.seconds for name, kind in kinds.items()},
         measured={
             "fresh": costs.fresh.samples,
             "replay_overhead": costs.replay_overhead.samples,
-            "freeze_files": costs.files.freeze.samples,
-            "freeze_processes": costs.processes.freeze.samples,
-            "restore_files": costs.files.restore.samples,
-            "restore_processes": costs.processes.restore.samples,
+            **{f"freeze_{name}": kind.freeze.samples for name, kind in kinds.items()},
+            **{f"restore_{name}": kind.restore.samples for name, kind in kinds.items()},
         },
     )
