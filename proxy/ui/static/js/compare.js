@@ -42,7 +42,7 @@ export async function withSteps(task, name, most, signal) {
 }
 
 /** Return the number of calls that two rollouts have in common from the beginning: the same records. */
-export function forkPoint(one, other, together = true) {
+function forkPoint(one, other, together = true) {
   let shared = 0;
   if (together) while (shared < one.length && shared < other.length && one[shared].record === other[shared].record) shared++;
   return shared;

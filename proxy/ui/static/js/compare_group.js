@@ -64,7 +64,7 @@ function decode(text) {
 }
 
 /** Return for each call and rollout the number of its branch: rollouts with the same records so far share one; -1 after its end. */
-export function branchesOf(rollouts) {
+function branchesOf(rollouts) {
   const rows = [];
   const numbers = new Map();
   let before = rollouts.map((r) => `at ${r.start}`);

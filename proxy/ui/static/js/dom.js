@@ -66,7 +66,7 @@ export function notice(error) {
   return h("div", { class: "notice", role: "alert" }, h("strong", {}, error.title ?? "Request failed"), h("p", {}, error.message));
 }
 
-export const ICONS = {
+const ICONS = {
   mark: "M3 8h4M7 8c2.6 0 1.4-4.5 5-4.5M7 8c2.6 0 1.4 4.5 5 4.5",
   sun: "M8 5a3 3 0 1 0 0 6 3 3 0 0 0 0-6ZM8 1v1.5M8 13.5V15M1 8h1.5M13.5 8H15M3 3l1 1M12 12l1 1M13 3l-1 1M4 12l-1 1",
   moon: "M13.5 9.5A5.7 5.7 0 0 1 6.5 2.5a5.7 5.7 0 1 0 7 7Z",

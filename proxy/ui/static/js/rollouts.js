@@ -100,7 +100,7 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
 }
 
 /** Return the address that compares rollouts. */
-export function compareAddress(task, rollouts) {
+function compareAddress(task, rollouts) {
   if (rollouts.length === 2) return `#/t/${names(task)}/r/${names(rollouts[0])}/vs/${names(rollouts[1])}`;
   return `#/t/${names(task)}/compare?r=${rollouts.map((name) => names(name)).join(",")}`;
 }
@@ -119,4 +119,4 @@ async function sumsOf(task, roots, signal) {
 
 const inOrder = (a, b) => (typeof a === "string" ? compare(a, b) : a - b);
 
-export const labelText = (rollout) => Object.entries(rollout.labels).map(([name, value]) => `${name}=${value}`).join(" ");
+const labelText = (rollout) => Object.entries(rollout.labels).map(([name, value]) => `${name}=${value}`).join(" ");

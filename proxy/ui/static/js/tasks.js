@@ -21,7 +21,7 @@ const rate = (t) => (t.calls ? (t.hits + t.waits) / t.calls : 0);
 const PAGE = 100;
 
 /** Return the family of a task: its name without the numbers at its end, such as `django` of `django-0042`. */
-export const familyOf = (name) => name.replace(/[-_./]?\d+$/, "") || name;
+const familyOf = (name) => name.replace(/[-_./]?\d+$/, "") || name;
 
 /** Return families of at least two tasks as sums; a task without relatives stays as it is. */
 export function families(tasks) {

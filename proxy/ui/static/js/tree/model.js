@@ -5,7 +5,7 @@
 
 /** Marks of a node as bits. `speculated` comes with the texts of calls, the others with the columns. */
 export const MARK = { snapshot: 1, pinned: 2, diverged: 4, unreproducible: 8, private: 16, unfreezable: 32, speculated: 64 };
-export const FOLD_FROM = 7;
+const FOLD_FROM = 7;
 const COLUMNS = {
   seconds: Float32Array, hits: Int32Array, saved: Float32Array, seen: Int32Array, seen_hits: Int32Array,
   effect: Uint8Array, marks: Uint8Array, passes: Int32Array,
