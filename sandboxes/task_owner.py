@@ -1,6 +1,6 @@
 """Background tasks: the only module that calls `asyncio.create_task` and `asyncio.ensure_future`.
 
-asyncio keeps only weak references to tasks, and an exception in a task that nobody awaits is lost until the garbage
+asyncio keeps only weak references to tasks, and an exception in a task that is not awaited is lost until the garbage
 collector finds it (Python documentation, `asyncio.create_task`). A `TaskOwner` holds its tasks, logs their failures,
 and waits for them when its own owner closes.
 """
@@ -66,7 +66,7 @@ class TaskOwner:
         Args:
             name: Names the task in log lines and debuggers.
             coroutine: What the task runs.
-            awaited: Somebody awaits the task and handles its exception, so a failure is not logged here.
+            awaited: The caller awaits the task and handles its exception, so a failure is not logged here.
 
         Returns:
             The task. Callers may ignore it: the owner holds it until it ends.

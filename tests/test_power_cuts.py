@@ -65,14 +65,13 @@ def test_no_cut_tells_anything_false(
     assert (seen["refused"] > 0) is (durability == "process")
 
 
+@pytest.mark.parametrize("recorded", ["power"], indirect=True)
 @pytest.mark.parametrize("lazy", ["journal", "forkpoint.sqlite-wal"])
 def test_a_missing_sync_is_noticed(
     recorded: tuple[str, list[Operation]], folder: Path, monkeypatch: pytest.MonkeyPatch, lazy: str
 ) -> None:
     """The test can fail: without the syncs of one file, a cut with `power` loses answers that a rollout received."""
     durability, operations = recorded
-    if durability == "process":
-        pytest.skip("nothing waits for the disk there")
     kept = [operation for operation in operations if operation.kind != "sync" or not operation.path.startswith(lazy)]
     with pytest.raises(AssertionError, match=r"went back|is unknown|is refused"):
         outcomes(kept, durability, folder, sample(kept), monkeypatch)

@@ -269,7 +269,7 @@ class Member:
             # Rollouts come into memory at the positions of the store.
             await self._open(owned)
             log.info("took over a task", task=name, view=view, records=len(reading.records))
-        # 4. Whoever is named by the log, and by nothing else.
+        # 4. Members that the log names, and nothing else.
         for ingress in sorted(task.unheard):
             self._tasks.spawn("report", self._await_report(owned, ingress, reading))
         owned.is_ready = True

@@ -204,7 +204,7 @@ class CallAnswer(NamedTuple):
 
 
 class StreamedAnswer(NamedTuple):
-    """The answer was a stream, which went to the link that brought the call. Nobody can have it again."""
+    """The answer was a stream, which went to the link that brought the call. It cannot be sent again."""
 
 
 class ElsewhereAnswer(NamedTuple):

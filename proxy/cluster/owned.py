@@ -231,7 +231,7 @@ class Owned:
                 is_written = await self._append(self.task, row, body)
                 reason = "another member has taken it over"
             except DatabaseError as error:
-                # Nobody knows whether the row was written, so what it says is read again.
+                # It is unknown whether the row was written, so the log is read again.
                 is_written, reason = False, str(error)
             if self.is_dropped:
                 return

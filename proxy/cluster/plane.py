@@ -159,7 +159,7 @@ class ClusterPlane(DataPlane):
             if begun is not None and not await call.waits():
                 return
             if not await self._forwarder.route(task, call, here, away, creates=named.creates):
-                # Nobody owns a task that does not exist.
+                # A task that does not exist has no owner.
                 await super().__call__(scope, _replaying(body, receive), send)
 
     async def _go_on(self, sent: SentCall) -> None:

@@ -9,7 +9,7 @@ tasks. Calls reach an owner through an ingress, which may be the owner itself.
 2. **One row at a time.** An owner has at most one row on its way (`Outbox`). Lines that come up meanwhile share the
    next row, so no line of a replaced owner can follow the row of its successor.
 3. **Misses.** A record is in the log before its answer is sent. A record never changes, so any answer from a record of
-   the log is right, whoever sends it. Only positions can be wrong.
+   the log is right, whichever member sends it. Only positions can be wrong.
 4. **Positions.** A hit is not written to the log. The log names the ingress of each rollout (`Entered`), and an ingress
    keeps the position of its rollouts on its disk before it passes an answer on. So the log and one ingress together
    know the position, whatever happened to the owner.

@@ -261,7 +261,7 @@ class StoreDatabase:
         """Check that every row of the tables that are looked up by names is in the indexes.
 
         Raises:
-            sqlite3.DatabaseError: Rows and indexes are damaged, so nobody can say which names there were.
+            sqlite3.DatabaseError: Rows and indexes are damaged, so it is unknown which names there were.
         """
         for table in NAMED:
             (report,) = self._connection.execute(f"PRAGMA integrity_check({table})").fetchone()

@@ -56,7 +56,7 @@ _CHECKED = ("tasks", "trees", "nodes", "records", "rollouts", "blobs", "steps", 
 _UNCHECKED = frozenset({"data"})
 """Columns that the checksum leaves out: the data of a blob has a digest of its own."""
 NAMED = ("tasks", "trees", "rollouts")
-"""Tables that are looked up by a name that somebody sends. Their indexes are checked at each start, because a name that
+"""Tables that are looked up by a name in a request. Their indexes are checked at each start, because a name that
 is not found there would begin anew."""
 CHECKSUM_FUNCTION = "row_checksum"
 """Name of the SQL function; a connection that lacks it can read these tables and not write to them."""

@@ -29,7 +29,7 @@ from proxy.tree.keys import CallKey, UncanonicalArgumentsError, again_key, call_
 from sandboxes.calls import ToolCall
 
 _MISSING_POLLS = 100_000
-"""How many polls may be missing from a file, because audits quarantined their records or somebody forgot them.
+"""How many polls may be missing from a file, because audits quarantined their records or they were forgotten.
 
 The n-th poll of a call has a key of its own, which the check derives from the call. A false key costs so many
 derivations, 0.3 s, before the file is refused; halved, a tree that lost more polls than that cannot be imported."""

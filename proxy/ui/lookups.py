@@ -98,7 +98,7 @@ def _examine(connection: sqlite3.Connection, tree: int, known: Failures) -> bool
     for record, source, target, *blob in rows:
         known.upto = record
         answer = whole_bytes(*blob)
-        # Of a damaged answer nobody can say whether it is a failure.
+        # Whether a damaged answer is a failure is unknown.
         if answer is not None and failed(answer):
             known.calls.append((record, source, target))
     return len(rows) == _BATCH

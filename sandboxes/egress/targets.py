@@ -1,6 +1,7 @@
 """Targets: what a request of a program in a sandbox means, and whether the rules allow it (pure).
 
-Everything is refused that is not clearly a request to an allowed host, so that nobody downstream can read it otherwise.
+Everything is refused that is not clearly a request to an allowed host, so that no server behind this one can
+read it otherwise.
 """
 
 import re

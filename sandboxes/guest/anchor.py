@@ -228,7 +228,7 @@ class Anchor(ABC):
 
     @property
     def has_unread(self) -> bool:
-        """Whether one of the pipes has something in it, which nobody but a command can have written between calls."""
+        """Whether one of the pipes has something in it, which only a command can have written between calls."""
         return any(map(_unread_bytes, self.ends))
 
     # -- by program --------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class BashAnchor(Anchor):
         """
         anchor = cls._start(BASH, ["anchor", "--noprofile", "--norc", "-c", _BASH_LOOP])
         anchor.key = os.urandom(8).hex()
-        # Where bash is gone, nobody reads it, and the first request fails.
+        # If bash is gone, no process reads it, and the first request fails.
         with contextlib.suppress(BrokenPipeError):
             os.write(anchor.ends[0], anchor.key.encode() + b"\n")
         return anchor

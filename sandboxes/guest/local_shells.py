@@ -330,7 +330,7 @@ class LocalShells(Shells):
 
     @staticmethod
     def _end(shells: Sequence[Shell]) -> None:
-        """Kill shells whose exit status nobody asks for, and wait until they have ended; their parent collects them."""
+        """Kill shells whose exit status is not needed, and wait until they have ended; their parent collects them."""
         for shell in shells:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(shell.death, signal.SIGKILL)

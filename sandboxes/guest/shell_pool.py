@@ -81,7 +81,7 @@ class Shells(ABC):
 
     @property
     def hidden_pids(self) -> set[int]:
-        """Those of `anchor_pids` that nobody in the sandbox can look into. The agent cannot open their descriptors."""
+        """Those of `anchor_pids` into which no process of the sandbox can look: their descriptors stay closed to it."""
         return set()
 
     @abstractmethod

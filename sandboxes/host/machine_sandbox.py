@@ -159,7 +159,7 @@ class MachineSandbox(ABC):
             return execution
         try:
             return await self.egress.conclude(execution)
-        # Cancelled too: nobody would learn what came in with this call.
+        # Cancelled too: what came in with this call would be lost.
         except BaseException as error:
             self.link.die(f"what came through its egress is not known: {error}")
             raise

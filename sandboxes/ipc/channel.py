@@ -130,7 +130,7 @@ class Channel:
             future = self._waiting.popleft()
             if not future.done():
                 future.set_exception(ChannelClosedError(reason))
-                # Read here, because its caller may be gone: asyncio would log an exception that nobody has read.
+                # Read here, because its caller may be gone: asyncio would log an exception that was not read.
                 future.exception()
 
     def _expect(self) -> asyncio.Future[Message]:

@@ -234,7 +234,7 @@ class _Objects:
         status = os.stat(path)  # noqa: PTH116
         name = (status.st_dev, status.st_ino)
         if stat.S_ISFIFO(status.st_mode):
-            # Nobody waits for a reader of a pipe, which has no name. A FIFO needs a holder that may read.
+            # No process waits for a reader of a pipe, which has no name. A FIFO needs a holder that may read.
             if name not in self._ours and not self._pipes.get(name):
                 self._pipes[name] = path if target.startswith("pipe:") or _readable(path) else ""
         elif stat.S_ISREG(status.st_mode) and target.startswith(_MEMORY_FILES):
@@ -349,7 +349,7 @@ def _readable(path: str) -> bool:
 def _unread(path: str) -> tuple[int, bytes]:
     """Return the capacity of a pipe or FIFO and what is in it, by the path of a descriptor.
 
-    While a FIFO has a reader no open of another process waits for one, so opening it here wakes nobody (fifo(7)).
+    While a FIFO has a reader no open of another process waits for one, so opening it here wakes no process (fifo(7)).
     """
     if not path:
         raise _OpaqueError("a FIFO has no reader")

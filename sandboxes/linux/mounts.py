@@ -36,14 +36,14 @@ _MAX_TERMINALS = 256
 SHARED_MEMORY = "/run/shm"
 """Where /dev/shm points. What a call leaves in shared memory is then a file of the overlay, like everything else."""
 _KERNEL_TYPES = {"proc", "sysfs", "devpts", "cgroup", "cgroup2"}
-"""File systems of the kernel's own. Nobody can make a link there."""
+"""File systems of the kernel's own. No process can make a link there."""
 
 
 def prepare(*, devices_from_host: bool) -> None:
     """Mount the sandbox's own /dev and /proc over the host's, in this mount namespace; `switch` moves them along.
 
     Args:
-        devices_from_host: Bind the device nodes from the host. In a user namespace, nobody may make device nodes.
+        devices_from_host: Bind the device nodes from the host. In a user namespace, no process may make device nodes.
     """
     nodes = {name: os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC) for name in _DEVICES} if devices_from_host else {}
     kernel.mount("tmpfs", "/dev", "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k,nr_inodes=64")

@@ -11,7 +11,8 @@ _PLAIN = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 def plain_descriptor(path: str) -> int:
     """Return a descriptor (O_PATH) of a path whose every part is a directory or a file and no link.
 
-    A link that somebody puts into the path later, or in between a check of the path and this call, is an error here.
+    A link that another process puts into the path later, or in between a check of the path and this call, is an error
+    here.
 
     Args:
         path: An absolute path, as `os.path.realpath` returns it.

@@ -219,7 +219,7 @@ def _mount(stack: LayerStack) -> list[int]:
 def _overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
     """Return a descriptor of an overlay whose base is opened without following links; see `syscalls.overlay`.
 
-    A base may be a directory in which somebody else can put a link after its path was checked. All other directories
+    A base may be a directory in which another user can put a link after its path was checked. All other directories
     are the driver's own.
     """
     # The base is the last but one, above the skeleton or the host's root (`Base.lowers`).

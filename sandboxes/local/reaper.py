@@ -1,4 +1,4 @@
-"""Removal of directories that nobody waits for, many of them in one thread."""
+"""Removal of directories in the background, many of them in one thread."""
 
 import asyncio
 import contextlib

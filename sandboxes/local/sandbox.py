@@ -107,7 +107,7 @@ class LocalSandbox(MachineSandbox):
 
     @property
     def cpu_s(self) -> float | None:
-        """The seconds of CPU time that its processes have used; None if nobody counts them. 20 µs."""
+        """The seconds of CPU time that its processes have used; None if they are not counted. 20 µs."""
         return self._machine.cgroups.cpu_s(self.id)
 
     def set_background(self, *, background: bool) -> bool:

@@ -94,7 +94,7 @@ class HttpTransport:
             self._first.close()
 
     def be_patient(self, silence_s: float | None) -> None:
-        """Restart the wait for the next message. None ends the limit: somebody else limits the rest."""
+        """Restart the wait for the next message. None ends the limit: the caller limits the rest."""
         if self._patience is not None:
             self._patience.reschedule(None if silence_s is None else asyncio.get_running_loop().time() + silence_s)
             if silence_s is None:

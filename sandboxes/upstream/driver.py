@@ -1,8 +1,8 @@
 """The `http` driver: its sandbox is a set of connections to servers elsewhere.
 
-Nobody here can see or keep a server's state. So a call is shared only if its response is known to come again: a
-stateless call, by a rule; or a call after one that opens a fresh session by a rule, so that the path of calls can be
-replayed in a session of its own. Every other call belongs to its rollout alone and leaves no trace in the tree.
+Forkpoint can neither see nor keep the state of these servers. So a call is shared only if its response is known to come
+again: a stateless call, by a rule; or a call after one that opens a fresh session by a rule, so that the path of calls
+can be replayed in a session of its own. Every other call belongs to its rollout alone and leaves no trace in the tree.
 """
 
 import itertools

@@ -40,7 +40,7 @@ NO_SESSION = StateDigest(b"\0" * 32, b"\0" * 32)
 CONNECT_S = 10.0
 """Longest time to connect to a server, or to get a connection from the transport."""
 FAREWELL_S = 5.0
-"""Longest time for a farewell. Nobody waits for its response, but the close of a sandbox does."""
+"""Longest time for a farewell. No call waits for its response, but the close of a sandbox does."""
 _ERROR_BYTES = 2000
 """How much of a server's error response is quoted."""
 _CHUNK_BYTES = 1 << 18

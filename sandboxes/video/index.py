@@ -107,7 +107,7 @@ def write_model(
 def _write(path: Path, schema: str, tables: dict[str, Iterable[Sequence[Any]]]) -> None:
     database = sqlite3.connect(path, isolation_level=None)
     try:
-        # No journal and no sync: nobody reads the file before it is complete, and incomplete files are removed.
+        # No journal and no sync: no process reads the file before it is complete, and incomplete files are removed.
         database.execute("PRAGMA journal_mode=OFF")
         database.execute("PRAGMA synchronous=OFF")
         database.executescript(schema)

@@ -212,7 +212,7 @@ class CriuCheckpointer:
                     async with asyncio.timeout(START_S):
                         await operator.receive()
         finally:
-            # In a thread that nobody waits for, because the detached mounts are unmounted by this.
+            # In a thread that no task waits for, because the detached mounts are unmounted by this.
             asyncio.get_running_loop().run_in_executor(None, _close, fds)
             operator.close()
 

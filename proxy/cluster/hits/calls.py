@@ -47,7 +47,7 @@ class PassedCall(NamedTuple):
         return Kind.CALL
 
     def scope(self) -> Scope:
-        """Return the ASGI scope of the request. A new one: whoever gets it may change it."""
+        """Return the ASGI scope of the request. It is a new one, which the caller may change."""
         return {**self.head, "headers": list(self.head["headers"]), "state": {}}
 
 
@@ -74,7 +74,7 @@ class Heads:
         self._known: LruCache[tuple[bytes, bool], Scope] = LruCache(MAX_REMEMBERED)
 
     def read(self, head: bytes, *, is_https: bool) -> Scope:
-        """Return the ASGI scope of a request with this head; nobody may change it. 0.2 us if it is remembered.
+        """Return the ASGI scope of a request with this head, which callers must not change. 0.2 us if it is remembered.
 
         Raises:
             MessageError: It is no head of a request to an agents' endpoint.

@@ -120,7 +120,7 @@ class NotHosted(IpcMessage, op="not_hosted"):
 
     Attributes:
         reason: Why, for people.
-        unfit: Whether this host cannot run sandboxes of this spec at all, so that nobody needs to ask it again.
+        unfit: Whether this host cannot run sandboxes of this spec at all, so that it need not be asked again.
     """
 
     reason: str

@@ -110,7 +110,7 @@ class RemoteSandbox:
         except HostingError as error:
             raise self._died(str(error)) from error
         except BaseException:
-            # Nobody knows how far a call has come that was given up.
+            # How far a call has come that was given up is unknown.
             self._die()
             raise
         finally:

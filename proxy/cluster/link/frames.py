@@ -4,7 +4,7 @@
    proof over both. The opener checks it and sends its own proof. Both proofs are HMACs with the cluster's secret, and
    each names its side, so neither can be sent back to its maker.
 2. Each direction then has a key of its own, made of the secret and both greetings. Every frame carries a tag over its
-   number, its head and its content. A frame that was changed, dropped, repeated or put in by somebody else ends the
+   number, its head and its content. A frame that was changed, dropped, repeated or put in by another machine ends the
    link.
 
 Frames are not encrypted: the network between members must be one that may see what agents send.
@@ -182,7 +182,7 @@ class FrameReader:
         try:
             while len(held) - at >= _HEAD.size:
                 size, stream, kind = _HEAD.unpack_from(held, at)
-                # Before the content is waited for: nobody can make this member hold more.
+                # Before the content is waited for, so that no peer can make this member hold more.
                 if size > MAX_FRAME_BYTES:
                     raise LinkError(f"the peer announces a frame of {size} bytes")
                 start = at + _HEAD.size + _TAG_BYTES

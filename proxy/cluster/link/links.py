@@ -3,8 +3,8 @@
 An answer may be a stream, which goes on in both directions (`channels`).
 
 A question has no time limit: tools may run for hours. A link that is silent for `SILENT_S` is dead, and so is one that
-breaks. Its questions then fail with `LinkLostError`, and nobody knows whether they were taken: the asker sends them
-again, under the same numbers, to whoever answers them now.
+breaks. Its questions then fail with `LinkLostError`, and it is unknown whether they were taken: the asker sends them
+again, under the same numbers, to the member that answers them now.
 
 A peer's newer link ends its older one. What the older one still brings was sent before, and is not taken.
 """

@@ -58,7 +58,7 @@ class Link(LinkConnection):
         lost = LinkLostError(f"the link to member {self._peer.name!r} broke")
         if not self.opened.done():
             self.opened.set_exception(lost)
-        # Nobody may wait for the opening any more.
+        # Read here, because no task may wait for the opening any more.
         self.opened.exception()
         for answer in self._answers.values():
             if not answer.done():
@@ -87,7 +87,7 @@ class Link(LinkConnection):
         """Return the peer's answer, or the channel that it has begun; the caller closes it.
 
         Raises:
-            LinkLostError: The link broke, and nobody knows whether the peer has taken the question.
+            LinkLostError: The link broke, and it is unknown whether the peer has taken the question.
             MemberFailedError: The peer met a defect.
         """
         if not self.is_open:
@@ -135,7 +135,7 @@ class Link(LinkConnection):
                 return
             call.later(self._expect(frame.stream))
         answer = self._answers.get(frame.stream)
-        # Nobody waits for the answer to a question that was cancelled.
+        # No task waits for the answer to a question that was cancelled.
         if answer is None or answer.done():
             if frame.kind in (FrameKind.DATA, FrameKind.PIECE):
                 self.send(FrameKind.CLOSE, frame.stream, b"")
@@ -169,7 +169,7 @@ async def answered(answer: asyncio.Future[bytes | LinkChannel]) -> bytes | LinkC
     try:
         return await answer
     except asyncio.CancelledError:
-        # Both may happen in one turn of the event loop, and then nobody else would close the channel.
+        # Both may happen in one turn of the event loop, and then nothing else would close the channel.
         if answer.done() and not answer.cancelled() and isinstance(begun := answer.result(), LinkChannel):
             begun.close()
         raise

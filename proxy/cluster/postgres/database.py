@@ -243,7 +243,7 @@ class ClusterDatabase:
     # -- logs --------------------------------------------------------------------------------------------------------
 
     async def owner(self, task: str) -> Ownership | None:
-        """Return the latest owner of a task, whether it is alive or not; None if nobody ever owned it.
+        """Return the latest owner of a task, whether it is alive or not; None if it never had one.
 
         Raises:
             DatabaseError: The database did not answer.
@@ -276,7 +276,7 @@ class ClusterDatabase:
             body: The lines; None says that this member owns the task from here on.
 
         Raises:
-            DatabaseError: Nobody knows whether the row was written.
+            DatabaseError: It is unknown whether the row was written.
         """
         if body is None:
             own = self.membership
@@ -298,7 +298,7 @@ class ClusterDatabase:
             rows: Numbers, of those, and bodies of the rows that say the same.
 
         Raises:
-            DatabaseError: Nobody knows whether the rows were replaced.
+            DatabaseError: It is unknown whether the rows were replaced.
         """
         values = {
             "task": task, "gone": list(gone), "count": len(gone), "rows": [number for number, _ in rows],

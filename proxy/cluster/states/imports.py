@@ -72,7 +72,7 @@ class StateImport:
         return all(known is None or known.sha256 == digest for known, digest in named)
 
     def close(self) -> None:
-        """End the import. Nobody may use it."""
+        """End the import. No request may be using it."""
         self._tasks.cancel()
         self._stack.close()
 

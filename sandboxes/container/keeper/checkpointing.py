@@ -117,7 +117,7 @@ class ContainerFreezer:
         """
         # Step 1. The fresh anchor has the pid that the restored one needs. Pid 1 stays: it starts another anchor only
         # when a line arrives on `again`, and the restored anchor needs no other. The init goes last: it reaps the
-        # others, and pid 1 may reap nobody but its own child.
+        # others, and pid 1 may reap no process but its own child.
         self._members.kill_except({self._members.pid, self._top()})
         self._members.kill_except({self._members.pid})
         self._members.await_reaped()
