@@ -264,8 +264,14 @@ class LocalSandbox(MachineSandbox):
         copies: list[Upper] = []
 
         async def start_criu(arguments: list[str], files: list[int]) -> None:
-            assert self._process is not None
-            await self._machine.launcher.ask(RunCriu(arguments), [self._process, *files])
+            if self._process is None:
+                raise SandboxError(f"sandbox {self.id} was closed")
+            # A copy: the sandbox may be closed before this is sent, and the number be another sandbox's then.
+            process = os.dup(self._process)
+            try:
+                await self._machine.launcher.ask(RunCriu(arguments), [process, *files])
+            finally:
+                os.close(process)
 
         async def copy_files(mapped: MappedFiles) -> None:
             # CRIU holds the agent's processes, but not pid 1, which therefore still answers.

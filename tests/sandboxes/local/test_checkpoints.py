@@ -10,6 +10,7 @@ import pytest
 
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
+from sandboxes.ipc.launch_messages import RunCriu
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
@@ -316,6 +317,27 @@ def test_images_may_lie_elsewhere_and_go_from_there(data_dir: Path, tmp_path: Pa
             assert there() == []
 
     asyncio.run(go())
+
+
+def test_a_sandbox_is_closed_before_its_dump_begins(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor that names its namespaces stays its own, while the order for the launcher waits for its turn."""
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "sleep 1000 &")
+        ask, named = driver.machine.launcher.ask, list[int]()
+
+        async def close_first(request: RunCriu, fds: list[int]) -> object:
+            await sandbox.close()
+            named.append(os.fstat(fds[0]).st_ino)
+            return await ask(request, fds)
+
+        monkeypatch.setattr(driver.machine.launcher, "ask", close_first)
+        with pytest.raises((NotFreezableError, SandboxError)):
+            await sandbox.freeze()
+        assert named
+
+    driven(data_dir, test)
 
 
 def test_criu_leaves_nothing_behind(data_dir: Path) -> None:
