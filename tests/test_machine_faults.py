@@ -20,6 +20,7 @@ from tests.machine import (
     data_directory,
     is_sandbox,
     needs_root,
+    require_criu,
     require_sandboxes,
     served,
     wait_until,
@@ -120,6 +121,28 @@ def test_full_disk_is_an_error_and_not_recorded(folder: Path) -> None:
         processes, groups = proxy.processes(), proxy.groups()
         proxy.stop()
         assert_nothing_left(proxy, processes, groups)
+
+
+@needs_root
+def test_failing_restores_of_processes_cost_no_answer(folder: Path) -> None:
+    """With a full disk no restore works, and nothing is recorded. With a broken CRIU a replay takes its place."""
+    require_criu()
+    start = "sleep 1000 >/dev/null 2>&1 & echo $! > pid"
+    look = "kill -0 $(cat pid) && echo alive"
+    with small_disk(folder, 320) as disk, served(disk, sandbox_idle_s="1") as proxy, client_of(proxy) as client:
+        exec_(client, "r", start)
+        # The state is kept when its sandbox is closed.
+        wait_until(lambda: proxy.view("sandboxes")["total"] == 0, "the sandbox is not closed", within_s=90)
+        assert [kept["kind"] for kept in proxy.view("snapshots")["items"]].count("processes") == 1
+        assert "hit" in exec_(client, "other", start).headers["cache-status"]
+        ballast, before = fill(disk), known(client)
+        assert_problem(exec_(client, "other", look))
+        assert known(client) == before
+        ballast.unlink()
+        [library] = (proxy.data / "local" / "criu").rglob("libc.so.6")
+        library.unlink()
+        assert out(exec_(client, "other", look)) == "alive\n"
+        assert "restore failed" in proxy.log()
 
 
 @needs_root

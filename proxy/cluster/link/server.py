@@ -29,7 +29,8 @@ from sandboxes.task_owner import TaskOwner
 log = structlog.get_logger()
 
 MAX_UNPROVEN = 256
-"""Most connections at once that have not proven the secret yet. Further ones are closed."""
+"""Most connections at once that have not proven the secret yet. For each further one, the oldest is closed: a member
+proves the secret within a round trip, so a flood has to open as many connections in that time to keep it out."""
 
 Handler = Callable[[Hello, bytes, Callable[[], LinkChannel]], Awaitable[bytes]]
 """Answers a question of a peer, which has proven that it is the member it says it is.
@@ -52,7 +53,8 @@ class LinkServer:
         self.secret, self.membership, self.handler, self.taker = secret, membership, handler, taker
         self.tasks, self.data = TaskOwner(), ExpectedData()
         self._server: asyncio.Server | None = None
-        self._connections: set[AcceptedLink] = set()
+        # In the order in which they came.
+        self._connections: dict[AcceptedLink, None] = {}
         self._latest: dict[int, AcceptedLink] = {}
 
     async def listen(self, host: str, port: int) -> int:
@@ -82,15 +84,18 @@ class LinkServer:
         self.tasks.cancel()
         await self.tasks.wait()
 
-    def admit(self, connection: "AcceptedLink") -> bool:
-        """Note a connection that has proven nothing yet; return whether there is room for it."""
-        self._connections.add(connection)
+    def admit(self, connection: "AcceptedLink") -> None:
+        """Note a connection that has proven nothing yet, and make room for it."""
         # Links that are open do not count: they have proven the secret, and there is one for each member.
-        return sum(not each.is_open for each in self._connections) <= MAX_UNPROVEN
+        unproven = [each for each in self._connections if not each.is_open]
+        if len(unproven) >= MAX_UNPROVEN:
+            self.discard(unproven[0])
+            unproven[0].abort()
+        self._connections[connection] = None
 
     def discard(self, connection: "AcceptedLink") -> None:
         """Forget a connection that is closed."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
 
     def replace(self, hello: Hello, connection: "AcceptedLink") -> None:
         """Let a peer's newest link take the place of the one before.
@@ -118,8 +123,7 @@ class AcceptedLink(LinkConnection):
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if not self._server.admit(self):
-            self.abort()
+        self._server.admit(self)
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
