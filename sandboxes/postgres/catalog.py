@@ -4,7 +4,7 @@
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 SMALL_BYTES = 256 << 10
@@ -37,24 +37,29 @@ _ACL = "coalesce(regexp_replace({}::text, 'forkpoint_[0-9a-f]+_agent', 'agent', 
 
 _SCHEMA = (
     f"""SELECT 'relation', n.nspname, c.relname, c.relkind::text, c.relpersistence::text,
-        coalesce(c.reloptions::text, ''), {_ACL.format('c.relacl')}, c.relrowsecurity::text,
+        coalesce(c.reloptions::text, ''), {_ACL.format('c.relacl')},
+        concat_ws(' ', c.relrowsecurity, c.relforcerowsecurity, c.relreplident, c.reloftype::regtype),
         coalesce(pg_get_partkeydef(c.oid), ''), coalesce(pg_get_expr(c.relpartbound, c.oid), '')
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMAS} AND c.relkind <> 'i'""",
     f"""SELECT 'column', n.nspname, c.relname, a.attnum::text, a.attname, format_type(a.atttypid, a.atttypmod),
-        a.attnotnull::text, a.attidentity::text || a.attgenerated::text, coalesce(pg_get_expr(d.adbin, d.adrelid), ''),
-        {_ACL.format('a.attacl')}
+        concat_ws(' ', a.attnotnull, a.attidentity, a.attgenerated, a.attstorage, a.attcompression, a.attislocal,
+            a.attinhcount, a.attcollation::regcollation),
+        concat_ws(' ', a.attstattarget, a.attoptions, a.attfdwoptions),
+        coalesce(pg_get_expr(d.adbin, d.adrelid), ''), {_ACL.format('a.attacl')}
     FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace
     LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
-    WHERE {_USER_SCHEMAS} AND a.attnum > 0 AND NOT a.attisdropped AND c.relkind <> 'i'""",
+    WHERE {_USER_SCHEMAS} AND a.attnum > 0 AND NOT a.attisdropped""",
     f"""SELECT 'constraint', n.nspname, c.conname, c.conrelid::regclass::text, pg_get_constraintdef(c.oid),
         c.convalidated::text, '', '', '', ''
     FROM pg_constraint c JOIN pg_namespace n ON n.oid = c.connamespace WHERE {_USER_SCHEMAS}""",
-    """SELECT 'index', schemaname, indexname, indexdef, '', '', '', '', '', '' FROM pg_indexes
-    WHERE schemaname NOT IN ('pg_catalog', 'information_schema') AND schemaname !~ '^pg_(toast|temp)'""",
+    f"""SELECT 'index', n.nspname, c.relname, pg_get_indexdef(c.oid), i.indisclustered::text, i.indisreplident::text,
+        i.indisvalid::text, '', '', '' FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
+    JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMAS}""",
     f"""SELECT 'view', n.nspname, c.relname, pg_get_viewdef(c.oid), '', '', '', '', '', ''
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMAS} AND c.relkind IN ('v', 'm')""",
     f"""SELECT 'function', n.nspname, p.proname, pg_get_function_identity_arguments(p.oid),
-        coalesce(pg_get_function_result(p.oid), ''), p.prosrc, {_ACL.format('p.proacl')}, p.provolatile::text, '', ''
+        coalesce(pg_get_function_result(p.oid), ''), p.prosrc, {_ACL.format('p.proacl')},
+        CASE WHEN p.prokind IN ('f', 'p') THEN pg_get_functiondef(p.oid) ELSE p.provolatile::text END, '', ''
     FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE {_USER_SCHEMAS}""",
     """SELECT 'trigger', tgrelid::regclass::text, tgname, pg_get_triggerdef(oid), tgenabled::text, '', '', '', '', ''
     FROM pg_trigger WHERE NOT tgisinternal""",
@@ -88,8 +93,16 @@ _COUNTS = f"""SELECT format('%I.%I', n.nspname, c.relname), pg_relation_size(c.o
     FROM pg_stat_xact_user_tables s JOIN pg_class c ON c.oid = s.relid JOIN pg_namespace n ON n.oid = c.relnamespace
     WHERE s.n_tup_ins + s.n_tup_upd + s.n_tup_del > 0 AND {_USER_SCHEMAS} AND c.relpersistence <> 't'"""
 
-_SYSTEM_COUNT = """SELECT coalesce(sum(n_tup_ins + n_tup_upd + n_tup_del), 0) FROM pg_stat_xact_sys_tables
-    WHERE schemaname = 'pg_catalog' AND relname <> 'pg_statistic'"""
+_SYSTEM_COUNTS = """SELECT relname, n_tup_ins + n_tup_upd + n_tup_del FROM pg_stat_xact_sys_tables
+    WHERE schemaname = 'pg_catalog' AND n_tup_ins + n_tup_upd + n_tup_del > 0"""
+STATISTICS = {"pg_statistic", "pg_statistic_ext_data"}
+"""The system tables that ANALYZE writes."""
+DESCRIBED = {
+    "pg_class", "pg_attribute", "pg_attrdef", "pg_constraint", "pg_index", "pg_rewrite", "pg_proc", "pg_trigger",
+    "pg_type", "pg_enum", "pg_namespace", "pg_extension", "pg_policy", "pg_largeobject", "pg_largeobject_metadata",
+    "pg_description", "pg_sequence", "pg_partitioned_table", "pg_depend", "pg_shdepend",
+}  # fmt: skip
+"""The system tables whose rows `_SCHEMA` and `sequences` describe, and those that only say what depends on what."""
 
 
 def digest_of(rows: Iterable[Any]) -> str:
@@ -139,9 +152,17 @@ def counts(connection: CatalogConnection) -> RowCounts:
     return {str(row[0]): tuple(row[1:]) for row in connection.execute(_COUNTS)}
 
 
-def system_count(connection: CatalogConnection) -> int:
-    """Return how many rows of system tables the session changed. As for `counts`, only differences are meaningful."""
-    return int(connection.execute(_SYSTEM_COUNT).fetchone()[0])
+def system_counts(connection: CatalogConnection) -> dict[str, int]:
+    """Return how many rows of each system table the session changed. As for `counts`, only differences are meaningful.
+
+    A change of these tables is one of the schema, unless they are all `STATISTICS`.
+    """
+    return {str(name): int(count) for name, count in connection.execute(_SYSTEM_COUNTS)}
+
+
+def moved(before: Mapping[str, int], now: Mapping[str, int]) -> set[str]:
+    """Return the system tables whose counts differ between two readings."""
+    return {name for name in now if now[name] != before.get(name, 0)}
 
 
 def table_digest(connection: CatalogConnection, table: str) -> list[str]:

@@ -6,7 +6,7 @@ Theory of operation. Whether a statement writes is the server's decision, not a 
 2. Some effects are allowed in a read-only transaction: advisory locks, temporary tables, sequences of temporary tables.
    `PostgresLink.read` looks for them after the statement, and the tags show statements of other kinds.
 3. Effects on the connection itself (`set_config`, prepared statements) survive a rollback. Their names are searched for
-   before (`volatile.SESSION`), and the statement is not tried.
+   before (`volatile.SESSION`), and the statement is not tried. So it is with ANALYZE and its like (`volatile.UPKEEP`).
 4. In all these cases `WriteAttemptError` says that the call needs a private database. On a shared connection nothing of
    the attempt remains.
 """
@@ -23,7 +23,7 @@ from sandboxes.postgres import catalog
 from sandboxes.postgres.statement import NOT_IN_TRANSACTION, READ_ONLY, SYNTAX_ERROR, PostgresOutcome, Statement
 from sandboxes.postgres.tools import EXPLAIN, MAX_COMPARED, compare, listing
 from sandboxes.postgres.values import parameter
-from sandboxes.postgres.volatile import SESSION, VOLATILE, reach
+from sandboxes.postgres.volatile import SESSION, UPKEEP, VOLATILE, reach
 from sandboxes.sql.results import Failure, RowCollector, failure, other, success
 from sandboxes.workers.engine import Fields
 
@@ -217,7 +217,7 @@ def answer_reading(link: PostgresLink, call: PostgresCall) -> tuple[Fields, byte
     if call.tool == "script":
         raise WriteAttemptError
     meaning = link.meaning(" ".join(str(call.arguments.get(name, "")) for name in ("sql", "gold")), writing=False)
-    if SESSION.search(meaning):
+    if SESSION.search(meaning) or UPKEEP.search(meaning):
         raise WriteAttemptError
     fields: Fields = {"volatile": VOLATILE.search(meaning) is not None}
     if call.tool == "compare":

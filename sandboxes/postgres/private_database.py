@@ -10,7 +10,9 @@ How a call runs depends on whether the agent has a transaction open:
    recognised by their command tag or by the server's refusal, rolled back, and run again without our transaction.
 3. A text may end our transaction itself (COMMIT), or begin the agent's (BEGIN). Changes of the former were not
    observed, so the small tables are read again.
-4. *Inside the agent's transaction*, nothing is committed, so the digest stays the same. What the transaction did is
+4. Some changes do not show in the rows or the schema as the digest describes them: ANALYZE, VACUUM, CREATE OPERATOR.
+   Their text then extends the digest, so that equal histories still have equal digests.
+5. *Inside the agent's transaction*, nothing is committed, so the digest stays the same. What the transaction did is
    part of the session, and its texts become part of the witness.
 """
 
@@ -37,7 +39,7 @@ from sandboxes.postgres.connection import (
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.sequence_use import USES_SEQUENCES, SequenceUse
 from sandboxes.postgres.statement import NOT_IN_TRANSACTION, PostgresOutcome
-from sandboxes.postgres.volatile import CURSOR, VOLATILE
+from sandboxes.postgres.volatile import CURSOR, UPKEEP, VOLATILE
 from sandboxes.sql.results import Failure
 from sandboxes.workers.engine import Fields
 
@@ -45,6 +47,8 @@ _TRANSACTION_SENSITIVE = {"SET", "SAVEPOINT", "RELEASE", "LOCK", "DECLARE", "CLO
 """First words of the command tags of statements that behave differently inside a transaction."""
 _ENDS = {"COMMIT", "ROLLBACK"}
 """First words of the command tags of statements that end a transaction."""
+_CHANGES_ROWS = _ENDS | READS | {"BEGIN", "START", "INSERT", "UPDATE", "DELETE", "MERGE", "SAVEPOINT", "RELEASE", "SET"}
+"""First words of the command tags of statements that change rows or nothing, but not the schema."""
 _ROWLESS = _ENDS | {
     "SET", "RESET", "SHOW", "LISTEN", "UNLISTEN", "NOTIFY", "PREPARE", "DEALLOCATE", "DISCARD", "LOCK", "DECLARE",
     "CLOSE", "FETCH", "MOVE", "SAVEPOINT", "RELEASE", "VACUUM", "ANALYZE", "CHECKPOINT",
@@ -70,7 +74,9 @@ class PrivateDatabase:
         self._in_transaction: list[str] = []
         # Texts that moved a cursor since the session began. Cursors have no position that could be read.
         self._cursor_moves: list[str] = []
-        self._counts_at_begin: tuple[catalog.RowCounts, int] = ({}, 0)
+        self._counts_at_begin: tuple[catalog.RowCounts, dict[str, int]] = ({}, {})
+        # Texts that changed what the digest does not describe, since the last commit.
+        self._undescribed: list[str] = []
 
     def prime(self, use: SequenceUse) -> None:
         """Restore what `currval` and `lastval` return."""
@@ -83,7 +89,7 @@ class PrivateDatabase:
         connection.execute("BEGIN READ ONLY")
         try:
             connection.execute(catalog.PLAIN)
-            for query in (catalog.counts, catalog.system_count, catalog.sequences):
+            for query in (catalog.counts, catalog.system_counts, catalog.sequences):
                 query(connection)
             for table in list(self.digest.tables)[:1]:
                 catalog.table_digest(connection, table)
@@ -106,6 +112,9 @@ class PrivateDatabase:
             fields, result = self._outside_transaction(call)
         else:
             fields, result = self._inside_transaction(call)
+        if self._undescribed and self.link.status == pq.TransactionStatus.IDLE:
+            self.digest = self.digest.extended(*self._undescribed)
+            self._undescribed.clear()
         self._session = self.link.session()
         use, self._use = self._use, self._look_at_sequences(before)
         fields["database"] = self.digest != before
@@ -149,6 +158,9 @@ class PrivateDatabase:
             return {}, refused(call, str(error))
         meaning = self.link.meaning(call.text, writing=True)
         self._meanings = [meaning]
+        # Its effect is outside of transactions, so a failure may have left a part of it.
+        if UPKEEP.search(meaning):
+            self._undescribed.append(call.text)
         fields: Fields = {"volatile": VOLATILE.search(meaning) is not None}
         outcome = self._without_transaction(call, parameters) if moves else self._write(call, parameters)
         if moves and outcome.failure is None:
@@ -161,11 +173,13 @@ class PrivateDatabase:
         connection = self.link.connection
         connection.execute("BEGIN")
         # The counters include earlier transactions. Their value now is the baseline of this one.
-        counts, system = catalog.counts(connection), catalog.system_count(connection)
+        counts, system = catalog.counts(connection), catalog.system_counts(connection)
         outcome = self.link.send(call.text, call, parameters=parameters)
         if self.link.status == pq.TransactionStatus.IDLE:
             # The text ended our transaction itself, and may have run others after it.
             self._reassess(call.text, large=not only(outcome.tags, _ENDS))
+            if not only(outcome.tags, _CHANGES_ROWS):
+                self._undescribed.append(call.text)
         elif outcome.failure is not None:
             connection.execute("ROLLBACK")
             if outcome.failure.code in NOT_IN_TRANSACTION:
@@ -185,7 +199,9 @@ class PrivateDatabase:
             self._commit(call, outcome, counts, system)
         return outcome
 
-    def _commit(self, call: PostgresCall, outcome: PostgresOutcome, counts: catalog.RowCounts, system: int) -> None:
+    def _commit(
+        self, call: PostgresCall, outcome: PostgresOutcome, counts: catalog.RowCounts, system: dict[str, int]
+    ) -> None:
         """Compute the digest of what our transaction changed, and commit it."""
         connection = self.link.connection
         try:
@@ -194,7 +210,8 @@ class PrivateDatabase:
             connection.execute(catalog.PLAIN)
             changed = _since(counts, catalog.counts(connection))
             # DDL is a change of the system's tables.
-            schema = catalog.system_count(connection) > system
+            moved = catalog.moved(system, catalog.system_counts(connection))
+            schema = bool(moved - catalog.STATISTICS)
             transaction = int(self.link.query_row("SELECT pg_catalog.pg_current_xact_id_if_assigned()::text")[0])
             digest = digests.after_transaction(
                 connection, self.digest, changed, transaction=transaction, schema=schema, statement=call.text
@@ -208,6 +225,8 @@ class PrivateDatabase:
             return
         if schema:
             self.link.forget_definitions()
+        if moved - catalog.DESCRIBED or (schema and digest == self.digest):
+            self._undescribed.append(call.text)
         self.digest = digest
 
     def _without_transaction(self, call: PostgresCall, parameters: Any) -> PostgresOutcome:
@@ -230,19 +249,24 @@ class PrivateDatabase:
         if self.link.status == pq.TransactionStatus.INTRANS:
             meaning = self.link.meaning(call.text, writing=True)
             self._meanings.append(meaning)
+            if UPKEEP.search(meaning):
+                self._undescribed.append(call.text)
             volatile = VOLATILE.search(meaning) is not None
             # Without defaults and triggers: their use of a sequence shows in the position.
             uses = USES_SEQUENCES.search(self.link.meaning(call.text, writing=False)) is not None
         before = self._position()
         # Read before the statement: it may be the COMMIT, after which the counters are gone.
-        large = self._changed_large_tables()
+        large, moved = self._changed_since_begin()
         try:
             parameters = parameters_of(call)
         except ValueError as error:
             return {}, refused(call, str(error))
         outcome = self.link.send(call.text, call, parameters=parameters)
         if self.link.status == pq.TransactionStatus.IDLE:
-            self._reassess("\n".join([*self._in_transaction, call.text]), large=large or len(outcome.tags) > 1)
+            texts = [*self._in_transaction, call.text]
+            self._reassess("\n".join(texts), large=large or bool(moved) or len(outcome.tags) > 1)
+            if moved or not only(outcome.tags, _CHANGES_ROWS):
+                self._undescribed += texts
             self._in_transaction = []
             uncommitted = True
         else:
@@ -253,14 +277,14 @@ class PrivateDatabase:
             self.link, outcome, call
         )
 
-    def _changed_large_tables(self) -> bool:
-        """Return whether the agent's open transaction, unless it failed, changed large tables or the schema."""
+    def _changed_since_begin(self) -> tuple[bool, set[str]]:
+        """Return whether the agent's open transaction, unless it failed, changed large tables, and system tables."""
         if self.link.status != pq.TransactionStatus.INTRANS:
-            return False
+            return False, set()
         counts, system = self._counts_at_begin
         changed = _since(counts, catalog.counts(self.link.connection))
         large = (table in self.digest.chained or size[0] > catalog.SMALL_BYTES for table, size in changed.items())
-        return any(large) or catalog.system_count(self.link.connection) > system
+        return any(large), catalog.moved(system, catalog.system_counts(self.link.connection))
 
     def _position(self) -> Any:
         """Return a value that changes with every write in the open transaction; None after a failure in it."""
@@ -271,7 +295,7 @@ class PrivateDatabase:
         return (
             transaction_id,
             catalog.counts(connection),
-            catalog.system_count(connection),
+            catalog.system_counts(connection),
             catalog.sequences(connection),
         )
 

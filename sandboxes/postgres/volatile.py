@@ -44,6 +44,15 @@ SESSION = re.compile(
 )
 """Matches what changes or reads state of the connection that no rollback undoes. It runs on a private clone only."""
 
+UPKEEP = re.compile(
+    r"(?:\A|[;'$]|\*/|--[^\n]*\n|\b(?:begin|then|else|loop)\b)\s*(?:vacuum|analy[sz]e|cluster|reindex)\b", re.IGNORECASE
+)
+"""Matches statements that change where later rows go or which plans are chosen, and none of the schema or rows.
+
+A read-only transaction accepts some of them, and its rollback does not undo them. EXPLAIN ANALYZE does not match. A
+text that is put together while it runs matches `SESSION`, by its EXECUTE.
+"""
+
 CURSOR = re.compile(r"\b(?:fetch|move|close)\b", re.IGNORECASE)
 """Matches statements that move a cursor, which no rollback moves back."""
 

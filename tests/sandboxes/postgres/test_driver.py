@@ -97,8 +97,7 @@ READS = [
     "CREATE EXTENSION file_fdw",
     "CREATE FUNCTION f() RETURNS int LANGUAGE c AS 'libc', 'system'",
     "SELECT 1; SELECT 2",
-    "VACUUM item",
-    "ANALYZE item",
+    "EXPLAIN ANALYZE SELECT * FROM item",
 ]
 DRAWS = {
     "SELECT sell(1, 2)", "SELECT nextval('sale_id_seq')", "SELECT setval('sale_id_seq', 500)",
@@ -131,6 +130,14 @@ WRITES = [
     "CREATE TYPE mood AS ENUM ('sad')",
     "CREATE SEQUENCE counter",
     "SELECT lo_create(0)",
+    "VACUUM item",
+    "ANALYZE item",
+    "/* plans */ REINDEX TABLE item",
+    "DO $$ BEGIN EXECUTE 'ANA' || 'LYZE item'; END $$",
+    "CREATE OPERATOR === (LEFTARG = int, RIGHTARG = int, PROCEDURE = int4eq)",
+    "ALTER FUNCTION sell(int, int) SECURITY DEFINER",
+    "ALTER TABLE item ALTER name SET STATISTICS 10",
+    "BEGIN; CREATE CAST (item AS text) WITH INOUT; COMMIT",
 ]
 SESSIONS = [
     "BEGIN",
@@ -239,6 +246,37 @@ def test_failed_statements_leave_nothing(tmp_path: Path, shop: Cluster) -> None:
     assert failed.error["code"] == "23505"
     assert (failed.effect, several.effect, after.value) == (NONE, NONE, 20)
     assert before.state == failed.state == several.state
+
+
+def test_definitions_that_differ_are_other_states(tmp_path: Path, shop: Cluster) -> None:
+    """Agents see the difference by an order, a right, or a plan, so neither may get the other's answers."""
+    function = "CREATE FUNCTION f() RETURNS int LANGUAGE sql AS 'SELECT 1'"
+    pairs = [
+        ("CREATE TABLE made (a text)", 'CREATE TABLE made (a text COLLATE "C")'),
+        (function, f"{function} SECURITY DEFINER"),
+        (
+            "CREATE AGGREGATE s(int) (SFUNC = int4pl, STYPE = int)",
+            "CREATE AGGREGATE s(int) (SFUNC = int4mul, STYPE = int)",
+        ),
+    ]
+    for pair in pairs:
+        one, two = (responses_to(tmp_path, shop, text)[0] for text in pair)
+        assert (one.error, two.error) == (None, None)
+        assert one.state != two.state
+
+
+def test_plans_of_others_are_not_changed(tmp_path: Path, shop: Cluster) -> None:
+    """ANALYZE changes a table's estimates although its transaction is read-only, and rolled back."""
+    plan = "EXPLAIN SELECT * FROM item"
+
+    async def test(driver: PostgresDriver) -> None:
+        one, two = [await driver.start(shop.spec("shop")) for _ in range(2)]
+        before = (await ask(one, plan)).rows
+        await ask(two, "ANALYZE item")
+        assert (await ask(two, plan)).rows != before
+        assert (await ask(one, plan)).rows == before
+
+    driven(tmp_path, test)
 
 
 def test_undone_change_restores_the_state(tmp_path: Path, shop: Cluster) -> None:
