@@ -328,14 +328,16 @@ def passed_on(pid: int) -> list[str]:
 def settings(pid: int) -> list[str]:
     """Return what a process of the sandbox's own passes on, or has others see, that a command may change.
 
-    These are what `passed_on` returns, and who may use the directory of terminals. Nothing of that is in a file or
-    session. Empty as for `inherited`. 0.05 ms.
+    These are what `passed_on` returns, and who may use the directories of terminals and processes, with their times.
+    Nothing of that is in a file or session. Empty as for `inherited`. 0.05 ms.
     """
     try:
-        terminals = [os.stat(f"/proc/{pid}/root/dev/pts{name}") for name in ("", "/ptmx")]  # noqa: PTH116
+        held = [os.stat(f"/proc/{pid}/root{name}") for name in ("/dev/pts/ptmx", "/dev/pts", "/proc")]  # noqa: PTH116
     except OSError:
         return []
-    shown = [f"{status.st_mode:o} {status.st_uid} {status.st_gid}" for status in terminals]
+    shown = [f"{status.st_mode:o} {status.st_uid} {status.st_gid}" for status in held]
+    # Programs that work at a terminal change the time of `ptmx`.
+    shown += [str(status.st_mtime_ns) for status in held[1:]]
     return [*now, *shown] if (now := passed_on(pid)) else []
 
 

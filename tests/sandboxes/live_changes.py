@@ -183,6 +183,10 @@ OF_PID_1 = {
     "score of the oom killer": "echo 500 > /proc/1/oom_score_adj",
     "filter of core dumps": "echo 0x7 > /proc/1/coredump_filter",
     "terminals": "chmod 700 /dev/pts",
+    "time of terminals": "touch -d 2001-01-01 /dev/pts",
+    "processes": "chmod 700 /proc",
+    "owner of processes": "chown 5 /proc",
+    "time of processes": "touch -d 2001-01-01 /proc",
 }
 """Calls that change what no file, session or process of the agent's has."""
 
