@@ -110,6 +110,56 @@ async def pydantic_ai(url: str, commands: list[str]) -> list[str]:
     return [_text(part.content) for part in parts if isinstance(part, ToolReturnPart)]
 
 
+async def verifiers(url: str, commands: list[str]) -> list[str]:
+    import threading
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    import verifiers.v1 as vf
+    from verifiers.v1.harnesses.null.harness import NullHarnessConfig
+
+    class Scripted(BaseHTTPRequestHandler):
+        """A model's endpoint: its programs know models by URL alone, and ask for streams."""
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            turn = sum(message["role"] == "assistant" for message in asked["messages"])
+            delta: dict[str, Any] = {"role": "assistant", "content": "done"}
+            if turn < len(commands):
+                function = {"name": "tools_exec", "arguments": json.dumps({"command": commands[turn]})}
+                delta["tool_calls"] = [{"index": 0, "id": f"call-{turn}", "type": "function", "function": function}]
+            choice = {"index": 0, "delta": delta, "finish_reason": "tool_calls" if turn < len(commands) else "stop"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m", "usage": usage}
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write(f"data: {json.dumps({**head, 'choices': [choice]})}\n\ndata: [DONE]\n\n".encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    class Tools(vf.Toolset[vf.ToolsetConfig, vf.State]): ...
+
+    class Config(vf.TaskConfig):
+        tools: vf.ToolsetConfig
+
+    class Task(vf.Task[vf.TaskData, vf.State, Config]):
+        @classmethod
+        def toolsets(cls, config: Config) -> list[Any]:
+            return [Tools(config.tools)]
+
+    model = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    threading.Thread(target=model.serve_forever, daemon=True).start()
+    config = vf.AgentConfig(
+        harness=NullHarnessConfig(id="null"), runtime=vf.SubprocessConfig(), model="m",
+        client=vf.EvalClientConfig(base_url=f"http://127.0.0.1:{model.server_port}/v1"),
+    )  # fmt: skip
+    task = Task(vf.TaskData(idx=0, prompt="do it"), Config(tools=vf.ToolsetConfig(url=url)))
+    async with vf.make_agent(config) as agent:
+        trace = await agent.run(task)
+    assert not trace.errors, trace.errors
+    return [_text(node.message.content) for node in trace.nodes if node.message.role == "tool"]
+
+
 _FINAL = ("final_answer", {"answer": "done"})
 
 

@@ -1,6 +1,7 @@
 """Agent frameworks, unmodified, use a rollout's tools over MCP: the second rollout hits, the third leaves the tree."""
 
 import json
+import os
 import re
 
 import pytest
@@ -18,9 +19,12 @@ FRAMEWORKS = {
     "langgraph": TOGETHER,
     "openai_agents": TOGETHER,
     "pydantic_ai": ("pydantic-ai-slim[mcp]==2.68.0",),
+    # Its harness program is a script whose packages uv installs.
+    "verifiers": ("verifiers==0.4.0", "uv"),
 }
 COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
 """Large packages take seconds to compile; the next run finds them compiled."""
+CERTIFICATES = {name: os.environ[name] for name in ("SSL_CERT_FILE",) if name in os.environ}
 PREFIX = [
     "mkdir -p src && cd src",
     "shopt -s extglob; word=kept",
@@ -37,10 +41,11 @@ def test_framework_group_shares_its_prefix(framework: str) -> None:
     """
     require_sandboxes()
     place = packages(*FRAMEWORKS[framework])
+    env = {**COMPILED, **CERTIFICATES, "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     lasts = {"first": "echo first > mine", "second": "echo first > mine", "third": "echo $word $PWD; cat drawn; ls"}
     with real_proxy() as proxy:
         group = [[f"{proxy.url}/t/task/r/{name}/mcp", [*PREFIX, last]] for name, last in lasts.items()]
-        first, second, third = run(place, "framework_client.py", framework, json.dumps(group), env=COMPILED)
+        first, second, third = run(place, "framework_client.py", framework, json.dumps(group), env=env)
         assert [proxy.outcomes("task", name) for name in lasts] == [["miss"] * 5, ["hit"] * 5, ["hit"] * 4 + ["miss"]]
     assert len(first) == 5
     assert re.search(r"No such file.*(exit code 2|exit_code\W+2)", first[3], re.DOTALL)
