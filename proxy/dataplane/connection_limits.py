@@ -117,6 +117,7 @@ class ConnectionLimits:
 
     def __init__(self, max_connections: int) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Some descriptors are left for sandboxes, files and the database, whatever the setting says.
         self.limit = max(16, min(max_connections, soft * 3 // 4 - _SPARE_DESCRIPTORS))
         # A dictionary keeps the order in which connections came.
         self._live: dict[WatchedConnection, None] = {}
@@ -125,10 +126,12 @@ class ConnectionLimits:
 
     def admit(self, connection: WatchedConnection, loop: asyncio.AbstractEventLoop) -> bool:
         """Count a new connection; return False if there is no room for it."""
+        # The sweep runs only while there are connections.
         if self._timer is None:
             self._timer = loop.call_later(SWEEP_S, self._sweep, loop)
         if len(self._live) >= self.limit and not self._make_room(loop.time()):
             return False
+        # Both clocks begin now: a connection that never sends a byte is in its first phase from here on.
         connection.watch.since_s = connection.watch.unread_since_s = loop.time()
         self._live[connection] = None
         return True
@@ -172,6 +175,7 @@ class ConnectionLimits:
                 self.discard(connection)
             else:
                 self._look(connection, loop.time())
+        # More may follow in this sweep. Without any left, the next sweep looks at those that are live then.
         if some:
             self._timer = loop.call_later(0, self._sweep, loop, rest)
         elif self._live:
@@ -184,13 +188,16 @@ class ConnectionLimits:
         if phase != watch.phase:
             watch.phase, watch.since_s, watch.received_bytes = phase, now_s, connection.received_bytes()
         elif connection.is_held_up():
+            # This side does not read, so the client is not to blame for the time since the last sweep.
             watch.since_s += SWEEP_S
         unread_bytes = connection.unread_bytes()
+        # Any byte that the client has taken counts as reading.
         if not unread_bytes or unread_bytes < watch.unread_bytes:
             watch.unread_since_s = now_s
         watch.unread_bytes = unread_bytes
         elapsed_s = now_s - watch.since_s
         received_bytes = connection.received_bytes() - watch.received_bytes
+        # `abort` and not `close`, which would wait until the client takes what is unsent.
         if now_s - watch.unread_since_s > UNREAD_S:
             connection.abort()
         elif (

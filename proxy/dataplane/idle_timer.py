@@ -34,6 +34,7 @@ class IdleTimer:
     def restart(self) -> None:
         """Note that a response was written. Called for each hit."""
         self._since_s = self._loop.time()
+        # A timer that runs stays as it is: `_check` sees the new time and waits for the rest.
         if self._timer is None:
             self._timer = self._loop.call_later(self._limit_s, self._check)
 
@@ -44,5 +45,6 @@ class IdleTimer:
 
     def _check(self) -> None:
         rest_s = self._since_s + self._limit_s - self._loop.time()
+        # Responses came meanwhile, or the connection is within a request: looked at again later.
         if rest_s > 0 or self._connection.expire():
             self._timer = self._loop.call_later(rest_s if rest_s > 0 else self._limit_s, self._check)

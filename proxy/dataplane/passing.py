@@ -66,6 +66,7 @@ class HeldBehind:
     def add(self, data: bytes) -> None:
         """Hold more bytes."""
         self._data += data
+        # Held bytes cost memory; those that the client keeps cost it nothing here.
         if len(self._data) > self._max_bytes and not self._is_full:
             self._is_full = True
             self._transport.pause_reading()
@@ -73,6 +74,7 @@ class HeldBehind:
     def take(self) -> bytes:
         """Return the bytes, and let the connection be read again."""
         data, self._data = self._data, b""
+        # A connection that is closing is not read any more.
         if self._is_full and not self._transport.is_closing():
             self._is_full = False
             self._transport.resume_reading()

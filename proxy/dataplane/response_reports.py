@@ -39,6 +39,7 @@ def report_responses(application: AsgiApp) -> AsgiApp:
             await application(scope, receive, send)
             return
         connection: ReportedConnection = scope["state"][CONNECTION]
+        # Taken at once: the next request on the connection sets them again.
         expected, connection.expected = connection.expected, None
         passed, connection.passed = connection.passed, None
         scope[EXPECTED], scope[PASSED] = expected, passed
@@ -51,6 +52,7 @@ def report_responses(application: AsgiApp) -> AsgiApp:
 
         try:
             await application(scope, receive, sending)
+        # Also after an error or a cancellation, or later requests of the rollout would wait for this one.
         finally:
             connection.release(expected, passed)
 

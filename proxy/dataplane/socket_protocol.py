@@ -62,6 +62,7 @@ class BoundedSocketProtocol(WebSocketsSansIOProtocol):
     def _may_control(self) -> bool:
         """Count a control frame; return whether it may be handled."""
         now_s = self.loop.time()
+        # Counted in windows of fixed length, which needs two numbers for each connection.
         if now_s - self._control_since_s > _CONTROL_WINDOW_S:
             self._control_since_s, self._control_frames = now_s, 0
         self._control_frames += 1
@@ -72,6 +73,7 @@ class BoundedSocketProtocol(WebSocketsSansIOProtocol):
 
     def _refuse(self, code: int, reason: str) -> None:
         """Close the connection with a code (RFC 6455, 7.4.1)."""
+        # A second close frame would be an error of this side.
         if self.close_sent or self.transport.is_closing():
             return
         self.close_sent, self.frames = True, []

@@ -78,6 +78,7 @@ class Streams:
     def may_open(self, scope: Scope, reader: RequestReader) -> bool:
         """Return whether a request may become a stream, once its body is there. Called for each hit."""
         streaming = self._data_plane.streaming
+        # The cheapest test first: most URLs lack the part of the path.
         return (
             streaming is not None and streaming.path_part in reader.url
             and not reader.expects_continue and self._data_plane.may_stream(scope)
@@ -113,6 +114,7 @@ class Streams:
         stream, answering = streaming.open_stream(scope, body, taken.transport, upgrade=upgrade, rest=rest)
         if answering is not None:
             task = self._tasks.spawn("stream", answering)
+            # A shutdown that takes too long cancels the tasks of the server.
             server_tasks.add(task)
             task.add_done_callback(server_tasks.discard)
         return stream

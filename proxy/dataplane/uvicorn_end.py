@@ -154,6 +154,7 @@ class UvicornEnd:
         # uvicorn begins a cycle, and with it a task, for each request that it takes.
         before = self._protocol.cycle
         self._protocol.data_received(held)
+        # The same cycle means that uvicorn has answered the bytes itself, with an error.
         return self._protocol.cycle is not before
 
     def feed(self, data: bytes) -> None:
