@@ -5,6 +5,7 @@
 2. A miss at a proxy of its own and at an owner, whose answer waits for the log.
 3. The time from `kill -9` of an owner to the first answer of another member, for a rollout of that member.
 4. With `--sandboxes`, which needs root: a call in a sandbox on another member, and its restore there.
+5. With `--scale`: CPU of a call while one, two or four members are busy, each with a task of its own.
 """
 
 import os
@@ -13,6 +14,7 @@ import tempfile
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +34,12 @@ WRITE = "CREATE TABLE entry (value TEXT)"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to an answer: the server that is asked, and the processes that work for it."""
+    """A way to an answer: the server that is asked, the processes that work for it, and the task."""
 
     name: str
     server: Server
     pids: tuple[int, ...]
+    task: str = TASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +66,14 @@ def members(dsn: str, folder: Path, count: int) -> Iterator[list[Server]]:
         yield started
 
 
-def put(server: Server, source: Path) -> None:
+def put(server: Server, source: Path, task: str = TASK) -> None:
     source.write_text(WRITE)
     spec = {"driver": "sqlite", "databases": {"main": {"source": str(source)}}}
-    httpx.put(f"{server.url}/api/v1/tasks/{TASK}", json=spec, timeout=60).raise_for_status()
+    httpx.put(f"{server.url}/api/v1/tasks/{task}", json=spec, timeout=60).raise_for_status()
 
 
-def call(server: Server, rollout: str, sql: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/t/{TASK}/r/{rollout}/sql/query", json={"sql": sql}, timeout=60).raise_for_status()
+def call(server: Server, rollout: str, sql: str, task: str = TASK) -> httpx.Response:
+    return httpx.post(f"{server.url}/t/{task}/r/{rollout}/sql/query", json={"sql": sql}, timeout=60).raise_for_status()
 
 
 def hit(way: Way, connections: int, seconds: float) -> Result:
@@ -78,21 +81,21 @@ def hit(way: Way, connections: int, seconds: float) -> Result:
     body = b'{"sql": "SELECT hex(zeroblob(900))"}'
     names = [f"{way.name.replace(' ', '-')}-{number}" for number in range(connections)]
     for name in names:
-        call(way.server, name, "SELECT hex(zeroblob(900))")
-    requests = [post(way.server, f"/t/{TASK}/r/{name}/sql/query", body) for name in names]
+        call(way.server, name, "SELECT hex(zeroblob(900))", way.task)
+    requests = [post(way.server, f"/t/{way.task}/r/{name}/sql/query", body) for name in names]
     before = sum(map(cpu_seconds, way.pids))
     measured = measure(way.server, requests, connections=connections, seconds=seconds)
     sent = measured.per_s * max(1, round(seconds))
     return Result(measured.per_s, measured.p50_us, (sum(map(cpu_seconds, way.pids)) - before) / sent * 1e6)
 
 
-def miss(server: Server, rollout: str, number: int) -> float:
+def miss(server: Server, rollout: str, number: int, task: str = TASK) -> float:
     """Return the milliseconds of one miss that changes the state."""
     with httpx.Client(base_url=server.url, timeout=60) as client:
         client.get("/healthz")
         began = time.perf_counter()
         sql = {"sql": f"INSERT INTO entry VALUES ('{rollout}-{number}')"}
-        client.post(f"/t/{TASK}/r/{rollout}/sql/query", json=sql).raise_for_status()
+        client.post(f"/t/{task}/r/{rollout}/sql/query", json=sql).raise_for_status()
         return (time.perf_counter() - began) * 1000
 
 
@@ -133,6 +136,36 @@ def show_misses(ways: Sequence[Way], count: int) -> None:
     console.print(shown)
 
 
+def show_scale(servers: Sequence[Server], source: Path, rounds: int, seconds: float, misses: int) -> None:
+    """Show what a call costs while more and more members are busy, which share no core only on a larger machine."""
+    ways = [Way(f"member {number}", server, (server.pid,), f"own-{number}") for number, server in enumerate(servers)]
+    for way in ways:
+        put(way.server, source, way.task)
+        miss(way.server, "first", 0, way.task)
+
+    def missed(way: Way) -> float:
+        before = sum(map(cpu_seconds, way.pids))
+        for number in range(misses):
+            miss(way.server, f"miss-{time.monotonic_ns()}", number, way.task)
+        return (sum(map(cpu_seconds, way.pids)) - before) / misses * 1e6
+
+    counts = [1 << power for power in range(len(ways).bit_length())]
+    hits: dict[int, list[float]] = {count: [] for count in counts}
+    other: dict[int, list[float]] = {count: [] for count in counts}
+    with ThreadPoolExecutor(len(ways)) as threads:
+        for _ in range(rounds):
+            for count in counts:
+                measured = threads.map(lambda way: hit(way, 16, seconds).cpu_us, ways[:count])
+                hits[count].append(sum(measured) / count)
+                other[count].append(sum(threads.map(missed, ways[:count])) / count)
+    shown = table("CPU of a call by the number of busy members", "", "hit µs", "miss µs", "hit, 1 = 1", "miss, 1 = 1")
+    for count in counts:
+        row = [f"{median(each[count]):,.0f}" for each in (hits, other)]
+        ratios = [[a / b for a, b in zip(each[count], each[1], strict=True)] for each in (hits, other)]
+        shown.add_row(str(count), *row, *(f"{median(each):.2f}" for each in ratios))
+    console.print(shown)
+
+
 def takeover(owner: Server, other: Server) -> float:
     """Return the seconds from the kill of an owner to an answer of another member."""
     call(other, "of-the-other", "SELECT 1")
@@ -152,6 +185,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement")
     parser.add_argument("--misses", type=int, default=200)
     parser.add_argument("--sandboxes", action="store_true", help="only sandboxes on another member")
+    parser.add_argument("--scale", action="store_true", help="only one, two and four busy members")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="forkpoint-bench-", dir="/var/tmp") as directory:
         folder = Path(directory)
@@ -159,6 +193,10 @@ def main() -> None:
             with hosting_members(options.cluster, SECRET, folder) as owner:
                 show_calls(owner, options.misses)
                 show_restores(owner)
+            return
+        if options.scale:
+            with members(options.cluster, folder, 4) as servers:
+                show_scale(servers, folder / "source.sql", options.rounds, options.seconds, options.misses)
             return
         with ephemeral_proxy(settings={"drivers": ["sqlite"]}) as alone:
             single = Server(alone.url, alone.pid)

@@ -162,7 +162,12 @@ def serve(
     try:
         run(settings, descriptor)
     except StartError as error:
-        fail(f"The proxy cannot start: {error}")
+        try:
+            fail(f"The proxy cannot start: {error}")
+        finally:
+            if settings.cluster is not None:
+                # A thread of the store's library that still returns from a request would abort Python's own exit.
+                os._exit(1)
 
 
 @app.command(rich_help_panel=RUN, epilog="Example: forkpoint doctor --json")

@@ -81,7 +81,7 @@ def cluster(
         print_json(answer)
     else:
         typer.echo(
-            f"{answer['handed']} tasks were handed over, {answer['kept']} were not. {node} accepts no more tasks."
+            f"Tasks handed over: {answer['handed']}. Tasks kept: {answer['kept']}. {node} accepts no more tasks."
         )
     if answer["kept"]:
         raise typer.Exit(1)

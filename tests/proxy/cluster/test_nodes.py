@@ -64,7 +64,7 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         # The owner hands its task over, and takes no new one over.
         command = [sys.executable, "-m", "forkpoint", "cluster", "drain", "a", "--url", b.url]
         drained = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert drained.stdout == "1 tasks were handed over, 0 were not. a accepts no more tasks.\n", drained
+        assert drained.stdout == "Tasks handed over: 1. Tasks kept: 0. a accepts no more tasks.\n", drained
         assert history(call(a, "2", "z")) == "xyz"
         put_task(a, "u")
         assert history(call(a, "1", "x", task="u")) == "x"
