@@ -25,6 +25,7 @@ from sandboxes.guest.files import manifest, row_table
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.linux import trees
+from sandboxes.linux.file_flags import spread_below
 from sandboxes.linux.files import remove_tree, sync_path, write_file
 from sandboxes.local.layer_merge import lay_over
 from sandboxes.local.layer_tables import LayerTables
@@ -102,6 +103,8 @@ class Layers:
         """
         for folder in (self.uppers, self.frozen):
             folder.mkdir(parents=True, exist_ok=True)
+        # Each changing call makes ten files below its upper and removes half of them again.
+        spread_below(str(self.uppers))
         # The driver's lock is held, so each upper here belongs to a sandbox whose processes are dead.
         left = [*self.uppers.iterdir()]
         left += [layer for layer in self.frozen.iterdir() if not (layer / "meta.json").exists()]

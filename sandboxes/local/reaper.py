@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from sandboxes.task_owner import TaskOwner
 
 _GATHER_S = 0.1
 """How long directories are gathered before one thread removes them. Each call that writes leaves one directory of
-overlayfs behind. A thread costs 0.3 ms of CPU, and removing such a directory 0.05 ms. Halved, a busy proxy starts twice
+overlayfs behind. A thread costs 0.3 ms of CPU, and removing such a directory 0.02 ms. Halved, a busy proxy starts twice
 as many threads; doubled, the disk space of closed sandboxes comes back so much later."""
 
 
@@ -76,4 +77,18 @@ class Reaper:
 
 def _remove_all(paths: list[Path]) -> list[Path]:
     """Remove directories; return those of which something is left."""
-    return [path for path in paths if not remove_tree(path)]
+    return [path for path in paths if not (_remove_work(f"{path}/") or remove_tree(path))]
+
+
+def _remove_work(folder: str) -> bool:
+    """Remove a `work` directory of overlayfs if it has what a volatile mount leaves there and nothing else.
+
+    Nearly all have. Five system calls take a third of the CPU of a walk, which may find anything.
+    """
+    try:
+        os.unlink(f"{folder}work/incompat/volatile/dirty")  # noqa: PTH108 - putting a `Path` together takes 5 us
+        for inner in ("work/incompat/volatile", "work/incompat", "work", ""):
+            os.rmdir(folder + inner)  # noqa: PTH106
+    except OSError:
+        return False
+    return True

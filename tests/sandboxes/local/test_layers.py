@@ -9,6 +9,7 @@ from sandboxes.errors import NotFreezableError
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host import layer_tar
+from sandboxes.linux.file_flags import flags_of, spread_below
 from sandboxes.local.layers import LayerMeta, Layers, Upper, copy_upper
 from sandboxes.local.portable_layers import FORM
 
@@ -38,6 +39,18 @@ def sparse(path: Path, size: int) -> None:
         file.write(b"begin")
         file.seek(size)
         file.write(b"end")
+
+
+def test_each_upper_has_a_place_of_its_own_on_ext4(layers: Layers, tmp_path: Path) -> None:
+    """Files of one upper are not made among those that were just deleted of others."""
+    placed = []
+    for folder in (tmp_path, layers.uppers):
+        # What the file system does not have cannot be seen in either.
+        spread_below(str(tmp_path))
+        fd = os.open(folder, os.O_RDONLY)
+        placed.append(flags_of(fd))
+        os.close(fd)
+    assert placed[0] == placed[1]
 
 
 def test_merging_keeps_holes(layers: Layers) -> None:

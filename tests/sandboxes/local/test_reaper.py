@@ -55,3 +55,29 @@ def test_what_cannot_be_removed_is_tried_again(
 
     asyncio.run(go())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_overlayfs_leaves_is_removed_without_a_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `work` directory with anything else in it is walked."""
+    works, walked = [tmp_path / "usual", tmp_path / "unusual"], list[Path]()
+    for work in works:
+        (work / "work/incompat/volatile").mkdir(parents=True)
+        (work / "work/incompat/volatile/dirty").touch()
+    (works[1] / "work/#1").touch()
+
+    def walk(path: Path) -> bool:
+        walked.append(path)
+        return remove_tree(path)
+
+    monkeypatch.setattr("sandboxes.local.reaper.remove_tree", walk)
+
+    async def go() -> None:
+        background = TaskOwner()
+        reaper = Reaper(background)
+        reaper.remove(works)
+        reaper.close()
+        await background.wait()
+
+    asyncio.run(go())
+    assert walked == works[1:]
+    assert list(tmp_path.iterdir()) == []
