@@ -38,6 +38,7 @@ It starts the shells, tool servers and other processes, and it inherits their or
 
 import contextlib
 import fcntl
+import functools
 import os
 import re
 import select
@@ -362,11 +363,7 @@ class NativeAnchor(Anchor):
         return self._request(environment, _KIT_PATHS, session_texts.START)
 
     def _request(self, environment: Mapping[str, str], paths: Mapping[int, str], program: str) -> bytes:
-        files = [f"{_sign(number)}{number:02}{path}" for number, path in paths.items()]
-        arguments = [f"a{word}" for word in ("bash", "--noprofile", "--norc", "-c", program, "bash")]
-        # As if a bash had exported them: another one would take options and functions from the rest.
-        variables = [f"e{name}={value}" for name, value in environment.items() if _EXPORTABLE.fullmatch(name)]
-        return _packed([*files, *arguments, *variables])
+        return _packed_start(tuple(environment.items()), tuple(paths.items()), program)
 
     def _request_to_close(self) -> bytes:
         return _packed(["c"])
@@ -397,6 +394,16 @@ def adopted_anchor(remembered: Mapping[str, Any], ends: tuple[int, int]) -> Anch
 def _unread_bytes(pipe: int) -> int:
     size: int = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
     return size
+
+
+@functools.lru_cache(maxsize=4)
+def _packed_start(environment: tuple[tuple[str, str], ...], paths: tuple[tuple[int, str], ...], program: str) -> bytes:
+    """Return the request for a bash. It is kept, because each call starts a shell on the same kit."""
+    files = [f"{_sign(number)}{number:02}{path}" for number, path in paths]
+    arguments = [f"a{word}" for word in ("bash", "--noprofile", "--norc", "-c", program, "bash")]
+    # As if a bash had exported them: another one would take options and functions from the rest.
+    variables = [f"e{name}={value}" for name, value in environment if _EXPORTABLE.fullmatch(name)]
+    return _packed([*files, *arguments, *variables])
 
 
 def _packed(texts: Sequence[str]) -> bytes:

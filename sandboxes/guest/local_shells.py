@@ -290,16 +290,20 @@ class LocalShells(Shells):
         """Return whether a command may have changed the anchor, from which all later shells are forked.
 
         A command can change its limits and scheduling. It can also write bash to the pipe of a bash, and trace that.
-        0.1 ms.
+        0.05 ms. Called only while nothing survives, so pid 1 itself is as it was before the first call.
         """
         if (anchor := self.anchor) is None:
             return False
         if anchor.hidden:
-            changed = passed_on(anchor.pid) != passed_on(os.getpid())
+            changed = passed_on(anchor.pid) != self._own_settings
             return changed or anchor.has_unread or processes.is_stopped(anchor.pid)
         noted, self._anchor_runs = self._anchor_runs, {}
         ran = bool(noted) and self._runs_of_anchor() != noted
         return ran or anchor.has_unread or settings(anchor.pid) != settings(os.getpid())
+
+    @functools.cached_property
+    def _own_settings(self) -> list[str]:
+        return passed_on(os.getpid())
 
     def _runs_of_anchor(self) -> dict[processes.Process, int]:
         return {} if self.anchor is None else processes.run_counts([(self.anchor.pid, 0)])

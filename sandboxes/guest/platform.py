@@ -1,6 +1,6 @@
 """What a supervisor needs of the sandbox that it runs calls in: the platform's steps, and the sandbox's files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from socket import socket
 from typing import Protocol
@@ -83,8 +83,8 @@ class Platform(Protocol):
     def require_sandbox(self) -> None:
         """Raise if the sandbox itself has ended."""
 
-    def living(self) -> set[Process]:
-        """Return all processes of the sandbox, the supervisor's own included."""
+    def living(self, ours: Collection[int] = ()) -> set[Process]:
+        """Return all processes of the sandbox but `ours`."""
 
     def founders(self) -> set[int]:
         """Return the processes that were there before the agent's, and that no call replaces."""

@@ -10,7 +10,7 @@
 # Processes get some grace before they count: most of what a command starts ends a moment after the command itself.
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from sandboxes.guest.background import BackgroundProcesses
@@ -44,7 +44,7 @@ class Survivors:
         self,
         shells: Shells,
         background: BackgroundProcesses,
-        living: Callable[[], set[Process]],
+        living: Callable[[Collection[int]], set[Process]],
         ipc_objects: Callable[[], int],
         founders: Callable[[], Iterable[int]],
     ) -> None:
@@ -53,7 +53,7 @@ class Survivors:
         Args:
             shells: The sessions' shells.
             background: The processes that go on after their calls.
-            living: Returns all processes of the sandbox.
+            living: Returns all processes of the sandbox but the given ones.
             ipc_objects: Returns the number of IPC objects.
             founders: Returns the processes that were there before the agent's, and that no call replaces.
         """
@@ -142,8 +142,7 @@ class Survivors:
         return {("founders", *now) for born, now in looked if born and now and now != born}
 
     def _others(self) -> set[Process]:
-        every, ours = self._living(), self._shells.idle_pids
-        return {process for process in every if process[0] not in ours}
+        return self._living(self._shells.idle_pids)
 
 
 def holding(shells: Shells) -> list[Shell]:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 HEADER = struct.Struct("!III")
 MAX_BYTES = 1 << 31
 """The largest frame. Files of a sandbox cross in one frame, and no sandbox may hold that much."""
+_PIECE = 1 << 16
+"""The most bytes that one call receives. For twice as many, libc maps fresh pages at each call, and unmaps them."""
 _DESCRIPTORS_AT_ONCE = 10
 """The most descriptors that accompany one frame: those of a sandbox that is restored."""
 # Without spaces: frames are read by programs, and an answer's size is part of a call's cost.
@@ -47,7 +49,7 @@ def pack(fields: dict[str, Any], body: bytes = b"", fds: int = 0) -> bytes:
     return HEADER.pack(len(text), len(body), fds) + text + body
 
 
-def receive(end: socket.socket, max_bytes: int = 1 << 18) -> tuple[bytes, list[int]]:
+def receive(end: socket.socket, max_bytes: int = _PIECE) -> tuple[bytes, list[int]]:
     """Return what a socket has received, and the descriptors that came along, close-on-exec.
 
     `socket.recv_fds` ignores its flags, so its descriptors would leak into every command.

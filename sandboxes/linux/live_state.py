@@ -38,7 +38,7 @@ from typing import Any
 
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
-from sandboxes.linux.processes import Process
+from sandboxes.linux.processes import Process, shown
 from sandboxes.linux.socket_queues import SocketQueues, lingering_connections
 
 _DN_MODIFY = 0x2
@@ -142,7 +142,7 @@ class LiveState:
         objects = _Objects()
         for pid in (*self._pids, *self._shells):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                facts["limits", pid] = _content(f"/proc/{pid}/limits")
+                facts["limits", pid] = shown(f"/proc/{pid}/limits")
                 for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
                     facts["thread", pid, thread] = _thread(f"/proc/{pid}/task/{thread}", int(thread))
                 if pid in self._hidden:
@@ -150,7 +150,7 @@ class LiveState:
                 if pid in self._shells:
                     # A shell shares these descriptions with what it has started.
                     for number in range(3):
-                        facts["shell", pid, number] = _content(f"/proc/{pid}/fdinfo/{number}")
+                        facts["shell", pid, number] = shown(f"/proc/{pid}/fdinfo/{number}")
                 else:
                     objects.look(pid)
         facts |= objects.facts()
@@ -264,17 +264,9 @@ def _own_pipes() -> set[tuple[int, int]]:
     return own
 
 
-def _content(path: str) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(fd, _PAGE)
-    finally:
-        os.close(fd)
-
-
 def _thread(directory: str, thread: int) -> tuple[Any, ...]:
     """Return what others can change of a thread: signals, CPUs, scheduling, tracing."""
-    text = _content(f"{directory}/status")
+    text = shown(f"{directory}/status")
     # The masks that follow belong to the thread itself: a shell changes its own whenever it starts something.
     signals = text[text.index(b"SigPnd:") : text.index(b"SigBlk:")]
     cpus = text[text.index(b"Cpus_allowed:") : text.index(b"Mems_allowed:")]
@@ -309,7 +301,7 @@ def inherited(pid: int) -> list[str]:
     try:
         attributes, io_priority = _scheduling(pid)
         cpus = sorted(os.sched_getaffinity(pid))
-        settings = [_content(f"/proc/{pid}/{name}").decode() for name in ("oom_score_adj", "coredump_filter")]
+        settings = [shown(f"/proc/{pid}/{name}").decode() for name in ("oom_score_adj", "coredump_filter")]
         # A process that is ending, or a zombie, has given its memory up, and its filter reads as empty.
         return [attributes.hex(), str(io_priority), str(cpus), *settings] if all(settings) else []
     except (OSError, _OpaqueError):
@@ -319,7 +311,7 @@ def inherited(pid: int) -> list[str]:
 def passed_on(pid: int) -> list[str]:
     """Return what `inherited` returns, and the resource limits. Empty as for `inherited`. 0.04 ms."""
     try:
-        limits = _content(f"/proc/{pid}/limits").decode()
+        limits = shown(f"/proc/{pid}/limits").decode()
     except OSError:
         return []
     return [*now, limits] if (now := inherited(pid)) else []
@@ -343,7 +335,7 @@ def settings(pid: int) -> list[str]:
 
 def _readable(path: str) -> bool:
     """Return whether a descriptor can be read from."""
-    text = _content(path.replace("/fd/", "/fdinfo/"))
+    text = shown(path.replace("/fd/", "/fdinfo/"))
     flags = next(int(line.split()[1], 8) for line in text.splitlines() if line.startswith(b"flags:"))
     return flags & os.O_ACCMODE != os.O_WRONLY
 
@@ -412,8 +404,8 @@ def _require_waiting(pid: int) -> None:
     waits = _NUMBERS.get(kernel.MACHINE, (0, 0, set[int]()))[2]
     for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
         directory = f"/proc/{pid}/task/{thread}"
-        number = _content(f"{directory}/syscall").split()[0]
-        sleeps = _content(f"{directory}/stat").rpartition(b")")[2].split()[0] == b"S"
+        number = shown(f"{directory}/syscall").split()[0]
+        sleeps = shown(f"{directory}/stat").rpartition(b")")[2].split()[0] == b"S"
         if sleeps and number.isdigit() and int(number) in waits:
             return
     raise _OpaqueError("a queue of events that no thread waits for")

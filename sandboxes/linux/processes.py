@@ -14,7 +14,7 @@ pathlib is not loaded in pid 1.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 Process = tuple[int, int]
 """A pid and its start time in clock ticks. Together they name one process, even after its pid is used again."""
@@ -41,11 +41,11 @@ _PAGE = 1 << 16
 _STATE, _PARENT, _USER_TIME, _SYSTEM_TIME, _THREADS, _START_TIME = 0, 1, 11, 12, 17, 19
 
 
-def list_processes() -> set[Process]:
-    """Return all processes but pid 1; zombies do not count. 0.05 ms, and 0.02 ms a process."""
+def list_processes(ours: Collection[int] = ()) -> set[Process]:
+    """Return all processes but pid 1 and some others; zombies do not count. 0.05 ms, and 0.02 ms a process."""
     processes = set()
     for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib is not loaded in pid 1
-        if name.isdigit() and name != "1":
+        if name.isdigit() and name != "1" and int(name) not in ours:
             fields = _stat(name)
             if fields is not None and not has_ended(fields):
                 processes.add((int(name), int(fields[_START_TIME])))
@@ -60,10 +60,11 @@ def has_ended(fields: list[bytes]) -> bool:
     return fields[_STATE] in {b"Z", b"X"} and int(fields[_THREADS]) <= 1
 
 
-def _read(path: str) -> bytes:
+def shown(path: str) -> bytes:
+    """Return what a file of /proc shows that is no list: the kernel gives it whole to one read (seq_file.rst)."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return b"".join(iter(lambda: os.read(fd, _PAGE), b""))
+        return os.read(fd, _PAGE)
     finally:
         os.close(fd)
 
@@ -71,7 +72,7 @@ def _read(path: str) -> bytes:
 def _stat(pid: int | str) -> list[bytes] | None:
     """Return the fields of a process after its command name, which may contain anything; None if it has ended."""
     try:
-        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        return shown(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
         return None
 
@@ -116,15 +117,14 @@ def wait_until_asleep(pid: int, as_new: Callable[[], bool]) -> bool:
     a CPU, which takes its time on a busy machine.
     """
     deadline, pause_s = time.monotonic() + _MAX_ASLEEP_WAIT_S, 0.0002
-    while True:
+    while not as_new():
         # Before the condition: the process may change and then fall asleep between the two looks.
         asleep = not _cpu_demand(pid)[0]
-        if as_new():
-            return True
         if asleep or time.monotonic() > deadline:
-            return False
+            return as_new()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.004)
+    return True
 
 
 def run_counts(processes: Iterable[Process]) -> dict[Process, int]:
@@ -139,8 +139,8 @@ def run_counts(processes: Iterable[Process]) -> dict[Process, int]:
         try:
             for thread in os.listdir(f"/proc/{process[0]}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
                 directory = f"/proc/{process[0]}/task/{thread}"
-                state = _read(f"{directory}/stat").rpartition(b")")[2].split()[_STATE]
-                runs = int(_read(f"{directory}/schedstat").split()[2])
+                state = shown(f"{directory}/stat").rpartition(b")")[2].split()[_STATE]
+                runs = int(shown(f"{directory}/schedstat").split()[2])
                 count = -1 if state in {b"R", b"D"} or count < 0 else count + runs
         except OSError:
             # The process ended, which other checks notice, or this kernel has no schedstat.
@@ -157,7 +157,7 @@ def ran_between(before: dict[Process, int], after: dict[Process, int]) -> bool:
 def limits(pid: int) -> bytes:
     """Return the resource limits of a process as the kernel shows them (proc_pid_limits(5)); empty if it has ended."""
     try:
-        return _read(f"/proc/{pid}/limits")
+        return shown(f"/proc/{pid}/limits")
     except OSError:
         return b""
 
@@ -296,16 +296,19 @@ def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
 
 def last_pid() -> int:
     """Return the pid that was assigned last in this pid namespace."""
-    return int(_read("/proc/sys/kernel/ns_last_pid"))
+    return int(shown("/proc/sys/kernel/ns_last_pid"))
 
 
 def ipc_objects() -> int:
-    """Return the number of System V segments, semaphores and queues. They are state that no file holds."""
+    """Return the number of System V segments, semaphores and queues, or of the first 30 of each kind.
+
+    They are state that no file holds.
+    """
     count = 0
     for kind in ("shm", "sem", "msg"):
         try:
             # The first line is a heading.
-            count += _read(f"/proc/sysvipc/{kind}").count(b"\n") - 1
+            count += shown(f"/proc/sysvipc/{kind}").count(b"\n") - 1
         except OSError:
             continue
     return count

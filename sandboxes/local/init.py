@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -228,10 +228,10 @@ class Init:
     def require_sandbox(self) -> None:
         """Do nothing: a local sandbox ends with this process."""
 
-    def living(self) -> set[processes.Process]:
-        """Return all processes of the sandbox."""
+    def living(self, ours: Collection[int] = ()) -> set[processes.Process]:
+        """Return all processes of the sandbox but `ours`."""
         self._shells.reap()
-        return processes.list_processes()
+        return processes.list_processes(ours)
 
     def founders(self) -> set[int]:
         """Return pid 1. The anchor is replaced after a call that has touched it."""

@@ -17,7 +17,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -299,10 +299,10 @@ class Keeper:
         if cgroup_processes.exiting(self._members.pid) or select.select([self._members.init], [], [], 0)[0]:
             raise ContainerEndedError("the container ended")
 
-    def living(self) -> set[processes.Process]:
-        """Return all processes of the container."""
+    def living(self, ours: Collection[int] = ()) -> set[processes.Process]:
+        """Return all processes of the container but `ours`."""
         self._anchor.look_after()
-        return self._members.running()
+        return {process for process in self._members.running() if process[0] not in ours}
 
     def founders(self) -> set[int]:
         """Return pid 1 and the processes that start the shells."""
