@@ -1,7 +1,8 @@
 """One rollout of an agent that uses SWE-ReX, with the project's own client: argv is a URL and how the rollout parts.
 
-With a third word, `steady`, nothing is drawn or left running in the shared part. Prints how many answers are shared,
-then the JSON of all answers, exceptions among them, as the agent sees them.
+It works in the directory that the variable WORK names. With a third word, `steady`, nothing is drawn or left running in
+the shared part. Prints how many answers are shared, then the JSON of all answers, exceptions among them, as the agent
+sees them.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -26,7 +27,7 @@ from swerex.runtime.abstract import (
 )
 from swerex.runtime.remote import RemoteRuntime
 
-WORK = "/tmp/forkpoint-swe-rex"
+WORK = os.environ["WORK"]
 
 
 async def outcome(coming: Any) -> Any:
@@ -51,7 +52,8 @@ def bundle() -> Path:
 
 
 async def main(url: str, part: str, *, steady: bool) -> list[Any]:
-    runtime = RemoteRuntime(host=url, auth_token="token", timeout=0.15)  # noqa: S106
+    # The default of 0.15 s is too short for a machine that is busy with other tests.
+    runtime = RemoteRuntime(host=url, auth_token="token", timeout=20)  # noqa: S106
 
     def bash(command: str, **more: Any) -> Any:
         return outcome(runtime.run_in_session(BashAction(command=command, **{"timeout": 20, **more})))

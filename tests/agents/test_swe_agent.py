@@ -6,7 +6,7 @@ import pytest
 
 from tests.agents.clients import packages, run
 from tests.agents.serving import real_proxy
-from tests.agents.test_swe_rex import REQUIREMENTS, SERVER, outcomes, plain
+from tests.agents.test_swe_rex import REQUIREMENTS, SERVER, plain
 from tests.machine import require_criu
 
 GROUP = ("a1", "a2", "a3", "a4", "a5", "a6")
@@ -31,7 +31,7 @@ def test_group_shares_its_prefix_then_diverges(place: Path) -> None:
         proxy.put("swe", archives=archives, setup=[REPOSITORY], servers={"rex": server})
         for part in GROUP:
             shared, answers_by_part[part] = run(place, "swe_agent_client.py", f"{proxy.url}/t/swe/r/{part}/rex", part)
-        steps = {part: outcomes(proxy, part) for part in GROUP}
+        steps = {part: proxy.outcomes("swe", part) for part in GROUP}
         counts = proxy.client.get("/api/v1/stats").json()
     first = answers_by_part["a1"]
     behind = [answer["output"] for answer in first[shared:] if "output" in answer]

@@ -1,6 +1,7 @@
 """SWE-ReX's own client and server, unmodified, with Forkpoint between them and without."""
 
 import re
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -20,8 +21,11 @@ from tests.machine import require_criu, require_sandboxes, wait_until
 
 REQUIREMENTS = ("swe-rex==1.4.0", "aiohttp")
 SERVER = "exec python3 -m swerex.server --host 127.0.0.1 --port 9000 --auth-token token"
+ATTEMPTS = 3
+"""How often answers are collected until they are the original's. The project gives bash 0.1 s for a prompt. If a prompt
+comes later, its own server too takes it for the end of the next command, whose output then shows one answer too late.
+"""
 GROUP = ("p1", "p2", "p3", "p4", "p5", "p6")
-WORK = Path("/tmp/forkpoint-swe-rex")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,8 @@ def place() -> Path:
     return packages(*REQUIREMENTS)
 
 
-def put(proxy: Proxy, place: Path) -> None:
+def put(proxy: Proxy, place: Path, task: str) -> None:
+    """Give a task its environment, which is no other task's: else they would share a tree."""
     server = {
         "command": SERVER,
         "port": 9000,
@@ -38,12 +43,13 @@ def put(proxy: Proxy, place: Path) -> None:
         "env": {"PYTHONPATH": "/opt/swe-rex"},
         "ready": "/",
     }
-    proxy.put("swe", archives=[{"source": str(place), "target": "/opt/swe-rex"}], servers={"rex": server})
+    archives = [{"source": str(place), "target": "/opt/swe-rex"}]
+    proxy.put(task, archives=archives, servers={"rex": server}, env={"TASK": task})
 
 
 @contextmanager
-def directly(place: Path) -> Iterator[str]:
-    """Run the project's own server, with no Forkpoint; its URL."""
+def directly(place: Path, work: str) -> Iterator[str]:
+    """Run the project's own server, with no Forkpoint; its URL. work: where its agent works."""
     port = free_port()
     home = tempfile.mkdtemp()
     process = subprocess.Popen(
@@ -52,14 +58,14 @@ def directly(place: Path) -> Iterator[str]:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        wait_until(lambda: _answers(f"http://127.0.0.1:{port}"), "the server does not start", within_s=30)
+        wait_until(lambda: _answers(f"http://127.0.0.1:{port}"), "the server does not start", within_s=120)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait()
         shutil.rmtree(home)
         # What an agent leaves running goes when its directory does.
-        shutil.rmtree(WORK, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _answers(url: str) -> bool:
@@ -79,14 +85,10 @@ def plain(value: Any, part: str) -> Any:
         value = re.sub(r"\S+@\S+:\S*[#$] ", "PROMPT ", value)
         value = re.sub(r"\b0\.[0-9]{6,}", "DRAWN", value)
         value = re.sub(r"\[1\] +[0-9]+", "[1] PID", value)
+        # An empty line shows if bash reads the request for the exit code only after its prompt.
+        value = re.sub(r"\n+", "\n", value)
         return re.sub(rf"\b{part}\b", "PART", value)
     return value
-
-
-def outcomes(proxy: Proxy, rollout: str) -> list[str]:
-    """Return how each call of a rollout was answered, in order."""
-    found = proxy.client.get(f"/api/v1/tasks/swe/rollouts/{rollout}").json()["steps"]["items"]
-    return [step["outcome"] for step in found]
 
 
 @pytest.mark.parametrize("way", ["with checkpoints", "by replay"])
@@ -97,29 +99,37 @@ def test_diverging_group_gets_the_original_servers_results(place: Path, way: str
     extra = [] if way == "with checkpoints" else ["steady"]
     # A replay runs the shared part again, time limits and all: one shows what there is to see.
     group = GROUP if way == "with checkpoints" else GROUP[:2]
-    with directly(place) as url:
-        shared, alone = run(place, "swe_rex_client.py", url, "p0", *extra)
+    work = f"/tmp/forkpoint-swe-rex-{secrets.token_hex(4)}"
+
+    def agent(url: str, part: str) -> Any:
+        return run(place, "swe_rex_client.py", url, part, *extra, WORK=work)
+
     with real_proxy(checkpoints=way == "with checkpoints", keeps_all=False, warm_sandboxes=8) as proxy:
-        put(proxy, place)
-        told = {}
-        for part in group:
-            _, told[part] = run(place, "swe_rex_client.py", f"{proxy.url}/t/swe/r/{part}/rex", part, *extra)
-        asked = shared - 1
-        hits = {part: outcomes(proxy, part)[:asked] for part in group[1:]}
+        for task in (f"swe-{attempt}" for attempt in range(ATTEMPTS)):
+            with directly(place, work) as url:
+                shared, alone = agent(url, "p0")
+            put(proxy, place, task)
+            told = {part: agent(f"{proxy.url}/t/{task}/r/{part}/rex", part)[1] for part in group}
+            asked = shared - 1
+            for part in group:
+                # The same luck for all, also where the project's own was bad.
+                assert told[part][:shared] == told["p1"][:shared]
+            for part in group[1:]:
+                assert proxy.outcomes(task, part)[:asked] == ["hit"] * asked
+            if all(plain(told[part], part) == plain(alone, "p0") for part in group):
+                break
         counts = proxy.client.get("/api/v1/stats").json()
     for part in group:
         assert plain(told[part], part) == plain(alone, "p0")
-        # The same luck for all: what the prefix drew is read back after the fork.
-        assert told[part][:shared] == told["p1"][:shared]
-        assert told[part][shared + 2]["output"].endswith(told["p1"][7]["output"])
-    assert hits == {part: ["hit"] * asked for part in group[1:]}
+        # What the prefix drew is read back after the fork.
+        assert told[part][shared + 2]["output"].strip().endswith(told["p1"][7]["output"].strip())
     assert counts["divergences"] == 0
 
 
 def test_health_is_answered_while_a_sandbox_starts(place: Path) -> None:
     """The health request is answered within its client's timeout while a sandbox is being started."""
     with real_proxy() as proxy:
-        put(proxy, place)
+        put(proxy, place, "swe")
         start = time.monotonic()
         answer = proxy.client.get("/t/swe/r/new/rex/is_alive", headers={"X-API-Key": "token"})
         assert answer.json() == {"is_alive": True, "message": ""}
@@ -129,7 +139,7 @@ def test_health_is_answered_while_a_sandbox_starts(place: Path) -> None:
 
 def test_wrong_ways_get_the_projects_own_errors(place: Path) -> None:
     with real_proxy() as proxy:
-        put(proxy, place)
+        put(proxy, place, "swe")
         base = "/t/swe/r/bad/rex"
         headers = {"X-API-Key": "token"}
         assert proxy.client.get(f"{base}/no/such", headers=headers).json() == {"detail": "Not Found"}
