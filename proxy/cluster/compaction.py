@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import aclosing
 
 import structlog
 
@@ -9,7 +10,7 @@ from proxy.cluster.lines import LogError
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase
-from proxy.cluster.takeover import compact
+from proxy.cluster.takeover import TaskLogReading, compaction_of
 
 log = structlog.get_logger()
 
@@ -33,16 +34,34 @@ async def compact_logs(database: ClusterDatabase, owned: Mapping[str, Owned]) ->
 
 async def compact_log(database: ClusterDatabase, task: Owned) -> None:
     """Compact the log of a task. Rows that are written meanwhile stay."""
+    is_done, how = False, None
     try:
-        rows = await database.read(task.task)
-        how = await asyncio.to_thread(compact, rows)
-        is_done = how is not None and await database.compact(task.task, how.gone, how.rows)
+        how = compaction_of(await read_task(database, task.task))
+        steps = () if how is None else how.steps()
+        while (step := await asyncio.to_thread(next, iter(steps), None)) is not None:
+            is_done = await database.compact(task.task, *step)
+            if not is_done:
+                break
     except (DatabaseError, LogError) as error:
         log.warning("a log was not compacted", task=task.task, error=str(error))
-        how, is_done = None, False
+        is_done = False
     if how is not None and is_done:
-        task.rows, task.lines = task.rows - len(how.gone) + len(how.rows), how.lines
+        task.rows, task.lines = task.rows - len(how.gone) + how.left, how.lines
         log.info("compacted a log", task=task.task, rows=len(how.gone), lines=how.lines)
     else:
         # Not again before the log is twice as long.
         task.lines = 2 * task.rows
+
+
+async def read_task(database: ClusterDatabase, task: str) -> TaskLogReading:
+    """Return what the log of a task says. A page of the log is in memory beside it.
+
+    Raises:
+        DatabaseError: The database did not answer.
+        LogError: A row is not what a member of this version writes.
+    """
+    reading = TaskLogReading()
+    async with aclosing(database.read(task)) as pages:
+        async for rows in pages:
+            await asyncio.to_thread(reading.take_rows, rows)
+    return reading

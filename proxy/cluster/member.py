@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from proxy.cluster.compaction import compact_logs
+from proxy.cluster.compaction import compact_logs, read_task
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress
 from proxy.cluster.leaving import LEAVE_S, Leaving
@@ -46,7 +46,7 @@ from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase, Ownership, Peer
 from proxy.cluster.postgres.joining import LEASE_S
 from proxy.cluster.protocol import OwnedTask, Position
-from proxy.cluster.takeover import TaskLogReading, read_log
+from proxy.cluster.takeover import TaskLogReading
 from proxy.engine import Engine
 from proxy.tree.tree import Node
 from sandboxes.task_owner import TaskOwner
@@ -248,7 +248,7 @@ class Member:
     async def claim(self, name: str) -> Owned | None:
         """Become the owner of a task; None if another member was faster. See the module."""
         # 1. A row that another member writes after this read makes the append fail.
-        reading = await asyncio.to_thread(read_log, await self.database.read(name))
+        reading = await read_task(self.database, name)
         view = reading.last + 1
         if not await self.database.append(name, view, None):
             return None

@@ -1,17 +1,20 @@
 """What a log says of a task, read by its next owner (pure)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import chain
 from typing import NamedTuple
 
 from proxy.cluster.lines import Kept, Line, Unkept, decode, encode
-from proxy.cluster.postgres.database import LogRow
+from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Entered, Position, replaceable
 from proxy.storage.copies import Copy, FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 from proxy.tree.keys import CallKey, private_key
 
-CHUNK_BYTES = 4 << 20
-"""Bytes of a row that a compaction writes, unless a line is larger. PostgreSQL holds a row in memory several times."""
+CHUNK_BYTES = 1 << 20
+"""Bytes of a row that a compaction writes, unless a line is larger. Each is one statement, which has `PATIENCE_S`: with
+4 MB, some were given up on a machine with ten busy processes for each core. Halved, twice as many rows are left."""
 
 
 @dataclass(slots=True)
@@ -29,6 +32,8 @@ class TaskLogReading:
         notes: What protocols remember of them, by rollout and protocol.
         entered: Lines that name the ingress and the position of each running rollout, in order.
         kept: The states that the store has, by node.
+        ends: Lines that say what has ended, in order.
+        layout: What each row holds, in order.
     """
 
     last: int = 0
@@ -41,6 +46,26 @@ class TaskLogReading:
     notes: dict[tuple[int, str], NoteCopy] = field(default_factory=dict)
     entered: dict[int, Entered] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
+    ends: list[Line] = field(default_factory=list)
+    layout: list["RowLayout"] = field(default_factory=list)
+
+    def take_rows(self, rows: Iterable[LogRow]) -> None:
+        """Take the next rows.
+
+        Raises:
+            LogError: A row is not what a member of this version writes.
+        """
+        for row in rows:
+            records, lines = len(self.records), 0
+            for line in decode(row.body or b""):
+                self.take(line)
+                lines += 1
+            records = len(self.records) - records
+            size_bytes = None if row.body is None else len(row.body)
+            digest = sha256(row.body or b"").digest()
+            self.layout.append(RowLayout(row.row, size_bytes, digest, records, lines - records))
+            self.last = row.row
+            self.rows += row.body is not None
 
     def take(self, line: Line) -> None:
         """Take the next line."""
@@ -60,6 +85,7 @@ class TaskLogReading:
             case Entered():
                 self.entered[line.rollout] = line
             case Ended():
+                self.ends.append(line)
                 self.rollouts.pop(line.rollout, None)
                 self.entered.pop(line.rollout, None)
             case Kept() | Unkept():
@@ -69,13 +95,13 @@ class TaskLogReading:
         if isinstance(line, Kept):
             self.kept[line.node] = line
         else:
+            self.ends.append(line)
             self.kept.pop(line.node, None)
 
-    def lines(self) -> Iterator[Line]:
-        """Yield lines that a reader takes for the same as all that were taken."""
+    def rest(self) -> Iterator[Line]:
+        """Yield lines that a reader takes for the same as all that were taken and are no records."""
         yield from () if self.task is None else (self.task,)
         yield from self.trees.values()
-        yield from self.records
         yield from self.findings.values()
         yield from self.rollouts.values()
         yield from (note for note in self.notes.values() if note.rollout in self.rollouts)
@@ -119,42 +145,109 @@ def read_log(rows: Iterable[LogRow]) -> TaskLogReading:
         LogError: A row is not what a member of this version writes.
     """
     reading = TaskLogReading()
-    for row in rows:
-        reading.last = row.row
-        reading.rows += row.body is not None
-        for line in decode(row.body or b""):
-            reading.take(line)
+    reading.take_rows(rows)
     return reading
 
 
-class Compaction(NamedTuple):
-    """How a log is compacted.
+class RowLayout(NamedTuple):
+    """What a row of a log holds.
 
     Attributes:
-        gone: Numbers of the rows that are replaced.
-        rows: Numbers and bodies of the rows that replace them. Their numbers are the last ones of `gone`.
-        lines: How many lines they have.
+        row: Its number.
+        size_bytes: The bytes of its lines; None if it says who owns the task.
+        sha256: The SHA-256 of its lines.
+        records: How many of its lines are records.
+        others: How many are not.
+    """
+
+    row: int
+    size_bytes: int | None
+    sha256: bytes
+    records: int
+    others: int
+
+
+class Replacement(NamedTuple):
+    """Rows that are replaced by one.
+
+    Attributes:
+        gone: Their numbers. The new row has the last one.
+        digest: See `rows_digest`.
+        body: The lines of the new row.
     """
 
     gone: list[int]
-    rows: list[tuple[int, bytes]]
-    lines: int
+    digest: bytes
+    body: bytes
 
 
-def compact(log: Sequence[LogRow]) -> Compaction | None:
-    """Return how a log is compacted; None if that would not halve its rows. 15 us a record.
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Neighbouring rows that become one.
 
-    Raises:
-        LogError: A row is not what a member of this version writes.
+    Attributes:
+        rows: The rows.
+        first: The number of records in the log before them.
     """
-    gone = replaceable((row.row, row.body is None) for row in log)
-    chunks, lines = [bytearray()], 0
-    for line in read_log(log).lines():
-        encoded = encode([line])
-        if chunks[-1] and len(chunks[-1]) + len(encoded) > CHUNK_BYTES:
-            chunks.append(bytearray())
-        chunks[-1] += encoded
-        lines += 1
-    if 2 * len(chunks) > len(gone):
-        return None
-    return Compaction(gone, list(zip(gone[-len(chunks) :], map(bytes, chunks), strict=True)), lines)
+
+    rows: list[RowLayout]
+    first: int
+
+
+class Compaction:
+    """How a log is compacted: rows are replaced by fewer ones, step by step. After each step the log says the same.
+
+    1. The last row gets all lines that are no records, as they are after the whole log. They replace the earlier ones.
+       It also says what has ended, because earlier rows still say that it began.
+    2. Each other segment of rows becomes one row with its records, of about `CHUNK_BYTES`. What an earlier compaction
+       has written stays as it is. So no step writes much, and all of them write each record a constant number of times.
+    3. The last row is written again, without what has ended.
+
+    Attributes:
+        gone: Numbers of the rows that are replaced.
+        left: How many rows are left of them.
+        lines: How many lines these have.
+    """
+
+    def __init__(self, reading: TaskLogReading) -> None:
+        """Plan the steps for a log that was read to its end."""
+        self._reading = reading
+        numbers = set(replaceable((each.row, each.size_bytes is None) for each in reading.layout))
+        self._segments: list[_Segment] = []
+        size_bytes = records = 0
+        for each in reading.layout:
+            if each.row in numbers:
+                size_bytes += each.size_bytes or 0
+                if not self._segments or size_bytes > CHUNK_BYTES:
+                    self._segments.append(_Segment([], records))
+                    size_bytes = each.size_bytes or 0
+                self._segments[-1].rows.append(each)
+            records += each.records
+        self.gone = sorted(numbers)
+        self.left = len(self._segments)
+        self.lines = records + sum(1 for _ in reading.rest())
+
+    def steps(self) -> Iterator[Replacement]:
+        """Yield the steps, in their order. 15 us a record."""
+        *before, last = self._segments
+        ends = self._reading.ends if before else []
+        first = self._step(last, chain(ends, self._reading.rest()))
+        yield first
+        for segment in before:
+            if len(segment.rows) > 1 or segment.rows[0].others:
+                yield self._step(segment)
+        if ends:
+            again = self._step(last, self._reading.rest())
+            yield Replacement(first.gone[-1:], rows_digest([sha256(first.body).digest()]), again.body)
+
+    def _step(self, segment: _Segment, rest: Iterable[Line] = ()) -> Replacement:
+        end = segment.first + sum(each.records for each in segment.rows)
+        body = encode(chain(self._reading.records[segment.first : end], rest))
+        digest = rows_digest(each.sha256 for each in segment.rows)
+        return Replacement([each.row for each in segment.rows], digest, body)
+
+
+def compaction_of(reading: TaskLogReading) -> Compaction | None:
+    """Return how a log is compacted; None if that would not halve its rows."""
+    how = Compaction(reading)
+    return None if 2 * how.left > len(how.gone) else how

@@ -92,6 +92,12 @@ def _sentence(error: BaseException) -> str:
     return text.removeprefix("connection failed: ").partition(" Is the server running")[0].rstrip(".")
 
 
+async def run_all(connection: Connection, statements: str, values: dict[str, Any]) -> None:
+    """Run several statements as one message."""
+    async with psycopg.AsyncClientCursor(connection) as cursor:
+        await cursor.execute(statements, values)
+
+
 async def second_row(connection: Connection, statements: str, values: dict[str, Any]) -> tuple[Any, ...] | None:
     """Return the first row of the second statement. One message: a client that dies holds no lock."""
     async with psycopg.AsyncClientCursor(connection) as cursor:
@@ -101,8 +107,8 @@ async def second_row(connection: Connection, statements: str, values: dict[str, 
 
 
 async def rows_of(connection: Connection, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Return all rows of a statement."""
-    cursor = await connection.execute(statement, values)
+    """Return all rows of a statement. They come in the binary form, which is half as long for bytes."""
+    cursor = await connection.execute(statement, values, binary=True)
     return await cursor.fetchall()
 
 

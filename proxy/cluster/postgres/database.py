@@ -7,15 +7,29 @@ whether the statement ran, and the caller reads again.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from functools import partial
+from hashlib import sha256
 from typing import NamedTuple
 
-from proxy.cluster.postgres.connection import Connection, DatabaseError, SteadyConnection, row_of, rows_of, second_row
+from proxy.cluster.postgres.connection import (
+    Connection,
+    DatabaseError,
+    SteadyConnection,
+    row_of,
+    rows_of,
+    run_all,
+    second_row,
+)
 from proxy.cluster.postgres.joining import LEASE_S, ClusterError, Membership, join
 from sandboxes.task_owner import TaskOwner
 
 MAX_ROWS = 500
 """Most rows of one statement. 1,000 rows of 2 kB were measured at 31 ms; half of them bound the wait of the next."""
+SHORT_ROWS = 1000
+"""Most rows of a log that is read with one statement, and of a page of a longer one."""
+PAGE_BYTES = 8 << 20
+"""Bytes of a page of a log. A statement has 2 s (`PATIENCE_S`), so a link of 50 Mbit/s suffices."""
 
 _APPEND = """
 INSERT INTO forkpoint.lines (task, row, member, boot, body)
@@ -32,16 +46,26 @@ ON CONFLICT DO NOTHING RETURNING row
 """
 _COMPACT = f"""{_LOCK}
 WITH whole AS (
-    SELECT count(*) = %(count)s AS holds FROM forkpoint.lines
+    SELECT count(*) = %(count)s AND sha256(string_agg(sha256(body), ''::bytea ORDER BY row)) = %(digest)s AS holds
+    FROM forkpoint.lines
     WHERE task = %(task)s AND row = ANY(%(gone)s) AND body IS NOT NULL),
 replaced AS (
-    UPDATE forkpoint.lines l SET body = n.body
-    FROM whole, unnest(%(rows)s::bigint[], %(bodies)s::bytea[]) AS n (row, body)
-    WHERE whole.holds AND l.task = %(task)s AND l.row = n.row),
+    UPDATE forkpoint.lines l SET body = %(body)s FROM whole
+    WHERE whole.holds AND l.task = %(task)s AND l.row = %(row)s),
 deleted AS (
     DELETE FROM forkpoint.lines l USING whole
-    WHERE whole.holds AND l.task = %(task)s AND l.row = ANY(%(gone)s) AND l.row <> ALL(%(rows)s))
+    WHERE whole.holds AND l.task = %(task)s AND l.row = ANY(%(gone)s) AND l.row <> %(row)s)
 SELECT holds FROM whole
+"""
+_SHORT_LOG = """
+WITH first AS MATERIALIZED (
+    SELECT row, member, body FROM forkpoint.lines WHERE task = %s ORDER BY row LIMIT %s),
+size AS (SELECT coalesce(sum(octet_length(body)), 0) <= %s AS fits FROM first)
+SELECT row, member, CASE WHEN fits THEN body END, fits FROM first, size ORDER BY row
+"""
+_LONG_LOG = """
+BEGIN READ ONLY;
+DECLARE log NO SCROLL CURSOR FOR SELECT row, member, body FROM forkpoint.lines WHERE task = %(task)s ORDER BY row
 """
 _OWNER = """
 SELECT l.row, l.member, l.boot, m.name, m.url, m.boot = l.boot AND m.until > clock_timestamp()
@@ -106,6 +130,11 @@ class LogRow(NamedTuple):
     body: bytes | None
 
 
+def rows_digest(digests: Iterable[bytes]) -> bytes:
+    """Return what says that rows are as they were read, from the SHA-256 of the body of each."""
+    return sha256(b"".join(digests)).digest()
+
+
 class ClusterDatabase:
     """The database as one member uses it.
 
@@ -120,7 +149,7 @@ class ClusterDatabase:
             secret: The secret that all members of the cluster share.
             membership: What `join` has returned before; None if it is still to be called.
         """
-        self._secret = secret
+        self._dsn, self._secret = dsn, secret
         self._reads, self._beats, self._appends = SteadyConnection(dsn), SteadyConnection(dsn), SteadyConnection(dsn)
         self._queue: list[tuple[str, int, bytes | None, asyncio.Future[bool]]] = []
         self._tasks, self._writing = TaskOwner(), False
@@ -254,15 +283,32 @@ class ClusterDatabase:
         view, number, boot, name, url, alive = row
         return Ownership(view, Peer(number, boot, name, url, alive))
 
-    async def read(self, task: str) -> list[LogRow]:
-        """Return the log of a task. 5 ms for 1,000 rows of 2 kB, 68 ms for 10,000 (a prototype with asyncpg).
+    async def read(self, task: str) -> AsyncGenerator[list[LogRow]]:
+        """Yield the log of a task, in order, as it was at one moment. Use `aclosing` around it.
+
+        A short log is one statement. A longer one comes in pages over a connection of its own: each page has the time
+        of a statement, other reads do not wait, and only a page is in memory twice.
 
         Raises:
             DatabaseError: The database did not answer.
         """
-        statement = "SELECT row, member, body FROM forkpoint.lines WHERE task = %s ORDER BY row"
-        rows = await self._reads.run(lambda connection: rows_of(connection, statement, (task,)))
-        return [LogRow(*row) for row in rows]
+        values = (task, SHORT_ROWS + 1, PAGE_BYTES)
+        rows = await self._reads.run(lambda connection: rows_of(connection, _SHORT_LOG, values))
+        if len(rows) <= SHORT_ROWS and all(is_whole for *_, is_whole in rows):
+            yield [LogRow(*row) for *row, _ in rows]
+            return
+        pages = SteadyConnection(self._dsn)
+        try:
+            # A cursor shows what was there when it was declared, so a compaction meanwhile changes nothing.
+            await pages.run(lambda connection: run_all(connection, _LONG_LOG, {"task": task}))
+            count = 8
+            while rows := await pages.run(partial(rows_of, statement=f"FETCH {count} FROM log", values=())):
+                yield [LogRow(*row) for row in rows]
+                size_bytes = sum(len(body or b"") for *_, body in rows) + 1
+                # Rows that a compaction wrote have megabytes, and others some hundred bytes.
+                count = max(1, min(4 * count, SHORT_ROWS, count * PAGE_BYTES // size_bytes))
+        finally:
+            await pages.aclose()
 
     async def append(self, task: str, row: int, body: bytes | None) -> bool:
         """Write a row if its number follows the last one of the task; return whether it was written.
@@ -289,20 +335,20 @@ class ClusterDatabase:
             self._tasks.spawn("cluster log", self._write())
         return await written
 
-    async def compact(self, task: str, gone: Sequence[int], rows: Sequence[tuple[int, bytes]]) -> bool:
-        """Replace rows of a task by fewer ones; return False if they are not as they were read.
+    async def compact(self, task: str, gone: Sequence[int], digest: bytes, body: bytes) -> bool:
+        """Replace rows of a task by one, which has the last number; return False if they are not as they were read.
 
         Args:
             task: Name of the task.
-            gone: Numbers of all rows that are replaced. None of them says who owns the task.
-            rows: Numbers, of those, and bodies of the rows that say the same.
+            gone: Numbers of the rows that are replaced, in order. None of them says who owns the task.
+            digest: See `rows_digest`. Another member may have compacted the log meanwhile.
+            body: The body of the new row.
 
         Raises:
             DatabaseError: It is unknown whether the rows were replaced.
         """
         values = {
-            "task": task, "gone": list(gone), "count": len(gone), "rows": [number for number, _ in rows],
-            "bodies": [body for _, body in rows],
+            "task": task, "gone": list(gone), "count": len(gone), "digest": digest, "row": gone[-1], "body": body,
         }  # fmt: skip
         return await self._reads.run(lambda connection: second_row(connection, _COMPACT, values)) == (True,)
 

@@ -2,11 +2,10 @@
 
 import asyncio
 
-from proxy.cluster.compaction import compact_log
+from proxy.cluster.compaction import compact_log, read_task
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.database import ClusterDatabase
 from proxy.cluster.protocol import Entered, OwnedTask, Position
-from proxy.cluster.takeover import read_log
 
 SECRET = b"the members' secret"
 
@@ -23,10 +22,10 @@ def test_an_owner_compacts_its_log(dsn: str) -> None:
             owned = Owned("t", OwnedTask(1), database.append, lambda _, reason: failures.append(reason))
             for turn in range(20):
                 await owned.write([Entered(7, 1, Position(turn, turn))])
-            before = read_log(await database.read("t"))
+            before = await read_task(database, "t")
             assert owned.rows == before.rows == 20
             await compact_log(database, owned)
-            after = read_log(await database.read("t"))
+            after = await read_task(database, "t")
             assert (after.last, after.rows, after.entered) == (before.last, 1, before.entered)
             assert (owned.rows, owned.lines) == (1, 1)
             await owned.write([Entered(7, 1, Position(20, 20))])
@@ -34,7 +33,7 @@ def test_an_owner_compacts_its_log(dsn: str) -> None:
             await compact_log(database, owned)
             # Two rows become one, and one does not become less.
             await compact_log(database, owned)
-            assert len(await database.read("t")) == 2
+            assert len((await read_task(database, "t")).layout) == 2
         finally:
             await database.aclose()
 

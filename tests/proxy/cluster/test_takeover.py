@@ -1,9 +1,14 @@
 """The next owner of a task reads its log."""
 
+from hashlib import sha256
+
+import pytest
+
+from proxy.cluster import takeover
 from proxy.cluster.lines import Kept, Line, Unkept, encode
-from proxy.cluster.postgres.database import LogRow
+from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Entered, Position
-from proxy.cluster.takeover import compact, read_log
+from proxy.cluster.takeover import Compaction, TaskLogReading, compaction_of, read_log
 from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
 TASK = TaskCopy("t", None, 1.0)
@@ -74,17 +79,56 @@ def test_a_compacted_log_says_the_same() -> None:
         [Kept(12, "second", 1), Unkept(11), NoteCopy(5, "e2b", "2")],
     ]
     bodies = [None, *(encode(line) for line in lines[:2]), None, *(encode(line) for line in lines[2:])]
-    log = [LogRow(row, 1, body) for row, body in enumerate(bodies, 1)]
-    how = compact(log)
+    log = {row: LogRow(row, 1, body) for row, body in enumerate(bodies, 1)}
+    one = read_log(log.values())
+    how = compaction_of(one)
     assert how is not None
-    assert (how.gone, [number for number, _ in how.rows]) == ([2, 3, 5, 6], [6])
-    after = [LogRow(1, 1, None), LogRow(4, 1, None), LogRow(6, 1, how.rows[0][1])]
-    one, other = read_log(log), read_log(after)
-    assert (other.last, other.rows) == (6, 1)
+    assert (how.gone, how.left) == ([2, 3, 5, 6], 1)
+    other = compacted(log, one, how)
+    assert list(log) == [1, 4, 6]
     assert other.copies({}) == one.copies({})
-    assert (other.entered, other.kept) == (one.entered, one.kept)
     # Nothing would be won now.
-    assert compact(after) is None
+    assert compaction_of(other) is None
+
+
+def compacted(log: dict[int, LogRow], before: TaskLogReading, how: Compaction) -> TaskLogReading:
+    """Compact a log. After each step it says the same."""
+    for gone, digest, body in how.steps():
+        assert digest == rows_digest(sha256(log[row].body or b"").digest() for row in gone)
+        for row in gone[:-1]:
+            del log[row]
+        log[gone[-1]] = LogRow(gone[-1], 1, body)
+        after = read_log(log.values())
+        assert after.last == before.last
+        assert sorted(after.copies({}), key=repr) == sorted(before.copies({}), key=repr)
+        assert (after.entered, after.kept) == (before.entered, before.kept)
+    assert len(log) == how.left + sum(row.body is None for row in log.values())
+    return after
+
+
+def test_large_log_is_compacted_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step writes about a chunk, and what was written by an earlier compaction is not written again."""
+    monkeypatch.setattr(takeover, "CHUNK_BYTES", 2000)
+    log = {1: LogRow(1, 1, None), 2: LogRow(2, 1, encode([TASK, TREE, rollout(5)]))}
+    beginnings: list[Line] = [rollout(6), Kept(7, "n", 1)]
+    ends: list[Line] = [Ended(6), Unkept(7)]
+    for number in range(3, 40):
+        lines: list[Line] = [record(number, 10, b"k%d" % number, 11), Entered(5, 1, Position(number, 11))]
+        # What ends later than it begins must not be there in between.
+        lines += beginnings if number == 5 else ends if number == 35 else []
+        log[number] = LogRow(number, 1, encode(lines))
+    first = read_log(log.values())
+    how = compaction_of(first)
+    assert how is not None
+    assert len(list(how.steps())) == how.left + 1 > 3
+    again = compacted(log, first, how)
+    for number in range(40, 60):
+        log[number] = LogRow(number, 1, encode([record(number, 10, b"k%d" % number, 11), Kept(number, "n", 1)]))
+    again = read_log(log.values())
+    later = compaction_of(again)
+    assert later is not None
+    assert len(list(later.steps())) < later.left
+    compacted(log, again, later)
 
 
 def test_empty_log() -> None:

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from typing import TypeVar
 
 import pytest
 
+from proxy.cluster.postgres import database as database_module
 from proxy.cluster.postgres.connection import DatabaseError
-from proxy.cluster.postgres.database import ClusterDatabase
+from proxy.cluster.postgres.database import ClusterDatabase, LogRow, rows_digest
 from proxy.cluster.postgres.joining import ClusterError, Membership
 from sandboxes.task_owner import TaskOwner, start
 from tests.sandboxes.postgres_cluster import Cluster
@@ -116,13 +118,46 @@ def test_a_row_number_is_written_once(dsn: str) -> None:
             assert not await second.append("task", 2, None)
             assert await second.append("task", 3, None)
             assert not await first.append("task", 3, b"late")
-            rows = await first.read("task")
+            rows = await log_of(first)
             assert rows == [(1, 1, None), (2, 1, b"lines"), (3, 2, None)]
             owner = await first.owner("task")
             assert owner is not None
             assert (owner.view, owner.peer.name, owner.peer.alive) == (3, "b", True)
             assert await first.owner("other") is None
         assert owner is not None
+
+    asyncio.run(run())
+
+
+async def compacted(database: ClusterDatabase, gone: list[int], body: bytes, read: list[bytes]) -> bool:
+    digest = rows_digest(sha256(each).digest() for each in read)
+    return await database.compact("task", gone, digest, body)
+
+
+async def log_of(database: ClusterDatabase) -> list[LogRow]:
+    return [row async for rows in database.read("task") for row in rows]
+
+
+@pytest.mark.parametrize("page_bytes", [1, 100, 1 << 20])
+def test_long_logs_come_in_pages(dsn: str, monkeypatch: pytest.MonkeyPatch, page_bytes: int) -> None:
+    """They are read as they were at one moment, whatever a compaction does meanwhile."""
+    monkeypatch.setattr(database_module, "SHORT_ROWS", 10)
+    monkeypatch.setattr(database_module, "PAGE_BYTES", page_bytes)
+
+    async def run() -> None:
+        async with member(dsn, "a") as first, member(dsn, "b") as second:
+            assert await first.append("task", 1, None)
+            for row in range(2, 50):
+                assert await first.append("task", row, b"x" * row)
+            before = await log_of(first)
+            assert [len(row.body or b"") for row in before] == [0, *range(2, 50)]
+            read, pages = list[LogRow](), second.read("task")
+            async for page in pages:
+                if not read:
+                    assert await compacted(first, list(range(2, 50)), b"all", [b"x" * row for row in range(2, 50)])
+                read += page
+            assert read == before
+            assert await log_of(second) == [(1, 1, None), (49, 1, b"all")]
 
     asyncio.run(run())
 
@@ -135,18 +170,20 @@ def test_numbers_of_replaced_rows_are_not_free(dsn: str) -> None:
             assert await first.append("task", 1, None)
             for row in (2, 3, 4, 5):
                 assert await first.append("task", row, b"line")
-            assert await first.compact("task", [2, 3, 4, 5], [(5, b"lines")])
-            assert await first.read("task") == [(1, 1, None), (5, 1, b"lines")]
+            assert await compacted(first, [2, 3, 4, 5], b"lines", [b"line"] * 4)
+            assert await log_of(first) == [(1, 1, None), (5, 1, b"lines")]
             # It has read rows 1 and 2.
             assert not await second.append("task", 3, None)
             # It has read four rows, of which one is left.
-            assert not await second.compact("task", [2, 3, 4, 5], [(5, b"others")])
+            assert not await compacted(second, [2, 3, 4, 5], b"others", [b"line"] * 4)
+            # It has read the last one of them as it was before.
+            assert not await compacted(second, [5], b"others", [b"line"])
             assert await second.append("task", 6, None)
             assert await second.append("task", 7, b"line")
             assert await second.append("task", 8, b"line")
-            assert await second.compact("task", [5, 7, 8], [(8, b"all")])
+            assert await compacted(second, [5, 7, 8], b"all", [b"lines", b"line", b"line"])
             assert not await first.append("task", 6, b"late")
-            assert await first.read("task") == [(1, 1, None), (6, 2, None), (8, 2, b"all")]
+            assert await log_of(first) == [(1, 1, None), (6, 2, None), (8, 2, b"all")]
 
     asyncio.run(run())
 
@@ -252,7 +289,7 @@ def test_a_killed_server_loses_no_row(server: Cluster, dsn: str) -> None:
                 await writing
             await asyncio.to_thread(server.start)
             await again(first.beat)
-            rows = [row.row for row in await again(lambda: first.read("task"))]
+            rows = [row.row for row in await again(lambda: log_of(first))]
             assert rows == list(range(1, len(rows) + 1))
             assert len(acknowledged) <= len(rows) <= len(acknowledged) + 1
 

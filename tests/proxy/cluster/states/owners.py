@@ -102,8 +102,8 @@ class LogDatabase:
     def __init__(self, log: Log, number: int) -> None:
         self._log, self.membership = log, SimpleNamespace(number=number)
 
-    async def read(self, _task: str) -> list[LogRow]:
-        return [LogRow(number, 0, body) for number, body in enumerate(self._log.rows, 1)]
+    async def read(self, _task: str) -> AsyncIterator[list[LogRow]]:
+        yield [LogRow(number, 0, body) for number, body in enumerate(self._log.rows, 1)]
 
     async def member(self, _number: int) -> None:
         """Return that no member can be asked: ingresses of earlier owners are gone."""
