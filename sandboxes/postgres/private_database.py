@@ -232,8 +232,12 @@ class PrivateDatabase:
     def _without_transaction(self, call: PostgresCall, parameters: Any) -> PostgresOutcome:
         """Run a statement that cannot, or should not, run in a transaction of ours: VACUUM, SET, LOCK."""
         outcome = self.link.send(call.text, call, parameters=parameters)
-        if self.link.status == pq.TransactionStatus.IDLE and outcome.failure is None:
-            self._reassess(call.text, large=not only(outcome.tags, _ROWLESS))
+        if self.link.status == pq.TransactionStatus.IDLE:
+            # A procedure may have committed before it failed.
+            unknown = outcome.failure is not None or not only(outcome.tags, _ROWLESS)
+            self._reassess(call.text, large=unknown)
+            if unknown and outcome.failure is None:
+                self._undescribed.append(call.text)
         return outcome
 
     # -- inside the agent's transaction ------------------------------------------------------------------------------

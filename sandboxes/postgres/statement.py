@@ -25,8 +25,8 @@ _ROWS = (pq.ExecStatus.SINGLE_TUPLE, pq.ExecStatus.TUPLES_CHUNK, pq.ExecStatus.T
 _COPIES = (pq.ExecStatus.COPY_IN, pq.ExecStatus.COPY_OUT, pq.ExecStatus.COPY_BOTH)
 CANCELLED, READ_ONLY, SYNTAX_ERROR = "57014", "25006", "42601"
 """SQLSTATEs (PostgreSQL's manual, appendix A)."""
-NOT_IN_TRANSACTION = {"25001", "3B001"}
-"""SQLSTATEs of statements that fail inside a transaction block only, such as VACUUM."""
+NOT_IN_TRANSACTION = {"25001", "3B001", "2D000"}
+"""SQLSTATEs of statements that fail inside a transaction block only, such as VACUUM and procedures that commit."""
 
 
 ServerLossCause = Literal["timeout", "memory", "connection"]

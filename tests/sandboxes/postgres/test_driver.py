@@ -265,6 +265,19 @@ def test_definitions_that_differ_are_other_states(tmp_path: Path, shop: Cluster)
         assert one.state != two.state
 
 
+def test_procedures_may_commit(tmp_path: Path, shop: Cluster) -> None:
+    """What they have committed before they fail stays, as without the proxy."""
+    body = "BEGIN INSERT INTO sale (item, amount) VALUES (1, 1); COMMIT; PERFORM 1 / divisor; END"
+    _, done, failed, count = responses_to(
+        tmp_path, shop, f"CREATE PROCEDURE add(divisor int) LANGUAGE plpgsql AS $$ {body} $$",
+        "CALL add(1)", "CALL add(0)", "SELECT count(*) FROM sale",
+    )  # fmt: skip
+    assert (done.error, count.value) == (None, 22)
+    assert "division by zero" in failed.message
+    assert done.effect & failed.effect & DATABASE
+    assert done.state != failed.state == count.state
+
+
 def test_plans_of_others_are_not_changed(tmp_path: Path, shop: Cluster) -> None:
     """ANALYZE changes a table's estimates although its transaction is read-only, and rolled back."""
     plan = "EXPLAIN SELECT * FROM item"
