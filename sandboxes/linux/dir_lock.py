@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from sandboxes.errors import SandboxError
+from sandboxes.linux.descriptors import Opened
 
 _NAME = "lock"
 
@@ -49,10 +50,8 @@ def is_unowned(data_dir: Path) -> bool:
         lock = os.open(data_dir / _NAME, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return True
-    try:
+    with Opened(lock):
         return _locked(lock)
-    finally:
-        os.close(lock)
 
 
 def _locked(lock: int) -> bool:

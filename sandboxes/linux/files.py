@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from sandboxes.linux.descriptors import write_out
+from sandboxes.linux.descriptors import Opened, write_out
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE = 1_000
@@ -69,11 +69,8 @@ def sync_path(path: str | Path, *, within: int | None = None) -> None:
         OSError: There is no such file, or it cannot be written.
     """
     links = 0 if within is None else os.O_NOFOLLOW
-    descriptor = os.open(path, os.O_RDONLY | links | os.O_CLOEXEC, dir_fd=within)
-    try:
+    with Opened(os.open(path, os.O_RDONLY | links | os.O_CLOEXEC, dir_fd=within)) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_file(path: str, content: bytes, *, new: bool = False) -> None:
@@ -135,11 +132,8 @@ def remove_path(path: str) -> None:
     folder, _, name = path.rstrip("/").rpartition("/")
     if name in {"", ".", ".."}:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
-    parent = os.open(folder or ("/" if path.startswith("/") else "."), _FOLDER & ~os.O_NOFOLLOW)
-    try:
+    with Opened(os.open(folder or ("/" if path.startswith("/") else "."), _FOLDER & ~os.O_NOFOLLOW)) as parent:
         remove_entry(name, parent)
-    finally:
-        os.close(parent)
 
 
 def remove_entry(name: str, folder: int, *, force: bool = False) -> None:
@@ -233,12 +227,9 @@ class _Removal:
     def _open(self, name: str) -> int:
         if self._force and os.geteuid():
             # Without rights over all files, a directory's own mode may forbid to open it or to remove what is in it.
-            fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.here)
-            try:
-                with contextlib.suppress(OSError):
-                    os.chmod(f"/proc/self/fd/{fd}", 0o700)  # noqa: PTH101
-            finally:
-                os.close(fd)
+            flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            with Opened(os.open(name, flags, dir_fd=self.here)) as fd, contextlib.suppress(OSError):
+                os.chmod(f"/proc/self/fd/{fd}", 0o700)  # noqa: PTH101
         return os.open(name, _FOLDER, dir_fd=self.here)
 
     def _leave(self, level: _Level, above: _Level) -> bool:

@@ -10,22 +10,14 @@ import os
 import struct
 from pathlib import Path
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.syscalls import syscall
+
 _ASK_VERSION, _PATH_BENEATH = 1, 1
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 _FIRST_VERSION = (1 << 13) - 1
 """All kinds of access that version 1 handles."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
-
-
-def _call(number: int, *arguments: object) -> int:
-    returned = int(_libc.syscall(ctypes.c_long(number), *arguments))
-    if returned < 0:
-        raise OSError(ctypes.get_errno(), f"landlock: {os.strerror(ctypes.get_errno())}")
-    return returned
 
 
 def restrict_to(folder: Path) -> None:
@@ -39,18 +31,16 @@ def restrict_to(folder: Path) -> None:
     Raises:
         OSError: The kernel has no Landlock.
     """
-    version = _call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(_ASK_VERSION))
+    version = syscall("landlock_create_ruleset", None, ctypes.c_size_t(0), ctypes.c_uint(_ASK_VERSION))
     handled = _FIRST_VERSION
     for since, access in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
         handled |= access if version >= since else 0
-    attributes = struct.pack("=Q", handled)
-    rules = _call(_CREATE_RULESET, ctypes.c_char_p(attributes), ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
-    below = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-    try:
+    attributes, no_flags = struct.pack("=Q", handled), ctypes.c_uint(0)
+    size = ctypes.c_size_t(len(attributes))
+    made = syscall("landlock_create_ruleset", ctypes.c_char_p(attributes), size, no_flags)
+    with Opened(made) as rules, Opened(os.open(folder, os.O_PATH | os.O_CLOEXEC)) as below:
         allowed = (_WRITE_FILE | _READ_FILE | _READ_DIR | _REMOVE_FILE | _MAKE_REG | _TRUNCATE) & handled
         rule = struct.pack("=Qi", allowed, below)
-        _call(_ADD_RULE, ctypes.c_int(rules), ctypes.c_int(_PATH_BENEATH), ctypes.c_char_p(rule), ctypes.c_uint(0))
-        _call(_RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0))
-    finally:
-        os.close(below)
-        os.close(rules)
+        kind, given = ctypes.c_int(_PATH_BENEATH), ctypes.c_char_p(rule)
+        syscall("landlock_add_rule", ctypes.c_int(rules), kind, given, no_flags)
+        syscall("landlock_restrict_self", ctypes.c_int(rules), no_flags)

@@ -1,10 +1,10 @@
 """Paths that stay the file or directory that they were when they were checked."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.plain_paths import plain_descriptor
 
 
@@ -19,8 +19,5 @@ def open_plain(path: str | Path) -> Iterator[Path]:
     Raises:
         OSError: The path does not exist, has a link in it, or is neither a directory nor a regular file.
     """
-    fd = plain_descriptor(str(path))
-    try:
+    with Opened(plain_descriptor(str(path))) as fd:
         yield Path(f"/proc/self/fd/{fd}")
-    finally:
-        os.close(fd)

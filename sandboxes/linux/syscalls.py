@@ -13,7 +13,7 @@ import struct
 import sys
 from collections.abc import Mapping
 
-from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.descriptors import Opened, close_all
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -58,6 +58,7 @@ SEALED = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_N
 RESOLVE_NO_XDEV = 0x01
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
+RESOLVE_BENEATH = 0x08
 RESOLVE_IN_ROOT = 0x10
 MOVE_MOUNT_F_EMPTY_PATH = 0x04
 MOVE_MOUNT_T_EMPTY_PATH = 0x40
@@ -75,6 +76,7 @@ _OLD = {
 }.get(MACHINE, {})
 _NEW = {"open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432}
 _NEW |= {"openat2": 437, "pidfd_getfd": 438, "mount_setattr": 442}
+_NEW |= {"landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446}
 SYSCALLS = {**_OLD, **_NEW}
 
 # struct statx (statx(2)): its size, the bit of the mount's number, and where that number is.
@@ -94,7 +96,12 @@ def _check(returned: int, what: str) -> int:
     return returned
 
 
-def _syscall(name: str, *arguments: object, about: str = "") -> int:
+def syscall(name: str, *arguments: object, about: str = "") -> int:
+    """Call the kernel by the name of a call in `SYSCALLS`; `about` is for the error.
+
+    Raises:
+        OSError: The kernel refuses, or the call is not known on this machine.
+    """
     if name not in SYSCALLS:
         raise OSError(38, f"{name}: not known on {MACHINE}")
     return _check(int(_libc.syscall(ctypes.c_long(SYSCALLS[name]), *arguments)), f"{name} {about}".strip())
@@ -142,7 +149,7 @@ def unmount(target: str) -> None:
 
 def pivot_root(new: str, old: str) -> None:
     """Make `new` the root of this mount namespace, and mount the old root at `old`."""
-    _syscall("pivot_root", ctypes.c_char_p(os.fsencode(new)), ctypes.c_char_p(os.fsencode(old)))
+    syscall("pivot_root", ctypes.c_char_p(os.fsencode(new)), ctypes.c_char_p(os.fsencode(old)))
 
 
 def prctl(option: int, value: int = 0, third: object = 0) -> None:
@@ -158,16 +165,16 @@ def capset(mask: int) -> None:
     """Set the effective and permitted capabilities of this thread to a mask of bits; none are inheritable."""
     header = struct.pack("=Ii", 0x20080522, 0)
     low, high = mask & 0xFFFFFFFF, mask >> 32
-    _syscall("capset", ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", low, low, 0, high, high, 0)))
+    syscall("capset", ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", low, low, 0, high, high, 0)))
 
 
 def openat2(folder: int, path: bytes, how: ctypes.Array[ctypes.c_char]) -> int:
     """Open a path below a directory with limits to how it is resolved; `how` is a `struct open_how` (openat2(2))."""
     arguments = (ctypes.c_int(folder), ctypes.c_char_p(path), how, ctypes.c_size_t(len(how)))
-    return _syscall("openat2", *arguments, about=os.fsdecode(path))
+    return syscall("openat2", *arguments, about=os.fsdecode(path))
 
 
-def _open_how(flags: int, resolve: int) -> ctypes.Array[ctypes.c_char]:
+def open_how(flags: int, resolve: int) -> ctypes.Array[ctypes.c_char]:
     """Return a `struct open_how` for `openat2`: flags, mode, resolve. The descriptor is closed at `exec`."""
     how = struct.pack("=QQQ", flags | os.O_CLOEXEC, 0, resolve)
     return ctypes.create_string_buffer(how, len(how))
@@ -204,7 +211,7 @@ def overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
         upper: The writable layer; None for a read-only overlay.
         work: An empty directory on the file system of `upper`; None with `upper`.
     """
-    context = _syscall("fsopen", ctypes.c_char_p(b"overlay"), ctypes.c_uint(FSOPEN_CLOEXEC), about="overlay")
+    context = syscall("fsopen", ctypes.c_char_p(b"overlay"), ctypes.c_uint(FSOPEN_CLOEXEC), about="overlay")
     before = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Whiteouts and opaque marks in user.* attributes can be read without CAP_SYS_ADMIN, by root and everybody.
@@ -221,7 +228,7 @@ def overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
                 os.chdir(folder)
                 _fsconfig(context, FSCONFIG_SET_STRING, key, ".")
         _fsconfig(context, FSCONFIG_CMD_CREATE, None, None)
-        return _syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
+        return syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
     finally:
         os.fchdir(before)
         os.close(before)
@@ -230,21 +237,17 @@ def overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
 
 def message_queues() -> int:
     """Return a directory that lists the POSIX message queues of this IPC namespace; it is mounted nowhere."""
-    context = _syscall("fsopen", ctypes.c_char_p(b"mqueue"), ctypes.c_uint(FSOPEN_CLOEXEC), about="mqueue")
-    try:
+    context = syscall("fsopen", ctypes.c_char_p(b"mqueue"), ctypes.c_uint(FSOPEN_CLOEXEC), about="mqueue")
+    with Opened(context):
         _fsconfig(context, FSCONFIG_CMD_CREATE, None, None)
-        mounted = _syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
-    finally:
-        os.close(context)
-    try:
+        mounted = syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
+    with Opened(mounted):
         # The descriptor of the mount is an O_PATH one, which cannot be listed.
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mounted)
-    finally:
-        os.close(mounted)
 
 
 def _fsconfig(context: int, command: int, key: str | None, value: str | None) -> None:
-    _syscall(
+    syscall(
         "fsconfig",
         ctypes.c_int(context),
         ctypes.c_uint(command),
@@ -267,7 +270,7 @@ def clone_mount(path: str, attributes: int = 0) -> int:
         attributes: `MOUNT_ATTR_…` to set.
     """
     flags = ctypes.c_uint(OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC)
-    mounted = _syscall("open_tree", ctypes.c_int(AT_FDCWD), ctypes.c_char_p(os.fsencode(path)), flags, about=path)
+    mounted = syscall("open_tree", ctypes.c_int(AT_FDCWD), ctypes.c_char_p(os.fsencode(path)), flags, about=path)
     try:
         # Private: what the host mounts below the directory later does not appear in the clone.
         _mount_setattr(mounted, "", attributes, 0, MS_PRIVATE)
@@ -285,7 +288,7 @@ def set_mount_attributes(target: str, *, add: int = 0, remove: int = 0) -> None:
 def _mount_setattr(folder: int, path: str, add: int, remove: int, propagation: int) -> None:
     # struct mount_attr: attr_set, attr_clr, propagation, userns_fd (mount_setattr(2)).
     attributes = struct.pack("=QQQQ", add, remove, propagation, 0)
-    _syscall(
+    syscall(
         "mount_setattr", ctypes.c_int(folder), ctypes.c_char_p(os.fsencode(path)), ctypes.c_uint(AT_EMPTY_PATH),
         ctypes.c_char_p(attributes), ctypes.c_size_t(len(attributes)), about=path,
     )  # fmt: skip
@@ -293,7 +296,7 @@ def _mount_setattr(folder: int, path: str, add: int, remove: int, propagation: i
 
 def open_without_links(path: bytes, flags: int) -> int:
     """Open an absolute path without following any symbolic link. The error ELOOP means that there is one."""
-    return openat2(AT_FDCWD, path, _open_how(flags, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS))
+    return openat2(AT_FDCWD, path, open_how(flags, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS))
 
 
 def bind_within_root(source: str, target: str) -> None:
@@ -307,16 +310,16 @@ def bind_within_root(source: str, target: str) -> None:
         OSError: A path leads through a link (ELOOP) or into another mount (EXDEV), or is no directory.
     """
     flags = os.O_PATH | os.O_DIRECTORY
-    how = _open_how(flags, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS | RESOLVE_NO_XDEV)
+    how = open_how(flags, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS | RESOLVE_NO_XDEV)
     empty, opened = ctypes.c_char_p(b""), [os.open("/", flags | os.O_CLOEXEC)]
     try:
         for path in (source, target):
             # Descriptors, not paths: what a path leads to may be changed before the mount.
             opened.append(openat2(opened[0], os.fsencode(path.lstrip("/")) or b".", how))
         clone = ctypes.c_uint(OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_EMPTY_PATH)
-        opened.append(_syscall("open_tree", ctypes.c_int(opened[1]), empty, clone, about=source))
+        opened.append(syscall("open_tree", ctypes.c_int(opened[1]), empty, clone, about=source))
         attached = ctypes.c_uint(MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH)
-        _syscall(
+        syscall(
             "move_mount", ctypes.c_int(opened[3]), empty, ctypes.c_int(opened[2]), empty, attached,
             about=f"{source} to {target}",
         )  # fmt: skip
@@ -326,14 +329,14 @@ def bind_within_root(source: str, target: str) -> None:
 
 def take_descriptor(process: int, number: int) -> int:
     """Return a duplicate of a descriptor of another process, named by its process descriptor (pidfd_getfd(2))."""
-    return _syscall("pidfd_getfd", ctypes.c_int(process), ctypes.c_int(number), ctypes.c_uint(0))
+    return syscall("pidfd_getfd", ctypes.c_int(process), ctypes.c_int(number), ctypes.c_uint(0))
 
 
 def mount_id(path: str) -> int:
     """Return the number of the mount that a path leads into, as mountinfo lists it (statx(2), STATX_MNT_ID)."""
     answer = ctypes.create_string_buffer(_STATX_BYTES)
     name, mask = ctypes.c_char_p(os.fsencode(path)), ctypes.c_uint(_STATX_MNT_ID)
-    _syscall("statx", ctypes.c_int(AT_FDCWD), name, ctypes.c_int(0), mask, answer, about=path)
+    syscall("statx", ctypes.c_int(AT_FDCWD), name, ctypes.c_int(0), mask, answer, about=path)
     return int.from_bytes(answer.raw[_STATX_MNT_ID_OFFSET : _STATX_MNT_ID_OFFSET + 8], sys.byteorder)
 
 
@@ -341,32 +344,26 @@ def attach(mounted: int, target: str) -> None:
     """Attach a detached mount at a path."""
     flags = ctypes.c_uint(MOVE_MOUNT_F_EMPTY_PATH)
     empty, path = ctypes.c_char_p(b""), ctypes.c_char_p(os.fsencode(target))
-    _syscall("move_mount", ctypes.c_int(mounted), empty, ctypes.c_int(AT_FDCWD), path, flags, about=target)
+    syscall("move_mount", ctypes.c_int(mounted), empty, ctypes.c_int(AT_FDCWD), path, flags, about=target)
 
 
 def move(source: str, target: str) -> None:
     """Move the mount at a path, and all mounts below it, to another path."""
     from_path, to_path = ctypes.c_char_p(os.fsencode(source)), ctypes.c_char_p(os.fsencode(target))
     here = ctypes.c_int(AT_FDCWD)
-    _syscall("move_mount", here, from_path, here, to_path, ctypes.c_uint(0), about=f"{source} to {target}")
+    syscall("move_mount", here, from_path, here, to_path, ctypes.c_uint(0), about=f"{source} to {target}")
 
 
 def stat_in_root(root: int, path: bytes) -> os.stat_result:
     """Return the attributes of what a path leads to for a process whose root is the given directory (openat2(2))."""
-    fd = openat2(root, path, _open_how(os.O_PATH, RESOLVE_IN_ROOT))
-    try:
+    with Opened(openat2(root, path, open_how(os.O_PATH, RESOLVE_IN_ROOT))) as fd:
         return os.fstat(fd)
-    finally:
-        os.close(fd)
 
 
 def sync_file_system(folder: str) -> None:
     """Wait until everything written to the file system of a directory is on its disk (syncfs(2))."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with Opened(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         _check(_libc.syncfs(fd), f"syncfs {folder}")
-    finally:
-        os.close(fd)
 
 
 def set_process_name(name: str) -> None:

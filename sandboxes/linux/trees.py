@@ -6,10 +6,8 @@ So a walk keeps a list of paths. It opens each directory by its path from the to
 leads through a link (openat2(2), RESOLVE_NO_SYMLINKS). A directory that lies too deep ends the walk with an error.
 """
 
-import ctypes
 import errno
 import os
-import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,13 +24,10 @@ name of a file, 255 bytes, and for the path of the data directory."""
 TOO_DEEP = f"directories are nested more than {MAX_DEPTH} deep, or their paths are longer than {MAX_PATH_BYTES} bytes"
 """Why a tree is not walked."""
 
-_RESOLVE = 0x02 | 0x04 | 0x08
-"""RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS and RESOLVE_BENEATH (linux/openat2.h)."""
-
-_HOW = ctypes.create_string_buffer(
-    struct.pack("=QQQ", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, 0, _RESOLVE), 24
+_HOW = kernel.open_how(
+    os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW,
+    kernel.RESOLVE_NO_MAGICLINKS | kernel.RESOLVE_NO_SYMLINKS | kernel.RESOLVE_BENEATH,
 )
-"""The argument of openat2: flags, mode and resolve."""
 
 
 class TreeTooDeepError(Exception):

@@ -38,7 +38,7 @@ from sandboxes.ipc.state_messages import LayersSwitched
 from sandboxes.linux import confine
 from sandboxes.linux import mounts as rootfs
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.descriptors import Opened, close_all
 from sandboxes.linux.plain_paths import plain_descriptor
 from sandboxes.local import init
 
@@ -223,21 +223,15 @@ def _overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
     are the driver's own.
     """
     # The base is the last but one, above the skeleton or the host's root (`Base.lowers`).
-    base = plain_descriptor(lowers[-2])
-    try:
+    with Opened(plain_descriptor(lowers[-2])) as base:
         return kernel.overlay([*lowers[:-2], f"/proc/self/fd/{base}", lowers[-1]], upper, work)
-    finally:
-        os.close(base)
 
 
 def _copy_top(mount: int, upper: int) -> None:
     """Give a new upper directory, which is the sandbox's root, the facts of the root below: mode, owner, times."""
     # A mount's descriptor names it only (open(2), O_PATH), and attributes are read through an open one.
-    below = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount)
-    try:
+    with Opened(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount)) as below:
         _copy_facts_of(below, upper)
-    finally:
-        os.close(below)
 
 
 def _copy_facts_of(lower: int, upper: int) -> None:

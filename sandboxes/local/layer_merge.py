@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 from sandboxes.linux import trees
+from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.file_copy import copy_entry, copy_facts, is_opaque, is_whiteout
 from sandboxes.linux.file_flags import copy_flags
 from sandboxes.linux.files import remove_entry
@@ -38,14 +39,11 @@ def lay_over(source: Path, target: Path) -> None:
         laid: list[tuple[str, bool]] = []
         for folder in trees.folders(layer):
             laid.append((folder.path, _make_folder(folder.path, folder.fd, merged)))
-            into = _open_folder(merged, folder.path)
-            try:
+            with Opened(_open_folder(merged, folder.path)) as into:
                 for entry in folder.entries:
                     status = entry.stat(follow_symlinks=False)
                     if not stat.S_ISDIR(status.st_mode):
                         _lay_entry(folder, entry.name, status, (into, merged), links)
-            finally:
-                os.close(into)
         # The inner directories first: entries that are made in a directory change its time.
         for path, opaque in reversed(laid):
             _finish_folder(path, layer, merged, opaque=opaque)
@@ -66,8 +64,7 @@ def _make_folder(path: str, layer: int, merged: int) -> bool:
     folder, _, name = path.rstrip("/").rpartition("/")
     if not name:
         return opaque
-    above = _open_folder(merged, folder)
-    try:
+    with Opened(_open_folder(merged, folder)) as above:
         below = None
         with contextlib.suppress(FileNotFoundError):
             below = os.stat(name, dir_fd=above, follow_symlinks=False)
@@ -79,14 +76,9 @@ def _make_folder(path: str, layer: int, merged: int) -> bool:
         if below is None:
             os.mkdir(name, 0o700, dir_fd=above)
             return opaque
-    finally:
-        os.close(above)
-    into = _open_folder(merged, path)
-    try:
+    with Opened(_open_folder(merged, path)) as into:
         # The lower of the two may have been opaque already, and then the merged directory is.
         return opaque or is_opaque(into, MARKS)
-    finally:
-        os.close(into)
 
 
 def _lay_entry(

@@ -17,6 +17,7 @@ from sandboxes.driver import FrozenState
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.host import layer_tar
+from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.layers import LayerMeta, Layers, Upper, read_manifest
 from sandboxes.open_sandboxes import Holding
@@ -108,13 +109,10 @@ class LayerUnpacking:
             raise NotPortableError(
                 "written here, its digest is another: the tar is not canonical, or this file system lost attributes"
             )
-        folder = os.open(upper.path / "diff", os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with Opened(os.open(upper.path / "diff", os.O_RDONLY | os.O_DIRECTORY)) as folder:
             # Measured here, not taken from the file: budgets count it.
             manifest = read_manifest(upper.path, contents=True, known=unpacked.contents)
             return LayerMeta(delta.size_bytes(folder), manifest), table
-        finally:
-            os.close(folder)
 
     def state(self, frozen: FrozenState) -> FrozenState:
         """Return a state with the new names of its layers."""

@@ -5,10 +5,8 @@ root. So nothing here takes a path: each member is made in a directory that the 
 the root of the file system (openat2(2), RESOLVE_IN_ROOT). A link in the archive leads to the target at most.
 """
 
-import ctypes
 import os
 import stat
-import struct
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from typing import Any, cast
 
 from sandboxes.host.defaults import RESERVE_BYTES
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.files import remove_entry
 
 MAX_ENTRIES = 5_000_000
@@ -27,10 +26,7 @@ MAX_ENTRIES = 5_000_000
 _MAX_HEADER_BYTES = 4 << 20
 """Limits what is read at once. `tarfile` reads a header with the size that the header itself claims."""
 
-_IN_ROOT = ctypes.create_string_buffer(
-    struct.pack("=QQQ", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, 0, 0x10 | 0x02), 24
-)
-"""The argument of openat2 with RESOLVE_IN_ROOT and RESOLVE_NO_MAGICLINKS (linux/openat2.h)."""
+_IN_ROOT = kernel.open_how(os.O_RDONLY | os.O_DIRECTORY, kernel.RESOLVE_IN_ROOT | kernel.RESOLVE_NO_MAGICLINKS)
 
 
 class RootTarError(Exception):
@@ -153,10 +149,8 @@ def _folder(top: int, path: str, *, make: bool = False) -> Iterator[int]:
             remove_entry(name, parent)
             os.mkdir(name, 0o755, dir_fd=parent)
         fd = kernel.openat2(top, os.fsencode(path), _IN_ROOT)
-    try:
+    with Opened(fd):
         yield fd
-    finally:
-        os.close(fd)
 
 
 def _own(name: str, member: tarfile.TarInfo, folder: int) -> None:

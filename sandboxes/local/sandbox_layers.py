@@ -12,6 +12,7 @@ from sandboxes.errors import SandboxError
 from sandboxes.host.guest_link import GuestLink
 from sandboxes.ipc.launch_messages import LayerStack, SwitchLayers
 from sandboxes.ipc.messages import Done
+from sandboxes.linux.descriptors import Opened
 from sandboxes.local.bases import Base
 from sandboxes.local.layers import MAX_DEPTH, LayerMeta, Upper, copy_upper, mergeable
 from sandboxes.local.machine import Machine
@@ -113,13 +114,10 @@ class SandboxLayers:
             self.upper = layers.allocate()
             added = 0 if meta is None else meta.size_bytes
             order = SwitchLayers(self.mounted(), list(self._base.binds), added, same_below)
-            complete = layers.tables.open_complete(() if meta is None else (old.id,))
-            try:
+            with Opened(layers.tables.open_complete(() if meta is None else (old.id,))) as complete:
                 # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor, and
                 # reports to pid 1, which then answers here.
                 await self._machine.launcher.post(order, [namespace, self._switches.fileno(), complete])
-            finally:
-                os.close(complete)
             await self._link.next(Done)
         except (SandboxError, OSError) as error:
             # The sandbox is half moved, so it cannot continue. Its frozen layers are complete.
