@@ -5,6 +5,7 @@ import itertools
 import random
 import sqlite3
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,7 +80,10 @@ def put_task(node: Node, task: str, **options: Any) -> None:
             connection.execute("CREATE TABLE entry (value TEXT)")
         connection.close()
     spec = {"driver": "sqlite", "databases": {"main": {"source": str(source)}}, **options}
-    response = httpx.put(f"{node.url}/api/v1/tasks/{task}", json=spec, timeout=60)
+    url, until = f"{node.url}/api/v1/tasks/{task}", time.monotonic() + 60
+    # On a busy machine, or right after a fault, a member may not reach the database for a while, and says so by 503.
+    while (response := httpx.put(url, json=spec, timeout=60)).status_code == 503 and time.monotonic() < until:
+        time.sleep(0.1)
     assert response.is_success, response.text
 
 
