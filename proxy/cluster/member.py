@@ -58,6 +58,9 @@ log = structlog.get_logger()
 
 BEAT_S = LEASE_S / 5
 """Interval at which the lease is extended, in seconds: four beats may fail."""
+SEND_S = 10.0
+"""How long a member that is drained may send kept states of all its tasks together, in seconds. The calls of a task
+wait while its states are sent. What is not sent in time, for example to a slow store, is replayed by the next owner."""
 ASK_S = 0.3
 """Interval at which an ingress that did not report gets the question again, in seconds."""
 
@@ -71,7 +74,8 @@ class Member:
         ingress: The tasks that its agents ask for.
         links: The links to other members.
         replaced: Called when a later start of this member has taken its place.
-        hands_over: Awaited before a task is handed over, so that the next owner finds its kept states.
+        hands_over: Awaited before a task is handed over, so that the next owner finds its kept states. Its second
+            argument is the most seconds that it may take.
         leaving: Lets members leave rollouts.
         is_leaving: Whether this member takes no task over any more, because it is drained or stops.
     """
@@ -79,7 +83,7 @@ class Member:
     def __init__(self, database: ClusterDatabase, gate: ClusterGate, secret: bytes, engine: Engine) -> None:
         self.database, self.gate, self.ingress = database, gate, Ingress()
         self.replaced: Callable[[], None] = lambda: None
-        self.hands_over: Callable[[Owned], Awaitable[None]] | None = None
+        self.hands_over: Callable[[Owned, float], Awaitable[None]] | None = None
         self.leaving, self.is_leaving = Leaving(gate, database, self.ask, engine), False
         self._engine = engine
         self.links = Links(secret, database.membership)
@@ -228,10 +232,13 @@ class Member:
         """
         self.is_leaving = True
         handed, until = 0, asyncio.get_running_loop().time() + LEAVE_S
+        left_s = SEND_S
         for owned in tuple(self.gate.owned.values()):
             await self._await_calls(owned.task, until)
             if self.hands_over is not None:
-                await self.hands_over(owned)
+                began = asyncio.get_running_loop().time()
+                await self.hands_over(owned, left_s)
+                left_s = max(0.0, left_s - (asyncio.get_running_loop().time() - began))
             # The next owner then waits for no report of this member.
             await self.leaving.let_go_of(owned, self.number)
             with suppress(DatabaseError):

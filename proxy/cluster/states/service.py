@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FLUSH_S = 10.0
-"""How long a member that hands a task over may send its states, in seconds. Its calls wait meanwhile."""
 TIDY_EVERY_S = 60.0
 """Interval at which garbage is looked for, in seconds; a tenth of the grace that it has."""
 
@@ -53,9 +51,9 @@ class SharedStates:
         await self._sender.aclose()
         await self._fetcher.aclose()
 
-    async def flush(self, owned: Owned) -> None:
-        """Send what waits of a task that is about to be handed over."""
-        await self._sender.flush(owned.task, within_s=FLUSH_S)
+    async def flush(self, owned: Owned, within_s: float) -> None:
+        """Send what waits of a task that is about to be handed over, for so long."""
+        await self._sender.flush(owned.task, within_s=within_s)
 
     def of(self, tree: int) -> TaskStates | None:
         """Return the states of the task that a tree belongs to; None if this member does not own it."""

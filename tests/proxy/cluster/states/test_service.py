@@ -181,7 +181,7 @@ def test_flush_sends_before_a_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             tree = (await first.engine.tasks.open("task")).tree
             for node in tree.nodes.values():
                 first.shared._sender.add(tree, node, delay_s=1e6)
-            await first.shared.flush(first.owned)
+            await first.shared.flush(first.owned, 30.0)
             await sent(first, log, 5)
 
     asyncio.run(go())
