@@ -61,7 +61,7 @@ def _function(name: str, function: Any) -> str:
 
 def _returned(annotation: Any) -> str:
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    wrapped = re.fullmatch(r"(?:[\w.]+\.)?(?:Request|Iterator)\[(.*)\]", text)
+    wrapped = re.fullmatch(r"(?:[\w.]+\.)?(?:ApiRequest|Iterator)\[(.*)\]", text)
     inner = wrapped[1] if wrapped else text
     return "" if inner in ("None", "NoneType", "inspect._empty", "_empty") else inner
 
