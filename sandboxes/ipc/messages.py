@@ -65,6 +65,7 @@ Between the proxy and the egress proxy of a driver (`sandboxes.egress.messages`)
 |---|---|---|---|
 | open_outlet | proxy | done | the listening socket in the sandbox |
 | take_exchanges | proxy | exchanges_taken | |
+| recount_recordings | proxy | done | |
 | close_outlet | proxy | done | |
 """
 

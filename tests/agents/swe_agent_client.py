@@ -123,7 +123,7 @@ class Agent:
             "echo beat $((i < 90))"
         )
         self.step(f"echo {part} >> main.py; attempts={part}; cd /; note second; tail -1 root/repo/main.py")
-        self.step("cd /root/repo && kill %1; submit_tool; git diff | tail -1")
+        self.step("cd /root/repo && kill %1; wait %1; submit_tool; git diff | tail -1")
         self.do(self.deployment.stop())
 
 

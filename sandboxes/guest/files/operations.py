@@ -8,6 +8,7 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -268,10 +269,13 @@ def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, sourc
     """
     code = 1
     with contextlib.suppress(BaseException):
-        # Nothing of the supervisor's stays open, so no path through /proc/self/fd leads to it.
+        # Nothing of the supervisor's stays open, so no path through /proc/self/fd leads to it. The archive is
+        # duplicated first, because its number may be that of the result.
+        archive = None if source is None else fcntl.fcntl(source, fcntl.F_DUPFD, _RESULT_FD + 1)
         os.dup2(result, _RESULT_FD)
-        if source is not None:
-            os.dup2(source, _SOURCE_FD)
+        os.closerange(_SOURCE_FD, _RESULT_FD)
+        if archive is not None:
+            os.dup2(archive, _SOURCE_FD)
         # `confine` limits descriptors to 65,536, so none is above this range.
         os.closerange(_RESULT_FD + 1, 1 << 16)
         # The supervisor is sheltered from the OOM killer; its child must not be. Without root it never was, and this
