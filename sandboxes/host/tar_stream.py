@@ -66,7 +66,7 @@ class TarStream:
         self._outline.update(data)
         return data
 
-    # -- called by who unpacks ---------------------------------------------------------------------------------------
+    # -- called by the code that unpacks -----------------------------------------------------------------------------
 
     def content(self, size: int, content: ContentHash | None = None) -> Iterator[bytes]:
         """Yield the content of the member whose header was read last, in pieces of `PIECE_BYTES`.

@@ -31,20 +31,20 @@ def test_diverging_mcp_group_gets_the_servers_own_results() -> None:
     """Rollouts with several SDKs and transports diverge; each gets the results that the server alone gives."""
     require_criu()
     shared, alone, progress, tools = run(packages(OLD), "mcp_client.py", str(HERE / "mcp_server.py"), "-", "p9")
-    told = []
+    runs = []
     with real_proxy(checkpoints=True, keeps_all=False, warm_sandboxes=8) as proxy:
         proxy.put("m", **spec())
         for number, (sdk, mode, path) in enumerate(CLIENTS):
-            told.append(run(packages(sdk), "mcp_client.py", proxy.url + path, mode, f"p{number}"))
+            runs.append(run(packages(sdk), "mcp_client.py", proxy.url + path, mode, f"p{number}"))
             if number == 0:
                 before = proxy.client.get("/api/v1/stats").json()
         after = proxy.client.get("/api/v1/stats").json()
         rows = proxy.client.get("/api/v1/tasks/m/rollouts").json()["items"]
         # Those that ask for lists have names that no URL can have.
         finished = [row["finished"] for row in rows if not row["rollout"].startswith("~")]
-    for number, (_, answers, heard, offered) in enumerate(told):
+    for number, (_, answers, heard, offered) in enumerate(runs):
         assert plain(answers, f"p{number}") == plain(alone, "p9")
-        assert answers[:shared] == told[0][1][:shared]
+        assert answers[:shared] == runs[0][1][:shared]
         # What the prefix drew is read back behind the fork.
         assert answers[shared + 1]["structuredContent"]["result"] == str(answers[1]["structuredContent"]["result"])
         assert heard == progress
@@ -81,8 +81,8 @@ def test_group_on_sqlite_server_shares_its_prefix() -> None:
             assert [answer.headers["cache-status"] == HIT for answer in prefix] == [part > 1] * 4
             agent.tool("write_query", query=f"INSERT INTO t VALUES ({part * 100})")
             agent.tool("append_insight", insight=f"insight {part}")
-            told = agent.tool("read_query", query="SELECT x FROM t").json()["result"]["content"][0]["text"]
-            assert told == str([{"x": 7}, {"x": part * 100}])
+            text = agent.tool("read_query", query="SELECT x FROM t").json()["result"]["content"][0]["text"]
+            assert text == str([{"x": 7}, {"x": part * 100}])
             memo = agent.send("resources/read", {"uri": "memo://insights"}).text
             assert "seven is shared" in memo
             assert [f"insight {other}" in memo for other in range(1, 7)] == [other == part for other in range(1, 7)]

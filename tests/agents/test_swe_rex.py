@@ -109,20 +109,20 @@ def test_diverging_group_gets_the_original_servers_results(place: Path, way: str
             with directly(place, work) as url:
                 shared, alone = agent(url, "p0")
             put(proxy, place, task)
-            told = {part: agent(f"{proxy.url}/t/{task}/r/{part}/rex", part)[1] for part in group}
+            answers = {part: agent(f"{proxy.url}/t/{task}/r/{part}/rex", part)[1] for part in group}
             asked = shared - 1
             for part in group:
                 # The same luck for all, also where the project's own was bad.
-                assert told[part][:shared] == told["p1"][:shared]
+                assert answers[part][:shared] == answers["p1"][:shared]
             for part in group[1:]:
                 assert proxy.outcomes(task, part)[:asked] == ["hit"] * asked
-            if all(plain(told[part], part) == plain(alone, "p0") for part in group):
+            if all(plain(answers[part], part) == plain(alone, "p0") for part in group):
                 break
         counts = proxy.client.get("/api/v1/stats").json()
     for part in group:
-        assert plain(told[part], part) == plain(alone, "p0")
+        assert plain(answers[part], part) == plain(alone, "p0")
         # What the prefix drew is read back after the fork.
-        assert told[part][shared + 2]["output"].strip().endswith(told["p1"][7]["output"].strip())
+        assert answers[part][shared + 2]["output"].strip().endswith(answers["p1"][7]["output"].strip())
     assert counts["divergences"] == 0
 
 

@@ -27,6 +27,16 @@ def shell(command: str) -> ToolCall:
 
 
 @asynccontextmanager
+async def opened(running: Engine) -> AsyncIterator[Engine]:
+    """Open an engine that was built; close it afterwards."""
+    await running.open()
+    try:
+        yield running
+    finally:
+        await running.aclose()
+
+
+@asynccontextmanager
 async def engine(
     data: Path,
     driver: MemoryDriver | None = None,
@@ -41,11 +51,8 @@ async def engine(
         Settings(data=data, **{"default_spec": SPEC, "warm_sandboxes": 0, **settings}), {"memory": driver}
     )
     running.snapshot_value.reuse = reuse
-    await running.open()
-    try:
+    async with opened(running):
         yield running
-    finally:
-        await running.aclose()
 
 
 async def ask(running: Engine, rollout: Rollout, command: str) -> tuple[dict[str, Any], Outcome]:

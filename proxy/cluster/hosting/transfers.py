@@ -38,7 +38,8 @@ async def send_unit(conversation: Conversation, porter: Porter, part: str) -> Un
     """Send a unit; return it with its digest and size.
 
     Raises:
-        HostingError: The other end has ended the conversation, or the unit cannot be read. It is told so.
+        HostingError: The other end has ended the conversation, or the unit cannot be read. Then the other end gets a
+            unit without a digest.
     """
     try:
         pieces = porter.pack(part)

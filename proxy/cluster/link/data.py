@@ -19,7 +19,7 @@ from proxy.cluster.postgres.database import Peer
 
 MAGIC = b"FKPD"
 TOKEN_BYTES = 32
-"""Size of a token. Nobody can guess one."""
+"""Size of a token in bytes: too many to be guessed."""
 OPEN_S = 30.0
 """How long the other end may take to take a connection, in seconds. A machine under load needs some; a lost connection
 costs a sandbox elsewhere."""
@@ -67,7 +67,7 @@ class ExpectedData:
         """Take a connection that has begun with a token.
 
         Raises:
-            LinkError: Nobody expects it. It is closed.
+            LinkError: No context expects it. It is closed.
         """
         if (arrived := self._expected.get(token)) is None:
             connection.close()

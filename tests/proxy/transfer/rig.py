@@ -19,7 +19,7 @@ class ReachingDriver(MemoryDriver):
 
     Attributes:
         folder: Their recordings.
-        recounted: How often the egress proxy was told that there are others.
+        recounted: How often the egress proxy was asked to count the recordings again.
     """
 
     def __init__(self, folder: Path, sandbox: type[MemorySandbox] | None = None) -> None:

@@ -27,7 +27,7 @@ from sandboxes.spec import EnvironmentSpec
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.machine import require_sandboxes
 from tests.proxy import sql_walks
-from tests.proxy.rig import KEEPS_ALL, ask, engine
+from tests.proxy.rig import KEEPS_ALL, ask, engine, opened
 from tests.proxy.serving import serving
 from tests.proxy.transfer.rig import chunks, walked
 from tests.sandboxes import sqlite_files
@@ -335,11 +335,8 @@ def test_states_of_databases_travel(tmp_path: Path) -> None:
         set_up = Settings(data=tmp_path / name, default_spec=sqlite_files.spec_of(source), warm_sandboxes=0)
         running = build_engine(set_up, {"sqlite": driver})
         running.snapshot_value.reuse = KEEPS_ALL
-        await running.open()
-        try:
+        async with opened(running):
             yield running
-        finally:
-            await running.aclose()
 
     async def go() -> None:
         async with databases("here") as here:
@@ -375,11 +372,8 @@ def test_an_imported_tree_replays_without_hosts_outside(tmp_path: Path) -> None:
         driver.machine.egress = EgressGateway(driver.data_dir / "egress", module="tests.sandboxes.egress.origin")
         set_up = Settings(data=folder, default_spec=spec, warm_sandboxes=0, egress=("example.org",))
         running = build_engine(set_up, {"local": driver})
-        await running.open()
-        try:
+        async with opened(running):
             yield running
-        finally:
-            await running.aclose()
 
     async def go() -> None:
         async with Origin(lambda count: response(f"answer {count}".encode())).running() as origin:

@@ -116,7 +116,7 @@ class EndlessCall:
 
 
 def test_cut_link_ends_both_ends(tmp_path: Path) -> None:
-    """The owner's call fails and is not recorded; the host closes what nobody can reach."""
+    """The owner's call fails and is not recorded; the host closes a sandbox that the owner cannot reach."""
     host, endless = MemoryDriver(), EndlessCall()
 
     async def test(pair: Pair) -> None:
