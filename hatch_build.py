@@ -5,8 +5,8 @@ collide with other packages (PyPI's `proxy.py` installs a top-level `proxy`, for
 `forkpoint/proxy/` and so on, and rewrites every import of them. An editable installation needs no copy: there the
 repository itself is on the path.
 
-The hook also compiles `vfork.c` and `anchor.c` in `sandboxes/linux`. The wheel then is for this machine's architecture.
-Where no compiler works it is for every machine, and Forkpoint does without them, more slowly.
+The hook also compiles `vfork.c`, `anchor.c` and `ordinary.c` in `sandboxes/linux`. The wheel then is for this machine's
+architecture. Where no compiler works it is for every machine, and Forkpoint does without them, more slowly.
 
 Where MkDocs is installed, the hook also builds the documentation site, which the proxy then serves below `/manual/`.
 """
@@ -34,8 +34,10 @@ PACKAGE = "forkpoint"
 NATIVE = Path("sandboxes", "linux")
 HELPER, LIBRARY = NATIVE / "vfork.c", NATIVE / "libvfork.so"
 ANCHOR_SOURCE, ANCHOR = NATIVE / "anchor.c", NATIVE / "anchor.elf"
-COMPILED = {HELPER: LIBRARY, ANCHOR_SOURCE: ANCHOR}
+ORDINARY_SOURCE, ORDINARY = NATIVE / "ordinary.c", NATIVE / "libordinary.so"
+COMPILED = {HELPER: LIBRARY, ANCHOR_SOURCE: ANCHOR, ORDINARY_SOURCE: ORDINARY}
 """The C files, and what they are compiled into."""
+COMPILED_NAMES = {target.name for target in COMPILED.values()}
 FLAGS = {
     ".so": ("-O2", "-shared", "-fPIC"),
     # CRIU tells programs from each other by their build ID.
@@ -134,7 +136,7 @@ def copy_room(source: Path, target: Path) -> None:
     """Copy a room with all its files; Python modules are rewritten."""
     for path in sorted(source.rglob("*")):
         # A compiled file in the checkout is of an editable installation, perhaps of older source.
-        if not path.is_file() or "__pycache__" in path.parts or path.name in {LIBRARY.name, ANCHOR.name}:
+        if not path.is_file() or "__pycache__" in path.parts or path.name in COMPILED_NAMES:
             continue
         if path.is_relative_to(source.parent / SITE):
             continue

@@ -7,7 +7,7 @@ restores states. It knows nothing of trees, rollouts or requests. Optional abili
 All methods are coroutines of one event loop. Blocking work belongs into threads or processes.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
@@ -196,6 +196,22 @@ class Settling(Protocol):
 
         Raises:
             SandboxError: The sandbox failed and is dead.
+        """
+        ...
+
+
+@runtime_checkable
+class EarlyFreezing(Protocol):
+    """A sandbox that runs on while a state of it travels."""
+
+    async def begin_freeze(self) -> Awaitable[FrozenState]:
+        """Freeze the state; see `Sandbox.freeze`. The next call may run when this returns.
+
+        Returns:
+            What to await for the state. If it raises `SandboxError`, the sandbox is dead.
+
+        Raises:
+            NotFreezableError, SandboxError: See `Sandbox.freeze`.
         """
         ...
 

@@ -4,6 +4,7 @@ Tool servers run in the sandbox or elsewhere, or speak MCP. Side services have i
 compose files. Egress names the hosts outside that a sandbox may reach.
 """
 
+import re
 import shlex
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -16,6 +17,8 @@ AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 EndpointName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,62}$")]
+USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
+"""Matches a user of a service, with or without a group."""
 _LOOPBACK = r"^http://(127\.0\.0\.1|localhost)(:[0-9]{1,5})?(/[\x21-\x7e]*)?$"
 
 
@@ -227,7 +230,7 @@ class Service(BaseModel):
         default_factory=dict, description="Variables in addition to the image's."
     )
     working_dir: AbsolutePath | None = Field(default=None, description="Replaces the image's working directory.")
-    user: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(:[A-Za-z0-9_][A-Za-z0-9_.-]*)?$")] | None = Field(
+    user: Annotated[str, Field(pattern=rf"^{USER.pattern}$")] | None = Field(
         default=None, max_length=128, description="user or user:group, as names of the image or numbers."
     )
     healthcheck: Words | None = Field(

@@ -15,7 +15,7 @@ from typing import Generic, Protocol
 
 import structlog
 
-from sandboxes.driver import FrozenState, Sandbox, settle
+from sandboxes.driver import EarlyFreezing, FrozenState, Sandbox, fulfils, settle
 from sandboxes.effects import StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.pool.pool import Pool
@@ -70,6 +70,8 @@ class Capture(Generic[N]):
         """
         self._cache, self._pool, self._counters, self._save_node = cache, pool, counters, save_node
         self._freezes = TaskOwner()
+        # The nodes whose states travel from another machine.
+        self._arriving = set[N]()
         self.taken: Callable[[StateTree, N], None] = lambda _tree, _node: None
 
     async def give_back(self, slot: Slot, tree: StateTree, node: N, *, freeze: bool) -> None:
@@ -81,7 +83,7 @@ class Capture(Generic[N]):
             node: Node whose state the sandbox is in.
             freeze: Whether to freeze the state in the background first.
         """
-        if not freeze:
+        if not freeze or node in self._arriving:
             await self._pool.release(slot)
             return
         # 1. The lease becomes a freeze without a moment between, so that no call can change the state first.
@@ -119,7 +121,10 @@ class Capture(Generic[N]):
         await settle(sandbox)
         # 3. The driver freezes. From here to `attach` the sandbox is not leased to any call.
         start = time.perf_counter()
-        frozen = await sandbox.freeze()
+        return self._keep(await sandbox.freeze(), tree, node, start)
+
+    def _keep(self, frozen: FrozenState, tree: StateTree, node: N, start: float) -> StateDigest | None:
+        """Make a state that was frozen the snapshot of its node; return its digest, None if it has none."""
         freeze_s = time.perf_counter() - start
         self._counters.freeze_s.observe(freeze_s)
         # The root exists before any sandbox of it; its digest is first known here, and `merge` needs it in the
@@ -191,7 +196,21 @@ class Capture(Generic[N]):
         try:
             # 2. The delay ends early if a call waits for the sandbox or for its room (`freeze_now`).
             async with self._pool.freezing(slot, after_s=FREEZE_DELAY_S) as sandbox:
-                await self._freeze(sandbox, tree, node)
+                if not fulfils(sandbox, EarlyFreezing):
+                    await self._freeze(sandbox, tree, node)
+                    return
+                start = time.perf_counter()
+                try:
+                    arriving = await sandbox.begin_freeze()
+                except NotFreezableError as refusal:
+                    node.unfreezable = str(refusal)
+                    return
+                # Noted before a call may run: one that changes nothing would freeze the state again.
+                self._arriving.add(node)
+            try:
+                self._keep(await arriving, tree, node, start)
+            finally:
+                self._arriving.discard(node)
         # The pool has closed the sandbox by now. Calls that need its state replay, so the error ends here.
         except (SandboxError, OSError) as error:
             self._report(node, error)

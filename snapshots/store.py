@@ -11,9 +11,9 @@ payload, which is the rest. Both digests are compared whenever they are read.
 """
 
 import contextlib
+import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -82,7 +82,7 @@ class SnapshotStore:
             OSError: The disk is full, for example. What was written is removed, now or at the next start.
         """
         # Random and not counted: a name is never used twice, so nothing stale can be mistaken for this snapshot.
-        name = uuid.uuid4().hex
+        name = os.urandom(16).hex()
         state = frozen.state
         manifest: dict[str, Any] = {
             "tree": tree,

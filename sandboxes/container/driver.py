@@ -76,7 +76,7 @@ class ContainerDriver:
             data_dir: The driver's own directory.
             checkpointer: Saves states with live processes; None reaches such states by replay.
             sources: What specs may name; None allows all paths to those that are not confined.
-            spares: How many started containers wait for each image, so that a restore takes milliseconds.
+            spares: How many started containers wait at least for each image, so that a restore takes milliseconds.
         """
         self.data_dir, self.sources = data_dir.resolve(), sources or SourceRules()
         self.daemon = Daemon()
@@ -185,6 +185,8 @@ class ContainerDriver:
             await asyncio.sleep(REAP_S)
             with contextlib.suppress(SandboxError, SpecError):
                 await asyncio.to_thread(self._sweep)
+            # Spares that a burst has left end when no other one comes.
+            self.spares.restock()
 
     async def aclose(self) -> None:
         """Close every sandbox, the spares and the keeper launcher. Idempotent."""

@@ -179,7 +179,7 @@ class ContainerSandbox(MachineSandbox):
         Raises:
             SpecError: The call is for a side service that the spec does not have.
         """
-        if call.endpoint in {"process", "archive"} and (service := call.arguments.get("service")):
+        if call.endpoint in {"process", "archive", "shell"} and (service := call.arguments.get("service")):
             call = await self._for_service(call, str(service))
         ran = await super().execute(call, listener)
         if ran.effect is not Effect.NONE:

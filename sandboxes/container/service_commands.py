@@ -54,12 +54,17 @@ def call_in_service(call: ToolCall, frame: ServiceFrame) -> ToolCall:
     """Return the call of the main container that runs a process in a service, or works on the service's files.
 
     Args:
-        call: `process.run`, or a call of `archive`, with the service's name as the argument `service`.
+        call: `process.run`, `shell.exec`, or a call of `archive`, with the service's name as the argument `service`.
         frame: What surrounds the service's commands.
     """
     arguments = {name: value for name, value in call.arguments.items() if name != "service"}
     if call.endpoint == "archive":
         return replace(call, arguments={**arguments, "root": f"{SERVICES}/{frame.name}"})
+    if call.endpoint == "shell":
+        # In a subshell, because the line replaces its shell. Without the session's input, which is not the service's.
+        inner = replace(frame, user=str(arguments.pop("user", frame.user)))
+        line = inner.shell_text(["/bin/sh", "-c", arguments["command"]])
+        return replace(call, arguments={**arguments, "command": f"({line}) </dev/null"})
     terminal = {"TERM": "xterm"} if arguments.get("tty") else {}
     inner = replace(
         frame,
@@ -69,3 +74,10 @@ def call_in_service(call: ToolCall, frame: ServiceFrame) -> ToolCall:
     )
     argv = ["/bin/sh", "-c", inner.shell_text(arguments["argv"])]
     return replace(call, arguments={**arguments, "argv": argv, "env": {}, "cwd": "/", "user": None})
+
+
+def only_port(source: Mapping[str, Any]) -> int | None:
+    """Return the TCP port that an image's configuration or a create request exposes, if it exposes exactly one."""
+    ports = [entry.partition("/") for entry in source.get("ExposedPorts") or {}]
+    numbers = [number for number, _, protocol in ports if protocol in ("", "tcp") and number.isdigit()]
+    return int(numbers[0]) if len(numbers) == 1 else None

@@ -15,7 +15,7 @@ from typing import Any
 from sandboxes.container.boot_scripts import SERVICES, SHARED
 from sandboxes.container.daemon import SANDBOX, Daemon
 from sandboxes.container.sandbox import ContainerSandbox
-from sandboxes.container.service_commands import frame_of
+from sandboxes.container.service_commands import frame_of, only_port
 from sandboxes.errors import SpecError
 from sandboxes.host.provision import run_set_up
 from sandboxes.ipc.server_messages import ServerOrder
@@ -99,7 +99,7 @@ def _order(name: str, service: Service, config: Mapping[str, Any]) -> ServerOrde
         raise SpecError(f"service {name!r} has no command, and neither has its image: name one.")
     frame = frame_of(name, service, config)
     test = _test(service, config)
-    port = None if test else service.port or _only_port(config)
+    port = None if test else service.port or only_port(config)
     if not test and port is None:
         raise SpecError(
             f"nothing says when service {name!r} is ready: give it a healthcheck or a port, so that no call meets it "
@@ -126,10 +126,3 @@ def _test(service: Service, config: Mapping[str, Any]) -> list[str]:
     if form == "CMD-SHELL":
         return ["/bin/sh", "-c", " ".join(rest)]
     return rest if form == "CMD" else []
-
-
-def _only_port(config: Mapping[str, Any]) -> int | None:
-    """Return the TCP port that an image exposes, if it exposes exactly one."""
-    ports = [entry.partition("/") for entry in config.get("ExposedPorts") or {}]
-    numbers = [number for number, _, protocol in ports if protocol in ("", "tcp") and number.isdigit()]
-    return int(numbers[0]) if len(numbers) == 1 else None

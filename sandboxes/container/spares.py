@@ -1,7 +1,7 @@
 """Containers with their keepers, from start to removal, and spare ones that wait at an image's root state.
 
 Docker takes 0.4 s to start a container, so `Spares` keeps some started for each combination of image and limits that
-was used last. Taking one starts another in the background.
+was used last: as many as sandboxes begin at once. Taking one starts another in the background.
 
 A container is made in three steps, each of which can fail or be cancelled (`Spares._make`). `Spares.throw_away`
 reverses them.
@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import socket
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from sandboxes.container.boot_scripts import FIFOS, PROGRAMS
 from sandboxes.container.daemon import DATA_DIR, HOST, INSTANCE, SANDBOX, Daemon
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
+from sandboxes.host.spare_demand import SpareDemand
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
 from sandboxes.ipc.launch_messages import ForkKeeper
@@ -43,6 +45,13 @@ MAX_KINDS = 4
 
 The value is an estimate.
 """
+
+_MOST = 4
+"""The most spares of a kind after a burst, as a multiple of `container_spares`: 8 by default, each with about 15 MB of
+Docker's and our processes. A group of rollouts of one task begins at once, and groups of 8 are usual."""
+
+_BURST_S = 2.0
+"""Containers that are taken within so many seconds count as taken at once: Docker starts about ten in that time."""
 
 _INITS = ("docker-init", "tini-static")
 """Names of a static `tini` on the host; Docker's packages bring the first, Debian's the second."""
@@ -86,7 +95,7 @@ class Spares:
         Args:
             daemon: The connection to the Docker daemon.
             data_dir: The driver's own directory.
-            spares: How many spare containers wait for each combination of image and limits.
+            spares: How many spare containers wait at least for each combination of image and limits; with 0, none.
         """
         self.daemon = daemon
         self.boxes = data_dir / "boxes"
@@ -97,6 +106,9 @@ class Spares:
         self.background = TaskOwner()
         self._spares_per_kind = spares
         self._spares: OrderedDict[SpareKind, list[Box]] = OrderedDict()
+        self._demands: dict[SpareKind, SpareDemand] = {}
+        # Sandboxes that wait for a container of their own go before spares.
+        self._awaited = 0
         # Waiting here costs nothing; waiting in dockerd makes all starts slower (`MAX_STARTS`).
         self._starts = asyncio.Semaphore(MAX_STARTS)
         self._restocking: asyncio.Task[None] | None = None
@@ -152,28 +164,42 @@ class Spares:
         kind = (image, limits)
         waiting = self._spares.setdefault(kind, [])
         self._spares.move_to_end(kind)
+        self._demand(kind).note(time.monotonic())
         while waiting:
             box = waiting.pop(0)
             # A spare's keeper may have died since, and its container with it.
             if box.channel.lost is None:
                 return box
             self._discard(box)
-        return await self.make(image, limits)
+        self._awaited += 1
+        try:
+            return await self.make(image, limits)
+        finally:
+            self._awaited -= 1
+
+    def _demand(self, kind: SpareKind) -> SpareDemand:
+        least = self._spares_per_kind
+        return self._demands.setdefault(kind, SpareDemand(least=least, most=_MOST * least, burst_s=_BURST_S))
 
     def restock(self) -> None:
-        """Make spares in the background until each kind has its number."""
+        """Make spares in the background until each kind has its number, and remove what is above it."""
         if not self._closing and (self._restocking is None or self._restocking.done()):
             self._restocking = self.background.spawn("make spare containers", self._fill())
 
     async def _fill(self) -> None:
         while len(self._spares) > MAX_KINDS:
-            for box in self._spares.popitem(last=False)[1]:
+            kind, waiting = self._spares.popitem(last=False)
+            self._demands.pop(kind, None)
+            for box in waiting:
                 self._discard(box)
         # A failure of Docker's is not reported here: the next sandbox that needs a container meets it and reports it.
         with contextlib.suppress(SandboxError, SpecError):
             # The kind that was used last comes first.
             for kind, waiting in reversed(list(self._spares.items())):
-                while len(waiting) < self._spares_per_kind and not self._closing:
+                demand = self._demand(kind)
+                while len(waiting) > demand.wanted(time.monotonic()):
+                    self._discard(waiting.pop())
+                while len(waiting) < demand.wanted(time.monotonic()) and not (self._closing or self._awaited):
                     box = await self.make(*kind)
                     # Meanwhile the driver may have closed, or the kind may have been dropped.
                     if self._closing or self._spares.get(kind) is not waiting:

@@ -7,13 +7,16 @@ connection goes to the very address that was checked, so a second look-up, with 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from sandboxes.egress.addresses import is_public
+from sandboxes.egress.fair_slots import FairSlots, Requester
+from sandboxes.task_owner import TaskOwner
 
-Resolve = Callable[[str], Awaitable[list[str]]]
+Resolve = Callable[[str], Coroutine[Any, Any, list[str]]]
 """Returns the addresses of a name; raises OSError."""
 Connect = Callable[[str, int], Awaitable[socket.socket]]
 """Connects to an address and port, without looking up names; raises OSError."""
@@ -22,8 +25,9 @@ _RESOLVE_S = 10.0
 """Longest look-up of a name; the libraries' own limits are about as long. The value is an estimate."""
 _CONNECT_S = 10.0
 """Longest wait for a connection to one address. Most take a tenth of a second; the value is an estimate."""
-_RESOLVERS = ThreadPoolExecutor(16, "resolve")
-"""Threads of look-ups. A wildcard lets a sandbox ask for slow names, and further look-ups then wait."""
+_LOOK_UPS = 64
+"""Look-ups at once, each in a thread. A sandbox that asks for slow names, as a wildcard lets it, gets 22 of them."""
+_RESOLVERS = ThreadPoolExecutor(_LOOK_UPS, "resolve")
 _ADDRESSES = 3
 """How many addresses of a name are tried."""
 
@@ -76,16 +80,22 @@ class Dialer:
     def __init__(self, resolve: Resolve = resolve, connect: Connect = connect) -> None:
         """Take what looks up names and what connects; tests have their own."""
         self._resolve, self._connect = resolve, connect
+        self._room, self._look_ups = FairSlots(_LOOK_UPS), TaskOwner()
 
-    async def dial(self, host: str, port: int) -> socket.socket:
+    async def dial(self, requester: Requester, host: str, port: int) -> socket.socket:
         """Return a connection to a host.
+
+        Args:
+            requester: Whose request it is; its share of the look-ups is bounded.
+            host: A DNS name.
+            port: A TCP port.
 
         Raises:
             FailedError: Its name leads to an address that is not public, or it cannot be reached.
         """
         try:
             async with asyncio.timeout(_RESOLVE_S):
-                addresses = await self._resolve(host)
+                addresses = await self._look_up(requester, host)
         except (OSError, TimeoutError, UnicodeError) as error:
             raise FailedError(f"{host} cannot be resolved: {error or 'timeout'}") from None
         for address in addresses:
@@ -99,6 +109,13 @@ class Dialer:
             except (OSError, TimeoutError) as error:
                 reason = str(error) or "timeout"
         raise FailedError(f"{host}:{port} cannot be reached: {reason}")
+
+    async def _look_up(self, requester: Requester, host: str) -> list[str]:
+        await self._room.take(requester)
+        # A look-up goes on after its time is over, and holds its slot, and its thread, until it ends.
+        look_up = self._look_ups.spawn("look-up of a name", self._resolve(host), awaited=True)
+        look_up.add_done_callback(lambda _: self._room.give_back(requester))
+        return await asyncio.shield(look_up)
 
 
 def _is_own(address: str) -> bool:

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from sandboxes.calls import EgressOutcome
 from sandboxes.egress.dialing import Dialer, FailedError
+from sandboxes.egress.fair_slots import FairSlots, Requester
 from sandboxes.egress.recordings import (
     MAX_BODY_BYTES,
     MAX_HEADERS,
@@ -30,8 +31,11 @@ _SILENCE_S = 30.0
 """Longest time without a byte of a host. The value is an estimate."""
 _RESPONSE_S = 300.0
 """Longest time of a whole response: the largest one at half a megabyte a second."""
-_AT_ONCE = 16
-"""Responses that are received at once: bounds the disk that drafts take to 16 times the largest response."""
+_AT_ONCE = 32
+"""Responses that are received at once: bounds the disk that drafts take to 32 times the largest response.
+
+A sandbox gets 11 of them; package managers open some ten connections.
+"""
 
 
 class HostFetcher:
@@ -40,16 +44,16 @@ class HostFetcher:
     def __init__(self, dialer: Dialer, recordings: Recordings, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         """Take what connects to hosts, and where responses are recorded."""
         self._dialer, self._recordings, self._max_body_bytes = dialer, recordings, max_body_bytes
-        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._room = FairSlots(_AT_ONCE)
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
 
     async def fetch(
-        self, scope: str, method: str, target: Target, headers: Headers
+        self, requester: Requester, method: str, target: Target, headers: Headers
     ) -> tuple[RecordedResponse, EgressOutcome]:
         """Return a response, and whether it was recorded now or before, or is not recorded.
 
         Args:
-            scope: Names the environment whose recordings are meant.
+            requester: Whose request it is.
             method: `GET` or `HEAD`.
             target: Where the request leads, which the rules allow.
             headers: The request headers that the host receives.
@@ -62,13 +66,18 @@ class HostFetcher:
             head = request_head(method, target.path, headers, target.authority, 0)
         except InvalidRequestError as error:
             raise RefusedError(400, str(error)) from None
-        key = _key(scope, method, target, headers)
-        async with self._turn(key):
-            known = await asyncio.to_thread(self._recordings.load, key)
-            if known is not None:
-                return known, "repeated"
-            async with self._room:
-                return await self._receive(key, head, target)
+        key = _key(requester.scope, method, target, headers)
+        known = await asyncio.to_thread(self._recordings.load, key)
+        if known is not None:
+            return known, "repeated"
+        # The slot comes before the turn: a sandbox that waits for a slot must not keep others from the same request.
+        await self._room.take(requester)
+        try:
+            async with self._turn(key):
+                known = await asyncio.to_thread(self._recordings.load, key)
+                return (known, "repeated") if known is not None else await self._receive(requester, key, head, target)
+        finally:
+            self._room.give_back(requester)
 
     @asynccontextmanager
     async def _turn(self, key: str) -> AsyncIterator[None]:
@@ -85,13 +94,15 @@ class HostFetcher:
             else:
                 del self._turns[key]
 
-    async def _receive(self, key: str, head: bytes, target: Target) -> tuple[RecordedResponse, EgressOutcome]:
+    async def _receive(
+        self, requester: Requester, key: str, head: bytes, target: Target
+    ) -> tuple[RecordedResponse, EgressOutcome]:
         draft = self._recordings.draft()
         try:
             receiver = _Receiver(draft, self._max_body_bytes)
             try:
                 async with asyncio.timeout(_RESPONSE_S):
-                    connection = await self._dialer.dial(target.host, target.port)
+                    connection = await self._dialer.dial(requester, target.host, target.port)
                     await exchange(connection, head, b"", receiver, silence_s=_SILENCE_S)
             except MalformedResponseError as error:
                 raise FailedError(f"{target.host}: {error}") from None

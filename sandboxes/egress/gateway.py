@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class EgressGateway:
         self._folder = folder
         self._process = ForkServer("the egress proxy", module, [str(folder)], site_packages=True)
         self._starting = asyncio.Lock()
+        # Environments of which some states here come from other recordings than those that are here.
+        self._doubtful: set[str] = set()
 
     async def open_outlet(self, sandbox: str, spec: EnvironmentSpec, listener: int) -> "SandboxEgress":
         """Serve the connections of a sandbox whose spec has egress.
@@ -75,14 +77,18 @@ class EgressGateway:
                 if not self._process.is_open:
                     await self._process.start()
             await self._process.ensure_running()
-            await self._process.ask(OpenOutlet(sandbox, list(spec.egress.hosts), _scope(spec)), [listener])
+            scope = _scope(spec)
+            await self._process.ask(OpenOutlet(sandbox, list(spec.egress.hosts), scope), [listener])
         finally:
             os.close(listener)
-        return SandboxEgress(sandbox, self._process)
+        return SandboxEgress(sandbox, self._process, lambda: scope in self._doubtful)
 
     def recordings(self, spec: EnvironmentSpec) -> PortableRecordings | None:
         """Return the recordings of a spec; None if it has no egress."""
-        return None if spec.egress is None else PortableRecordings(self._folder, _scope(spec), self._recount)
+        if spec.egress is None:
+            return None
+        scope = _scope(spec)
+        return PortableRecordings(self._folder, scope, self._recount, lambda: self._doubtful.add(scope))
 
     async def _recount(self) -> None:
         # A process that starts later counts by itself.
@@ -98,9 +104,15 @@ class EgressGateway:
 class SandboxEgress:
     """The egress of one sandbox."""
 
-    def __init__(self, sandbox: str, process: ForkServer) -> None:
-        """Take over an open outlet."""
-        self._sandbox, self._process = sandbox, process
+    def __init__(self, sandbox: str, process: ForkServer, is_doubtful: Callable[[], bool]) -> None:
+        """Take over an open outlet.
+
+        Args:
+            sandbox: The sandbox's ID.
+            process: The egress proxy.
+            is_doubtful: Whether a recording that is repeated may differ from the one that was recorded with a call.
+        """
+        self._sandbox, self._process, self._is_doubtful = sandbox, process, is_doubtful
 
     async def conclude(self, execution: Execution) -> Execution:
         """Return the outcome of a call with what came through the egress since the last one.
@@ -113,7 +125,8 @@ class SandboxEgress:
             log.info("egress", sandbox=self._sandbox, **asdict(exchange))
         if taken.lost:
             log.warning("egress: further requests are not listed", sandbox=self._sandbox, requests=taken.lost)
-        return replace(execution, live=taken.live, exchanges=tuple(taken.exchanges))
+        is_live = taken.live or (bool(taken.exchanges) and self._is_doubtful())
+        return replace(execution, live=is_live, exchanges=tuple(taken.exchanges))
 
     async def close(self) -> None:
         """End the sandbox's connections. Nothing happens if the egress proxy has ended."""

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from sandboxes.calls import EgressExchange, EgressOutcome
 from sandboxes.egress.dialing import Dialer, FailedError
+from sandboxes.egress.fair_slots import Requester
 from sandboxes.egress.fetching import HostFetcher
 from sandboxes.egress.incoming import ProgramConnection, ProgramRequest
 from sandboxes.egress.messages import ExchangesTaken
@@ -44,19 +45,24 @@ class Outlet:
     """Serves the connections of one sandbox."""
 
     def __init__(
-        self, listener: socket.socket, hosts: tuple[str, ...], scope: str, fetcher: HostFetcher, dialer: Dialer
+        self,
+        listener: socket.socket,
+        hosts: tuple[str, ...],
+        requester: Requester,
+        fetcher: HostFetcher,
+        dialer: Dialer,
     ) -> None:
         """Take over a listening socket; `serve` accepts its connections.
 
         Args:
             listener: The socket, in the sandbox's network namespace.
             hosts: What the spec allows.
-            scope: Names the environment whose recordings are meant.
+            requester: The sandbox and its environment.
             fetcher: Answers plain requests.
             dialer: Connects tunnels.
         """
         listener.setblocking(False)
-        self._listener, self._hosts, self._scope = listener, hosts, scope
+        self._listener, self._hosts, self._requester = listener, hosts, requester
         self._fetcher, self._dialer = fetcher, dialer
         self._room = asyncio.Semaphore(_CONNECTIONS)
         self._tasks = TaskOwner()
@@ -142,7 +148,7 @@ class Outlet:
 
     async def _fetch(self, request: ProgramRequest, target: Target) -> tuple[RecordedResponse, EgressOutcome]:
         try:
-            return await self._fetcher.fetch(self._scope, request.method, target, forwarded(request.headers))
+            return await self._fetcher.fetch(self._requester, request.method, target, forwarded(request.headers))
         except OSError as error:
             # This machine has no room, or no descriptor. The program must not take that for its own connection's end.
             raise FailedError(f"the response could not be kept: {error.strerror}") from error
@@ -157,7 +163,7 @@ class Outlet:
             await incoming.data(chunk)
 
     async def _tunnel(self, incoming: ProgramConnection, target: Target, exchange: EgressExchange) -> None:
-        with await self._dialer.dial(target.host, target.port) as outside:
+        with await self._dialer.dial(self._requester, target.host, target.port) as outside:
             self._note(exchange, "live", 200)
             early = await incoming.accept_tunnel()
             moved_at = [asyncio.get_running_loop().time()]

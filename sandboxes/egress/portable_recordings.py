@@ -5,6 +5,7 @@ egress proxy here could have written. It never replaces a recording of this mach
 the importing environment, because its name begins with the name of that environment.
 """
 
+import filecmp
 import os
 import re
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,15 +22,18 @@ _CHUNK_BYTES = 1 << 20
 class PortableRecordings:
     """The recordings of one environment."""
 
-    def __init__(self, folder: Path, scope: str, recount: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, folder: Path, scope: str, recount: Callable[[], Awaitable[None]], doubt: Callable[[], None]
+    ) -> None:
         """Describe them.
 
         Args:
             folder: Where one driver's recordings are.
             scope: Names the environment.
             recount: Tells the egress proxy that there are others.
+            doubt: Called when a request has another recording here than on the machine that exported it.
         """
-        self._folder, self._scope, self._recount = folder, scope, recount
+        self._folder, self._scope, self._recount, self._doubt = folder, scope, recount, doubt
 
     def names(self) -> list[str]:
         """Return the names of the recordings; each is a digest of the request. Blocking."""
@@ -65,7 +69,8 @@ class PortableRecordings:
             # A link, because a rename would replace a recording that is there (rename(2)).
             os.link(file, self._path(name))
         except FileExistsError:
-            return
+            if not filecmp.cmp(file, self._path(name), shallow=False):
+                self._doubt()
 
     async def settle(self) -> None:
         """Let the egress proxy count what was taken, and remove the least recently used recordings if needed."""

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from sandboxes.egress.dialing import Dialer
+from sandboxes.egress.fair_slots import Requester
 from sandboxes.egress.fetching import HostFetcher
 from sandboxes.egress.messages import CloseOutlet, OpenOutlet, RecountRecordings, TakeExchanges
 from sandboxes.egress.outlet import Outlet
@@ -56,7 +57,8 @@ class EgressServer:
         match message:
             case OpenOutlet(sandbox, hosts, scope):
                 listener = socket.socket(fileno=fds[0])
-                outlet = Outlet(listener, tuple(hosts), scope, self._fetcher, self._dialer)
+                requester = Requester(sandbox, scope)
+                outlet = Outlet(listener, tuple(hosts), requester, self._fetcher, self._dialer)
                 self._outlets[sandbox] = outlet
                 self._serving[sandbox] = self._tasks.spawn("serve a sandbox", outlet.serve())
             case TakeExchanges(sandbox):

@@ -1,8 +1,8 @@
 """Recordings: responses of hosts outside, so that the same request in the same environment gets the same bytes again.
 
 A recording is a file: the body, the head as JSON, the length of that JSON, and a digest of all that. A request that
-has a recording never reaches its host again. The least recently used files are removed when all of them together take
-too much room. The next such request is then a new one.
+has a recording never reaches its host again. When all files together take too much room, the least recently used ones
+of the environment that takes most are removed. The next such request is then a new one.
 """
 
 import hashlib
@@ -133,15 +133,22 @@ class Recordings:
         return response
 
     def _trim(self) -> None:
-        """Remove the least recently used files until three quarters of the room are used."""
-        files = sorted(
-            (path for path in self._folder.iterdir() if path.suffix != _PART), key=lambda path: path.stat().st_mtime
-        )
-        self._used = sum(map(_size, files))
-        for path in files:
-            if self._used <= self._max_bytes * 3 // 4:
-                return
-            self._used -= _size(path)
+        """Remove files until three quarters of the room are used: always of the environment that takes most.
+
+        So a sandbox that requests without end removes the recordings of its own environment, and not those of others.
+        """
+        # The least recently used one is the last of its list.
+        scopes: dict[str, list[Path]] = {}
+        for path in sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
+            if path.suffix != _PART:
+                scopes.setdefault(path.name.rpartition("-")[0], []).append(path)
+        used = {scope: sum(map(_size, files)) for scope, files in scopes.items()}
+        self._used = sum(used.values())
+        while self._used > self._max_bytes * 3 // 4:
+            largest = max(used, key=used.__getitem__)
+            path = scopes[largest].pop()
+            size_bytes = _size(path)
+            self._used, used[largest] = self._used - size_bytes, used[largest] - size_bytes
             path.unlink(missing_ok=True)
 
 

@@ -172,7 +172,7 @@ class Anchor(ABC):
             AnchorLostError: The anchor is gone, or cannot start it.
         """
         assert self.kit is not None
-        return self._started(self._request_on_kit(self.kit, environment))
+        return self._started(self.request_on_kit(self.kit, environment))
 
     def start_on(self, environment: Mapping[str, str], fds: Mapping[int, int], program: str | None = None) -> int:
         """Start a bash and return its pid, once it has opened its descriptors.
@@ -235,7 +235,8 @@ class Anchor(ABC):
     # -- by program --------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _request_on_kit(self, kit: ShellKit, environment: Mapping[str, str]) -> bytes: ...
+    def request_on_kit(self, kit: ShellKit, environment: Mapping[str, str]) -> bytes:
+        """Return the request for a shell on the kit, with these variables."""
 
     @abstractmethod
     def _request(self, environment: Mapping[str, str], paths: Mapping[int, str], program: str) -> bytes:
@@ -316,7 +317,8 @@ class BashAnchor(Anchor):
     def _line(self, text: str) -> bytes:
         return f"{self.key} {text}\n".lstrip(" ").encode("latin-1")
 
-    def _request_on_kit(self, kit: ShellKit, environment: Mapping[str, str]) -> bytes:
+    def request_on_kit(self, kit: ShellKit, environment: Mapping[str, str]) -> bytes:
+        """Return the request for a shell on the kit, whose text has the variables then."""
         kit.write_exports(_exports(environment).encode("latin-1"))
         return self._line("kit")
 
@@ -359,7 +361,8 @@ class NativeAnchor(Anchor):
         """Return what a checkpoint has to keep; a disk format. The program's digest is in it."""
         return {**super().remember(), "program": spawn.anchor_digest()}
 
-    def _request_on_kit(self, kit: ShellKit, environment: Mapping[str, str]) -> bytes:  # noqa: ARG002
+    def request_on_kit(self, kit: ShellKit, environment: Mapping[str, str]) -> bytes:  # noqa: ARG002
+        """Return the request for a shell on the kit. It is the same for each shell with these variables."""
         return self._request(environment, _KIT_PATHS, session_texts.START)
 
     def _request(self, environment: Mapping[str, str], paths: Mapping[int, str], program: str) -> bytes:

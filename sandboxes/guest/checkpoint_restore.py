@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from sandboxes.guest.anchor import Anchor, adopted_anchor
 from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
-from sandboxes.guest.local_servers import new_pipes as new_server_pipes
-from sandboxes.guest.local_shells import LocalShell
+from sandboxes.guest.local_shell import LocalShell
 from sandboxes.guest.shell_kit import new_pipes as new_shell_pipes
+from sandboxes.guest.tool_servers import new_pipes as new_server_pipes
 from sandboxes.ipc.state_messages import Checkpoint
 from sandboxes.linux import processes
 from sandboxes.linux import syscalls as kernel

@@ -132,16 +132,28 @@ def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str]) -> Non
                 case InspectNames():
                     link.send(_inspect(tracer))
                 case FollowLinks():
+                    # First: a path of the agent's must not lead through a link.
+                    _put_back(envelope.message.times)
                     mounts.follow_links(changed)
                     link.send(Done())
 
 
 def _inspect(tracer: int) -> IpcMessage:
     try:
-        return NamesInspected(HeldNames(tracer).mapped)
+        names = HeldNames(tracer)
+        return NamesInspected(names.mapped, names.times)
     # The kernel refuses to show a name that is too long, for example. What was not seen is not dumped.
     except (UnsafeNameError, OSError) as error:
         return NamesRefused(str(error))
+
+
+def _put_back(times: dict[str, list[int]]) -> None:
+    for path, (accessed, changed) in times.items():
+        name = os.fsencode(path)
+        status = os.lstat(name)
+        # What CRIU did not touch may be read-only.
+        if [status.st_atime_ns, status.st_mtime_ns] != [accessed, changed]:
+            os.utime(name, ns=(accessed, changed), follow_symlinks=False)
 
 
 def _change_root(root: int) -> None:

@@ -18,6 +18,10 @@
 #
 # The restore does not rely on this (`criu_launch`). It makes the difference between a state that is reached by replay
 # and a restore that fails.
+#
+# A restore makes deleted files for a moment, and binds sockets again. It thereby changes the times of their directories
+# and of the sockets, which programs see. The look notes these times, and the restore puts them back before any process
+# runs.
 
 import errno
 import fcntl
@@ -30,6 +34,8 @@ from sandboxes.linux.descriptors import close_all
 
 _DELETED = b" (deleted)"
 """What the kernel appends to the name of a file without a directory entry (proc_pid_fd(5))."""
+_NO_FILE = (b"/memfd:", b"/SYSV", b"/dev/zero")
+"""How the names of shared memory begin, which looks like a file."""
 _NAMELESS = (b"socket:[", b"pipe:[", b"anon_inode:", b"pidfd:")
 """How the kernel describes what has no path, and CRIU rebuilds without one."""
 _KERNEL_FILES = frozenset(
@@ -57,6 +63,7 @@ class HeldNames:
 
     Attributes:
         mapped: CRIU's names of mapped files that it cannot open by itself, and their paths.
+        times: Times of the last access and change, in ns since 1970, by path: of what a restore touches.
     """
 
     def __init__(self, tracer: int) -> None:
@@ -69,6 +76,7 @@ class HeldNames:
             UnsafeNameError, OSError: The processes must not be dumped, or something cannot be seen.
         """
         self.mapped: dict[str, str] = {}
+        self.times: dict[str, list[int]] = {}
         self._plain: set[bytes] = set()
         self._mounts: dict[bytes, int] = {}
         self._descriptors: list[tuple[int, int, bytes]] = []
@@ -107,6 +115,7 @@ class HeldNames:
             held = os.stat(where)  # noqa: PTH116
             self._require_no_kernel_file(path, f"process {pid} holds {_text(path)}")
             _require_plain(path, held, f"process {pid} holds {_text(path)}")
+            self._note_deleted(path)
         elif not path.startswith(_NAMELESS) or b"io_uring" in path:
             # Namespaces, and names that the kernel cannot reach from this root. With io_uring the kernel itself writes
             # while the processes stand still.
@@ -131,7 +140,8 @@ class HeldNames:
             self._plain.add(path)
             self._require_no_kernel_file(path, f"process {pid} has mapped {_text(path)}")
             _require_plain(path, None, f"process {pid} has mapped {_text(path)}")
-        if not path.startswith((b"/memfd:", b"/dev/", b"/SYSV")) and not path.endswith(_DELETED):
+        self._note_deleted(path)
+        if not path.startswith((*_NO_FILE, b"/dev/")) and not path.endswith(_DELETED):
             self._note_if_below(pid, fields, path)
 
     def _note_if_below(self, pid: str, fields: list[bytes], path: bytes) -> None:
@@ -147,6 +157,15 @@ class HeldNames:
             self._mounts[device] = kernel.mount_id(f"/proc/{pid}/map_files/{fields[0].decode()}")
         if self._mounts[device] not in self._listed:
             self.mapped[f"file[{self._mounts[device]:x}:{inode:x}]"] = path.decode(errors="surrogateescape")
+
+    def _note_deleted(self, path: bytes) -> None:
+        if path.endswith(_DELETED) and not path.startswith(_NO_FILE):
+            self._note_times(os.path.dirname(path) or b"/")  # noqa: PTH120
+
+    def _note_times(self, path: bytes) -> None:
+        # As it is now: nothing runs that could change it until the dump is complete.
+        status = os.lstat(path)
+        self.times[path.decode(errors="surrogateescape")] = [status.st_atime_ns, status.st_mtime_ns]
 
     def _sockets(self) -> None:
         """Look at the names that Unix sockets are bound to: unlike other names, they are the agent's own words.
@@ -165,7 +184,10 @@ class HeldNames:
                 if path and not path.startswith(b"@"):
                     bound[b"socket:[%d]" % int(fields[6])] = path
         if bound:
-            _in_child(lambda: _require_plain_sockets(bound, self._descriptors))
+            for path in _in_child(lambda: _plain_sockets(bound, self._descriptors)):
+                self._note_times(os.path.dirname(path) or b"/")  # noqa: PTH120
+                if not path.endswith(_DELETED):
+                    self._note_times(path)
 
 
 def _stands_still(pid: str, tracer: int) -> bool:
@@ -241,8 +263,8 @@ def _look_up(path: bytes, subject: str) -> os.stat_result | None:
     return status
 
 
-def _require_plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int, bytes]]) -> None:
-    """Compare the names that sockets are bound to with the kernel's names of their files.
+def _plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int, bytes]]) -> list[bytes]:
+    """Compare the names that sockets are bound to with the kernel's names of their files; return these.
 
     It runs in the sandbox's pid namespace.
 
@@ -250,6 +272,7 @@ def _require_plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[i
         wanted: The names that sockets are bound to, by the kernel's descriptions of the sockets.
         descriptors: Process, descriptor and description of each open socket.
     """
+    paths = []
     for pid, number, description in descriptors:
         if description in wanted:
             process = os.pidfd_open(pid)
@@ -268,28 +291,33 @@ def _require_plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[i
                     f"process {pid} has a socket bound to {_text(name)}, a name of another root or of a moved file"
                 )
             close_all((process, held, bound))
+            paths.append(path)
+    return paths
 
 
-def _in_child(look: Callable[[], None]) -> None:
+def _in_child(look: Callable[[], list[bytes]]) -> list[bytes]:
     """Look from a child: it belongs to the pid namespace that this process has entered, and so can open processes."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
-        reason = "its sockets cannot be looked at"
+        reason, paths = "its sockets cannot be looked at", []
         try:
-            look()
+            paths = look()
             reason = ""
         except UnsafeNameError as error:
             reason = str(error)
         finally:
-            os.write(writing, reason.encode()[:1024])
+            # No path has a zero byte.
+            with os.fdopen(writing, "wb") as answer:
+                answer.write(b"\0".join((reason.encode()[:1024], *paths)))
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading) as answer:
-        reason = answer.read()
+    with os.fdopen(reading, "rb") as answer:
+        text, *paths = answer.read().split(b"\0")
     os.waitpid(pid, 0)
-    if reason:
-        raise UnsafeNameError(reason)
+    if text:
+        raise UnsafeNameError(text.decode(errors="replace"))
+    return paths
 
 
 def _text(name: bytes) -> str:

@@ -3,186 +3,26 @@
 import contextlib
 import functools
 import os
-import resource
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError, start_anchor
-from sandboxes.guest.bash import session as session_texts
-from sandboxes.guest.bash.restore import orders, restore_script
-from sandboxes.guest.process_io import death_of
+from sandboxes.guest.bash.restore import NO_LOOKUP, restore_script
+from sandboxes.guest.local_shell import LocalShell, own_limits
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.shell_kit import TEXTS, ShellKit, new_pipes, new_text, write_texts
 from sandboxes.guest.shell_pool import READY_S, Shells
 from sandboxes.linux import processes
-from sandboxes.linux.descriptors import close_all
-from sandboxes.linux.live_state import passed_on, settings
-from sandboxes.linux.processes import open_descriptors
-from sandboxes.shell_text import Jobs, ShellSession
+from sandboxes.linux.live_state import inherited, passed_on, settings
+from sandboxes.shell_text import ShellSession
 
-_LIMITS = tuple(
-    (name, getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"
-)
-"""All resource limits of this kernel. RLIMIT_OFILE is another name of RLIMIT_NOFILE."""
 _MAX_KILL_S = 10.0
 """Longest wait for a killed shell. One that does not end in that time is stuck in the kernel."""
 _REPARENTED_S = 0.001
 """How often a look is taken whether an orphan has become a child of pid 1. It takes microseconds on an idle machine."""
 StartedT = TypeVar("StartedT")
-
-
-class LocalShell(Shell):
-    """A bash that is a child of the anchor.
-
-    Attributes:
-        kit: What it was started on, which the anchor may lend again; None if its descriptors are its own.
-    """
-
-    def __init__(self, name: str, session: ShellSession | None, pid: int, ends: Mapping[int, int]) -> None:
-        """Take over a bash that runs; see `Shell`."""
-        super().__init__(name, session, pid, death_of(pid), ends)
-        self.kit: ShellKit | None = None
-        # Kept together, so that `close` cannot forget one.
-        self._ends = [*ends.values(), self.death]
-        # The kernel's names of what an idle shell has open. Whatever else it has open, a command has opened.
-        self._known = {0: "/dev/null", **dict.fromkeys(TEXTS, "/memfd:text (deleted)"), **self._pipe_names()}
-
-    @classmethod
-    def start(
-        cls, anchor: Anchor, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str]
-    ) -> "LocalShell":
-        """Start a bash that becomes a session. It is ready when its first dump has come.
-
-        Args:
-            anchor: Starts it.
-            name: The session's name.
-            session: The session; None for a new one.
-            script: What it sources to become that session.
-            environment: Its variables, before it has sourced the script.
-
-        Raises:
-            AnchorLostError: The anchor is gone.
-        """
-        # Anonymous pipes have no name in the file system. The agent can still reach them through /proc, so the form of
-        # a dump is checked (`parse_dump`).
-        kit = anchor.kit
-        if kit is not None and not kit.lent:
-            return cls._start_on_kit(anchor, kit, name, session, script, environment)
-        return cls._start_on_own(anchor, name, session, script, environment)
-
-    @classmethod
-    def _start_on_kit(
-        cls, anchor: Anchor, kit: ShellKit, name: str, session: ShellSession | None, script: bytes,
-        environment: dict[str, str],
-    ) -> "LocalShell":  # fmt: skip
-        ours = kit.lend(script)
-        try:
-            shell = cls(name, session, anchor.start_on_kit(environment), ours)
-        except AnchorLostError:
-            close_all(ours.values())
-            raise
-        shell.kit = kit
-        return shell
-
-    @classmethod
-    def _start_on_own(
-        cls, anchor: Anchor, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str]
-    ) -> "LocalShell":
-        ours, theirs = new_pipes()
-        theirs |= {number: new_text() for number in TEXTS}
-        write_texts(theirs, script)
-        # Commands inherit this stdin. One that reads it meets its end at once, and does not wait for input that never
-        # comes.
-        theirs[0] = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            pid = anchor.start_on(environment, theirs)
-            # Each call rewrites the command's text, so it stays open here.
-            ours[session_texts.COMMAND_FD] = os.dup(theirs[session_texts.COMMAND_FD])
-            return cls(name, session, pid, ours)
-        except AnchorLostError:
-            close_all(ours.values())
-            raise
-        finally:
-            close_all(theirs.values())
-
-    @classmethod
-    def adopt(cls, remembered: Mapping[str, Any], ends: Mapping[int, int]) -> "LocalShell":
-        """Take over a shell that was restored.
-
-        Args:
-            remembered: What `remember` returned before the checkpoint.
-            ends: Our ends of its new pipes, by its own descriptor numbers.
-        """
-        # The command's text is anonymous memory of the shell. Opened through /proc it is the same memory.
-        command = os.open(f"/proc/{remembered['pid']}/fd/{session_texts.COMMAND_FD}", os.O_RDWR | os.O_CLOEXEC)
-        ours = {**ends, session_texts.COMMAND_FD: command}
-        shell = cls(remembered["name"], remembered["session"], remembered["pid"], ours)
-        shell.baseline, shell.jobs = remembered["baseline"], tuple(remembered["jobs"])
-        shell.runs, shell.knowledge = remembered["runs"], bytes.fromhex(remembered.get("knowledge", ""))
-        shell.born = remembered.get("born", [])
-        return shell
-
-    def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of an idle shell, with the names of the pipes that lead to it."""
-        facts = {name: getattr(self, name) for name in ("name", "session", "pid", "baseline", "jobs", "runs")}
-        facts |= {"knowledge": self.knowledge.hex(), "born": self.born}
-        return {**facts, "pipes": {str(number): name for number, name in self._pipe_names().items()}}
-
-    def _pipe_names(self) -> dict[int, str]:
-        """Return the kernel's names of the pipes that lead to the shell, by its own descriptor numbers."""
-        ours = {1: self.out.fd, 2: self.err.fd, session_texts.GO_FD: self._go, session_texts.DUMP_FD: self.dump_fd}
-        # Both ends of a pipe have the same name `pipe:[inode]` (proc_pid_fd(5)), so our end tells what the shell has
-        # open.
-        return {number: os.readlink(f"/proc/self/fd/{fd}") for number, fd in ours.items()}  # noqa: PTH115
-
-    def restore_limits(self) -> None:
-        """Give the shell its session's resource limits."""
-        for name, (soft, hard) in ({} if self.session is None else self.session["limits"]).items():
-            # The session may be of another kernel, or of a privileged start, whose limits cannot be set here.
-            with contextlib.suppress(OSError, ValueError):
-                resource.prlimit(self.pid, getattr(resource, name), (soft, hard))
-
-    def _orders(self, command: bytes) -> tuple[bytes, bytes]:
-        return orders(self.session, command)
-
-    def _parse_dump(self, dump: bytes) -> tuple[int, ShellSession, Jobs]:
-        status, session, jobs = session_texts.parse_dump(dump)
-        # The kernel tells limits more reliably than `ulimit -a`, whose words differ between bash versions.
-        session["limits"] = self._changed_limits()
-        return status, session, jobs
-
-    def _changed_limits(self) -> dict[str, list[int]]:
-        changed: dict[str, list[int]] = {}
-        # The kernel's text of all limits costs a tenth of asking for each.
-        if processes.limits(self.pid) == _own_limits():
-            return changed
-        for name, number in _LIMITS:
-            with contextlib.suppress(OSError, ValueError):
-                # Compared with this process's own limits, with which the shell was born.
-                now = resource.prlimit(self.pid, number)
-                if now != _own_limit(number):
-                    changed[name] = list(now)
-        return changed
-
-    def stands_at(self, folder: str) -> bool:
-        """Return whether a name leads to the directory that the idle shell is in."""
-        try:
-            return os.path.samestat(os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1")))  # noqa: PTH116
-        except OSError:
-            return False
-
-    def is_as_new(self) -> bool:
-        """Return whether its open descriptors are those of a shell that waits for its first command."""
-        return open_descriptors(self.pid) == self._known
-
-    def close(self) -> None:
-        """Close our ends of its pipes. The shell itself is not killed."""
-        super().close()
-        close_all(self._ends)
-        self._ends.clear()
 
 
 class LocalShells(Shells):
@@ -353,6 +193,21 @@ class LocalShells(Shells):
         assert self.anchor is not None
         return {"anchor": self.anchor.remember(), "shells": [shell.remember() for shell in self]}
 
+    def origin(self, session: ShellSession | None) -> tuple[bytes, dict[str, str]]:
+        """Return the script by which a bash becomes a session, and the variables that it has before."""
+        # A session that is not new brings its own variables in its script.
+        return restore_script(session, self.workdir, self.pristine), self.environment if session is None else NO_LOOKUP
+
+    def are_untouched(self) -> bool:
+        """Return whether shells that are idle, and what starts the next ones, are as when they were new. 0.3 ms."""
+        kit = None if self.anchor is None else self.anchor.kit
+        if kit is None or self.anchor_was_touched() or not kit.is_as_made() or processes.list_processes(self.idle_pids):
+            return False
+        return all(
+            not shell.holds_more() and inherited(shell.pid) == self.born and processes.limits(shell.pid) == own_limits()
+            for shell in self
+        )
+
     def launch(self, environment: dict[str, str], fds: dict[int, int], program: str) -> int:
         """Start a program under the anchor; see `Anchor.start_on`.
 
@@ -362,9 +217,7 @@ class LocalShells(Shells):
         return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program))
 
     def _start(self, name: str, session: ShellSession | None) -> Shell:
-        # A session that is not new brings its own variables in its script.
-        script = restore_script(session, self.workdir, self.pristine)
-        environment = self.environment if session is None else {}
+        script, environment = self.origin(session)
         return self._under_the_anchor(lambda anchor: LocalShell.start(anchor, name, session, script, environment))
 
     def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
@@ -393,17 +246,6 @@ class LocalShells(Shells):
         if self.anchor is not None:
             self.anchor.close()
             self.anchor = None
-
-
-@functools.cache
-def _own_limits() -> bytes:
-    return processes.limits(os.getpid())
-
-
-@functools.cache
-def _own_limit(number: int) -> tuple[int, int]:
-    # They do not change any more when shells are started.
-    return resource.getrlimit(number)
 
 
 def _runs() -> bool:

@@ -1,15 +1,17 @@
 """What a supervisor needs of the sandbox that it runs calls in: the platform's steps, and the sandbox's files."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from socket import socket
 from typing import Protocol
 
 from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.files.disk_watch import limit_note
+from sandboxes.guest.files.operations import problem
 from sandboxes.guest.files.tracker import Digests
 from sandboxes.guest.process_call import StartedProcess
 from sandboxes.guest.shell import Shell
-from sandboxes.ipc.messages import CallDone, CommandOutcome, FileDelta, Outcome, RunCommand, RunProcess
+from sandboxes.ipc.messages import CallDone, CommandOutcome, FileDelta, FileOutcome, Outcome, RunCommand, RunProcess
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux.processes import Process
 from sandboxes.shell_text import ShellSession
@@ -30,6 +32,8 @@ class Performed:
         awaited: Whether the processes that it started are known to be ready.
         host_full: Whether it was killed because the machine's disk was nearly full, or because the sandbox holds what
             all sandboxes share and the machine has none left of; see `linux.user_counts`.
+        observed: Whether it is known already that nothing survives it, and that it has changed no session.
+        began_at: When it began, by `time.perf_counter`; None if it began with its request.
     """
 
     outcome: Outcome
@@ -38,6 +42,22 @@ class Performed:
     read: bool = False
     awaited: bool = False
     host_full: bool = False
+    observed: bool = False
+    began_at: float | None = None
+
+    def nested_too_deep(self, disk_bytes: int) -> "Performed":
+        """Return what came of a call that leaves directories nested too deeply: the agent gets a line about it.
+
+        Such a state can be neither digested nor frozen. A process has received that line on its stderr already.
+        """
+        note = limit_note("depth", disk_bytes)
+        match self.outcome:
+            case CommandOutcome() as outcome:
+                return replace(self, outcome=replace(outcome, exit_code=OVER_DISK), body=self.body + note)
+            case FileOutcome():
+                status, media_type, body = problem(507, "File operation failed", note.decode().strip("\n[]"))
+                return replace(self, outcome=FileOutcome(status, media_type), body=body)
+        return self
 
 
 class Files(Protocol):
@@ -69,8 +89,8 @@ class Files(Protocol):
     def free_bytes(self) -> int:
         """Return the free bytes of the machine's disk."""
 
-    def disk_watch(self) -> Callable[[], str | None]:
-        """Return a function that returns a reason once the sandbox holds too much; see `changes.disk_watch`."""
+    def over_disk(self, pids: Callable[[], Iterable[int]]) -> str | None:
+        """Return a reason once the sandbox holds too much; see `disk_watch.DiskWatch`."""
 
 
 class Platform(Protocol):
@@ -83,8 +103,13 @@ class Platform(Protocol):
     def require_sandbox(self) -> None:
         """Raise if the sandbox itself has ended."""
 
-    def living(self, ours: Collection[int] = ()) -> set[Process]:
-        """Return all processes of the sandbox but `ours`."""
+    def living(self, ours: Collection[int] = (), *, collects: bool = True) -> set[Process]:
+        """Return all processes of the sandbox but `ours`.
+
+        Args:
+            ours: Pids that are left out.
+            collects: Whether children that have ended are collected first, which takes their exit status from others.
+        """
 
     def founders(self) -> set[int]:
         """Return the processes that were there before the agent's, and that no call replaces."""
@@ -97,6 +122,12 @@ class Platform(Protocol):
 
     def run_command(self, request: RunCommand, command: bytes) -> Performed:
         """Run a command in a session's shell."""
+
+    def run_ordinary(self, request: RunCommand, command: bytes) -> Performed | None:
+        """Run a command that is likely to leave nothing behind but files. None: it was not begun.
+
+        Nothing survives from before. No look was taken at shells and processes yet.
+        """
 
     def start_process(self, request: RunProcess, stdin: bytes, to: socket) -> StartedProcess:
         """Start a process of its own, whose output goes to a socket.

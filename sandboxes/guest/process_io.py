@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sandboxes.guest.files.changes import WATCH_S, limit_note
+from sandboxes.guest.files.disk_watch import WATCH_S, limit_note
 from sandboxes.linux.descriptors import close_all
 from sandboxes.process_output import ERR, LINGER_S, OUT, frame
 

@@ -21,10 +21,12 @@ from sandboxes.linux.live_state import report_writes
 from sandboxes.linux.processes import limits, run_counts, wait_until_asleep
 from sandboxes.shell_text import Jobs, ShellSession
 
-"""How much is read at once: the size of a pipe."""
 _PIECES_S = 0.0002
 """How long the rest of a dump is left to gather. Bash writes each line by itself, 60 lines in 0.3 ms, and a reader that
-waits for each is woken 60 times: half a millisecond of CPU for both. Doubled, a call takes 0.2 ms longer."""
+takes each as it comes makes 60 reads, while both wait for the pipe's lock. Doubled, a call takes 0.2 ms longer."""
+_MUCH_BYTES = 1 << 15
+"""Half of a pipe. After a read that has brought so much the next one follows at once, because a full pipe stops bash.
+Doubled, bash may stop; halved, nothing changes for dumps of the usual 3 kB."""
 
 
 def may_be_waited_for(jobs: Jobs, session: ShellSession) -> bool:
@@ -81,9 +83,12 @@ class Shell(ABC):
             job. Empty if there was none; a fresh shell that is restored from a dump then does as well.
         born: What the first shell passed on to its children (`live_state.inherited`).
         runs: How many commands it was given.
+        first_dump: Its first dump as bytes; empty until that has come.
         out: The stdout of its command.
         err: The stderr of its command.
         dump_fd: Our end of the pipe on which it dumps.
+        go_fd: Our end of the pipe whose lines let it go on.
+        command_fd: The text of its command.
     """
 
     def __init__(self, name: str, session: ShellSession | None, pid: int, death: int, ends: Mapping[int, int]) -> None:
@@ -102,9 +107,10 @@ class Shell(ABC):
         self.knowledge = b""
         self.born: list[str] = []
         self.runs = 0
+        self.first_dump = b""
         self._watches: list[int] = []
         self.out, self.err = Output(ends[1]), Output(ends[2])
-        self._command, self._go = ends[session_texts.COMMAND_FD], ends[session_texts.GO_FD]
+        self.command_fd, self.go_fd = ends[session_texts.COMMAND_FD], ends[session_texts.GO_FD]
         self.dump_fd = ends[session_texts.DUMP_FD]
         # A dump arrives in pieces of the pipe's size, and between them the supervisor watches disk and time.
         self._dump = bytearray()
@@ -158,26 +164,35 @@ class Shell(ABC):
             output.drain(0)
             output.take()
         go, text = self._orders(command)
-        # Truncated first: a shorter command must not end with the tail of the last one.
-        os.ftruncate(self._command, 0)
         written = 0
         # pwrite may take less than it was given (write(2)).
         while written < len(text):
-            written += os.pwrite(self._command, text[written:], written)
+            written += os.pwrite(self.command_fd, text[written:], written)
+        # A shorter command must not end with the tail of the last one. Truncated last: if a file was truncated to 0,
+        # ext4 writes it to the disk when it is closed (ext4(5), auto_da_alloc). Its removal then takes 2 ms, not 0.03.
+        os.ftruncate(self.command_fd, len(text))
         self._dump.clear()
         # Last: this line makes the shell read the text.
-        os.write(self._go, go)
+        os.write(self.go_fd, go)
+
+    def feed(self, dump: bytes) -> None:
+        """Take what has come of a dump already."""
+        self._dump[:] = dump
+
+    @property
+    def last_dump(self) -> bytes:
+        """What has come of its last dump."""
+        return bytes(self._dump)
+
+    @property
+    def has_dumped(self) -> bool:
+        """Whether its last dump has come whole."""
+        # A command that writes this mark itself ends its dump early; `parse_dump` checks the form of the rest.
+        return self._dump.endswith(session_texts.END)
 
     def read_dump(self) -> bool:
-        """Read what has come of a dump, and wait 0.2 ms if that is only its beginning; return whether it is whole."""
-        while True:
-            data = read_available(self.dump_fd)
-            if data is None:
-                time.sleep(_PIECES_S)
-                return False
-            # The shell has ended. What has come so far is no dump.
-            if not data:
-                return False
+        """Read what has come of a dump, and give bash a moment if that is only a part; return whether it is whole."""
+        while data := read_available(self.dump_fd):
             if len(self._dump) <= session_texts.MAX_DUMP_BYTES:
                 self._dump += data
             else:
@@ -185,9 +200,13 @@ class Shell(ABC):
                 self._dump[-len(session_texts.END) :] = (self._dump[-len(session_texts.END) :] + data)[
                     -len(session_texts.END) :
                 ]
-            # A command that writes this mark itself ends its dump early; `parse_dump` checks the form of the rest.
-            if self._dump.endswith(session_texts.END):
+            if self.has_dumped:
                 return True
+            if len(data) < _MUCH_BYTES:
+                time.sleep(_PIECES_S)
+                break
+        # Without data the shell has ended. What has come so far is no dump.
+        return False
 
     def finish_dump(self) -> tuple[int, ShellSession]:
         """Return the exit status and the session of the dump that has come, and keep its jobs in `jobs`.
@@ -229,8 +248,8 @@ class Shell(ABC):
     @property
     def pipes(self) -> list[tuple[int, ...]]:
         """What commands can change of its pipes and of its command's text; see `changeable`."""
-        fds = {1: self.out.fd, 2: self.err.fd, session_texts.DUMP_FD: self.dump_fd, session_texts.GO_FD: self._go}
-        return changeable({**fds, session_texts.COMMAND_FD: self._command})
+        fds = {1: self.out.fd, 2: self.err.fd, session_texts.DUMP_FD: self.dump_fd, session_texts.GO_FD: self.go_fd}
+        return changeable({**fds, session_texts.COMMAND_FD: self.command_fd})
 
     def holds_more(self) -> bool:
         """Whether the idle shell has other descriptors than when it was new; True if that cannot be seen.

@@ -21,7 +21,6 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from select import POLLHUP, POLLIN, POLLRDHUP, poll
 
 from sandboxes.effects import StateDigest
@@ -31,8 +30,9 @@ from sandboxes.guest.background import BackgroundProcesses, PendingOutput
 from sandboxes.guest.bash.session import MalformedDumpError, is_lost
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import child as file_child
-from sandboxes.guest.files.changes import WATCH_S, Stillness, limit_note
-from sandboxes.guest.files.operations import problem
+from sandboxes.guest.files import deleted_files
+from sandboxes.guest.files.changes import Stillness
+from sandboxes.guest.files.disk_watch import WATCH_S, limit_note
 from sandboxes.guest.platform import OVER_DISK, TIMED_OUT, Files, Performed, Platform
 from sandboxes.guest.shell import Output, Shell
 from sandboxes.guest.shell_pool import Shells, known
@@ -116,7 +116,16 @@ class Supervisor:
                 return None
             self.shells.reap()
             self.background.drain()
+            if self.survivors:
+                self._require_bounds()
         return envelope
+
+    def _require_bounds(self) -> None:
+        """End this process, and so the sandbox, if what runs between calls holds too much: no call could end it."""
+        ending = self.changes.over_disk(self._pids)
+        is_hidden = ending == "host" and deleted_files.are_hidden(self._pids())
+        if ending in ("disk", "depth") or is_hidden or self._takes_too_much():
+            sys.exit(1)
 
     @property
     def _outputs(self) -> dict[int, Output | Log | PendingOutput]:
@@ -163,7 +172,6 @@ class Supervisor:
 
         It also drains servers and background processes: they run during the call, and a full pipe would stop them.
         """
-        over_disk = self.changes.disk_watch()
         takes_too_much = user_counts.watch(self._pids)
 
         def watch() -> str | None:
@@ -171,12 +179,14 @@ class Supervisor:
             for log in self.servers.outputs.values():
                 log.drain()
             # The machine's failure and not the call's: whether it happens depends on what other sandboxes hold.
-            return "host" if takes_too_much() else over_disk()
+            return "host" if takes_too_much() else self.changes.over_disk(self._pids)
 
         return watch
 
     def _pids(self) -> list[int]:
-        return [pid for pid, _ in self._platform.living() if pid not in self.shells.hidden_pids]
+        # During a call the starter of a child collects it, and may still signal it.
+        living = self._platform.living(collects=False)
+        return [pid for pid, _ in living if pid not in self.shells.hidden_pids]
 
     def _takes_too_much(self) -> bool:
         """Return whether what survives holds what the machine has none left of."""
@@ -186,44 +196,46 @@ class Supervisor:
 
     def call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
         """Run a call, and answer with what came of it and what it changed."""
-        self.shells.reap()
-        self.shells.ready_all()
-        # What survives is compared as a whole: a process that ended and one that came in its place are a change.
-        self.survivors.begin()
-        before, free = self.survivors.now, self.changes.free_bytes()
-        runs_before = run_counts(self.survivors.processes)
-        session = request.session if isinstance(request, RunCommand) else None
-        live = self._live_state(runs_before)
-        self.shells.note(session, self._platform.proc_directory, stays=bool(before))
-        started = time.perf_counter()
-        try:
-            performed = self._perform(request, envelope)
-        except ToolServerError as error:
-            # The proxy gives this sandbox up: how far the call came is not known.
-            self.link.send(ServerFailed(error.kind, str(error)))
-            return
-        seconds = time.perf_counter() - started
-        # Before files are looked at: processes that are about to end may still be writing.
-        self.survivors.settle()
-        if self.survivors and not performed.host_full and self._takes_too_much():
-            performed = replace(performed, host_full=True)
-        # A process that answers has worked. After a call that is known to only read, only comings and goings count.
-        busy = not performed.read and ran_between(runs_before, run_counts(self.survivors.processes))
+        before, free, runs, live = self.survivors.now, self.changes.free_bytes(), dict[Process, int](), None
+        session, performed, began_at = request.session if isinstance(request, RunCommand) else None, None, 0.0
+        if isinstance(request, RunCommand) and not before:
+            performed = self._platform.run_ordinary(request, envelope.body)
+        if performed is None:
+            self.shells.reap()
+            self.shells.ready_all()
+            self.survivors.begin()
+            runs = run_counts(self.survivors.processes)
+            live = self._live_state(runs)
+            self.shells.note(session, self._platform.proc_directory, stays=bool(before))
+            began_at = time.perf_counter()
+            try:
+                performed = self._perform(request, envelope)
+            except ToolServerError as error:
+                # The proxy gives this sandbox up: how far the call came is not known.
+                self.link.send(ServerFailed(error.kind, str(error)))
+                return
+        seconds = time.perf_counter() - (performed.began_at or began_at)
+        if not performed.observed:
+            # Before files are looked at: processes that are about to end may still be writing.
+            self.survivors.settle()
+        host_full = performed.host_full or (bool(self.survivors) and self._takes_too_much())
+        # Compared as a whole: a process that ended and one that came in its place are a change.
         came_or_went = self.survivors.now != before
-        # A process that sleeps may have been changed by the call all the same.
-        touched = False
-        if not (performed.read or busy or came_or_went):
-            touched = self.shells.touched(session)
-            # Both looks serve the next call too.
-            touched |= live is not None and live.changed()
-        fresh = [] if session is None else [session]
-        if not self.survivors and (touched or before):
-            # What no dump has of the other shells would be seen by later calls, and a restored sandbox lacks it.
-            fresh = self.shells.end_idle(session)
+        changed, fresh = came_or_went, [] if session is None else [session]
+        if not performed.observed:
+            if not (performed.read or changed):
+                # A process that answers has worked. After a call that only reads, only comings and goings count.
+                changed = ran_between(runs, run_counts(self.survivors.processes))
+            # A process that sleeps may have been changed by the call all the same.
+            touched = not (performed.read or changed) and self._touched(session, live)
+            changed |= touched and bool(before)
+            if not self.survivors and (touched or before):
+                # What no dump has of the other shells would be seen by later calls, and a restored sandbox lacks it.
+                fresh = self.shells.end_idle(session)
         wrote_files = self.changes.look()
         self.stillness.saw(wrote=wrote_files, moved=came_or_went)
         if self.changes.too_deep:
-            performed = _too_deep(performed, self.changes.disk_bytes)
+            performed = performed.nested_too_deep(self.changes.disk_bytes)
         # Before counts as well as after: a write may have failed because others had filled the disk, and the disk may
         # have room again. Nothing tells whether the call noticed, so no result of a moment without room is recorded.
         disk_low = min(free, self.changes.free_bytes()) < self.changes.reserve_bytes
@@ -232,14 +244,19 @@ class Supervisor:
             performed.outcome,
             seconds,
             changed_session=performed.session_changed,
-            changed_processes=busy or came_or_went or (touched and bool(before)),
+            changed_processes=changed,
             changed_files=wrote_files,
             settling=self.survivors.moving and came_or_went and not performed.awaited,
-            host_full=performed.host_full or disk_low,
+            host_full=host_full or disk_low,
             state=self.state(),
             order=None if self.survivors else self.changes.order,
         )
         self._platform.finish_call(answer, performed.body, fresh)
+
+    def _touched(self, session: str | None, live: LiveState | None) -> bool:
+        """Return whether a call has changed another shell, or what survives. Both looks serve the next call too."""
+        touched = self.shells.touched(session)
+        return (live is not None and live.changed()) or touched
 
     def _live_state(self, runs: Mapping[Process, int]) -> LiveState | None:
         """Return a look at what survives, taken before a call; None if no process does.
@@ -314,11 +331,8 @@ class Supervisor:
                 self.changes.expect(request.order)
                 self.link.send(Done())
             case DescribeState():
-                self._describe()
-
-    def _describe(self) -> None:
-        self.changes.look()
-        self.link.send(Described(self.changes.shown(), self.shells.sessions, self.shells.pristine))
+                self.changes.look()
+                self.link.send(Described(self.changes.shown(), self.shells.sessions, self.shells.pristine))
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -327,7 +341,7 @@ class Supervisor:
 
         Args:
             shell: The shell.
-            timeout_s: How long the command may run.
+            timeout_s: How long the command may still run.
             kill: Ends everything that the command started.
         """
         ending = self._wait(shell, timeout_s)
@@ -360,6 +374,8 @@ class Supervisor:
 
     def _wait(self, shell: Shell, timeout_s: float) -> str:
         """Wait for a shell's dump; return "dump", "died", "timeout", "disk", "depth" or "host"."""
+        if shell.has_dumped:
+            return "dump"
         deadline, watch = time.monotonic() + timeout_s, self._call_watch()
         waiting = poll()
         outputs = {output.fd: output for output in (shell.out, shell.err)}
@@ -440,18 +456,3 @@ class Supervisor:
                 self._platform.end_servers()
 
         return watch_server
-
-
-def _too_deep(performed: Performed, disk_bytes: int) -> Performed:
-    """Return what came of a call that leaves directories nested too deeply: the agent gets a line about it each time.
-
-    Such a state can be neither digested nor frozen. A process has received that line on its stderr already.
-    """
-    note = limit_note("depth", disk_bytes)
-    match performed.outcome:
-        case CommandOutcome() as outcome:
-            return replace(performed, outcome=replace(outcome, exit_code=OVER_DISK), body=performed.body + note)
-        case FileOutcome():
-            status, media_type, body = problem(507, "File operation failed", note.decode().strip("\n[]"))
-            return replace(performed, outcome=FileOutcome(status, media_type), body=body)
-    return performed

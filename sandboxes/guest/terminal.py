@@ -18,9 +18,12 @@ from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.tty import set_size
 from sandboxes.shell_text import ShellSession
 
-INTERACTIVE = b"""
+INTERACTIVE = (
+    session_texts.DEFINE.encode()
+    + b"""
 shopt -s expand_aliases; set -mH; export TERM=xterm-256color; unset PROMPT_COMMAND; PS1='\\w\\$ '
 """
+)
 """What turns a restored session's shell into one for people: aliases, job control, history, a prompt."""
 
 

@@ -277,3 +277,20 @@ def _answers(connection: socket.socket, path: str, deadline: float) -> bool:
         return False
     # Any status below 500 counts: a server that answers 404 on its health path takes requests.
     return len(status) > 1 and status[0].startswith(b"HTTP/1.") and status[1][:3].isdigit() and int(status[1][:3]) < 500
+
+
+def new_pipes(*, talks: bool) -> tuple[list[int], list[int]]:
+    """Return our ends and a server's ends of its pipes: stdin and stdout if it talks over them, then its log."""
+    ours, theirs = [], []
+    if talks:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        ours.append(writing)
+        theirs.append(reading)
+    for _ in range(1 + talks):
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(reading, False)
+        # A server that becomes another user may open /dev/stdout, which is this pipe, again.
+        os.fchmod(writing, 0o666)
+        ours.append(reading)
+        theirs.append(writing)
+    return ours, theirs

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from sandboxes.errors import NotFreezableError
 from sandboxes.guest.files.facts import PIECE_BYTES, ContentHash
 from sandboxes.host.tar_stream import TarStream
+from sandboxes.linux.descriptors import Opened, open_unnoticed
 from sandboxes.linux.file_copy import is_mark, is_whiteout
 from sandboxes.linux.file_flags import flags_of
 from sandboxes.linux.trees import MAX_DEPTH, MAX_PATH_BYTES
@@ -46,6 +47,7 @@ _TIME, _ATTRIBUTE = "FORKPOINT.mtime_ns", "FORKPOINT.xattr."
 _MAX_TIME_S = 8**11 - 1
 """The latest time of the plain field, in the year 2242. A later one would get a pax header of `tarfile`'s own."""
 _HEADERS = {"path", "linkpath", "size", "uid", "gid", "hdrcharset", _TIME}
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _TYPES = {
     stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE,
     stat.S_IFIFO: tarfile.FIFOTYPE,
@@ -158,7 +160,7 @@ class _Packer:
                 raise NotFreezableError(f"{name.removeprefix('diff')} is too deep to be exported")
             yield name
             if is_folder:
-                with os.scandir(self._layer / name) as entries:
+                with Opened(open_unnoticed(str(self._layer / name), _FOLDER)) as folder, os.scandir(folder) as entries:
                     below = [(f"{name}/{entry.name}", entry.is_dir(follow_symlinks=False)) for entry in entries]
                 # The last entry is popped first, so the stack is filled backwards.
                 waiting.extend(sorted([*below, *self._below.get(name, ())], reverse=True))
@@ -215,7 +217,7 @@ class _Packer:
 
 def _file_content(path: Path, size: int) -> Iterator[bytes]:
     """Yield a file's content."""
-    with path.open("rb") as file:
+    with open(open_unnoticed(str(path), os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # noqa: PTH123
         remaining = size
         while remaining:
             data = file.read(min(PIECE_BYTES, remaining))

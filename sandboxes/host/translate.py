@@ -7,6 +7,7 @@ import orjson
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect
+from sandboxes.guest.files import docker_archive
 from sandboxes.guest.files.operations import checksum_differs, problem
 from sandboxes.ipc.codec import Envelope
 from sandboxes.ipc.messages import CallDone, CommandOutcome, FileOutcome, RunCommand, RunFileOperation
@@ -48,8 +49,9 @@ def request(call: ToolCall, spec: EnvironmentSpec, timeout_s: float) -> tuple[Ru
     if call.tool == "exec":
         # Commands are bytes to the shell; what was no UTF-8 in the request comes back as it was.
         return RunCommand(arguments["session"], timeout_s), str(arguments["command"]).encode(errors="surrogateescape")
-    # `get` answers with files up to this size: the sandbox can hold no larger one.
-    arguments["limit_bytes"] = spec.limits.disk_mb << 20
+    # Three copies of an answer are in memory for a moment here: a few requests for the largest file that a sandbox can
+    # hold would take all that the machine has.
+    arguments["limit_bytes"] = min(spec.limits.disk_mb << 20, docker_archive.MAX_BYTES)
     return RunFileOperation(call.tool, arguments, timeout_s), call.body
 
 

@@ -11,6 +11,9 @@ from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest, answe
 from sandboxes.ipc.frames import Inbox, MalformedFrameError, Message, pack, receive
 from sandboxes.ipc.messages import Failed
 
+_MOST_EARLY, _MOST_EARLY_BYTES = 256, 64 << 20
+"""Messages, and bytes in them, that wait for a caller to receive them. With more, nothing is read until one does."""
+
 
 class ChannelClosedError(ConnectionError):
     """The other end is gone, or is not talked to any more."""
@@ -36,6 +39,8 @@ class Channel:
         self._waiting: deque[asyncio.Future[Message]] = deque()
         # Messages that came unasked before a caller waited for them.
         self._early: deque[Message] = deque()
+        self._early_bytes = 0
+        self._paused = False
         # Frames of two callers must not mix, and the queue of waiting callers must have the order on the wire.
         self._sending = asyncio.Lock()
         # Set when the socket takes more of the frame that is being sent, or is closed.
@@ -110,13 +115,23 @@ class Channel:
     async def receive(self) -> Message:
         """Return the next message that answers no request."""
         if self._early:
-            return self._early.popleft()
+            message = self._early.popleft()
+            self._early_bytes -= len(message.body)
+            self._resume()
+            return message
         if self.lost is not None:
             raise ChannelClosedError(self.lost)
         return await self._expect()
 
     def close(self, reason: str = "closed") -> None:
         """Close the socket; all waiting callers get a `ChannelClosedError`. Idempotent."""
+        self._lose(reason)
+        while self._early:
+            for fd in self._early.popleft().fds:
+                os.close(fd)
+
+    def _lose(self, reason: str) -> None:
+        """Close the socket; what came before can still be received."""
         if self.lost is not None:
             return
         # Set first: the callers that are woken below look at it.
@@ -125,6 +140,7 @@ class Channel:
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_writer(self._socket.fileno())
         self._socket.close()
+        self._inbox.close()
         self._wake_sender()
         while self._waiting:
             future = self._waiting.popleft()
@@ -137,7 +153,13 @@ class Channel:
         future: asyncio.Future[Message] = self._loop.create_future()
         # A cancelled caller stays in the queue: its answer still comes and must not go to the next caller.
         self._waiting.append(future)
+        self._resume()
         return future
+
+    def _resume(self) -> None:
+        if self._paused and self.lost is None:
+            self._paused = False
+            self._loop.add_reader(self._socket.fileno(), self._readable)
 
     async def _send(self, frame: bytes, fds: Sequence[int]) -> None:
         view = memoryview(frame)
@@ -154,7 +176,7 @@ class Channel:
                 continue
             except OSError as error:
                 # A broken pipe while sending is the same loss as an end while reading: all callers must know.
-                self.close(f"{error.strerror}")
+                self._lose(f"{error.strerror}")
                 return
             # Sent with the first piece. A second time would give the peer a second set of them.
             carried = []
@@ -169,7 +191,7 @@ class Channel:
         try:
             await self._room
         finally:
-            # After a `close` the number may be another file's, and `close` has removed this writer.
+            # After a close the number may be another file's, and `close` has removed this writer.
             if self.lost is None:
                 self._loop.remove_writer(self._socket.fileno())
 
@@ -185,11 +207,11 @@ class Channel:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self.close(f"{error.strerror}")
+            self._lose(f"{error.strerror}")
             return
         # An empty read is the end: the peer has closed its socket, or it died and the kernel closed the socket.
         if not data:
-            self.close("it ended")
+            self._lose("it ended")
             return
         self._inbox.feed(data, fds)
         try:
@@ -198,7 +220,7 @@ class Channel:
                 self._deliver(message)
         # The boundaries between frames are lost, so is the channel.
         except MalformedFrameError as error:
-            self.close(str(error))
+            self._lose(str(error))
 
     def _deliver(self, message: Message) -> None:
         if self._waiting:
@@ -208,8 +230,12 @@ class Channel:
                 future.set_result(message)
                 return
         else:
-            # No request is pending: the next `receive` gets it.
+            # No request is pending: the next `receive` gets it. A peer that sends without end must not fill our memory.
             self._early.append(message)
+            self._early_bytes += len(message.body)
+            if len(self._early) >= _MOST_EARLY or self._early_bytes >= _MOST_EARLY_BYTES:
+                self._paused = True
+                self._loop.remove_reader(self._socket.fileno())
             return
         # The caller was cancelled, so nothing else would close its descriptors.
         for fd in message.fds:

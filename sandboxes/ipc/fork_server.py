@@ -95,8 +95,9 @@ class ForkServer:
         flags = ["-I", "-B"] if self._site_packages else ["-I", "-S", "-B"]
         # Our copy of the child's end must go: as long as it is open, the death of the child is not seen.
         with theirs:
+            # A session of its own: the proxy's may have a niceness, which sandboxes would show.
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *flags, "-c", program, str(theirs.fileno()), *self._arguments,
+                sys.executable, *flags, "-c", program, str(theirs.fileno()), *self._arguments, start_new_session=True,
                 pass_fds=[theirs.fileno()], env=dict(self._environment), cwd="/", stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
         self._channel = Channel(ours)

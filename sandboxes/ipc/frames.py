@@ -6,6 +6,7 @@ Only `receive` does I/O.
 
 import array
 import json
+import os
 import socket
 import struct
 from typing import Any, NamedTuple
@@ -17,8 +18,12 @@ _PIECE = 1 << 16
 """The most bytes that one call receives. For twice as many, libc maps fresh pages at each call, and unmaps them."""
 _DESCRIPTORS_AT_ONCE = 10
 """The most descriptors that accompany one frame: those of a sandbox that is restored."""
+_MOST_PENDING = 64
+"""The most descriptors that wait for the rest of their frames. A peer that sends more would use up this process's."""
 # Without spaces: frames are read by programs, and an answer's size is part of a call's cost.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+# Not `json.loads`, which also looks for spaces around the object.
+_decode = json.JSONDecoder().raw_decode
 
 
 class Message(NamedTuple):
@@ -81,12 +86,21 @@ class Inbox:
         # frames.
         self._fds += fds
 
+    def close(self) -> None:
+        """Forget what is no whole frame yet, and close its descriptors."""
+        self._bytes.clear()
+        while self._fds:
+            os.close(self._fds.pop())
+
     def take(self) -> Message | None:
         """Return the next frame; None until it is whole.
 
         Raises:
             MalformedFrameError: What came is no frame.
         """
+        # A descriptor comes with the first byte of its frame (unix(7)), so without bytes there is none.
+        if len(self._fds) > _MOST_PENDING or (self._fds and not self._bytes):
+            raise MalformedFrameError(f"{len(self._fds)} descriptors belong to no frame")
         if len(self._bytes) < HEADER.size:
             return None
         text_bytes, body_bytes, fds = HEADER.unpack_from(self._bytes)
@@ -103,10 +117,10 @@ class Inbox:
         # The header says how many of the descriptors belong to this frame; the rest belong to the next.
         carried, self._fds = self._fds[:fds], self._fds[fds:]
         try:
-            fields = json.loads(text)
+            fields, size = _decode(decoded := text.decode())
         # A RecursionError is no ValueError: a few thousand brackets are enough for it.
         except (ValueError, RecursionError) as error:
             raise MalformedFrameError(str(error)) from error
-        if not isinstance(fields, dict):
+        if size != len(decoded) or not isinstance(fields, dict):
             raise MalformedFrameError("not an object")
         return Message(fields, body, carried)

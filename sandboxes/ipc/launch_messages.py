@@ -127,9 +127,11 @@ class NamesInspected(IpcMessage, op="names_inspected"):
 
     Attributes:
         mapped: CRIU's names of mapped files that it cannot open by itself, and their paths.
+        times: Times of the last access and change, in ns since 1970, by path: of what a restore touches.
     """
 
     mapped: dict[str, str]
+    times: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -148,4 +150,10 @@ class InspectNames(IpcRequest[NamesInspected | NamesRefused], op="inspect_names"
 # After CRIU's last look at a path, and before the restored processes run.
 @dataclass(frozen=True)
 class FollowLinks(IpcRequest[Done], op="follow_links"):
-    """Let the sandbox follow symbolic links again; CRIU has restored all processes."""
+    """Put back the times of what CRIU has touched, and let the sandbox follow symbolic links again.
+
+    Attributes:
+        times: What `NamesInspected` had of them at the dump.
+    """
+
+    times: dict[str, list[int]]

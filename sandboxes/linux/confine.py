@@ -19,9 +19,10 @@ checks in this order:
 """
 
 import functools
+import os
 import resource
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sandboxes.linux import syscalls as kernel
 
@@ -233,6 +234,18 @@ def confine() -> None:
     kernel.seccomp(program(kernel.MACHINE))
     # Not dumpable: no process of the sandbox can ptrace pid 1, or read its memory and descriptors through /proc/1.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+
+
+def become_user(uid: int, gid: int, groups: Sequence[int]) -> None:
+    """Give this process another user and its groups, for good.
+
+    Raises:
+        OSError: This process has no right to it (credentials(7)).
+    """
+    # The user comes last: afterwards this process has no right to change its groups.
+    os.setgroups(groups)
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
 
 
 def _drop_bounding(capability: int) -> None:

@@ -10,6 +10,7 @@ import os
 import stat
 from pathlib import Path
 
+from sandboxes.linux.descriptors import open_unnoticed
 from sandboxes.linux.file_flags import copy_flags
 
 _CHUNK = 16 << 20
@@ -73,7 +74,7 @@ def copy_entry(name: str, status: os.stat_result, source: int, target: int, mark
 
 def _copy_file(name: str, status: os.stat_result, source: int, target: int, marks: str) -> None:
     """Copy a regular file with as few system calls as possible: a restore spends most of its time here."""
-    reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=source)
+    reading = open_unnoticed(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, within=source)
     try:
         # O_EXCL never opens what is there already, a symlink included (open(2)).
         writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)

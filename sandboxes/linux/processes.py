@@ -46,7 +46,7 @@ def list_processes(ours: Collection[int] = ()) -> set[Process]:
     processes = set()
     for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib is not loaded in pid 1
         if name.isdigit() and name != "1" and int(name) not in ours:
-            fields = _stat(name)
+            fields = stat_fields(name)
             if fields is not None and not has_ended(fields):
                 processes.add((int(name), int(fields[_START_TIME])))
     return processes
@@ -69,10 +69,17 @@ def shown(path: str) -> bytes:
         os.close(fd)
 
 
-def _stat(pid: int | str) -> list[bytes] | None:
-    """Return the fields of a process after its command name, which may contain anything; None if it has ended."""
+def stat_fields(process: int | str) -> list[bytes] | None:
+    """Return what the kernel shows of a process or thread in its `stat` file; None if it has ended (proc_pid_stat(5)).
+
+    Args:
+        process: The pid; or `PID/task/TID` for a thread.
+
+    Returns:
+        The fields from the third on. The second, the name in parentheses, may contain anything.
+    """
     try:
-        return shown(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        return shown(f"/proc/{process}/stat").rpartition(b")")[2].split()
     except OSError:
         return None
 
@@ -103,7 +110,7 @@ class Grace:
 
 def _cpu_demand(pid: int) -> tuple[bool, float]:
     """Return whether a process wants a CPU, and its CPU time so far. A process that has ended wants none."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     if fields is None:
         return False, 0.0
     ticks = int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])
@@ -164,7 +171,7 @@ def limits(pid: int) -> bytes:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal, or traced (proc_pid_stat(5))."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return fields is not None and fields[_STATE] in {b"T", b"t"}
 
 
@@ -284,7 +291,7 @@ def all_descend(list_pids: Callable[[], Iterable[int]], root: int) -> bool:
 
 def parent(pid: int) -> int:
     """Return the pid of a process's parent; 0 if there is no such process."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return 0 if fields is None else int(fields[_PARENT])
 
 

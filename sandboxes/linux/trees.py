@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import open_unnoticed
 
 MAX_DEPTH = 256
 """The most levels of nested directories. Real trees have less than 60: the deepest are those of JavaScript packages.
@@ -24,9 +25,12 @@ name of a file, 255 bytes, and for the path of the data directory."""
 TOO_DEEP = f"directories are nested more than {MAX_DEPTH} deep, or their paths are longer than {MAX_PATH_BYTES} bytes"
 """Why a tree is not walked."""
 
-_HOW = kernel.open_how(
-    os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW,
-    kernel.RESOLVE_NO_MAGICLINKS | kernel.RESOLVE_NO_SYMLINKS | kernel.RESOLVE_BENEATH,
+_HOW, _UNNOTICED = (
+    kernel.open_how(
+        os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | more,
+        kernel.RESOLVE_NO_MAGICLINKS | kernel.RESOLVE_NO_SYMLINKS | kernel.RESOLVE_BENEATH,
+    )
+    for more in (0, os.O_NOATIME)
 )
 
 
@@ -66,8 +70,11 @@ def open_below(top: int, path: str) -> int | None:
     try:
         # A path of one name has nothing but its end that could be a link. The plain call takes a third of the time.
         if b"/" not in name and name != b"..":
-            return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=top)
-        return kernel.openat2(top, name, _HOW)
+            return open_unnoticed(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, within=top)
+        try:
+            return kernel.openat2(top, name, _UNNOTICED)
+        except PermissionError:
+            return kernel.openat2(top, name, _HOW)
     # Running processes may have removed it, or have put a file or a link in its place.
     except (FileNotFoundError, NotADirectoryError):
         return None

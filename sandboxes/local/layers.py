@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -47,21 +46,26 @@ class Upper(NamedTuple):
 
     Attributes:
         id: The name that its layer will have.
-        path: The directory of its `diff` and `work`.
+        folder: The directory of its `diff` and `work`.
     """
 
     id: str
-    path: Path
+    folder: str
+
+    @property
+    def path(self) -> Path:
+        """The directory of its `diff` and `work`. 5 us."""
+        return Path(self.folder)
 
     @property
     def diff(self) -> str:
         """The directory of what the sandbox writes."""
-        return f"{self.path}/diff"
+        return f"{self.folder}/diff"
 
     @property
     def work(self) -> str:
         """The directory that overlayfs needs beside it."""
-        return f"{self.path}/work"
+        return f"{self.folder}/work"
 
 
 class LayerMeta(NamedTuple):
@@ -114,9 +118,9 @@ class Layers:
 
     def allocate(self) -> Upper:
         """Return a fresh, empty upper."""
-        upper = Upper(name := secrets.token_hex(8), self.uppers / name)
+        upper = Upper(name := os.urandom(8).hex(), f"{self.uppers}/{name}")
         # overlayfs needs `work` on the same file system as the upper (overlayfs.rst).
-        for folder in (str(upper.path), upper.diff, upper.work):
+        for folder in (upper.folder, upper.diff, upper.work):
             os.mkdir(folder)  # noqa: PTH102 - see `_layers`
         # The mode of the upper directory is the mode of the sandbox's root.
         os.chmod(upper.diff, 0o755)  # noqa: PTH101, S103
@@ -133,7 +137,7 @@ class Layers:
         Returns:
             The layer's id.
         """
-        path, layer = str(upper.path), self._layers + upper.id
+        path, layer = upper.folder, self._layers + upper.id
         complete = row_table.RowTable(memoryview(table)).complete
         write_file(f"{path}/{'table' if complete else 'rows'}", table)
         stored = {

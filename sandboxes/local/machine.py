@@ -27,6 +27,7 @@ from pathlib import Path
 from sandboxes.checkpointing import Checkpointer
 from sandboxes.egress.gateway import EgressGateway
 from sandboxes.errors import SandboxError
+from sandboxes.host.spare_demand import LEAST, SpareDemand
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
 from sandboxes.ipc.launch_messages import ForkSandbox
@@ -35,7 +36,6 @@ from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers
 from sandboxes.local.reaper import Reaper
-from sandboxes.local.spare_demand import LEAST, SpareDemand
 from sandboxes.open_sandboxes import Holding
 from sandboxes.task_owner import TaskOwner
 

@@ -3,16 +3,16 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sandboxes.linux.files import remove_tree
 from sandboxes.task_owner import TaskOwner
 
-_GATHER_S = 0.1
+_GATHER_S = 0.5
 """How long directories are gathered before one thread removes them. Each call that writes leaves one directory of
-overlayfs behind. A thread costs 0.3 ms of CPU, and removing such a directory 0.02 ms. Halved, a busy proxy starts twice
-as many threads; doubled, the disk space of closed sandboxes comes back so much later."""
+overlayfs behind. A thread costs 0.3 ms of CPU, and removing such a directory 0.02 ms. Halved, the proxy wakes a thread
+twice as often; doubled, the disk space of closed sandboxes comes back so much later."""
 
 
 _AGAIN_S = (1.0, 10.0, 60.0)
@@ -30,19 +30,19 @@ class Reaper:
             background: Owns the task that removes; a wait for it lasts until everything is removed.
         """
         self._background = background
-        self._paths: list[Path] = []
+        self._paths: list[Path | str] = []
         # What no try has removed. `close` tries a last time, and so does the next `Layers.open`.
-        self._stuck: list[Path] = []
+        self._stuck: list[Path | str] = []
         self._removing: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
 
-    def remove(self, paths: Iterable[Path]) -> None:
+    def remove(self, paths: Iterable[Path | str]) -> None:
         """Remove directories and everything in them soon."""
         self._paths += paths
         if self._paths and (self._removing is None or self._removing.done()):
             self._removing = self._background.spawn("remove directories", self._remove())
 
-    def retry(self, paths: list[Path]) -> None:
+    def retry(self, paths: Sequence[Path | str]) -> None:
         """Remove directories that could not be removed a moment ago, after pauses."""
         if paths:
             self._background.spawn("remove directories again", self._retry(paths))
@@ -60,7 +60,7 @@ class Reaper:
             paths, self._paths = self._paths, []
             self.retry(await asyncio.to_thread(_remove_all, paths))
 
-    async def _retry(self, paths: list[Path]) -> None:
+    async def _retry(self, paths: Sequence[Path | str]) -> None:
         for pause_s in _AGAIN_S:
             await self._pause(pause_s)
             paths = await asyncio.to_thread(_remove_all, paths)
@@ -75,9 +75,9 @@ class Reaper:
                 await self._closing.wait()
 
 
-def _remove_all(paths: list[Path]) -> list[Path]:
+def _remove_all(paths: Sequence[Path | str]) -> list[Path | str]:
     """Remove directories; return those of which something is left."""
-    return [path for path in paths if not (_remove_work(f"{path}/") or remove_tree(path))]
+    return [path for path in paths if not (_remove_work(f"{path}/") or remove_tree(Path(path)))]
 
 
 def _remove_work(folder: str) -> bool:

@@ -124,7 +124,7 @@ class SandboxLayers:
             self._link.die(str(error))
             raise SandboxError(f"sandbox {self._link.name} could not be put on a new layer: {error}") from error
         # A layer keeps its `diff` only: overlayfs needs `work` just for the upper of a mount.
-        self._machine.reaper.remove([old.path if meta is None else layers.frozen / old.id / "work"])
+        self._machine.reaper.remove([old.folder if meta is None else f"{layers.frozen}/{old.id}/work"])
 
     async def _merge_when_deep(self) -> bool:
         """Merge small layers into one if there are many; return whether any were merged.

@@ -82,7 +82,7 @@ _SCHEMA = (
 
 _SEQUENCES = """SELECT format('%I.%I', schemaname, sequencename), schemaname || '.' || sequencename,
     data_type::text, start_value, min_value, max_value, increment_by, cycle, cache_size, last_value
-    FROM pg_catalog.pg_sequences ORDER BY 2"""
+    FROM pg_catalog.pg_sequences WHERE schemaname !~ '^pg_temp' ORDER BY 2"""
 
 _TABLES = f"""SELECT format('%I.%I', n.nspname, c.relname), pg_relation_size(c.oid)
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -191,15 +191,18 @@ def rows_since(connection: CatalogConnection, table: str, transaction: int) -> s
     return digest.hexdigest()
 
 
+_NAMED = f"({_USER_SCHEMAS} OR n.oid = pg_catalog.pg_my_temp_schema())"
+"""Schemas whose objects a statement may use: the users', and the session's own temporary ones."""
 _READ_OBJECTS = (
-    f"""SELECT lower(p.proname), p.prosrc FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
-    LEFT JOIN pg_depend d ON d.objid = p.oid AND d.deptype = 'e' WHERE {_USER_SCHEMAS} AND d.objid IS NULL""",
+    f"""SELECT lower(p.proname), concat_ws(E'\\nset ', p.prosrc, array_to_string(p.proconfig, E'\\nset '))
+    FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+    LEFT JOIN pg_depend d ON d.objid = p.oid AND d.deptype = 'e' WHERE {_NAMED} AND d.objid IS NULL""",
     f"""SELECT lower(c.relname), pg_get_viewdef(c.oid) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-    WHERE {_USER_SCHEMAS} AND c.relkind IN ('v', 'm')""",
+    WHERE {_NAMED} AND c.relkind IN ('v', 'm')""",
 )
 _WRITE_OBJECTS = (
     f"""SELECT lower(c.relname), pg_get_expr(d.adbin, d.adrelid) FROM pg_attrdef d JOIN pg_class c ON c.oid = d.adrelid
-    JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMAS}""",
+    JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_NAMED}""",
     """SELECT lower(c.relname), pg_get_triggerdef(t.oid) FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid
     WHERE NOT t.tgisinternal""",
     """SELECT lower(tablename), definition FROM pg_rules

@@ -6,7 +6,8 @@ Theory of operation. Whether a statement writes is the server's decision, not a 
 2. Some effects are allowed in a read-only transaction: advisory locks, temporary tables, sequences of temporary tables.
    `PostgresLink.read` looks for them after the statement, and the tags show statements of other kinds.
 3. Effects on the connection itself (`set_config`, prepared statements) survive a rollback. Their names are searched for
-   before (`volatile.SESSION`), and the statement is not tried. So it is with ANALYZE and its like (`volatile.UPKEEP`).
+   before (`volatile.SESSION`, `session_history.UNSHOWN`), and the statement is not tried. So it is with ANALYZE and its
+   like (`volatile.UPKEEP`).
 4. In all these cases `WriteAttemptError` says that the call needs a private database. On a shared connection nothing of
    the attempt remains.
 """
@@ -20,6 +21,7 @@ import psycopg
 from psycopg import pq
 
 from sandboxes.postgres import catalog
+from sandboxes.postgres.session_history import UNSHOWN
 from sandboxes.postgres.statement import NOT_IN_TRANSACTION, READ_ONLY, SYNTAX_ERROR, PostgresOutcome, Statement
 from sandboxes.postgres.tools import EXPLAIN, MAX_COMPARED, compare, listing
 from sandboxes.postgres.values import parameter
@@ -34,15 +36,16 @@ READS = {"SELECT", "SHOW", "EXPLAIN", "VALUES", "TABLE"}
 _SESSION = """SELECT
     (SELECT string_agg(name || '=' || setting, ',' ORDER BY name) FROM pg_catalog.pg_settings
      WHERE source = 'session' AND name NOT IN ('application_name', 'client_encoding')),
-    (SELECT string_agg(name || '=' || statement, ',' ORDER BY name) FROM pg_catalog.pg_prepared_statements
-     WHERE from_sql),
+    (SELECT string_agg((to_jsonb(s) - 'prepare_time')::text, ',' ORDER BY name)
+     FROM pg_catalog.pg_prepared_statements s WHERE from_sql),
     (SELECT string_agg(name || '=' || statement, ',' ORDER BY name) FROM pg_catalog.pg_cursors WHERE name <> ''),
     (SELECT string_agg(format('%s/%s/%s', classid, objid, mode), ',' ORDER BY classid, objid, mode)
      FROM pg_catalog.pg_locks WHERE locktype = 'advisory' AND pid = pg_catalog.pg_backend_pid()),
     (SELECT string_agg(c, ',' ORDER BY c) FROM pg_catalog.pg_listening_channels() c),
-    (SELECT string_agg(relname, ',' ORDER BY relname) FROM pg_catalog.pg_class
-     WHERE relnamespace = pg_catalog.pg_my_temp_schema() AND relkind IN ('r', 'v', 'S'))"""
-"""Session state: settings, prepared statements, cursors, advisory locks, channels, temporary tables."""
+    (SELECT 'yes' FROM pg_catalog.pg_depend WHERE refclassid = 'pg_catalog.pg_namespace'::pg_catalog.regclass
+     AND refobjid = pg_catalog.pg_my_temp_schema() LIMIT 1)"""
+"""Session state: settings, prepared statements, cursors, advisory locks, channels, and whether the session has
+temporary objects of any kind, such as tables, functions and types."""
 _READ_HAD_EFFECT = """SELECT pg_catalog.pg_current_xact_id_if_assigned() IS NOT NULL OR EXISTS (SELECT 1
     FROM pg_catalog.pg_locks WHERE locktype = 'advisory' AND pid = pg_catalog.pg_backend_pid())"""
 """Whether a read-only transaction got a transaction id, or took an advisory lock."""
@@ -189,13 +192,17 @@ class PostgresLink:
         """Act as the agents' role again: `DISCARD ALL` and `SET ROLE NONE` make a session act as its login."""
         self.connection.execute("RESET ROLE")
 
-    def session(self) -> str:
-        """Describe the session state; empty if there is none. 2 ms."""
+    def session(self) -> tuple[str, bool]:
+        """Describe the session state; empty if there is none. 2 ms.
+
+        Returns:
+            The description, and whether there are temporary objects (unless a transaction has failed).
+        """
         if self.status == pq.TransactionStatus.INERROR:
-            return "a transaction that failed"
-        parts = [part or "" for part in self.query_row(_SESSION)]
+            return "a transaction that failed", False
+        *parts, temporary = self.query_row(_SESSION)
         open_transaction = self.status == pq.TransactionStatus.INTRANS
-        return repr((open_transaction, parts)) if open_transaction or any(parts) else ""
+        return repr((open_transaction, parts)) if open_transaction or any(parts) else "", temporary is not None
 
     def close(self) -> None:
         """Close the connection."""
@@ -217,7 +224,7 @@ def answer_reading(link: PostgresLink, call: PostgresCall) -> tuple[Fields, byte
     if call.tool == "script":
         raise WriteAttemptError
     meaning = link.meaning(" ".join(str(call.arguments.get(name, "")) for name in ("sql", "gold")), writing=False)
-    if SESSION.search(meaning) or UPKEEP.search(meaning):
+    if any(names.search(meaning) for names in (SESSION, UNSHOWN, UPKEEP)):
         raise WriteAttemptError
     fields: Fields = {"volatile": VOLATILE.search(meaning) is not None}
     if call.tool == "compare":

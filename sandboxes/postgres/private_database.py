@@ -14,6 +14,7 @@ How a call runs depends on whether the agent has a transaction open:
    Their text then extends the digest, so that equal histories still have equal digests.
 5. *Inside the agent's transaction*, nothing is committed, so the digest stays the same. What the transaction did is
    part of the session, and its texts become part of the witness.
+6. What no catalog shows of the session is named by the texts that may have changed it (`SessionHistory`).
 """
 
 import hashlib
@@ -38,8 +39,9 @@ from sandboxes.postgres.connection import (
 )
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.sequence_use import USES_SEQUENCES, SequenceUse
+from sandboxes.postgres.session_history import HELD, SessionHistory
 from sandboxes.postgres.statement import NOT_IN_TRANSACTION, PostgresOutcome
-from sandboxes.postgres.volatile import CURSOR, UPKEEP, VOLATILE
+from sandboxes.postgres.volatile import CURSOR, SESSION, UPKEEP, VOLATILE
 from sandboxes.sql.results import Failure
 from sandboxes.workers.engine import Fields
 
@@ -54,6 +56,9 @@ _ROWLESS = _ENDS | {
     "CLOSE", "FETCH", "MOVE", "SAVEPOINT", "RELEASE", "VACUUM", "ANALYZE", "CHECKPOINT",
 }  # fmt: skip
 """First words of the command tags of statements that change no rows."""
+_WRITTEN = """SELECT pg_catalog.pg_current_xact_id_if_assigned()::text, sum(n_tup_ins + n_tup_upd + n_tup_del)
+    FROM pg_catalog.pg_stat_xact_all_tables"""
+"""Whether the transaction has written, and how many rows of all tables, temporary ones among them."""
 _HAS_CURSORS = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_cursors WHERE name <> '')"
 
 
@@ -68,12 +73,13 @@ class PrivateDatabase:
     def __init__(self, link: PostgresLink, digest: DatabaseDigest) -> None:
         self.link, self.digest = link, digest
         self._session = ""
+        self._history = SessionHistory()
+        # Whether there are temporary objects.
+        self._temporary = False
         self._use = SequenceUse()
         # Texts since the session's use of sequences was last looked at, with all that they may run.
         self._meanings: list[str] = []
         self._in_transaction: list[str] = []
-        # Texts that moved a cursor since the session began. Cursors have no position that could be read.
-        self._cursor_moves: list[str] = []
         self._counts_at_begin: tuple[catalog.RowCounts, dict[str, int]] = ({}, {})
         # Texts that changed what the digest does not describe, since the last commit.
         self._undescribed: list[str] = []
@@ -115,15 +121,20 @@ class PrivateDatabase:
         if self._undescribed and self.link.status == pq.TransactionStatus.IDLE:
             self.digest = self.digest.extended(*self._undescribed)
             self._undescribed.clear()
-        self._session = self.link.session()
+        self._session, temporary = self.link.session()
+        name = fields.pop("name", None)
+        if self.link.status == pq.TransactionStatus.IDLE:
+            # The call did more than read, so it may have changed temporary objects.
+            if name is not None and (temporary or self._temporary):
+                self._history.temporary.append(name)
+                fields["uncommitted"] = True
+            self._temporary = temporary
+            self._history.clear_gone(self._session, temporary=temporary)
         use, self._use = self._use, self._look_at_sequences(before)
         fields["database"] = self.digest != before
         fields["session"] = self._session != session or self._use != use or bool(fields.pop("uncommitted", False))
-        fields["has_session"] = bool(self._session) or not self._use.restorable
-        if not self._session:
-            # Without a session there is no cursor either.
-            self._cursor_moves.clear()
-        session_state = repr((self._session, self._in_transaction, self._cursor_moves, self._use)).encode()
+        fields["has_session"] = bool(self._session or self._history) or not self._use.restorable
+        session_state = repr((self._session, self._in_transaction, self._history, self._use)).encode()
         fields["witness"] = hashlib.blake2b(self.digest.state().exact + session_state, digest_size=32).hexdigest()
         return fields | {"digest": self.digest.to_json(), "sequence_use": self._use.to_json()}, result
 
@@ -144,10 +155,20 @@ class PrivateDatabase:
         moves = (
             call.tool == "query" and self._session and CURSOR.search(call.text) and self.link.query_row(_HAS_CURSORS)[0]
         )
-        # A FETCH passes as a read, but moves its cursor for good: run it without trying it first.
+        # A FETCH passes as a read, but moves its cursor for good: run it without trying it first. So do calls that draw
+        # from a temporary sequence.
+        draws = (
+            call.tool == "query"
+            and self._temporary
+            and USES_SEQUENCES.search(self.link.meaning(call.text, writing=False))
+        )
         try:
-            if not moves:
-                return answer_reading(self.link, call)
+            if not (moves or draws):
+                fields, result = answer_reading(self.link, call)
+                if self._history.seeded and fields.get("volatile"):
+                    meaning = self.link.meaning(call.text, writing=False)
+                    fields["uncommitted"] = self._history.note_settings(call.text, meaning)
+                return fields, result
         except WriteAttemptError:
             pass
         if call.tool in ("compare", "explain"):
@@ -161,10 +182,14 @@ class PrivateDatabase:
         # Its effect is outside of transactions, so a failure may have left a part of it.
         if UPKEEP.search(meaning):
             self._undescribed.append(call.text)
-        fields: Fields = {"volatile": VOLATILE.search(meaning) is not None}
+        unseen = self._history.note_settings(call.text, meaning)
+        name = self._history.name_of(call.text, meaning)
+        fields = {"volatile": VOLATILE.search(meaning) is not None, "uncommitted": unseen, "name": name}
         outcome = self._without_transaction(call, parameters) if moves else self._write(call, parameters)
+        if self.link.status != pq.TransactionStatus.IDLE:
+            self._in_transaction = [name]
         if moves and outcome.failure is None:
-            self._cursor_moves.append(call.text)
+            self._history.cursor_moves.append(call.text)
             fields["uncommitted"] = True
         return fields | timed_out(outcome), answer_of(self.link, outcome, call)
 
@@ -187,7 +212,7 @@ class PrivateDatabase:
             self._read_sequences()
         elif _begins(outcome.tags):
             # Our BEGIN has become the agent's. It stays open.
-            self._in_transaction, self._counts_at_begin = [call.text], (counts, system)
+            self._counts_at_begin = counts, system
         elif len(outcome.tags) == 1 and only(outcome.tags, _TRANSACTION_SENSITIVE | _ENDS):
             connection.execute("ROLLBACK")
             return self._without_transaction(call, parameters)
@@ -250,6 +275,7 @@ class PrivateDatabase:
             )
         # In a failed transaction no catalog can be read, and the server refuses the statement anyway.
         volatile = uses = False
+        name = call.text
         if self.link.status == pq.TransactionStatus.INTRANS:
             meaning = self.link.meaning(call.text, writing=True)
             self._meanings.append(meaning)
@@ -257,7 +283,10 @@ class PrivateDatabase:
                 self._undescribed.append(call.text)
             volatile = VOLATILE.search(meaning) is not None
             # Without defaults and triggers: their use of a sequence shows in the position.
-            uses = USES_SEQUENCES.search(self.link.meaning(call.text, writing=False)) is not None
+            reading = self.link.meaning(call.text, writing=False)
+            uses = any(names.search(reading) for names in (USES_SEQUENCES, SESSION, HELD))
+            uses |= self._history.note_settings(call.text, meaning)
+            name = self._history.name_of(call.text, meaning)
         before = self._position()
         # Read before the statement: it may be the COMMIT, after which the counters are gone.
         large, moved = self._changed_since_begin()
@@ -271,15 +300,15 @@ class PrivateDatabase:
             self._reassess("\n".join(texts), large=large or bool(moved) or len(outcome.tags) > 1)
             if moved or not only(outcome.tags, _CHANGES_ROWS):
                 self._undescribed += texts
+            name = "\n".join([*self._in_transaction, name])
             self._in_transaction = []
             uncommitted = True
         else:
             # Savepoints and cursors cannot be read back, so every statement of another kind counts as a change.
             uncommitted = uses or self._position() != before or not only(outcome.tags, READS)
-            self._in_transaction += [call.text] if uncommitted else []
-        return {"volatile": volatile, "uncommitted": uncommitted} | timed_out(outcome), answer_of(
-            self.link, outcome, call
-        )
+            self._in_transaction += [name] if uncommitted else []
+        fields = {"volatile": volatile, "uncommitted": uncommitted, "name": name}
+        return fields | timed_out(outcome), answer_of(self.link, outcome, call)
 
     def _changed_since_begin(self) -> tuple[bool, set[str]]:
         """Return whether the agent's open transaction, unless it failed, changed large tables, and system tables."""
@@ -295,13 +324,7 @@ class PrivateDatabase:
         if self.link.status != pq.TransactionStatus.INTRANS:
             return None
         connection = self.link.connection
-        transaction_id = self.link.query_row("SELECT pg_catalog.pg_current_xact_id_if_assigned()::text")[0]
-        return (
-            transaction_id,
-            catalog.counts(connection),
-            catalog.system_counts(connection),
-            catalog.sequences(connection),
-        )
+        return self.link.query_row(_WRITTEN), catalog.sequences(connection)
 
     # -- digests -----------------------------------------------------------------------------------------------------
 

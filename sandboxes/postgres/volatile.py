@@ -25,20 +25,27 @@ _FUNCTIONS = (
     "current_query lo_creat lo_create lo_import lo_from_bytea"
 )
 _NAMES = (
-    r"current_timestamp current_time current_date localtime localtimestamp current_catalog tablesample pg_stat_\w+ "
-    "pg_locks pg_database xmin xmax cmin cmax ctid session_user session_authorization system_user pg_roles pg_user "
-    "pg_shadow pg_authid pg_group pg_auth_members pg_db_role_setting pg_shdescription enabled_roles applicable_roles"
+    r"show\s+all current_timestamp current_time current_date localtime localtimestamp current_catalog tablesample "
+    r"pg_stat_\w+ pg_locks pg_settings pg_database xmin xmax cmin cmax ctid session_user "
+    "session_authorization system_user pg_roles pg_user pg_shadow pg_authid pg_group "
+    "pg_auth_members pg_db_role_setting pg_shdescription enabled_roles applicable_roles"
 )
 
+_APPLICATION_NAME = (
+    r"\bapplication_name\b(?!(?<=\breset\sapplication_name)"
+    r"|(?:(?<=\bset\sapplication_name)|(?<=\bsession\sapplication_name)|(?<=\blocal\sapplication_name))\s*(?:=|to\b))"
+)
+"""Matches the session's name, which shows the worker. A `SET` or `RESET` of it shows nothing, and can be replayed."""
+
 VOLATILE = re.compile(
-    rf"\b(?:{'|'.join(_NAMES.split())})\b|\b(?:{'|'.join(_FUNCTIONS.split())}){_PARENTHESIS}"
+    rf"{_APPLICATION_NAME}|\b(?:{'|'.join(_NAMES.split())})\b|\b(?:{'|'.join(_FUNCTIONS.split())}){_PARENTHESIS}"
     r"|'\s*(?:now|today|tomorrow|yesterday)\b",
     re.IGNORECASE | re.DOTALL,
 )
 """Matches functions, columns and literals whose value differs between clones or moments."""
 
 SESSION = re.compile(
-    r"\b(?:set_config|pg_(?:try_)?advisory_\w+|currval|lastval|setseed|pg_notify|dblink\w*|pg_export_snapshot"
+    r"\b(?:pg_(?:try_)?advisory_\w+|currval|lastval|pg_notify|dblink\w*|pg_export_snapshot"
     r"|prepare|execute|deallocate|discard)\b",
     re.IGNORECASE,
 )

@@ -28,25 +28,18 @@ FILE_PRAGMAS = frozenset({"user_version", "application_id", "incremental_vacuum"
 
 `optimize` is not allowed. Its effect depends on earlier queries of the connection, which other rollouts never ran.
 """
-VALUE_PRAGMAS = frozenset(
-    {
-        "user_version",
-        "application_id",
-        "schema_version",
-        "encoding",
-        "page_count",
-        "page_size",
-        "freelist_count",
-        "auto_vacuum",
-        "data_version",
-    }
-)  # fmt: skip | (frozenset(SETTINGS) - {"case_sensitive_like"})
-"""Pragmas that read a value of the database when they have no argument."""
+VALUE_PRAGMAS = frozenset({
+    "user_version", "application_id", "schema_version", "encoding", "page_count", "page_size", "freelist_count",
+    "auto_vacuum", "data_version",
+})  # fmt: skip
+"""Pragmas that read a value of the database when they have no argument. FTS5 itself reads `data_version`."""
 
 REFUSED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer"})
 """Functions that load code or take pointers, and would break out of the worker's rules."""
 HIDDEN_TABLES = frozenset({"sqlite_stmt"})
 """Tables that show the statements of the connection, which rollouts share, and not the database."""
+STATISTICS = "sqlite_stat"
+"""How the names of the tables begin that ANALYZE writes. A connection reads them once, with the schema."""
 COUNTERS = frozenset({"changes", "last_insert_rowid", "total_changes"})
 """Functions that read counters which earlier statements of the connection left."""
 

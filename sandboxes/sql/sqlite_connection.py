@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sandboxes.sql.results import Failure, RowCollector
-from sandboxes.sql.sqlite_authorizer import COUNTERS, Act, act_of, refusal
+from sandboxes.sql.sqlite_authorizer import COUNTERS, STATISTICS, Act, act_of, refusal
 from sandboxes.sql.sqlite_volatile import MAX_BLOB, VolatileInputs
 from sandboxes.sql.values import Value, decode, encode, encode_text
 
@@ -43,11 +43,13 @@ class StatementGuard:
         acts: What the statement needed the authorizer for, since `begin`.
         reads_counters: The statement reads what earlier statements of the connection left, such as `changes()`.
         refused: Why the statement is never allowed; empty if it is.
+        plans_by_old_statistics: A statement has changed rows of `sqlite_stat1`. This connection goes on to plan by
+            what it read before, and a new connection would not.
     """
 
     def __init__(self, inputs: VolatileInputs) -> None:
         self._inputs = inputs
-        self._on = False
+        self._on = self.plans_by_old_statistics = False
         self.begin(private=False)
 
     def begin(self, *, private: bool, compiling: bool = False) -> None:
@@ -74,6 +76,8 @@ class StatementGuard:
             return sqlite3.SQLITE_OK
         act = act_of(action, first, second)
         self.acts.add(act)
+        if act is Act.ROWS and str(first).lower().startswith(STATISTICS):
+            self.plans_by_old_statistics = True
         if action == sqlite3.SQLITE_FUNCTION:
             function = str(second).lower()
             self._inputs.named(function)
@@ -183,8 +187,11 @@ class SqliteConnection:
         return Failure(str(error), "sql", code)
 
     def has_session(self) -> bool:
-        """Return whether the connection holds session state: a transaction, temporary objects, attached databases."""
-        if self.raw.in_transaction:
+        """Return whether the connection holds session state.
+
+        That is a transaction, temporary objects, attached databases, or plans that no new connection would make.
+        """
+        if self.raw.in_transaction or self.guard.plans_by_old_statistics:
             return True
         databases = [row[1] for row in self.raw.execute("PRAGMA database_list")]
         if set(databases) - {"main", "temp"}:

@@ -98,7 +98,8 @@ class SandboxDatabase:
         """
         began = time.perf_counter()
         try:
-            if self._fork is None:
+            # A read of a table ends this setting for its connection, which rollouts share.
+            if self._fork is None and "defer_foreign_keys" not in self.state.settings:
                 outcome = await self._read(call)
                 if outcome is not None:
                     return outcome
@@ -218,7 +219,8 @@ class SandboxDatabase:
         effect = Effect.DATABASE if after.digest != before.digest else Effect.NONE
         if (after.counters, after.settings) != (before.counters, before.settings):
             effect |= Effect.SESSION
-        if bool(session) != fields["session"] or (session and fields["wrote"] and fields["kind"] is None):
+        # A statement that fails may have ended the transaction (OR ROLLBACK), or keep its first rows (OR FAIL).
+        if bool(session) != fields["session"] or (session and fields["wrote"] and fields["kind"] != "refused"):
             effect |= Effect.SESSION
         if effect and fields["session"]:
             statement = orjson.dumps([call.tool, call.arguments], option=orjson.OPT_SORT_KEYS)

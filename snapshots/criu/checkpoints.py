@@ -16,6 +16,7 @@ CRIU pauses three times for us, with a notification each:
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import socket
@@ -26,7 +27,7 @@ from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.inherited import INHERITED_FD
-from sandboxes.ipc.launch_messages import CriuStarted, FollowLinks, InspectNames, NamesRefused
+from sandboxes.ipc.launch_messages import CriuStarted, FollowLinks, InspectNames, NamesInspected, NamesRefused
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.files import remove_tree
 from snapshots.criu import image_digest
@@ -112,7 +113,9 @@ class CriuCheckpointer:
                 mapped: MappedFiles = {}
 
                 async def inspect() -> MappedFiles:
-                    mapped.update(await _inspected(operator))
+                    inspected = await _inspected(operator)
+                    (images / image_digest.TIMES).write_text(json.dumps(inspected.times))
+                    mapped.update(inspected.mapped)
                     return mapped
 
                 async def run_hook() -> None:
@@ -148,12 +151,15 @@ class CriuCheckpointer:
         # Before CRIU reads a byte: damaged images could become any state.
         if not await asyncio.to_thread(image_digest.is_whole, images):
             raise StateGoneError(f"the images of checkpoint {name} are damaged or missing")
+        noted = images / image_digest.TIMES
+        # Images of older versions have none.
+        times = json.loads(noted.read_bytes()) if noted.exists() else {}
         # An OSError here would be a defect of ours, so it is not turned into a SandboxError.
         try:
             async with self._operation(images, start, restores=True) as (criu, operator):
 
                 async def run_hook() -> None:
-                    await operator.ask(FollowLinks())
+                    await operator.ask(FollowLinks(times))
 
                 # criu_launch puts the inherited descriptors at INHERITED_FD and following, in the order of the names.
                 await criu.restore({key: INHERITED_FD + index for index, key in enumerate(inherited)}, run_hook)
@@ -217,8 +223,8 @@ class CriuCheckpointer:
             operator.close()
 
 
-async def _inspected(operator: Channel) -> MappedFiles:
-    """Have the operator look at the names that frozen processes hold; return the files that CRIU cannot open itself.
+async def _inspected(operator: Channel) -> NamesInspected:
+    """Have the operator look at the names that frozen processes hold.
 
     Raises:
         NotFreezableError: A name could lead CRIU astray.
@@ -226,7 +232,7 @@ async def _inspected(operator: Channel) -> MappedFiles:
     answer = (await operator.ask(InspectNames())).message
     if isinstance(answer, NamesRefused):
         raise NotFreezableError(answer.reason)
-    return answer.mapped
+    return answer
 
 
 def _close(fds: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Digests of the images of a checkpoint, so that damaged images are never restored."""
+"""Digests of the images of a checkpoint, and of the times beside them, so that damaged ones are never restored."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -6,13 +6,15 @@ from pathlib import Path
 import orjson
 
 _NAME = "digests.json"
+TIMES = "times.json"
+"""The file with the times that a restore puts back; see `ipc.launch_messages.NamesInspected`."""
 _CHUNK_BYTES = 1 << 20
 
 
 def seal(images: Path) -> None:
-    """Write the digests of all images beside them. Blocking: about 1 ms for each megabyte."""
-    # Only images: a restore writes its log and its statistics into the same directory.
-    digests = {path.name: _digest(path) for path in sorted(images.glob("*.img"))}
+    """Write the digests of all images and of the times beside them. Blocking: about 1 ms for each megabyte."""
+    # Not all files: a restore writes its log and its statistics into the same directory.
+    digests = {path.name: _digest(path) for path in sorted((*images.glob("*.img"), images / TIMES))}
     (images / _NAME).write_bytes(orjson.dumps(digests))
 
 

@@ -84,8 +84,6 @@ class CriuConversation:
         options = {
             "pid": pid,
             "leave_running": True,
-            # Files that were deleted but have other links get a temporary name, by which a restore opens them.
-            "link_remap": True,
             "ghost_limit": MAX_GHOST_BYTES,
         }
         # Without the first hook, agents could lead CRIU to the host: a CRIU that has no such stage must not dump.

@@ -186,24 +186,37 @@ for name in {_HIDDEN!r}:
 
 PROBES = {"system calls": SYSTEM_CALLS, "sockets": SOCKET_FAMILIES, "/proc": PROC_LEAKS}
 
+_HELD = "until [ -e /tmp/held ] || ! kill -0 $!; do sleep 0.1; done; sleep 1"
+"""Waits until a process in the background has taken all that it gets, and then long enough to be noticed."""
+_TAKERS: dict[str, str] = {
+    "inotify instances": "python3 -c 'import ctypes,os,time; l=ctypes.CDLL(None); [l.inotify_init() for _ in range(5000)]; os.mkdir(\"/tmp/held\"); time.sleep(30)'",
+    "terminals": "python3 -c 'import os,time\ntry:\n while True: os.openpty()\nexcept OSError: os.mkdir(\"/tmp/held\"); time.sleep(30)'",
+    "descriptors": "ulimit -n 65536; python3 -c 'import os,time\ntry:\n while True: os.dup(0)\nexcept OSError: os.mkdir(\"/tmp/held\"); time.sleep(30)'",
+    "queued signals": "python3 -c 'import signal,os,time,ctypes; signal.pthread_sigmask(0, {40}); l=ctypes.CDLL(None); [l.sigqueue(os.getpid(), 40, 0) for _ in range(200000)]; os.mkdir(\"/tmp/held\"); time.sleep(30)'",
+    "descriptors in flight": 'python3 -c \'import os,socket,time\na=[]\ntry:\n while len(a) < 400:\n  p=socket.socketpair(); a.append(p)\n  for _ in range(10): socket.send_fds(p[0], [b"x"], [0]*250)\nexcept OSError: pass\nos.mkdir("/tmp/held"); time.sleep(30)\'',
+    "pipes": "ulimit -n 65536; python3 -c 'import os,time\na=[]\ntry:\n while len(a) < 4000: a.append(os.pipe())\nexcept OSError: pass\nos.mkdir(\"/tmp/held\"); time.sleep(30)'",
+    "epoll watches": "ulimit -n 8192; python3 -c 'import select,os,time\nf=[os.pipe()[0] for _ in range(3000)]\ne=[select.epoll() for _ in range(100)]\ntry:\n [x.register(y) for x in e for y in f]\nexcept OSError: pass\nos.mkdir(\"/tmp/held\"); time.sleep(30)'",
+}
 HOLDERS: dict[str, str] = {
     "processes": "bomb() { bomb | bomb & }; bomb; sleep 3",
     "memory": "python3 -c 'b = []\nwhile True: b.append(bytearray(1 << 24))'",
-    "inotify instances": "python3 -c 'import ctypes,time; l=ctypes.CDLL(None); [l.inotify_init() for _ in range(5000)]; time.sleep(30)' & sleep 2",
-    "terminals": "python3 -c 'import os,time\ntry:\n while True: os.openpty()\nexcept OSError: time.sleep(30)' & sleep 2",
-    "descriptors": "ulimit -n 65536; python3 -c 'import os,time\ntry:\n while True: os.dup(0)\nexcept OSError: time.sleep(30)' & sleep 2",
-    "queued signals": "python3 -c 'import signal,os,time,ctypes; signal.pthread_sigmask(0, {40}); l=ctypes.CDLL(None); [l.sigqueue(os.getpid(), 40, 0) for _ in range(200000)]; time.sleep(30)' & sleep 2",
-    "descriptors in flight": "python3 -c 'import socket,time\na=[]\ntry:\n while len(a) < 400:\n  p=socket.socketpair(); a.append(p)\n  for _ in range(10): socket.send_fds(p[0], [b\"x\"], [0]*250)\nexcept OSError: pass\ntime.sleep(30)' & sleep 2",
-    "pipes": "ulimit -n 65536; python3 -c 'import os,time\na=[]\ntry:\n while len(a) < 4000: a.append(os.pipe())\nexcept OSError: pass\ntime.sleep(30)' & sleep 2",
-    "epoll watches": "ulimit -n 8192; python3 -c 'import select,os,time\nf=[os.pipe()[0] for _ in range(3000)]\ne=[select.epoll() for _ in range(100)]\ntry:\n [x.register(y) for x in e for y in f]\nexcept OSError: pass\ntime.sleep(30)' & sleep 3",
     "System V segments": "for i in $(seq 5000); do ipcmk -M 4096 >/dev/null 2>&1 || break; done; sleep 30 & sleep 1",
     "empty files": 'python3 -c \'import os; os.mkdir("/tmp/many"); os.chdir("/tmp/many"); [os.close(os.open(str(n), 66)) for n in range(3000000)]\'',
     "sparse files": "cd /tmp; for i in $(seq 40); do truncate -s 60M s$i; sync; done",
     "a full disk": "head -c 3G /dev/zero > /tmp/full",
     "endless output": "timeout 3 yes",
     "file locks": 'python3 -c \'import fcntl,time; f=open("/tmp/l","w")\ntry:\n [fcntl.lockf(f, 2, 1, n*2) for n in range(200000)]\nexcept OSError: pass\ntime.sleep(30)\' & sleep 2',
+    **{name: f"{command} & {_HELD}" for name, command in _TAKERS.items()},
 }
 """Commands that take as much as they can of what sandboxes share. Afterwards others must work."""
+
+_FILL = "python3 -c 'import os,time\nf=[]\nfor n in range(100):\n p=f\"/tmp/fill{{n}}\"; f.append(os.open(p,66)); {}\n os.write(f[n],bytes(8<<20)); time.sleep(0.1)'"
+FILLERS: dict[str, str] = {
+    "files in the background": f"{{ {_FILL.format('pass')}; sleep 60; }} >/dev/null 2>&1 &",
+    "deleted files": _FILL.format("os.unlink(p)"),
+    "deleted files in the background": f"{{ {_FILL.format('os.unlink(p)')}; sleep 60; }} >/dev/null 2>&1 &",
+}
+"""Commands that write 800 MB in ways that no directory or no call shows. With a smaller limit, they must be stopped."""
 
 NEIGHBOUR = """
 import ctypes, os, select, signal, socket

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -53,9 +54,18 @@ class Answer:
         return *self.printed, self.effect
 
 
-async def run(sandbox: Sandbox, command: str, *, session: str = "main", timeout_s: float = 10.0) -> Answer:
+async def run(sandbox: Sandbox, command: str, *, session: str = "main", timeout_s: float = 30.0) -> Answer:
     arguments = {"command": command, "timeout_s": timeout_s, "session": session}
     return Answer(await sandbox.execute(ToolCall("shell", "exec", arguments)))
+
+
+async def reads(sandbox: Sandbox, command: str) -> bool:
+    """Return whether a command is an observation as soon as what earlier ones woke sleeps again, within 30 s."""
+    deadline = time.monotonic() + 30.0
+    while (await run(sandbox, command)).effect is not Effect.NONE:
+        if time.monotonic() > deadline:
+            return False
+    return True
 
 
 async def file(sandbox: Sandbox, tool: str, path: str, body: bytes = b"", **more: Any) -> tuple[int, bytes]:
@@ -100,3 +110,14 @@ def in_sandbox(data_dir: Path, test: Callable[[Sandbox], Awaitable[None]], **spe
 
 
 SMALL = Limits(memory_mb=96, pids=32, disk_mb=24, timeout_s=20)
+
+
+async def is_stopped(sandbox: Sandbox, command: str) -> bool:
+    """Return whether a command is killed, or what it leaves ends the sandbox within 30 s."""
+    if (await run(sandbox, command)).code != 0:
+        return True
+    for _ in range(300):
+        if not sandbox.alive:
+            return True
+        await asyncio.sleep(0.1)
+    return False

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from sandboxes.driver import FrozenState
+from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.linux.files import remove_tree
 from sandboxes.spec import EnvironmentSpec
@@ -22,8 +23,8 @@ from tests.sandboxes.box import opened, run
 
 SPEC = EnvironmentSpec()
 SECRET = "the host's secret"
-WAIT = "for i in $(seq 100); do [ -e ready ] && break; sleep .02; done; rm -f ready; "
-"""Waits until the process that holds something says that it does."""
+WAIT = "until [ -e ready ] || [ -e d/ready ]; do sleep .02; done; rm -f ready d/ready; "
+"""Waits until the process that holds something says that it does; its root directory may be `d`."""
 
 
 def _shell(holds: str) -> str:
@@ -49,7 +50,10 @@ REFUSED = {
     ),
     "a deleted file without its directory": ("mkdir d; " + _shell("exec 9>d/f"), "rm -r d"),
     "a deleted file whose name is a link": (_shell("exec 9>f"), "rm f; ln -s {out}/planted f"),
-    "a running program below a link": ("mkdir d; cp /bin/sleep d; d/sleep 1000 & ", "rm -r d; ln -s {out} d"),
+    "a running program below a link": (
+        "mkdir d; cp /bin/sleep d; d/sleep 1000 & until grep -qx sleep /proc/$!/comm; do sleep .02; done",
+        "rm -r d; ln -s {out} d",
+    ),
     "a mapped file below a link": (
         "mkdir d; " + _python("import ctypes\n"
                               "lib = [line.split()[-1] for line in open('/proc/self/maps') if 'libc.so' in line][0]\n"
@@ -164,6 +168,30 @@ class CheckpointAttacks:
             restored = await driver.restore(SPEC, await sandbox.freeze())
             for box in (sandbox, restored):
                 assert (await run(box, "kill -0 %1 && echo runs")).out == "runs\n"
+
+        self._with(test)
+
+    @pytest.mark.parametrize(
+        ("begin", "more"),
+        [(_python(_BOUND.format("/root/d/s")), ""), (_python(_BOUND.format("/root/d/s")), "rm d/s"),
+         (_shell("exec 9>d/f"), "rm d/f")],
+        ids=["a bound socket", "a bound socket without its file", "a deleted file"],
+    )  # fmt: skip
+    def test_a_restore_leaves_times(self, begin: str, more: str) -> None:
+        """A restore binds sockets again and makes deleted files for a moment; neither shows in any time."""
+        look = "find d -printf '%p %y %m %T+\\n' | sort"
+
+        async def test(driver: Any) -> None:
+            sandbox = await driver.start(SPEC)
+            await run(sandbox, f"mkdir d; {begin}")
+            await run(sandbox, more or "true")
+            times = (await run(sandbox, look)).out
+            frozen = await sandbox.freeze()
+            assert (await run(sandbox, look)).out == times
+            restored = await driver.restore(SPEC, frozen)
+            looked = await run(restored, look)
+            assert looked.out == times
+            assert Effect.FILES not in looked.effect
 
         self._with(test)
 

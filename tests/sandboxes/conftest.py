@@ -4,7 +4,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from hatch_build import ANCHOR_SOURCE, HELPER, compile_helper
+from hatch_build import ANCHOR_SOURCE, HELPER, ORDINARY_SOURCE, compile_helper
 from sandboxes.linux.files import remove_tree
 from tests.machine import wait_until
 from tests.sandboxes import postgres_cluster as postgres
@@ -34,6 +34,12 @@ def spawn_helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _compiled(HELPER, tmp_path_factory.mktemp("helper") / "libvfork.so")
 
 
+@pytest.fixture(scope="session")
+def ordinary_helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The native library that takes the steps of ordinary calls, compiled from its source."""
+    return _compiled(ORDINARY_SOURCE, tmp_path_factory.mktemp("ordinary") / "libordinary.so")
+
+
 def _compiled(source: Path, target: Path) -> Path:
     if not compile_helper(REPOSITORY / source, target):
         pytest.skip("no C compiler works here")
@@ -47,7 +53,7 @@ def container_dir(data_dir: Path) -> Iterator[Path]:
     folder = data_dir / "container"
     yield folder
     # Docker lists one for a moment longer than it has it.
-    wait_until(lambda: containers(folder) == [], "a container of it is left", within_s=10)
+    wait_until(lambda: containers(folder) == [], "a container of it is left", within_s=90)
     remove_images(folder)
 
 

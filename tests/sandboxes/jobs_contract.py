@@ -2,6 +2,7 @@
 
 import asyncio
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,8 @@ DIALOGUES = {
     "ended in its call": ["(exit 4) & PID=$!; sleep 0.2", "echo between", "wait $PID; echo $?"],
     "two jobs": ["(exit 5) & A=$!; (exit 6) & B=$!; sleep 0.2", "x=1", "wait $A; echo $?; wait $B; echo $?"],
     "killed": ["sleep 60 & PID=$!", "kill $PID; sleep 0.2", "true", "wait $PID 2>/dev/null; echo $?"],
-    # A job that has ended loses its number whenever the shell waits for another command, so these take long.
-    "any of them": ["(sleep 3; exit 7) &", "wait -n; echo $?", "wait -n; echo $?", "jobs"],
+    # A job that has ended loses its number whenever the shell waits for another command, so these wait for `go`.
+    "any of them": ["mkfifo go; (read -r <go; exit 7) &", "echo >go; wait -n; echo $?", "wait -n; echo $?", "jobs"],
     "all of them": ["(sleep 0.3; exit 8) & (sleep 0.2; exit 9) &", "wait; echo $?", "jobs"],
     "by its number": [
         "sleep 60 & sleep 61 &",
@@ -30,7 +31,7 @@ DIALOGUES = {
         "kill -STOP %1; jobs",
         "kill -CONT %1; kill %1; wait %1 2>/dev/null; echo $?",
     ],
-    "in front": ["(sleep 3; exit 3) &", "fg %1 2>/dev/null; echo $?", "wait %1; echo $?"],
+    "in front": ["mkfifo go; (read -r <go; exit 3) &", "fg %1 2>/dev/null; echo $?", "echo >go; wait %1; echo $?"],
     "the last one": ["(sleep 0.2; exit 3) & P=$!", "[ $! = $P ]; echo $?", "sleep 0.4", "[ $! = $P ]; echo $?"],
     "a function's": ["f() { (sleep 0.2; exit 3) & }; f", "sleep 0.4", "wait $!; echo $?"],
     "a coprocess": ["coproc C { sleep 0.2; exit 3; }; P=$C_PID", "sleep 0.4", "wait $P; echo $?"],
@@ -42,16 +43,17 @@ LOOK = (
 )
 
 
-def in_plain_bash(dialogue: list[str]) -> list[str]:
-    """Return what one bash prints for each command of a dialogue."""
+def in_plain_bash(dialogue: list[str], folder: Path) -> list[str]:
+    """Return what one bash in a directory prints for each command of a dialogue."""
     script = 'for command; do eval "$command" 2>&1; printf "\\0"; done'
-    printed = subprocess.run(["bash", "-c", script, "bash", *dialogue], capture_output=True, text=True, check=False)
+    command = ["bash", "-c", script, "bash", *dialogue]
+    printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return printed.stdout.split("\0")[:-1]
 
 
 class JobsContract:
     @pytest.mark.parametrize("name", DIALOGUES)
-    def test_jobs_outlive_calls_as_in_bash(self, driver: Driver, name: str) -> None:
+    def test_jobs_outlive_calls_as_in_bash(self, driver: Driver, name: str, tmp_path: Path) -> None:
         """Jobs, their exit codes and `$!` are those of one bash that got all commands."""
 
         async def go() -> list[str]:
@@ -59,7 +61,7 @@ class JobsContract:
                 sandbox = await driver.start(EnvironmentSpec())
                 return [(await run(sandbox, f"{{ {command}\n}} 2>&1")).out for command in DIALOGUES[name]]
 
-        assert asyncio.run(go()) == in_plain_bash(DIALOGUES[name])
+        assert asyncio.run(go()) == in_plain_bash(DIALOGUES[name], tmp_path)
 
     def test_known_jobs_have_a_digest(self, driver: Driver) -> None:
         """A shell that knows of an ended job is no live process: the state is named, and reads stay observations."""
@@ -69,7 +71,7 @@ class JobsContract:
                 sandbox = await driver.start(EnvironmentSpec())
                 before = (await run(sandbox, "PID=0")).state
                 await run(sandbox, "(sleep 0.2; exit 3) & PID=$!")
-                ended = await run(sandbox, "sleep 0.5")
+                ended = await run(sandbox, "while kill -0 $PID 2>/dev/null; do sleep 0.05; done")
                 assert ended.state is not None
                 read = await run(sandbox, "cat /dev/null")
                 assert (read.effect, read.state) == (Effect.NONE, ended.state)

@@ -7,11 +7,11 @@ import asyncio
 
 import pytest
 
-from sandboxes.driver import Driver, Sandbox
+from sandboxes.driver import Driver
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import opened, run
+from tests.sandboxes.box import opened, reads, run
 
 SLEEPER = r"""
 import ctypes, os, signal, socket, time
@@ -43,8 +43,8 @@ START = f"""cat > /root/sleeper.py <<'END'
 {SLEEPER}
 END
 python3 /root/sleeper.py >/dev/null 2>/tmp/errors & export P=$!
-for i in $(seq 300); do [ -s /root/facts ] || sleep 0.02; done; cat /tmp/errors >&2; rm /tmp/errors
-set -a; . /root/facts || exit; set +a; sleep 0.1"""
+until [ -s /root/facts ] || ! kill -0 $P; do sleep 0.02; done; cat /tmp/errors >&2; rm /tmp/errors
+set -a; . /root/facts || exit; set +a"""
 
 
 def python(text: str) -> str:
@@ -102,10 +102,9 @@ CHANGES = {
     "memory": python("os.pwrite(os.open(f'/proc/{P}/mem', os.O_RDWR), b'public', int(env['AT']))"),
     "memory by its thread": python("os.pwrite(os.open(f'/proc/{P}/task/{P}/mem', os.O_RDWR), b'open', int(env['AT']))"),
     "trace": python("""
-import time
 assert libc.ptrace(16, P, 0, 0) == 0
-time.sleep(0.02)
-libc.ptrace(17, P, 0, 0)"""),
+os.waitpid(P, 0)
+assert libc.ptrace(17, P, 0, 0) == 0"""),
     "shared memory": python("mmap.mmap(os.open(f'/proc/{P}/fd/{env[\"MEMORY\"]}', os.O_RDWR), 4096)[0] = 7"),
     "seals": python("fcntl.fcntl(os.open(f'/proc/{P}/fd/{env[\"MEMORY\"]}', os.O_RDWR), 1033, 4)"),
     "a file without a name": "echo new > /proc/$P/fd/$GONE",
@@ -227,14 +226,6 @@ LEAVE_UNKNOWN |= LAST.keys() | {"tcp backlog"}
 connection becomes a lingering one only when its last packet is acknowledged."""
 
 
-async def is_read(sandbox: Sandbox, command: str) -> bool:
-    """Return whether a command is an observation. On a busy machine, what an earlier one woke may run meanwhile."""
-    for _ in range(3):
-        if (await run(sandbox, command)).effect is Effect.NONE:
-            return True
-    return False
-
-
 class LiveChangesSuite:
     def test_live_changes_are_no_observations(self, driver: Driver) -> None:
         """What a call leaves with a process that sleeps is a change; a call that only reads is none."""
@@ -244,7 +235,7 @@ class LiveChangesSuite:
                 sandbox = await driver.start(EnvironmentSpec())
                 started = await run(sandbox, START)
                 assert started.code == 0, started.err
-                counted = [name for name, command in READS.items() if not await is_read(sandbox, command)]
+                counted = [name for name, command in READS.items() if not await reads(sandbox, command)]
                 missed, failed = [], []
                 for name, command in (CHANGES | REFUSED | LAST).items():
                     answer = await run(sandbox, command)
@@ -253,7 +244,7 @@ class LiveChangesSuite:
                     if answer.code and name not in REFUSED:
                         failed.append(f"{name}: {answer.out}{answer.err}")
                     if name not in LEAVE_UNKNOWN:
-                        counted += [] if await is_read(sandbox, "cat /root/facts") else [f"cat after {name}"]
+                        counted += [] if await reads(sandbox, "cat /root/facts") else [f"cat after {name}"]
                 return missed, failed, counted
 
         missed, failed, counted = asyncio.run(go())

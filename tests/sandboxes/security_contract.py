@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Protocol
 import pytest
 
 from sandboxes.driver import Sandbox
-from tests.sandboxes import archive_attacks
-from tests.sandboxes.box import SMALL, file, run
+from tests.sandboxes import archive_attacks, attack_list
+from tests.sandboxes.box import SMALL, file, is_stopped, run
 from tests.sandboxes.processes import archive
 
 
@@ -123,6 +123,13 @@ class SecurityContract:
             bomb = await run(sandbox, "x=$(head -c 1000000000 /dev/zero | tr '\\0' x); echo no", timeout_s=15)
             assert bomb.out == ""
             assert (await run(sandbox, "echo alive")).out == "alive\n"
+
+        inside(test, limits=SMALL)
+
+    @pytest.mark.parametrize("way", attack_list.FILLERS)
+    def test_disk_is_filled_in_no_other_way(self, inside: Inside, way: str) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            assert await is_stopped(sandbox, attack_list.FILLERS[way])
 
         inside(test, limits=SMALL)
 

@@ -8,12 +8,12 @@ from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import Sandbox
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "query": {"params": None, "max_rows": 100, "timeout_s": 5.0, "format": "json"},
-    "script": {"timeout_s": 5.0},
-    "explain": {"params": None, "timeout_s": 5.0, "format": "json"},
-    "compare": {"timeout_s": 5.0, "ordered": False},
-    "tables": {"timeout_s": 5.0},
-    "schema": {"timeout_s": 5.0, "table": None},
+    "query": {"params": None, "max_rows": 100, "timeout_s": 30.0, "format": "json"},
+    "script": {"timeout_s": 30.0},
+    "explain": {"params": None, "timeout_s": 30.0, "format": "json"},
+    "compare": {"timeout_s": 30.0, "ordered": False},
+    "tables": {"timeout_s": 30.0},
+    "schema": {"timeout_s": 30.0, "table": None},
 }
 
 

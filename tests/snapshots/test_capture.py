@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,49 @@ def test_a_state_is_frozen_after_its_lease(tmp_path: Path) -> None:
         assert (snapshot.node, slot.state, rig.tally.snapshots_taken) == (7, SandboxState.IDLE, 1)
         assert rig.cache.costs["memory"].files.freeze.samples == 1
         assert rig.cache.used_bytes == snapshot.size_bytes > 0
+
+    run(tmp_path, test)
+
+
+class TravellingSandbox(MemorySandbox):
+    """A sandbox whose frozen states arrive when a test says so."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.arrives, self.freezes = asyncio.Event(), 0
+
+    async def begin_freeze(self) -> Awaitable[FrozenState]:
+        frozen = await self.freeze()
+        self.freezes += 1
+
+        async def arrive() -> FrozenState:
+            await self.arrives.wait()
+            return frozen
+
+        return arrive()
+
+
+def test_a_call_does_not_wait_for_a_travelling_state(tmp_path: Path) -> None:
+    """The sandbox is free, and a second lease at the same node does not freeze it again."""
+
+    async def test(rig: Rig) -> None:
+        rig.driver = MemoryDriver(sandbox=TravellingSandbox)
+        node = FakeNode(7)
+        slot = await rig.lease(node)
+        sandbox = slot.sandbox
+        assert isinstance(sandbox, TravellingSandbox)
+        await rig.capture.give_back(slot, rig.tree, node, freeze=True)
+        for _ in range(2):
+            async with asyncio.timeout(30):
+                # It is waited for while it freezes, and then leased.
+                while not await rig.pool.lease(slot, node, 1):
+                    pass
+            assert (node.snapshot, sandbox.freezes) == (None, 1)
+            await rig.capture.give_back(slot, rig.tree, node, freeze=True)
+        sandbox.arrives.set()
+        await rig.capture.drain()
+        assert node.snapshot is not None
+        assert (slot.state, rig.tally.snapshots_taken) == (SandboxState.IDLE, 1)
 
     run(tmp_path, test)
 

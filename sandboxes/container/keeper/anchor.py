@@ -155,6 +155,12 @@ class ContainerAnchor:
             raise ShellStartError("no shell can be started in this sandbox: the process ended at once")
         return pid, int(inner)
 
+    def collect(self, inner: int) -> None:
+        """Have a shell that ends collected before the next one starts."""
+        # A new anchor has no dead one's children to collect.
+        with contextlib.suppress(ShellStartError):
+            self._order(f"wait {inner}")
+
     def status(self, inner: int, *, otherwise: int) -> int:
         """Return the exit status of a shell that ends; `otherwise` if the anchor does not know it."""
         try:

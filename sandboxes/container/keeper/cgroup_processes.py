@@ -146,25 +146,16 @@ def join(pid: int) -> None:
 
 def start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            # The name in field 2 is chosen by the process and may hold spaces and parentheses; the last parenthesis
-            # ends it. Field 22 is the start time, which is index 19 after the name (proc_pid_stat(5)).
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if processes.has_ended(fields) else int(fields[19])
+    fields = processes.stat_fields(pid)
+    # Field 22 is the start time (proc_pid_stat(5)).
+    return None if fields is None or processes.has_ended(fields) else int(fields[19])
 
 
 def exiting(pid: int) -> bool:
     """Return whether a process has ended or is ending. A pid 1 is ending before its container's others are killed."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return True
+    fields = processes.stat_fields(pid)
     # Field 9, the kernel's flags of the process.
-    return bool(int(fields[6]) & _PF_EXITING)
+    return fields is None or bool(int(fields[6]) & _PF_EXITING)
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:

@@ -8,14 +8,13 @@ of what was frozen.
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from sandboxes.container.keeper import copies
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.files import delta
-from sandboxes.guest.files.changes import FOLDER, WrittenFiles, disk_watch
+from sandboxes.guest.files.changes import FOLDER, WrittenFiles
 from sandboxes.guest.files.scan import TRUSTED_MARKS
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.guest.files.tracker import Digests, FileTracker
@@ -113,8 +112,3 @@ class ContainerChanges(WrittenFiles):
         copy, signatures = self._copied
         now = self.tracker.scan.signatures.get(path)
         return f"{copy}/diff/{path}" if copy and now is not None and signatures.get(path) == now else None
-
-    def disk_watch(self) -> Callable[[], str | None]:
-        """Return a check of the upper directory against the limit, and of the free disk against the reserve."""
-        unmeasured_free = self._measured_free if self.too_deep else None
-        return disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes, unmeasured_free=unmeasured_free)

@@ -64,11 +64,8 @@ class Copy:
                 os.mkdir(folder.path, 0o700, dir_fd=target)
             folders.append((folder.path, os.fstat(folder.fd)))
             with _opened(folder.path, target) as copy:
-                for entry in folder.entries:
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISDIR(status.st_mode) or (not folder.path and entry.name in MOUNTED):
-                        continue
-                    self._entry(folder, entry.name, status, copy)
+                for name, status in _files(folder):
+                    self._entry(folder, name, status, copy)
         # The inner directories first: entries that are made in a directory change its time.
         for path, status in reversed(folders):
             with _opened(path, source) as inner, _opened(path, target) as copy:
@@ -136,20 +133,25 @@ def _lay(source: int, target: int) -> None:
         if folder.path and _make_folder(folder.path, folder.fd, target):
             made.add(folder.path)
         with _opened(folder.path, target) as into:
-            for entry in folder.entries:
-                status = entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(status.st_mode) or (not folder.path and entry.name in MOUNTED):
-                    continue
+            for name, status in _files(folder):
                 # A whiteout of the copy removes the name through the container's overlay, which makes a whiteout of its
                 # own in the upper directory.
                 if folder.path not in made:
-                    remove_entry(entry.name, into)
+                    remove_entry(name, into)
                 if not is_whiteout(status):
-                    copy_entry(entry.name, status, folder.fd, into, MARKS)
+                    copy_entry(name, status, folder.fd, into, MARKS)
     for path in reversed(folders):
         with _opened(path, source) as inner, _opened(path, target) as into:
             copy_flags(inner, into)
             copy_facts(".", os.fstat(inner), inner, into, MARKS)
+
+
+def _files(folder: trees.Folder) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the entries of a directory that are no directories and no mounts."""
+    for entry in folder.entries:
+        status = entry.stat(follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode) and (folder.path or entry.name not in MOUNTED):
+            yield entry.name, status
 
 
 def _make_folder(path: str, source: int, target: int) -> bool:

@@ -299,9 +299,10 @@ class Keeper:
         if cgroup_processes.exiting(self._members.pid) or select.select([self._members.init], [], [], 0)[0]:
             raise ContainerEndedError("the container ended")
 
-    def living(self, ours: Collection[int] = ()) -> set[processes.Process]:
-        """Return all processes of the container but `ours`."""
-        self._anchor.look_after()
+    def living(self, ours: Collection[int] = (), *, collects: bool = True) -> set[processes.Process]:
+        """Return all processes of the container but `ours`; see `Platform.living`."""
+        if collects:
+            self._anchor.look_after()
         return {process for process in self._members.running() if process[0] not in ours}
 
     def founders(self) -> set[int]:
@@ -352,10 +353,7 @@ class Keeper:
         confine.confine()
         uid, gid, groups = self._user
         if uid:
-            # Groups before the user: after setresuid this process has no right to change them (credentials(7)).
-            os.setgroups(groups)
-            os.setresgid(gid, gid, gid)
-            os.setresuid(uid, uid, uid)
+            confine.become_user(uid, gid, groups)
 
     def complete_order(self, order: ServerOrder) -> ServerOrder:
         """Return the order with the image's variables, which the proxy does not know, below its own."""
@@ -368,6 +366,10 @@ class Keeper:
     def forget_shell(self, shell: Shell, ending: str) -> None:  # noqa: ARG002
         """Give up a shell. However it ended, its parent has to collect it, and that is the anchor."""
         self._shells.kill(shell)
+
+    def run_ordinary(self, request: RunCommand, command: bytes) -> Performed | None:  # noqa: ARG002
+        """Begin nothing: what a container's command leaves behind is found by the regular looks alone."""
+        return None
 
     def finish_call(self, answer: CallDone, body: bytes, fresh: list[str]) -> None:
         """Send the answer, unless the container ended during the call."""

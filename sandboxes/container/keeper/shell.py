@@ -23,6 +23,7 @@ from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
 from sandboxes.linux import processes
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.confine import become_user
 from sandboxes.linux.descriptors import close_all
 from sandboxes.shell_text import Jobs, ShellSession, quote
 
@@ -60,6 +61,7 @@ class ContainerShell(Shell):
         bash: Whether it is bash; otherwise it is the image's /bin/sh.
         inner: Its process, as the container numbers it; `pid` is its number on this machine.
         limits: The resource limits that it was born with.
+        keeps_folder: Whether `close` leaves its directory, empty, for the next shell.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class ContainerShell(Shell):
         super().__init__(name, session, 0, death, {number: self._fds[file] for number, file in files.items()})
         self.folder, self.bash, self.inner = folder, bash, 0
         self.limits: dict[str, tuple[int, int]] = {}
+        self.keeps_folder = False
 
     @classmethod
     def prepare_again(cls, remembered: Mapping[str, Any], box: Path, *, bash: bool) -> "ContainerShell":
@@ -174,20 +177,24 @@ class ContainerShell(Shell):
         return low in ({0: ours["go"], **at_rest}, {0: low.get(0), **at_rest}) and set(opened.values()) <= known
 
     def close(self) -> None:
-        """Close the keeper's ends and remove the directory. The caller kills the process."""
+        """Close the keeper's ends, and remove the files and the directory. The caller kills the process."""
         super().close()
         # Closing wakes a shell that still waits: its read of `go` then returns end of file, and it exits.
         close_all((*self._fds.values(), self.death))
         self._fds.clear()
         for name in (*SHELL_FIFOS, *SHELL_TEXTS):
             (self.folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
+        if not self.keeps_folder:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
 
 
 def make_files(folder: Path, texts: Mapping[str, bytes]) -> dict[str, int]:
-    """Make the directory from which the anchor starts a shell; return the keeper's ends of the FIFOs, by name."""
-    folder.mkdir(mode=0o755)
+    """Make the directory from which the anchor starts a shell; return the keeper's ends of the FIFOs, by name.
+
+    An empty directory of an earlier shell may be there.
+    """
+    folder.mkdir(mode=0o755, exist_ok=True)
     fds = {}
     for name in SHELL_FIFOS:
         os.mkfifo(folder / name)
@@ -244,13 +251,10 @@ def _set_limits(pid: int, wanted: Mapping[int, tuple[int, int]]) -> None:
             resource.prlimit(pid, number, limits)
     except PermissionError:
         # Root without CAP_SYS_RESOURCE may do this only as the process's own user (prlimit(2)).
-        uid, gid, groups = cgroup_processes.ids(pid)
+        user = cgroup_processes.ids(pid)
 
         def set_as_user() -> None:
-            # Groups first, the user last: afterwards this process has no right to change the others (credentials(7)).
-            os.setgroups(groups)
-            os.setresgid(gid, gid, gid)
-            os.setresuid(uid, uid, uid)
+            become_user(*user)
             for number, limits in wanted.items():
                 resource.prlimit(pid, number, limits)
 

@@ -7,7 +7,7 @@ does not take the rest along.
 
 import re
 
-from sandboxes.guest.bash.session import BEGIN_DUMP, DECLARE, KEPT, NEEDED, split_unquoted, wary_run
+from sandboxes.guest.bash.session import BEGIN_DUMP, DECLARE, FUNCTIONS, KEPT, NEEDED, split_unquoted, wary_run
 from sandboxes.shell_text import ShellSession, quote
 
 _DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
@@ -41,9 +41,16 @@ _BORN_WITH = [
     "PATH",
     "PS4",
     "PWD",
+    "SHELL",
     "SHLVL",
     "TERM",
 ]
+NO_LOOKUP = {"SHELL": ""}
+"""The environment of a bash that becomes a session, which has variables of its own.
+
+A bash without SHELL asks for the user's entry in /etc/passwd: 20 system calls, 0.07 ms, for a value that the session's
+own one replaces.
+"""
 _POSIX_SHOPTS = frozenset({"expand_aliases", "inherit_errexit", "shift_verbose"})
 """Options that bash's POSIX mode sets when it begins."""
 _SHOWING, _DEBUG = ("verbose", "xtrace"), " DEBUG"
@@ -71,6 +78,8 @@ _HOOKED = {"posix": "POSIXLY_CORRECT", "ignoreeof": "IGNOREEOF"}
 
 def restore_script(session: ShellSession | None, workdir: str, pristine: ShellSession | None = None) -> bytes:
     """Return what a fresh bash sources to become a session. A bash that cannot do so exits.
+
+    The session's functions are defined afterwards, by `session.DEFINE`.
 
     Args:
         session: The session; None for a new one.
@@ -136,15 +145,24 @@ def _exit_because(reason: str) -> str:
 
 
 def _functions(session: ShellSession) -> list[str]:
-    """Return statements that define the functions; with `extglob`, because their patterns may need it."""
+    """Return the statement that sets `FUNCTIONS`, to one line that defines the functions.
+
+    Each of them then begins in line 1, as if it had been the whole command. It is defined with `extglob`, because its
+    patterns may need it.
+    """
     if not session["functions"]:
         return []
-    # `function` makes a name of any word: `a=b ()` would be an assignment.
-    texts = [f"\\builtin eval {quote('function ' + text)}" for text in split_functions(session["functions"])]
-    return ["\\builtin shopt -s extglob", *texts, *(f"\\builtin {mark}" for mark in session["function_marks"])]
+    # `function` makes a name of any word: `a=b ()` would be an assignment. Bash prints the brace on a line of its own.
+    texts = [_HEAD.sub(r"function \1\2", text, count=1) for text in split_functions(session["functions"])]
+    statements = [
+        f"unset -v {FUNCTIONS}", "shopt -s extglob", *(f"eval {_on_one_line(quote(text))}" for text in texts),
+        *session["function_marks"], *(["shopt -u extglob"] if "extglob" not in session["shopts"] else []),
+    ]  # fmt: skip
+    line = "; ".join(f"\\builtin {statement}" for statement in statements)
+    return [f"{FUNCTIONS}={quote(f'{{ {line}; }} 2>/dev/null')}"]
 
 
-_HEAD = re.compile(r"^(?:function )?(\S+ \(\) \n(?:\{ |\( ))", re.MULTILINE)
+_HEAD = re.compile(r"^(?:function )?(\S+ \(\) )\n(\{ |\( )", re.MULTILINE)
 
 
 def split_functions(text: str) -> list[str]:
@@ -160,13 +178,14 @@ def split_functions(text: str) -> list[str]:
 def _variables(session: ShellSession) -> list[str]:
     """Return statements that set all variables, and then all attributes."""
     declared = {match[2]: match for line in session["variables"] if (match := DECLARE.match(line))}
-    # A fresh bash has these, and exports the last three from birth.
+    # A fresh bash has these.
     # A variable that is declared without a value must lose the value that bash gives it.
     unset = [name for name in _BORN_WITH if name not in declared or "=" not in declared[name].string]
     lines = [f"\\builtin unset -v {name}" for name in [*unset, *session.get("unset", ())]]
     if "name" in session:
         lines.append(f"BASH_ARGV0={quote(session['name'])}")
-    lines += [f"\\builtin declare +x {name}" for name in ("PWD", "OLDPWD", "SHLVL") if name in declared]
+    # These are exported from birth, SHELL because of `NO_LOOKUP`.
+    lines += [f"\\builtin declare +x {name}" for name in ("PWD", "OLDPWD", "SHLVL", "SHELL") if name in declared]
     attributes = []
     for name in sorted(declared, key=lambda name: (name.startswith(_LATE), name)):
         flags, rest = declared[name][1].lstrip("-"), declared[name].string[declared[name].end() :]

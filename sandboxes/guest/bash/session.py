@@ -140,7 +140,11 @@ It is one line, so bash reads it whole before any of it runs. The copies of desc
 close-on-exec. A shell that cannot write its dump, because a command has closed our descriptors, exits: nothing waits
 for a dump that cannot come. The limit of `read` overrides TMOUT.
 """
-START = '. /proc/self/fd/29 2>/dev/null; \\builtin eval "$(</proc/self/fd/30)"'
+FUNCTIONS = "__forkpoint_functions"
+"""The variable in which the restoring script leaves the statements that define the session's functions."""
+DEFINE = f'\\builtin eval "${{{FUNCTIONS}-}}"'
+"""Defines the functions, outside of any file that is sourced: bash names that file in a function's errors."""
+START = f'. /proc/self/fd/29 2>/dev/null; {DEFINE}; \\builtin eval "$(</proc/self/fd/30)"'
 """The text for `bash -c`. It is short, because `ps` shows it to the agent."""
 
 _FIELDS = 18

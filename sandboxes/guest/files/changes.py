@@ -17,23 +17,22 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.files import delta, row_table
+from sandboxes.guest.files.disk_watch import DiskWatch, free_bytes
 from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.guest.files.tracker import Digests, FileTracker
 from sandboxes.ipc.messages import FileDelta
 from sandboxes.ipc.state_messages import StartSandbox
 from sandboxes.linux import processes
-from sandboxes.linux.trees import MAX_DEPTH, MAX_PATH_BYTES, TreeTooDeepError
+from sandboxes.linux.trees import TreeTooDeepError
 from sandboxes.shell_text import ShellSession
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 """How a directory is opened."""
-WATCH_S = 0.1
-"""The longest interval between two looks at disk use and at servers during a call."""
 QUIET_S = 2.0
 """How long files and processes must be unchanged until running processes count as writing nothing.
 
@@ -78,14 +77,16 @@ class WrittenFiles:
         tracker: What differs.
         disk_bytes: How much the sandbox may write.
         reserve_bytes: With less free disk than this, failures are the machine's.
+        below_bytes: What the sandbox has written into layers below its upper directory.
         too_deep: Whether directories are nested too deeply to be walked. Such a state is never frozen.
     """
 
     def __init__(self, roots: delta.DeltaRoots, tracker: FileTracker, disk_bytes: int, reserve_bytes: int) -> None:
         self.roots, self.tracker = roots, tracker
         self.disk_bytes, self.reserve_bytes = disk_bytes, reserve_bytes
-        self.too_deep = False
+        self.below_bytes, self.too_deep = 0, False
         self._measured_free = free_bytes(roots.upper)
+        self._disk = DiskWatch(roots.upper, disk_bytes, reserve_bytes)
 
     def _top(self) -> int:
         """Return a descriptor of the sandbox's root directory, as its processes see it."""
@@ -127,13 +128,27 @@ class WrittenFiles:
         """Return the free bytes of the disk that the sandbox writes to."""
         return free_bytes(self.roots.upper)
 
+    def over_disk(self, pids: Callable[[], Iterable[int]]) -> str | None:
+        """Return a reason once the sandbox holds too much; see `DiskWatch.over`."""
+        return self._disk_watch().over(pids)
+
+    def is_within_bounds(self, pids: Callable[[], Iterable[int]]) -> bool:
+        """Return whether a short call needs no look at the disk while it runs; see `DiskWatch.is_within_bounds`."""
+        return not self.too_deep and self._disk_watch().is_within_bounds(pids)
+
+    def _disk_watch(self) -> DiskWatch:
+        disk = self._disk
+        disk.upper, disk.below_bytes = self.roots.upper, self.below_bytes
+        disk.unmeasured_free = self._measured_free if self.too_deep else None
+        return disk
+
 
 class Changes(WrittenFiles):
     """The files of one local sandbox. Its upper directory may become a layer, and then others lie below a new one."""
 
     def __init__(self, roots: delta.DeltaRoots, order: StartSandbox, rows: StateRows) -> None:
         super().__init__(roots, FileTracker(USER_MARKS, order.born_ns, rows), order.disk_bytes, order.reserve_bytes)
-        self._below_bytes = order.below_bytes
+        self.below_bytes = order.below_bytes
 
     @property
     def written(self) -> bool:
@@ -177,86 +192,4 @@ class Changes(WrittenFiles):
         self.roots = delta.DeltaRoots(upper, lower, self.roots.root)
         mapped = row_table.mapped(table)
         self.tracker.sealed(None if mapped is None else StateRows((), mapped))
-        self._below_bytes += added_bytes
-
-    def disk_watch(self) -> Callable[[], str | None]:
-        """Return a function that returns a reason once the sandbox holds too much; see `disk_watch`."""
-        return disk_watch(
-            self.roots.upper, self.disk_bytes, self.reserve_bytes, below_bytes=self._below_bytes,
-            unmeasured_free=self._measured_free if self.too_deep else None,
-        )  # fmt: skip
-
-
-def free_bytes(folder: int) -> int:
-    """Return the free bytes of the disk that a directory is on."""
-    return _free(folder)[0]
-
-
-def _free(folder: int) -> tuple[int, int]:
-    """Return the free bytes of a disk, and the free inodes as the bytes that they count for."""
-    # f_bavail leaves out the blocks that are reserved for root (statvfs(3)), so "free" means the same for every user.
-    disk = os.fstatvfs(folder)
-    # A file system without a fixed number of inodes, such as btrfs, reports zero.
-    inodes = disk.f_favail if disk.f_files else disk.f_bavail
-    return disk.f_bavail * disk.f_frsize, inodes * delta.ENTRY_BYTES
-
-
-def limit_note(ending: str, disk_bytes: int) -> bytes:
-    """Return the line that tells the agent which limit of files has ended its call (pure).
-
-    Args:
-        ending: What a watch returned: "disk", "depth" or "host".
-        disk_bytes: How much the sandbox may write.
-    """
-    if ending == "depth":
-        text = f"the sandbox may nest directories {MAX_DEPTH} deep, with paths of {MAX_PATH_BYTES} bytes: remove them"
-    elif ending == "disk":
-        smallest = delta.ENTRY_BYTES >> 10
-        text = f"killed: the sandbox may hold {disk_bytes >> 20} MB of new files, each of {smallest} kB at least"
-    else:
-        return b""
-    return f"\n[forkpoint: {text}]\n".encode()
-
-
-def disk_watch(
-    upper: int, limit: int, reserve: int, *, below_bytes: int = 0, unmeasured_free: int | None = None
-) -> Callable[[], str | None]:
-    """Return a function that says whether a sandbox has used too much disk.
-
-    The function is called often. It measures the sandbox's files only when the disk's free space or
-    inodes have fallen enough that they may have grown over the limit.
-
-    Args:
-        upper: The sandbox's upper directory.
-        limit: How many bytes of new files the sandbox may have; see `delta.ENTRY_BYTES` for small files.
-        reserve: With fewer free bytes on the disk than this, or inodes for them, failures are the machine's.
-        below_bytes: What the sandbox has written into layers already.
-        unmeasured_free: The free bytes of the disk when the files could be measured for the last time; None if they can
-            be measured. Until the agent has removed what is nested too deeply, all that the disk has lost since counts.
-
-    Returns:
-        A function that returns "disk" over the limit, "depth" if directories are nested too deeply to be measured,
-        "host" if the reserve is touched, and None otherwise.
-    """
-    # Free space is one cheap system call; a walk of the upper directory is not. Other writers on the same disk only
-    # make it measure earlier.
-    free, looked, step = _free(upper), time.monotonic(), min(limit // 8, 16 << 20)
-
-    def over() -> str | None:
-        nonlocal free, looked
-        if time.monotonic() - looked < WATCH_S / 2:
-            return None
-        looked, now = time.monotonic(), _free(upper)
-        if min(now) < reserve:
-            return "host"
-        if free[0] - now[0] < step and free[1] - now[1] < step:
-            return None
-        free = now
-        if unmeasured_free is not None:
-            return "disk" if below_bytes + unmeasured_free - now[0] > limit else None
-        try:
-            return "disk" if below_bytes + delta.size_bytes(upper, limit - below_bytes) > limit else None
-        except TreeTooDeepError:
-            return "depth"
-
-    return over
+        self.below_bytes += added_bytes

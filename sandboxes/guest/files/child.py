@@ -15,7 +15,7 @@ from select import POLLHUP, POLLIN, poll
 from typing import NoReturn
 
 from sandboxes.guest.files import operations
-from sandboxes.guest.files.changes import WATCH_S
+from sandboxes.guest.files.disk_watch import WATCH_S
 from sandboxes.guest.shell import Output
 from sandboxes.ipc.messages import FileOutcome, RunFileOperation
 from sandboxes.linux.descriptors import close_all

@@ -22,7 +22,7 @@ COMPRESSIONS = (gzip, bz2, lzma)
 MEDIA_TYPE = "application/vnd.forkpoint.archive"
 """The media type of a packed path: a line of JSON about the path, then the archive."""
 MAX_BYTES = 512 << 20
-"""The largest archive that is packed: it is built in memory."""
+"""The largest archive that is packed, and the largest file that is read: it is in memory as a whole."""
 
 
 class ArchiveError(Exception):

@@ -16,6 +16,7 @@ import os
 import stat
 from typing import NamedTuple
 
+from sandboxes.linux.descriptors import open_unnoticed
 from sandboxes.linux.file_flags import flags_of
 
 HASH_BYTES = 16
@@ -29,7 +30,7 @@ _ZEROS = bytes(PIECE_BYTES)
 _TIMES_NS = range(-(1 << 63), 1 << 63)
 """The times that are stored in 64 bits: 1677 to 2262. File systems such as XFS and Btrfs keep seconds in 64 bits."""
 
-_OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class Facts(NamedTuple):
@@ -64,7 +65,7 @@ def of_entry(name: str, status: os.stat_result, folder: int, marks: str, shared:
         shared: The path that stands for its inode if there are several; writing to one path changes all of them.
     """
     if stat.S_ISREG(status.st_mode):
-        fd = os.open(name, _OPENED, dir_fd=folder)
+        fd = open_unnoticed(name, _OPENED, within=folder)
         try:
             inside, flags, attributes = _file_content(fd, status.st_size), flags_of(fd), _attributes(fd, marks)
         finally:
@@ -94,7 +95,7 @@ def content(name: str, status: os.stat_result, folder: int) -> bytes:
         return _hash(os.fsencode(os.readlink(name, dir_fd=folder)))
     if not stat.S_ISREG(status.st_mode):
         return b""
-    fd = os.open(name, _OPENED, dir_fd=folder)
+    fd = open_unnoticed(name, _OPENED, within=folder)
     try:
         return _file_content(fd, status.st_size)
     finally:

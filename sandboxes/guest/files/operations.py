@@ -289,7 +289,7 @@ def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, sourc
         except RecursionError:
             outcome, answer = outcome_of(problem(409, "File operation failed", "directories are nested too deeply"))
         with os.fdopen(_RESULT_FD, "wb") as pipe:
-            pipe.write(json.dumps(encode(outcome)).encode() + b"\n" + answer)
+            pipe.write(b"%d %b\n" % (len(answer), json.dumps(encode(outcome)).encode()) + answer)
         code = 0
     os._exit(code)
 
@@ -303,10 +303,12 @@ def parse_result(data: bytes, *, whole: bool) -> Result:
         data: What came on the pipe.
         whole: Whether the pipe's end was reached.
     """
-    # A line of JSON, then the answer as it is: a frame would need another copy of what may be half a gigabyte.
+    # The length of the answer and JSON in a line, then the answer as it is: a frame would need another copy of what may
+    # be half a gigabyte. A child that is killed while it writes, for its memory or by the agent, leaves a shorter one.
     head, _, answer = data.partition(b"\n")
+    size, _, text = head.partition(b" ")
     with contextlib.suppress(ValueError, RecursionError):
-        fields = json.loads(head) if whole else None
+        fields = json.loads(text) if whole and int(size) == len(answer) else None
         # Decoded like any message from outside; whatever does not have the exact form becomes the error below.
         if isinstance(fields, dict) and isinstance(outcome := decode(Message(fields, b"", [])).message, FileOutcome):
             return outcome, answer

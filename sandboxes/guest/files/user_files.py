@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sandboxes.linux.confine import become_user
 from sandboxes.linux.files import remove_path
 
 TOOLS = frozenset({"read", "write", "info", "list", "mkdir", "move", "remove"})
@@ -117,12 +118,9 @@ def _become(user: str) -> None:
     # Without root the sandbox has one user only, which needs no change.
     if uid == os.geteuid():
         return
-    # setgroups comes first: afterwards this process is not allowed to change its groups any more.
     groups = [int(line[2]) for line in _lines("/etc/group") if known[0] in line[3].split(",")]
     try:
-        os.setgroups([gid, *groups])
-        os.setresgid(gid, gid, gid)
-        os.setresuid(uid, uid, uid)
+        become_user(uid, gid, [gid, *groups])
     except OSError as error:
         raise UserFileError(403, "denied", f"this sandbox cannot become user '{user}': {error.strerror}") from error
 

@@ -33,3 +33,16 @@ def test_archive_gets_the_root_directory() -> None:
     frame = frame_of("db", Service(image="any"), {})
     call = ToolCall("archive", "pack", {"path": "/x", "service": "db"}, b"")
     assert call_in_service(call, frame).arguments == {"path": "/x", "root": "/.services/db"}
+
+
+def test_shell_command_stays_one_word_in_a_subshell() -> None:
+    """Nothing of the command is read by the main container's shell, which goes on afterwards."""
+    frame = frame_of("db", Service(image="any", user="app"), {})
+    arguments = {"command": "echo ')'; $(id)", "session": "main", "timeout_s": 5.0, "service": "db", "user": "root"}
+    inner = call_in_service(ToolCall("shell", "exec", arguments), frame)
+    assert inner.arguments.keys() == {"command", "session", "timeout_s"}
+    text = inner.arguments["command"]
+    assert text.startswith("(")
+    assert text.endswith(") </dev/null")
+    assert shlex.split(text[1 : -len(") </dev/null")])[-4:] == ["/.services/db", "/bin/sh", "-c", arguments["command"]]
+    assert "--userspec" not in text

@@ -24,7 +24,11 @@ if os.environ.get("SOCKET"):
     bound.bind(os.environ["SOCKET"])
 class Answer(socketserver.StreamRequestHandler):
     def handle(self):
-        verb, *words = self.rfile.readline().decode().split()
+        line = self.rfile.readline().decode().split()
+        # The look whether the service is ready sends nothing. An error would import more modules, which writes files.
+        if not line:
+            return
+        verb, *words = line
         if verb == "set":
             memory[words[0]] = words[1]
             with open("/data/log", "a") as log:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -283,12 +282,9 @@ def test_spare_is_used_once(container_dir: Path) -> None:
         await run(sandbox, "echo a > a; x=1")
         frozen = await sandbox.freeze()
         await driver.spares.background.wait()
-        started = time.perf_counter()
-        one = await driver.restore(SPEC, frozen)
-        took = time.perf_counter() - started
-        two = await driver.restore(SPEC, frozen)
-        assert took < 0.1
-        assert one.container != two.container
+        waiting = [box.container for boxes in driver.spares._spares.values() for box in boxes]
+        one, two = await driver.restore(SPEC, frozen), await driver.restore(SPEC, frozen)
+        assert [one.container, two.container] == waiting[:2]
         await run(one, "echo b > a")
         assert (await run(two, "cat a; echo $x")).out == "a\n1\n"
         other = await driver.start(SPEC.model_copy(update={"limits": Limits(pids=40)}))
@@ -317,7 +313,7 @@ def test_cancelled_call_kills_the_sandbox(container_dir: Path) -> None:
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "x=1")
-        answer = await run(sandbox, "y=2; echo part; sleep 1000 & sleep 1000", timeout_s=0.5)
+        answer = await run(sandbox, "y=2; echo part; sleep 1000 & sleep 1000", timeout_s=1.0)
         assert (answer.out, answer.code, answer.timed_out, answer.effect) == ("part\n", 124, True, Effect.NONE)
         assert (await run(sandbox, "echo $x $y; ps -e | grep -c sleep")).out == "1\n0\n"
         call = asyncio.create_task(run(sandbox, "sleep 30"))
@@ -381,7 +377,7 @@ def children(pid: int) -> list[int]:
 
 def test_orphaned_keeper_kills_its_container(container_dir: Path, killed: Callable[..., None]) -> None:
     killed(keepers=signal.SIGSTOP)
-    wait_until(lambda: not containers(container_dir), "containers outlive their keepers", within_s=10)
+    wait_until(lambda: not containers(container_dir), "containers outlive their keepers", within_s=90)
 
 
 def test_unsaved_root_image_is_removed_at_start(container_dir: Path) -> None:
@@ -435,17 +431,15 @@ def test_unreported_container_is_removed_by_the_sweep(container_dir: Path) -> No
 
 def test_killed_instance_leaves_no_container(container_dir: Path, killed: Callable[..., None]) -> None:
     killed()
-    deadline = time.monotonic() + 10
-    while containers(container_dir) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert containers(container_dir) == []
+    wait_until(lambda: not containers(container_dir), "a container outlives its instance", within_s=90)
 
 
 def test_killed_instance_is_swept_by_any_instance(
     container_dir: Path, data_dir: Path, killed: Callable[..., None]
 ) -> None:
     async def nothing(_driver: ContainerDriver) -> None:
-        assert containers(container_dir) == []
+        # Docker lists one for a moment longer than it has it.
+        await asyncio.to_thread(wait_until, lambda: containers(container_dir) == [], "a container is left")
 
     killed(keepers=signal.SIGKILL)
     driven(OnImage(container_dir), nothing)
@@ -502,7 +496,7 @@ def full() -> Iterator[str]:
 def test_daemon_failures_are_named(
     kind: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr("sandboxes.container.daemon.TIMEOUT_S", 1.0)
+    monkeypatch.setattr("sandboxes.container.daemon.TIMEOUT_S", 1.0 if kind == "silent" else 30.0)
     monkeypatch.setattr("sandboxes.container.daemon.PAUSES_S", (0.01,))
     where = f"unix://{tmp_path}/none.sock" if kind == "down" else request.getfixturevalue(kind)
     monkeypatch.setenv("DOCKER_HOST", where)

@@ -43,7 +43,7 @@ while True:
         body = json.dumps(memory).encode()
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
 """
-API = Server(command="exec python3 /srv.py 9000", port=9000, timeout_s=2)
+API = Server(command="exec python3 /srv.py 9000", port=9000)
 ECHO = """
 import json, sys
 seen = []
@@ -90,7 +90,8 @@ def test_failing_server_ends_its_container(container_dir: Path, path: str) -> No
     """A server that fails ends its container."""
 
     async def test(driver: OnImage) -> None:
-        sandbox = await driver.start(spec())
+        server = API.model_copy(update={"timeout_s": 1.0}) if path == "/silent" else API
+        sandbox = await driver.start(spec(servers={"api": server}))
         with pytest.raises(ServerError, match="api"):
             await ask(sandbox, "GET", path)
         assert not sandbox.alive
@@ -100,7 +101,7 @@ def test_failing_server_ends_its_container(container_dir: Path, path: str) -> No
 
 def test_a_server_that_does_not_start_says_why(container_dir: Path) -> None:
     async def test(driver: OnImage) -> None:
-        broken = Server(command="echo no such luck; exit 3", port=9000, ready_s=3)
+        broken = Server(command="echo no such luck; exit 3", port=9000)
         sandbox = await driver.start(spec(servers={"api": broken}))
         with pytest.raises(ServerError, match="no such luck"):
             await ask(sandbox, "GET", "/")
@@ -152,7 +153,7 @@ def test_websocket_server_is_restored_with_its_memory(container_dir: Path) -> No
     require_criu()
 
     async def test(driver: OnImage) -> None:
-        server = Server(command="exec python3 /ws.py 9000", port=9000, timeout_s=5)
+        server = Server(command="exec python3 /ws.py 9000", port=9000)
         sockets = spec(files={"/ws.py": SOCKETS}, servers={"api": server})
         sandbox = await driver.start(sockets)
         drawn = (await say(sandbox, "draw", first=True))["drawn"]

@@ -7,7 +7,10 @@ import pytest
 
 from sandboxes.egress import dialing
 from sandboxes.egress.dialing import Dialer, FailedError
+from sandboxes.egress.fair_slots import Requester
 from tests.sandboxes.egress.origin import ADDRESS
+
+REQUESTER = Requester("sandbox", "scope")
 
 
 def test_an_address_of_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +21,7 @@ def test_an_address_of_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) 
         return ["127.0.0.1"]
 
     with pytest.raises(FailedError, match="not public"):
-        asyncio.run(Dialer(resolve).dial("example.org", 80))
+        asyncio.run(Dialer(resolve).dial(REQUESTER, "example.org", 80))
 
 
 def test_further_addresses_are_tried() -> None:
@@ -32,5 +35,5 @@ def test_further_addresses_are_tried() -> None:
         raise ConnectionRefusedError("refused")
 
     with pytest.raises(FailedError, match="cannot be reached: refused"):
-        asyncio.run(Dialer(resolve, connect).dial("example.org", 80))
+        asyncio.run(Dialer(resolve, connect).dial(REQUESTER, "example.org", 80))
     assert tried == [ADDRESS, "93.184.215.15", "93.184.215.16"]

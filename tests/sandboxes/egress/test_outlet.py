@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.egress.dialing import Dialer
+from sandboxes.egress.fair_slots import Requester
 from sandboxes.egress.fetching import HostFetcher
 from sandboxes.egress.outlet import Outlet
 from sandboxes.egress.recordings import Recordings
@@ -60,7 +61,7 @@ def with_outlet(folder: Path, test: Test, origin: Origin, *resolved: list[str], 
 def make_outlet(folder: Path, dialer: Dialer, max_body_bytes: int) -> tuple[Outlet, socket.socket]:
     listener = socket.create_server(("127.0.0.1", 0))
     fetcher = HostFetcher(dialer, Recordings(folder), max_body_bytes=max_body_bytes)
-    return Outlet(listener, HOSTS, "scope", fetcher, dialer), listener
+    return Outlet(listener, HOSTS, Requester("sandbox", "scope"), fetcher, dialer), listener
 
 
 def damage(folder: Path) -> None:

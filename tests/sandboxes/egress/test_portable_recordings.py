@@ -5,6 +5,7 @@ import hashlib
 import json
 import struct
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,9 @@ def test_recordings_of_one_environment_travel_and_replace_none(
             for name, body in recorded.items():
                 record(where, f"{scope}-{name}", body, 404)
         Recordings(source), Recordings(target)
-        packed, taking = (PortableRecordings(where, "a", uncounted) for where in (source, target))
+        doubts = list[bool]()
+        doubt = partial(doubts.append, True)
+        packed, taking = (PortableRecordings(where, "a", uncounted, doubt) for where in (source, target))
         assert packed.names() == sorted(here)
         for name in packed.names():
             scratch.write_bytes(b"".join(packed.pack(name)))
@@ -72,6 +75,8 @@ def test_recordings_of_one_environment_travel_and_replace_none(
         asyncio.run(taking.settle())
         assert contents(target, "a") == {f"a-{name}": (404, body) for name, body in (here | there).items()}
         assert contents(target, "b") == {}
+        # Another recording of the same request: states of the other machine do not come from the one that is here.
+        assert len(doubts) == sum(there[name] != here[name] for name in here.keys() & there.keys())
 
 
 GOOD = {"status": 200, "headers": [["etag", "x"]]}
@@ -102,7 +107,7 @@ GOOD = {"status": 200, "headers": [["etag", "x"]]}
     ],
 )
 def test_what_no_egress_proxy_wrote_is_refused(tmp_path: Path, data: bytes) -> None:
-    recordings = PortableRecordings(tmp_path / "egress", "a", uncounted)
+    recordings = PortableRecordings(tmp_path / "egress", "a", uncounted, lambda: None)
     (tmp_path / "unit").write_bytes(data)
     with pytest.raises(NotPortableError):
         recordings.take(NAME, tmp_path / "unit")
@@ -112,7 +117,7 @@ def test_what_no_egress_proxy_wrote_is_refused(tmp_path: Path, data: bytes) -> N
 @pytest.mark.parametrize("name", ["", "..", "../../x", NAME[1:], NAME.upper(), f"{NAME}\n", f"/{NAME}"])
 def test_names_lead_nowhere_else(tmp_path: Path, name: str) -> None:
     (tmp_path / "unit").write_bytes(forged(b"body", GOOD))
-    recordings = PortableRecordings(tmp_path / "egress", "a", uncounted)
+    recordings = PortableRecordings(tmp_path / "egress", "a", uncounted, lambda: None)
     recordings.take(NAME, tmp_path / "unit")
     with pytest.raises(NotPortableError):
         recordings.take(name, tmp_path / "unit")

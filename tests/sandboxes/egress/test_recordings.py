@@ -46,6 +46,16 @@ def test_the_least_recently_used_ones_go_first(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "d"]
 
 
+def test_an_environment_that_fills_the_room_loses_its_own(tmp_path: Path) -> None:
+    """Other environments keep theirs, although they used them longer ago: their replays need them."""
+    recordings = Recordings(tmp_path, max_bytes=40_000)
+    record(recordings, "ours-a", bytes(5_000))
+    os.utime(tmp_path / "ours-a", (0, 0))
+    for number in range(20):
+        record(recordings, f"theirs-{number}", bytes(5_000))
+    assert (tmp_path / "ours-a").exists()
+
+
 def test_recordings_of_older_versions_are_found(tmp_path: Path) -> None:
     """Their files had no scope in their names."""
     record(Recordings(tmp_path), "digest", b"body")

@@ -2,8 +2,7 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import pytest
 
 from sandboxes.guest.anchor import Anchor, AnchorLostError, BashAnchor, NativeAnchor, adopted_anchor
 from sandboxes.guest.bash import session as session_texts
-
-_PATIENCE_S = 30.0
+from sandboxes.linux.processes import parent
+from tests.machine import wait_until
 
 
 @pytest.fixture(params=["native", "bash"])
@@ -47,17 +46,6 @@ def printed(anchor: Anchor, program: str, environment: Mapping[str, str] = {}) -
         text = output.read()
         assert anchor.wait(pid) == 0, text
     return text
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come true"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(("text", "code"), [("exit 7", 7), ("kill -9 $$", 137), ("exec /nowhere 2>/dev/null", 127)])
@@ -96,9 +84,9 @@ def test_orphans_are_the_anchors_and_are_collected(anchor: Anchor) -> None:
     with output_of(anchor, "(sleep 1000 >&- 2>&- & echo $!)") as (pid, reading):
         orphan = int(os.read(reading, 16))
         assert anchor.wait(pid) == 0
-        until(lambda: parent_of(orphan) == anchor.pid)
+        wait_until(lambda: parent(orphan) == anchor.pid)
         os.kill(orphan, signal.SIGKILL)
-        until(lambda: not Path(f"/proc/{orphan}").exists())
+        wait_until(lambda: not Path(f"/proc/{orphan}").exists())
 
 
 def test_shell_on_the_kit_runs_commands(anchor: Anchor) -> None:

@@ -1,9 +1,15 @@
 """The proxy's end of a socket to another process of ours."""
 
 import asyncio
+import os
 import socket
+from pathlib import Path
+
+import pytest
 
 from sandboxes.ipc.channel import Channel
+from sandboxes.ipc.codec import encode
+from sandboxes.ipc.frames import HEADER, pack
 from sandboxes.ipc.messages import Done
 
 
@@ -21,5 +27,69 @@ def test_a_close_ends_the_wait_of_a_sender() -> None:
             assert not asyncio.get_running_loop().remove_writer(number)
             await asyncio.wait({sending}, timeout=30)
             assert sending.done()
+
+    asyncio.run(go())
+
+
+# -- a peer that was taken over --------------------------------------------------------------------------------------
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def send_fds(end: socket.socket, data: bytes) -> None:
+    with Path(os.devnull).open() as file:
+        socket.send_fds(end, [data], [file.fileno()] * 10)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [b"\0"] * 8,
+        [pack(encode(Done()))] * 2,
+        [HEADER.pack(1 << 20, 0, 10)],
+        [pack(encode(Done()), fds=10)],
+    ],
+    ids=["more than any frame has", "of no frame", "of half a frame", "of a frame that nobody receives"],
+)
+def test_descriptors_of_a_hostile_peer_do_not_stay(sent: list[bytes]) -> None:
+    async def go() -> None:
+        ours, theirs = socket.socketpair()
+        before = descriptors()
+        channel = Channel(ours)
+        with theirs:
+            for data in sent:
+                send_fds(theirs, data)
+        async with asyncio.timeout(30):
+            while channel.lost is None:  # noqa: ASYNC110 - nothing else reports the end
+                await asyncio.sleep(0)
+        channel.close()
+        assert descriptors() == before - 2
+
+    asyncio.run(go())
+
+
+def test_messages_that_nobody_receives_stay_with_their_sender() -> None:
+    """The kernel's buffer fills, and the peer waits. Nothing is lost, and requests are answered all the same."""
+
+    async def go() -> None:
+        ours, theirs = socket.socketpair()
+        channel, frame, sent = Channel(ours), pack(encode(Done()), bytes(1000)), 0
+        theirs.setblocking(False)
+        with theirs:
+            for _ in range(200):
+                try:
+                    while True:
+                        assert theirs.send(frame) == len(frame)
+                        sent += 1
+                except BlockingIOError:
+                    await asyncio.sleep(0)
+            assert sent < 3000
+            async with asyncio.timeout(30):
+                assert await channel.request({"op": "any"})
+                for _ in range(sent - 1):
+                    assert len((await channel.receive()).body) == 1000
+        channel.close()
 
     asyncio.run(go())

@@ -36,6 +36,16 @@ def test_requests_are_answered_by_the_child() -> None:
     served(test)
 
 
+def test_the_child_has_its_own_session() -> None:
+    """What it forks must not have the niceness of the proxy's session."""
+
+    async def test(server: ForkServer) -> None:
+        assert server.pid is not None
+        assert os.getsid(server.pid) == server.pid
+
+    served(test)
+
+
 def test_an_error_response_is_raised() -> None:
     async def test(server: ForkServer) -> None:
         with pytest.raises(SandboxError, match="the echo: the kernel refused: EPERM"):

@@ -3,8 +3,7 @@
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,10 +12,10 @@ import pytest
 
 from hatch_build import COMPILED, FLAGS, HELPER, compile_helper
 from sandboxes.linux.spawn import Spawn, anchor_program, fork_leader, native_leader
+from tests.machine import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 CAT = "/bin/cat"
-_PATIENCE_S = 30.0
 
 
 @pytest.fixture(params=["native", "forked"])
@@ -50,13 +49,6 @@ def a_cat(spawn: Spawn, more: Mapping[int, int]) -> Iterator[int]:
     finally:
         for fd in (stdin, into, out_of, stdout):
             os.close(fd)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come true"
-        time.sleep(0.005)
 
 
 def status(pid: int, name: str) -> str:
@@ -109,7 +101,7 @@ def test_program_inherits_orphans_below_it(spawn: Spawn) -> None:
         with running(spawn, "/bin/bash", ["bash", "--norc", "-c", script], {1: stdout, 3: closed}) as pid:
             orphan = int(os.read(out_of, 16))
             try:
-                until(lambda: status(orphan, "PPid") == str(pid))
+                wait_until(lambda: status(orphan, "PPid") == str(pid))
             finally:
                 os.kill(orphan, signal.SIGKILL)
     finally:
@@ -136,7 +128,7 @@ def test_building_needs_no_compiler(compiler: str, tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("source", "target"), COMPILED.items(), ids=["library", "program"])
+@pytest.mark.parametrize(("source", "target"), COMPILED.items(), ids=[source.stem for source in COMPILED])
 def test_source_compiles_without_warnings(spawn_helper: Path, source: Path, target: Path) -> None:  # noqa: ARG001 - for the skip
     with TemporaryDirectory(prefix="forkpoint-helper-") as folder:
         command = ["cc", *FLAGS[target.suffix], "-Wall", "-Wextra", "-Werror", "-o", f"{folder}/out"]

@@ -41,7 +41,7 @@ def driven(data_dir: Path, test: Test) -> None:
 
 
 SERVER = "mkdir -p site; echo one > site/page; (cd site; exec python3 -m http.server -b 127.0.0.1 8000) >log 2>&1 &"
-ASK = "curl -s --retry 40 --retry-connrefused --retry-delay 0 --retry-max-time 5 http://127.0.0.1:8000/page"
+ASK = "until curl -s http://127.0.0.1:8000/page; do sleep .05; done"
 REPL = r"""
 mkfifo in out; cat > repl.py <<'E'
 import sys
@@ -59,19 +59,22 @@ python3 repl.py &
 """
 PTY = r"""
 cat > term.py <<'E'
-import os, pty, time
+import os, pty
 pid, fd = pty.fork()
 if pid == 0:
     os.execvp('bash', ['bash', '--norc', '-i'])
 os.write(fd, b'y=inside; stty -echo; PS1=\n')
+open('up', 'w')
 while True:
     with open('in') as asked:
         os.write(fd, asked.read().encode())
-    time.sleep(.2)
+    shown = b''
+    while b'/dev/pts\r\n' not in shown:
+        shown += os.read(fd, 65536)
     with open('out', 'wb') as output:
-        output.write(os.read(fd, 65536))
+        output.write(shown.partition(b'/dev/pts\r\n')[0] + b'/dev/pts\n')
 E
-mkfifo in out; python3 term.py &
+mkfifo in out; python3 term.py & until [ -e up ]; do sleep .02; done
 """
 HELD = r"""
 echo deleted text > gone; exec 7<gone; rm gone; echo named > linked; exec 8<>linked; read -u 8 -N 2
@@ -86,19 +89,21 @@ LIVES = {
         "[0, 1, 4, 9, 5]\n19\n",
     ),
     "tail -f": (
-        "echo a > f; tail -f f > seen 2>&1 & sleep .1",
-        "echo b >> f; for n in $(seq 40); do grep -q b seen && break; sleep .05; done; cat seen",
+        "echo a > f; tail -f f > seen 2>&1 & until grep -q a seen; do sleep .05; done",
+        "echo b >> f; until grep -q b seen; do sleep .05; done; cat seen",
         "a\nb\n",
     ),
-    "a shell in a pty": (PTY + "sleep .3", "echo 'echo $y; tty | cut -c1-8' > in; cat out | tr -d '\\r' | tail -2",
+    "a shell in a pty": (PTY, "echo 'echo $y; tty | cut -c1-8' > in; cat out | tr -d '\\r' | tail -2",
                          "inside\n/dev/pts\n"),
     "open, deleted and half-read files": (HELD, "cat <&7; cat <&8; pgrep -c sleep", "deleted text\nmed\n1\n"),
-    "an orphan": ("(setsid sleep 1000 >/dev/null 2>&1 &)", "pgrep -c sleep; pkill sleep; sleep .05; pgrep -c sleep",
-                  "1\n0\n"),
+    "an orphan": (
+        "(setsid sleep 1000 >/dev/null 2>&1 &)",
+        "pgrep -c sleep; pkill sleep; while pgrep -x sleep >&2; do :; done; pgrep -c sleep", "1\n0\n",
+    ),
     "a server on a Unix socket": (
-        ("cat > s.py <<'E'\nimport socket\ns = socket.socket(socket.AF_UNIX); s.bind('sock'); s.listen()\nn = 0\n"
-        "while True:\n    c, _ = s.accept(); n += 1; c.sendall(b'%d\\n' % n); c.close()\nE\npython3 s.py & "
-        "while ! test -S sock; do sleep .02; done"),
+        ("cat > s.py <<'E'\nimport socket\ns = socket.socket(socket.AF_UNIX); s.bind('sock'); s.listen()\n"
+        "open('up', 'w')\nn = 0\nwhile True:\n    c, _ = s.accept(); n += 1; c.sendall(b'%d\\n' % n); c.close()\nE\n"
+        "python3 s.py & until test -e up; do sleep .02; done"),
         "python3 -c \"import socket; s = socket.socket(socket.AF_UNIX); s.connect('sock'); print(s.recv(9).decode())\"",
         "1\n\n",
     ),
@@ -138,9 +143,7 @@ def test_sixteen_clones_of_one_checkpoint_answer_at_once(data_dir: Path) -> None
         await run(sandbox, ASK)
         frozen = await sandbox.freeze()
         clones = await asyncio.gather(*(driver.restore(SPEC, frozen) for _ in range(16)))
-        answers = await asyncio.gather(
-            *(run(box, f"echo {n} > site/page; {ASK}", timeout_s=30) for n, box in enumerate(clones))
-        )
+        answers = await asyncio.gather(*(run(box, f"echo {n} > site/page; {ASK}") for n, box in enumerate(clones)))
         assert [answer.out for answer in answers] == [f"{n}\n" for n in range(16)]
 
     driven(data_dir, test)
@@ -197,11 +200,12 @@ def test_failed_dump_names_its_reason_and_harms_nothing(data_dir: Path, held: st
 
 def test_criu_s_own_reason_is_told(data_dir: Path) -> None:
     """A process that another one traces cannot be dumped."""
-    trace = "import ctypes, os, time; os.fork() or ctypes.CDLL(None).ptrace(0, 0, 0, 0); time.sleep(1000)"
+    trace = "import ctypes, os, time; os.fork() or (ctypes.CDLL(None).ptrace(0, 0, 0, 0), open('traced', 'w')); "
+    trace += "time.sleep(1000)"
 
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
-        await run(sandbox, f'python3 -c "{trace}" & sleep .3')
+        await run(sandbox, f'python3 -c "{trace}" & until [ -e traced ]; do sleep .02; done')
         before = driver.machine.checkpointer.names()
         with pytest.raises(NotFreezableError, match=r"CRIU: ."):
             await sandbox.freeze()
@@ -220,7 +224,8 @@ def test_process_without_main_thread_still_lives(data_dir: Path) -> None:
 
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
-        assert Effect.PROCESSES in (await run(sandbox, f'python3 -c "{program}" & sleep .5')).effect
+        begin = f'python3 -c "{program}" & until grep -q "State:.Z" /proc/$!/status; do sleep .02; done'
+        assert Effect.PROCESSES in (await run(sandbox, begin)).effect
         with pytest.raises(NotFreezableError):
             await sandbox.freeze()
 
@@ -247,11 +252,13 @@ def test_state_with_writers_is_restless_after_restore(data_dir: Path) -> None:
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         assert not (await run(sandbox, "echo one > file")).restless
-        assert (await run(sandbox, "sleep 1000 &")).restless
+        await run(sandbox, "(while :; do date +%N >tick; sleep .02; done) & until [ -s tick ]; do sleep .02; done")
         assert (await run(sandbox, "true")).restless
         copy = await driver.restore(SPEC, await sandbox.freeze())
         assert (await run(copy, "true")).restless
-        assert not (await run(copy, "kill %1; wait")).restless
+        # What the loop has just started may outlive it for a moment.
+        ends = "kill %1; wait; while pgrep -x 'date|sleep' > /dev/null; do :; done"
+        assert not (await run(copy, ends)).restless
 
     driven(data_dir, test)
 

@@ -27,7 +27,8 @@ def test_exit_codes_of_jobs_are_frozen(data_dir: Path, checkpoints: bool) -> Non
     async def go() -> None:
         async with opened(local_driver(data_dir, checkpoints=checkpoints)) as driver:
             sandbox = await driver.start(EnvironmentSpec())
-            for command in ("(sleep 0.2; exit 3) & PID=$!", "sleep 0.5", "echo x > /tmp/x"):
+            ended = "while kill -0 $PID 2>/dev/null; do sleep 0.05; done"
+            for command in ("(sleep 0.2; exit 3) & PID=$!", ended, "echo x > /tmp/x"):
                 answer = await run(sandbox, command)
             if not checkpoints:
                 with pytest.raises(NotFreezableError):

@@ -99,6 +99,26 @@ def test_an_intact_layer_is_restored_after_a_restart(data_dir: Path, command: st
     frozen_once(data_dir, command, None)
 
 
+def test_access_times_are_those_of_the_sandboxs_programs(data_dir: Path) -> None:
+    """Neither the comparison of a call's changes nor the check of a layer reads a file for a program of the sandbox."""
+    look = "stat -c '%n %X' d d/f d/large"
+
+    async def freeze() -> FrozenState:
+        async with opened(LocalDriver(data_dir)) as driver:
+            sandbox = await driver.start(SPEC)
+            assert (await run(sandbox, f"{LARGE}; touch -a -d @981158400 d/f d/large d")).code == 0
+            assert (await run(sandbox, look)).out == shown
+            return await sandbox.freeze()
+
+    async def restore(frozen: FrozenState) -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            sandbox = await driver.restore(SPEC, frozen)
+            assert (await run(sandbox, look)).out == shown
+
+    shown = "".join(f"{name} 981158400\n" for name in ("d", "d/f", "d/large"))
+    asyncio.run(restore(asyncio.run(freeze())))
+
+
 def test_a_damaged_root_state_is_built_again(data_dir: Path) -> None:
     spec = EnvironmentSpec(files={"/root/seed": "seed\n"})
 

@@ -1,40 +1,31 @@
 """What all sandboxes of one local driver share: spares, and the launcher's reports."""
 
 import asyncio
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
+from sandboxes.host.spare_demand import LEAST, SpareDemand
 from sandboxes.local.driver import LocalDriver
 from sandboxes.local.machine import ended
-from sandboxes.local.spare_demand import LEAST, SpareDemand
 from sandboxes.spec import EnvironmentSpec
+from tests.machine import until
 from tests.sandboxes.box import opened, run
 
 SPEC = EnvironmentSpec()
-PATIENCE_S = 30.0
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
-def test_spares_follow_demand(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spares_follow_demand(data_dir: Path) -> None:
     """After a burst as many sandboxes wait as it had, and without another one all but a few of them end."""
-    # All sandboxes count as begun at once, however slowly this machine starts them.
-    monkeypatch.setattr("sandboxes.local.spare_demand._BURST_S", 3600.0)
 
     async def go() -> None:
         async with opened(LocalDriver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             machine = driver.machine
+            # All sandboxes count as begun at once, however slowly this machine starts them.
+            machine._demand = SpareDemand(burst_s=3600.0)
             for sandbox in await asyncio.gather(*(driver.start(SPEC) for _ in range(5))):
                 await sandbox.close()
             await until(lambda: len(machine._spares) == 5)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tarfile
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.local.host_base import in_sight
 from sandboxes.spec import Archive, EnvironmentSpec
+from tests.machine import wait_until
 from tests.sandboxes.box import Answer, file, local_driver, needs_root, opened, run
 
 SPEC = EnvironmentSpec()
@@ -446,12 +446,6 @@ def _leftovers(data_dir: Path) -> list[str]:
     return left
 
 
-def _until(check: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not check() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
 @needs_root
 def test_nothing_is_left_after_the_end(data_dir: Path) -> None:
     own = data_dir.parent / f"{data_dir.name}-own"
@@ -501,7 +495,8 @@ def test_next_start_removes_what_a_killed_driver_left(data_dir: Path) -> None:
             with pytest.raises(SandboxError, match="in use"):
                 asyncio.run(local_driver(own).open())
             process.send_signal(signal.SIGKILL)
-        _until(lambda: not any(line.startswith("process") for line in _leftovers(own)))
+        gone = "processes of a killed driver run on"
+        wait_until(lambda: not any(line.startswith("process") for line in _leftovers(own)), gone)
 
         async def reopen() -> None:
             async with opened(local_driver(own)) as driver:

@@ -270,7 +270,7 @@ def test_delayed_freeze_starts_when_sandbox_is_needed() -> None:
             await settled()
             assert not frozen.is_set()
             wanting = asyncio.ensure_future(wants(slot))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await asyncio.gather(freezing, wanting)
             await pool.close_where(lambda _: True)
             for left in pool.roster.slots:

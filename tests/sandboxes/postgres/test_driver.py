@@ -19,6 +19,7 @@ from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.postgres.driver import PostgresDriver
 from sandboxes.spec import Database, EnvironmentSpec
+from tests.machine import wait_until
 from tests.sandboxes.box import opened
 from tests.sandboxes.postgres_cluster import SHOP, Cluster
 from tests.sandboxes.sql_calls import SqlResponse, ask
@@ -149,7 +150,32 @@ SESSIONS = [
     "SELECT pg_advisory_lock(1)",
     "DECLARE c CURSOR WITH HOLD FOR SELECT 1",
     "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY",
+    "SET app.who = 'me'",
+    "SET /* not shown */ app.who TO 'me'",
+    "RESET app.who",
+    "DO $$ BEGIN EXECUTE format('SET %I.who = 1', 'app'); END $$",
+    "SET client_encoding = 'LATIN1'",
+    "SET application_name = 'mine'",
+    "SELECT setseed(0.5)",
+    "SET seed TO 0.5",
+    "CREATE FUNCTION pg_temp.f() RETURNS int LANGUAGE sql AS 'SELECT 7'",
+    "CREATE TYPE pg_temp.mood AS ENUM ('low')",
 ]
+HIDDEN = {
+    "RESET app.who": ("SET app.who = 'me'", "SELECT current_setting('app.who', true)"),
+    "DISCARD ALL": ("SET app.who = 'me'", "SELECT current_setting('app.who', true)"),
+    "INSERT INTO tmp VALUES (1)": ("CREATE TEMP TABLE tmp (a int)", "SELECT sum(a) FROM tmp"),
+    "BEGIN; INSERT INTO tmp VALUES (1); COMMIT": ("CREATE TEMP TABLE tmp (a int)", "SELECT sum(a) FROM tmp"),
+    "UPDATE tmp SET a = 2": ("CREATE TEMP TABLE tmp AS SELECT 1 AS a", "SELECT sum(a) FROM tmp"),
+    "TRUNCATE tmp": ("CREATE TEMP TABLE tmp AS SELECT 1 AS a", "SELECT sum(a) FROM tmp"),
+    "SELECT nextval('tmp')": ("CREATE TEMP SEQUENCE tmp", "SELECT nextval('tmp')"),
+    "SELECT random() > 2": ("SELECT setseed(0.5)", "SELECT random()"),
+    "SELECT lo_open(lo_create(7), 131072)": ("BEGIN", "SELECT lo_tell(0)"),
+    "SELECT set_config('app.who', 'me', true)": ("BEGIN", "SELECT current_setting('app.who', true)"),
+    "SET application_name = 'mine'": ("SELECT 1", "SHOW application_name"),
+    "EXECUTE p": ("PREPARE p AS SELECT 1", "SELECT custom_plans + generic_plans FROM pg_prepared_statements"),
+}
+"""Statements whose effect on the session is in no catalog, with one before each and one that shows the effect."""
 
 
 def test_reads_need_no_private_clone(tmp_path: Path, shop: Cluster) -> None:
@@ -198,6 +224,46 @@ def test_connection_state_is_session_state(tmp_path: Path, shop: Cluster) -> Non
             with pytest.raises(NotFreezableError):
                 await sandbox.freeze()
             await sandbox.close()
+
+    driven(tmp_path, test)
+
+
+def test_what_no_catalog_shows_is_session_state(tmp_path: Path, shop: Cluster) -> None:
+    """Custom settings, rows of temporary tables and the like are changes, and a replay reaches them.
+
+    A second run has the same witness, and plain PostgreSQL shows the same.
+    """
+
+    async def test(driver: PostgresDriver) -> None:
+        for statement, (before, look) in HIDDEN.items():
+            plain = await asyncio.to_thread(plain_values, shop, [before, *statement.split("; "), look])
+            answers = []
+            for _ in range(2):
+                sandbox = await driver.start(shop.spec("shop"))
+                await ask(sandbox, before)
+                changed = [await ask(sandbox, part) for part in statement.split("; ")][-1]
+                assert (statement, changed.effect & SESSION, changed.state) == (statement, SESSION, None)
+                shown = await ask(sandbox, look)
+                answers.append(shown.error["code"] if shown.error else shown.value)
+                answers.append(changed.witness if "lo_create" not in statement else None)
+                await sandbox.close()
+            assert answers[:2] == answers[2:], statement
+            assert answers[0] == plain[-1], statement
+
+    driven(tmp_path, test)
+
+
+def test_settings_of_one_rollout_stay_hidden_from_others(tmp_path: Path, shop: Cluster) -> None:
+    """A custom setting that was tried on the shared reader would stay there, empty."""
+
+    async def test(driver: PostgresDriver) -> None:
+        for number, text in enumerate(("SET app.{} = 'x'", "RESET app.{}", "SELECT set_config('app.{}', 'x', true)")):
+            sandboxes = [await driver.start(shop.spec("shop")) for _ in range(2)]
+            await ask(sandboxes[0], text.format(f"n{number}"))
+            shown = await ask(sandboxes[1], f"SELECT current_setting('app.n{number}', true)")
+            assert shown.rows == [[None]]
+            for sandbox in sandboxes:
+                await sandbox.close()
 
     driven(tmp_path, test)
 
@@ -537,7 +603,7 @@ def test_uncancellable_statement_is_terminated(tmp_path: Path, shop: Cluster) ->
         assert answer.error is not None
         assert (answer.error["kind"], answer.shareable) == ("timeout", False)
         with shop.connect() as connection:
-            for _ in range(100):
+            for _ in range(600):
                 busy = connection.execute(
                     "SELECT count(*) FROM pg_stat_activity WHERE query ~ 'query_canceled' AND state = 'active' "
                     "AND datname <> 'postgres'"
@@ -710,6 +776,7 @@ def test_spare_clones_are_used_and_replaced(tmp_path: Path, shop: Cluster) -> No
         assert len(waiting) == 1
         # A spare whose worker was killed must not be used.
         os.kill(waiting[0].worker.pid, signal.SIGKILL)
+        await asyncio.to_thread(wait_until, lambda: not waiting[0].worker.alive, "its end is not noticed")
         await ask(sandboxes[0], "DELETE FROM sale WHERE id = 1")
         await driver.clones.idle()
         (ready,) = template.spares

@@ -11,7 +11,9 @@ from sandboxes.postgres.volatile import VOLATILE
         "select now()", "select now ( )", 'select "now"()', "select random/**/()", "select random /* a /* b */ c */ ()",
         "select random -- why\n()", "select random --\n/**/ --\n ()", "select RANDOM\n(\n)", "select 'now'::timestamp",
         "select current_date", "select pg_sleep(1)", "select ctid from t", "select session_user",
-        "show session_authorization", "select rolconfig from pg_roles",
+        "show session_authorization", "select rolconfig from pg_roles", "show application_name",
+        "set application_name = 'a'; select set_config('a.b', current_setting('application_name'), false)",
+        "create function f() returns text set application_name from current as ''",
     ],
 )  # fmt: skip
 def test_volatile_statements_are_found(sql: str) -> None:
@@ -20,8 +22,12 @@ def test_volatile_statements_are_found(sql: str) -> None:
 
 @pytest.mark.parametrize(
     "sql",
-    ["select 1", "select nowhere(1)", "select a.random from a", "select average(x) from t", "select * from user_roles"],
-)
+    [
+        "select 1", "select nowhere(1)", "select a.random from a", "select average(x) from t",
+        "select * from user_roles", "SET application_name = 'mine'", "set\napplication_name TO 'mine'",
+        "set session application_name = 'a'", "SET LOCAL application_name='a'", "reset application_name",
+    ],
+)  # fmt: skip
 def test_steady_statements_are_not(sql: str) -> None:
     assert VOLATILE.search(sql) is None
 

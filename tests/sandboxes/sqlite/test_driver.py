@@ -1,6 +1,7 @@
 """The `sqlite` driver: reads, changes, forbidden statements, kills, sources and states."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.spec import Database, EnvironmentSpec, Limits
 from sandboxes.sqlite.driver import SqliteDriver
+from tests.machine import wait_until
 from tests.sandboxes.box import opened
 from tests.sandboxes.damaged_files import flip
 from tests.sandboxes.sql_calls import ask
@@ -213,13 +215,17 @@ def test_out_of_memory_is_a_limit(tmp_path: Path) -> None:
     """Running out of memory is a result of the kind `limit`, and is not shared."""
     greedy = "SELECT count(*) FROM (SELECT DISTINCT hex(zeroblob(100000)) || k FROM "
     greedy += "(WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELECT k FROM n))"
-    first, second = responses_to(
-        tmp_path, "PRAGMA cache_size = -1000000", greedy, limits=Limits(memory_mb=32, disk_mb=4096)
-    )
-    assert first.error is None
-    assert second.error is not None
-    assert second.error["kind"] in ("limit", "timeout")
-    assert not second.shareable
+
+    async def test(driver: SqliteDriver) -> None:
+        limits = Limits(memory_mb=32, disk_mb=4096)
+        sandbox = await driver.start(spec_of(make(tmp_path / "s.db"), limits=limits))
+        assert (await ask(sandbox, "PRAGMA cache_size = -1000000")).error is None
+        answer = await ask(sandbox, greedy, timeout_s=5)
+        assert answer.error is not None
+        assert answer.error["kind"] in ("limit", "timeout")
+        assert not answer.shareable
+
+    driven(tmp_path, test)
 
 
 def test_killed_idle_workers_are_replaced(tmp_path: Path) -> None:
@@ -237,6 +243,25 @@ def test_killed_idle_workers_are_replaced(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
+def kill_writer(driver: SqliteDriver) -> None:
+    """Kill the worker that has used 0.1 s of CPU, which only a long statement does, and wait until that is noticed."""
+
+    def busy() -> list[int]:
+        return [worker.pid for worker in list(driver.worker_pool.workers) if cpu_ticks(worker.pid) >= 10]
+
+    wait_until(lambda: bool(busy()), "no worker runs a long statement")
+    for pid in busy():
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not busy(), "the killed worker still counts")
+
+
+def cpu_ticks(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    return 0
+
+
 def test_killed_write_leaves_the_earlier_state(tmp_path: Path) -> None:
     """A write whose worker is killed runs once more. A second kill is a failure of the machine, and no answer."""
     slow = (
@@ -250,9 +275,7 @@ def test_killed_write_leaves_the_earlier_state(tmp_path: Path) -> None:
         writing = asyncio.ensure_future(ask(sandbox, slow, timeout_s=60))
         for _ in range(2):
             # After the first kill the driver runs the call again.
-            await asyncio.sleep(0.2)
-            for worker in list(driver.worker_pool.workers):
-                os.kill(worker.pid, signal.SIGKILL)
+            await asyncio.to_thread(kill_writer, driver)
         with pytest.raises(SandboxError, match="killed"):
             await writing
         assert (await ask(sandbox, "SELECT count(*), max(stock) FROM item")).rows == [[49, 6]]
@@ -276,8 +299,10 @@ def test_lost_session_is_an_error(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_timeout_in_transaction_may_kill_the_sandbox(tmp_path: Path) -> None:
+def test_timeout_in_transaction_may_kill_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sandbox stays alive only if the timeout left its transaction intact."""
+    # The engine stops the statements itself, however long it waits for a CPU.
+    monkeypatch.setattr("sandboxes.workers.pool.GRACE_S", 30.0)
 
     async def test(driver: SqliteDriver) -> None:
         sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
@@ -325,8 +350,42 @@ def test_deferred_foreign_keys_last_until_a_commit(tmp_path: Path) -> None:
             restored = await driver.restore(spec, await sandbox.freeze())
             values = [(await ask(each, "PRAGMA defer_foreign_keys")).value for each in (sandbox, restored)]
             assert values == [left, left]
+            if left:
+                deferred = await sandbox.freeze()
+        # What another rollout at the same state reads does not end it.
+        others = [await driver.restore(spec, deferred) for _ in range(2)]
+        await ask(others[0], "SELECT count(*) FROM item")
+        assert [(await ask(other, "PRAGMA defer_foreign_keys")).value for other in others] == [0, 1]
 
     driven(tmp_path, test)
+
+
+def test_failed_statements_may_change_a_session(tmp_path: Path) -> None:
+    """One ends the transaction beside a temporary table, and another one keeps the row before its failure."""
+    begin = ("CREATE TEMP TABLE mine (a)", "BEGIN", "INSERT OR FAIL INTO item (id, name) VALUES (700, 'a'), (1, 'b')")
+    *_, kept, ended, rollback = responses_to(
+        tmp_path, *begin, "INSERT OR ROLLBACK INTO item (id) VALUES (1)", "ROLLBACK"
+    )
+    assert kept.error is not None
+    assert kept.effect == ended.effect == SESSION
+    assert "no transaction is active" in rollback.message
+
+
+def test_statistics_that_a_connection_has_not_read_are_session_state(tmp_path: Path) -> None:
+    """After a change of `sqlite_stat1`, this connection plans as before, and a new one would not."""
+    plan = "EXPLAIN QUERY PLAN SELECT * FROM item WHERE stock = 3"
+    *_, before, changed, after = responses_to(
+        tmp_path,
+        "CREATE INDEX by_stock ON item (stock)",
+        "ANALYZE",
+        plan,
+        "INSERT INTO sqlite_stat1 VALUES ('item', 'by_stock', '400 400')",
+        plan,
+    )
+    assert before.rows == after.rows
+    assert changed.effect == DATABASE | SESSION
+    assert changed.state is None
+    assert changed.witness is not None
 
 
 def test_counters_and_settings_are_restored(tmp_path: Path) -> None:

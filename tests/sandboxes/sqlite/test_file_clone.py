@@ -75,7 +75,9 @@ def test_kills_during_writes_keep_the_base(tmp_path: Path, seed: int) -> None:
         writing = [asyncio.ensure_future(ask(s, bulk, timeout_s=30)) for s in sandboxes]
         for _ in range(10):
             await asyncio.sleep(dice.random() * 0.05)
-            os.kill(dice.choice([worker.pid for worker in driver.worker_pool.workers]), signal.SIGKILL)
+            # On a busy machine, none may have taken the place of the killed ones yet.
+            if workers := [worker.pid for worker in driver.worker_pool.workers]:
+                os.kill(dice.choice(workers), signal.SIGKILL)
         # A worker that is killed while it opens its fork is an error of its sandbox.
         results = await asyncio.gather(*writing, return_exceptions=True)
         intact = [s for s, result in zip(sandboxes, results, strict=True) if not isinstance(result, SandboxError)]

@@ -48,7 +48,7 @@ def test_killed_proxy_leaves_no_incomplete_part(tmp_path: Path) -> None:
     # Stopped before it had asked to die with its parent, it looks whether that lives when it goes on.
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker[0], signal.SIGCONT)
-    wait_until(lambda: not alive({worker}), "its worker lives", within_s=10)
+    wait_until(lambda: not alive({worker}), "its worker lives")
 
     async def test(driver: VideoDriver) -> None:
         assert parts(driver, "m-") == set()

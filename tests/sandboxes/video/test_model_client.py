@@ -122,7 +122,7 @@ def test_failing_endpoint_is_an_error_and_not_kept(
         assert error.value.silent is silent
         server.mood = "well"
         server.gate.set()
-        assert "answer" in await models.chat(seer, "What?", [])
+        assert "answer" in await models.chat(seer.model_copy(update={"timeout_s": 30.0}), "What?", [])
 
     asked(tmp_path, test)
 
@@ -260,7 +260,7 @@ def test_preprocess_continues_after_model_failure(
     tmp_path: Path, clip: Path, server: ModelServer, mood: Mood, silent: bool
 ) -> None:
     async def test(driver: VideoDriver) -> None:
-        spec = spec_of(clip, model=model(server, timeout_s=0.3 if silent else 30))
+        spec = spec_of(clip, model=model(server, timeout_s=2 if silent else 30))
         sandbox = await driver.start(spec)
         loaded = await ask(sandbox, "load_video", name="clip.mp4")
         server.mood = mood

@@ -32,8 +32,9 @@ def plain(calls: Sequence[str], folder: Path) -> list[bytes]:
     texts = _renew(folder)
     for number, call in enumerate(calls):
         (texts / str(number)).write_bytes(call.encode(errors="surrogateescape"))
-    script = "shopt -s expand_aliases; unset OLDPWD\n" + "".join(
-        f"\\builtin eval \"$(<{texts}/{number})\"\n\\builtin printf '\\n@@ end of call @@\\n'\n"
+    # All of it is one line, so the lines of each call are counted from 1.
+    script = "shopt -s expand_aliases; unset OLDPWD" + "".join(
+        f"; \\builtin eval \"$(<{texts}/{number})\"; \\builtin printf '\\n@@ end of call @@\\n'"
         for number in range(len(calls))
     )
     # As our shells do: a test that was started in the background of a script ignores SIGINT and SIGQUIT.

@@ -32,6 +32,7 @@ PROGRAMS = [
     ["LC_ALL=C; x=$'\\303\\251'", "echo $x ${#x}"],
     ["x=$(printf '%100000s' y)", "echo ${#x}"],
     ["unset RANDOM; RANDOM=5", "echo $RANDOM"],
+    ["unset SHELL", "echo [${SHELL-none}]", "SHELL=/bin/other", "echo $SHELL; env | grep -c ^SHELL="],
     ["unset SECONDS DIRSTACK", "echo [$SECONDS]; pushd /usr"],
     ["export SHELLOPTS UID", "sh -c 'echo $SHELLOPTS $UID'"],
     ["BASH_ARGV0=foo", "echo $0"],
@@ -46,6 +47,15 @@ PROGRAMS = [
     # A restricted shell stays one.
     ["set -r", "cd /; echo $?", "echo hi > file; echo $?", "PATH=/"],
     ["set -o posix; f() { echo f; }", "f; trap 'echo u' USR1; trap -p"],
+    # A function names its lines and its source as in the shell that defined it, not the script that restores it.
+    [
+        "f() {\n    echo $LINENO ${BASH_SOURCE[*]}\n    caller 0\n    (: ${nosuch?bad}) 2>&1\n}",
+        "shopt -s extglob; x=1",
+        "g() {\n    [[ $1 == @(a|'b\"c') ]] && f\n}",
+        "f; shopt -u extglob",
+        "g a; shopt extglob; export -f f",
+        "bash -c f",
+    ],
     ["set -aeu; x=1", "echo $x"],
     ["set -f; set -C; set -b; set -m; set -h +B", "echo {1,2} *"],
     ["PS4='$(echo p)+'; set -x", "echo hi"],

@@ -1,12 +1,13 @@
 """The watch over a sandbox's disk: bytes, files, and trees that cannot be measured."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from sandboxes.guest.files import changes
+from sandboxes.guest.files import disk_watch
 
 
 @pytest.fixture
@@ -21,14 +22,18 @@ def upper(tmp_path: Path) -> Iterator[int]:
 def disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the free bytes and the inodes' bytes of the disk, and let every look measure."""
     free = [1 << 40, 1 << 40]
-    monkeypatch.setattr(changes, "_free", lambda _: (free[0], free[1]))
-    monkeypatch.setattr(changes, "WATCH_S", -1.0)
+    monkeypatch.setattr(disk_watch, "free_of", lambda _: (free[0], free[1]))
+    monkeypatch.setattr(disk_watch, "WATCH_S", -1.0)
     return free
+
+
+def watch(upper: int, limit: int, reserve: int) -> Callable[[], str | None]:
+    return partial(disk_watch.DiskWatch(upper, limit, reserve).over, lambda: [os.getpid()])
 
 
 def test_empty_files_count(upper: int, tmp_path: Path, disk: list[int]) -> None:
     """A thousand empty files take inodes and no blocks; the watch sees the inodes go, and counts 4 kB each."""
-    over = changes.disk_watch(upper, 1 << 20, 0)
+    over = watch(upper, 1 << 20, 0)
     for number in range(1_000):
         (tmp_path / f"upper/{number}").touch()
     assert over() is None
@@ -36,14 +41,25 @@ def test_empty_files_count(upper: int, tmp_path: Path, disk: list[int]) -> None:
     assert over() == "disk"
 
 
+def test_short_call_is_watched_once_too_much_is_held(upper: int, tmp_path: Path, disk: list[int]) -> None:
+    """What others write on the disk is no reason, and a reason is still there for the watch of the call."""
+    watched = disk_watch.DiskWatch(upper, 64 << 20, 0)
+    disk[0] -= 32 << 20
+    assert watched.is_within_bounds(list)
+    (tmp_path / "upper/file").write_bytes(bytes(65 << 20))
+    disk[0] -= 65 << 20
+    assert not watched.is_within_bounds(list)
+    assert watched.over(list) == "disk"
+
+
 def test_few_inodes_are_the_machine_s_fault(upper: int, disk: list[int]) -> None:
-    over = changes.disk_watch(upper, 1 << 20, 1 << 20)
+    over = watch(upper, 1 << 20, 1 << 20)
     disk[1] = 1 << 19
     assert over() == "host"
 
 
 def test_deep_folders_end_the_call_that_makes_them(upper: int, tmp_path: Path, disk: list[int]) -> None:
-    over = changes.disk_watch(upper, 64 << 20, 0)
+    over = watch(upper, 64 << 20, 0)
     (tmp_path / "upper" / "/".join(["d"] * 300)).mkdir(parents=True)
     disk[0] -= 64 << 20
     assert over() == "depth"
@@ -52,8 +68,32 @@ def test_deep_folders_end_the_call_that_makes_them(upper: int, tmp_path: Path, d
 def test_removal_of_deep_folders_is_not_ended(upper: int, tmp_path: Path, disk: list[int]) -> None:
     """The call that removes them finds them at its beginning; it may not write without a limit either."""
     (tmp_path / "upper" / "/".join(["d"] * 300)).mkdir(parents=True)
-    over = changes.disk_watch(upper, 4 << 20, 0, below_bytes=1 << 20, unmeasured_free=disk[0])
+    watched = disk_watch.DiskWatch(upper, 4 << 20, 0)
+    watched.below_bytes, watched.unmeasured_free = 1 << 20, disk[0]
+    over = partial(watched.over, list)
     disk[0] -= 2 << 20
+    assert over() is None
+    disk[0] -= 2 << 20
+    assert over() == "disk"
+
+
+def test_deleted_files_count_as_long_as_they_are_open(upper: int, tmp_path: Path, disk: list[int]) -> None:
+    over, path = watch(upper, 4 << 20, 0), tmp_path / "upper/deleted"
+    with path.open("wb") as file:
+        path.unlink()
+        file.write(bytes(6 << 20))
+        file.flush()
+        disk[0] -= 6 << 20
+        assert over() == "disk"
+    disk[0] -= 6 << 20
+    assert over() is None
+
+
+def test_growth_in_small_steps_is_noticed(upper: int, tmp_path: Path, disk: list[int]) -> None:
+    """Each look finds less than a step more, and others free as much as the sandbox takes."""
+    over, path = watch(upper, 8 << 20, 0), tmp_path / "upper/file"
+    path.write_bytes(bytes(10 << 20))
+    disk[0] += 8 << 20
     assert over() is None
     disk[0] -= 2 << 20
     assert over() == "disk"

@@ -11,7 +11,7 @@ _MOST = 16
 take another 60 MB while nothing happens; half as many would let half of such a group wait 15 ms each for the kernel."""
 
 _BURST_S = 0.5
-"""Sandboxes that begin within so many seconds count as begun at once: spares are not made again much faster."""
+"""Local sandboxes that begin within so many seconds count as begun at once: spares are not made again much faster."""
 
 _HALF_LIFE_S = 300.0
 """After so many seconds without a burst, half as many spares are kept. The steps of a training take minutes, so that
@@ -21,22 +21,29 @@ the next group of rollouts still finds spares. The value is an estimate."""
 class SpareDemand:
     """Follows how many sandboxes are begun at once."""
 
-    def __init__(self) -> None:
-        """Begin without any demand."""
+    def __init__(self, *, least: int = LEAST, most: int = _MOST, burst_s: float = _BURST_S) -> None:
+        """Begin without any demand.
+
+        Args:
+            least: Spares that are always kept.
+            most: The most spares.
+            burst_s: Sandboxes that begin within so many seconds count as begun at once.
+        """
+        self._least, self._most, self._burst_s = least, most, burst_s
         self._begun: deque[float] = deque()
         self._peak, self._peak_at_s = 0.0, 0.0
 
     def note(self, now_s: float) -> None:
         """Note that a sandbox begins."""
         self._begun.append(now_s)
-        while self._begun[0] < now_s - _BURST_S:
+        while self._begun[0] < now_s - self._burst_s:
             self._begun.popleft()
         if len(self._begun) >= self._decayed(now_s):
             self._peak, self._peak_at_s = float(len(self._begun)), now_s
 
     def wanted(self, now_s: float) -> int:
         """Return how many spares to keep."""
-        return max(LEAST, min(_MOST, math.ceil(self._decayed(now_s) - 0.5)))
+        return max(self._least, min(self._most, math.ceil(self._decayed(now_s) - 0.5)))
 
     def _decayed(self, now_s: float) -> float:
         return self._peak * math.pow(0.5, (now_s - self._peak_at_s) / _HALF_LIFE_S)

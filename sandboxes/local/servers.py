@@ -5,7 +5,7 @@ from typing import Any
 
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.local_shells import LocalShells
-from sandboxes.guest.tool_servers import ServerProcess, Servers, ToolServerError
+from sandboxes.guest.tool_servers import ServerProcess, Servers, ToolServerError, new_pipes
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
@@ -68,23 +68,6 @@ class LocalServers(Servers):
         # A command that ends with 0 may have left a daemon behind, which opens the port later.
         others = {pid for pid, _ in processes.list_processes()} - self._shells.idle_pids
         return self._shells.status_of(server.pid) != 0 or not others
-
-
-def new_pipes(*, talks: bool) -> tuple[list[int], list[int]]:
-    """Return our ends and a server's ends of its pipes: stdin and stdout if it talks over them, then its log."""
-    ours, theirs = [], []
-    if talks:
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        ours.append(writing)
-        theirs.append(reading)
-    for _ in range(1 + talks):
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(reading, False)
-        # A server that becomes another user may open /dev/stdout, which is this pipe, again.
-        os.fchmod(writing, 0o666)
-        ours.append(reading)
-        theirs.append(writing)
-    return ours, theirs
 
 
 def _program(order: ServerOrder) -> str:

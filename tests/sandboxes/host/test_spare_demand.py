@@ -1,6 +1,6 @@
 """How many spare sandboxes are kept."""
 
-from sandboxes.local.spare_demand import LEAST, SpareDemand
+from sandboxes.host.spare_demand import LEAST, SpareDemand
 
 
 def begun(*times_s: float) -> SpareDemand:

@@ -1,0 +1,116 @@
+"""The watch over a sandbox's disk use: whether it has written too much, or the disk has too little room."""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+
+from sandboxes.guest.files import deleted_files, delta
+from sandboxes.linux.trees import MAX_DEPTH, MAX_PATH_BYTES, TreeTooDeepError
+
+WATCH_S = 0.1
+"""The longest interval between two looks at disk use and at servers during a call."""
+
+
+def free_bytes(folder: int) -> int:
+    """Return the free bytes of the disk that a directory is on."""
+    return free_of(folder)[0]
+
+
+def free_of(folder: int) -> tuple[int, int]:
+    """Return the free bytes of a disk, and the free inodes as the bytes that they count for."""
+    # f_bavail leaves out the blocks that are reserved for root (statvfs(3)), so "free" means the same for every user.
+    disk = os.fstatvfs(folder)
+    # A file system without a fixed number of inodes, such as btrfs, reports zero.
+    inodes = disk.f_favail if disk.f_files else disk.f_bavail
+    return disk.f_bavail * disk.f_frsize, inodes * delta.ENTRY_BYTES
+
+
+def limit_note(ending: str, disk_bytes: int) -> bytes:
+    """Return the line that tells the agent which limit of files has ended its call (pure).
+
+    Args:
+        ending: What a watch returned: "disk", "depth" or "host".
+        disk_bytes: How much the sandbox may write.
+    """
+    if ending == "depth":
+        text = f"the sandbox may nest directories {MAX_DEPTH} deep, with paths of {MAX_PATH_BYTES} bytes: remove them"
+    elif ending == "disk":
+        smallest = delta.ENTRY_BYTES >> 10
+        text = f"killed: the sandbox may hold {disk_bytes >> 20} MB of new files, each of {smallest} kB at least"
+    else:
+        return b""
+    return f"\n[forkpoint: {text}]\n".encode()
+
+
+class DiskWatch:
+    """Says whether a sandbox has used too much disk. It lives as long as the sandbox, so that no growth is missed.
+
+    Attributes:
+        upper: The sandbox's upper directory.
+        below_bytes: What the sandbox has written into layers already.
+        unmeasured_free: The free bytes of the disk when the files could be measured for the last time; None if they can
+            be measured. Until the agent has removed what is nested too deeply, all that the disk has lost since counts.
+    """
+
+    def __init__(self, upper: int, limit: int, reserve: int) -> None:
+        """Watch a sandbox.
+
+        Args:
+            upper: The sandbox's upper directory.
+            limit: How many bytes of new files the sandbox may have; see `delta.ENTRY_BYTES` for small files.
+            reserve: With fewer free bytes on the disk than this, or inodes for them, failures are the machine's.
+        """
+        self.upper, self.below_bytes = upper, 0
+        self.unmeasured_free: int | None = None
+        self._limit, self._reserve, self._step = limit, reserve, min(limit // 8, 16 << 20)
+        # Free space is one cheap system call; a walk of the upper directory is not. Other writers on the same disk only
+        # make it measure earlier.
+        self._free, self._looked = free_of(upper), time.monotonic()
+
+    def over(self, pids: Callable[[], Iterable[int]]) -> str | None:
+        """Return a reason if the sandbox has used too much disk. Called often, it looks now and then.
+
+        It measures the sandbox's files only when the disk's free space or inodes have fallen enough since the last
+        measurement that they may have grown over the limit.
+
+        Args:
+            pids: Returns the sandbox's processes, which may hold deleted files.
+
+        Returns:
+            "disk" over the limit, "depth" if directories are nested too deeply to be measured, "host" if the reserve is
+            touched, and None otherwise.
+        """
+        if time.monotonic() - self._looked < WATCH_S / 2:
+            return None
+        self._looked, now = time.monotonic(), free_of(self.upper)
+        reason = self._reason(now, pids)
+        if reason in ("disk", "depth"):
+            self._free = now
+        return reason
+
+    def is_within_bounds(self, pids: Callable[[], Iterable[int]]) -> bool:
+        """Return whether `over` would return None now. If not, the next `over` still returns the reason."""
+        return self._reason(free_of(self.upper), pids) is None
+
+    def _reason(self, now: tuple[int, int], pids: Callable[[], Iterable[int]]) -> str | None:
+        """Return what `over` returns, by the free bytes now. They are kept if there is no reason."""
+        if min(now) < self._reserve:
+            return "host"
+        before = self._free
+        if before[0] - now[0] < self._step and before[1] - now[1] < self._step:
+            # What others free must not hide what this sandbox takes.
+            self._free = max(before[0], now[0]), max(before[1], now[1])
+            return None
+        reason = self._measured(now, pids)
+        if reason is None:
+            self._free = now
+        return reason
+
+    def _measured(self, now: tuple[int, int], pids: Callable[[], Iterable[int]]) -> str | None:
+        if self.unmeasured_free is not None:
+            return "disk" if self.below_bytes + self.unmeasured_free - now[0] > self._limit else None
+        try:
+            room = self._limit - self.below_bytes - deleted_files.size_bytes(pids())
+            return "disk" if room < 0 or delta.size_bytes(self.upper, room) > room else None
+        except TreeTooDeepError:
+            return "depth"

@@ -1,0 +1,216 @@
+"""A shell of a local sandbox: a bash that the anchor starts, over pipes."""
+
+import contextlib
+import functools
+import os
+import resource
+from collections.abc import Mapping
+from typing import Any
+
+from sandboxes.guest.anchor import Anchor, AnchorLostError
+from sandboxes.guest.bash import session as session_texts
+from sandboxes.guest.bash.restore import orders
+from sandboxes.guest.process_io import death_of
+from sandboxes.guest.shell import Shell
+from sandboxes.guest.shell_kit import TEXTS, ShellKit, new_pipes, new_text, write_texts
+from sandboxes.linux import processes
+from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.processes import open_descriptors
+from sandboxes.shell_text import Jobs, ShellSession
+
+_LIMITS = tuple(
+    (name, getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"
+)
+"""All resource limits of this kernel. RLIMIT_OFILE is another name of RLIMIT_NOFILE."""
+
+
+class LocalShell(Shell):
+    """A bash that is a child of the anchor.
+
+    Attributes:
+        kit: What it was started on, which the anchor may lend again; None if its descriptors are its own.
+    """
+
+    def __init__(self, name: str, session: ShellSession | None, pid: int, ends: Mapping[int, int]) -> None:
+        """Take over a bash that runs; see `Shell`."""
+        super().__init__(name, session, pid, death_of(pid), ends)
+        self.kit: ShellKit | None = None
+        # Kept together, so that `close` cannot forget one.
+        self._ends = [*ends.values(), self.death]
+        # The kernel's names of what an idle shell has open. Whatever else it has open, a command has opened.
+        self._known = {0: "/dev/null", **dict.fromkeys(TEXTS, "/memfd:text (deleted)"), **self._pipe_names()}
+
+    @classmethod
+    def start(
+        cls, anchor: Anchor, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str]
+    ) -> "LocalShell":
+        """Start a bash that becomes a session. It is ready when its first dump has come.
+
+        Args:
+            anchor: Starts it.
+            name: The session's name.
+            session: The session; None for a new one.
+            script: What it sources to become that session.
+            environment: Its variables, before it has sourced the script.
+
+        Raises:
+            AnchorLostError: The anchor is gone.
+        """
+        # Anonymous pipes have no name in the file system. The agent can still reach them through /proc, so the form of
+        # a dump is checked (`parse_dump`).
+        kit = anchor.kit
+        if kit is not None and not kit.lent:
+            return cls._start_on_kit(anchor, kit, name, session, script, environment)
+        return cls._start_on_own(anchor, name, session, script, environment)
+
+    @classmethod
+    def _start_on_kit(
+        cls, anchor: Anchor, kit: ShellKit, name: str, session: ShellSession | None, script: bytes,
+        environment: dict[str, str],
+    ) -> "LocalShell":  # fmt: skip
+        ours = kit.lend(script)
+        try:
+            shell = cls(name, session, anchor.start_on_kit(environment), ours)
+        except AnchorLostError:
+            close_all(ours.values())
+            raise
+        shell.kit = kit
+        return shell
+
+    @classmethod
+    def _start_on_own(
+        cls, anchor: Anchor, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str]
+    ) -> "LocalShell":
+        ours, theirs = new_pipes()
+        theirs |= {number: new_text() for number in TEXTS}
+        write_texts(theirs, script)
+        # Commands inherit this stdin. One that reads it meets its end at once, and does not wait for input that never
+        # comes.
+        theirs[0] = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            pid = anchor.start_on(environment, theirs)
+            # Each call rewrites the command's text, so it stays open here.
+            ours[session_texts.COMMAND_FD] = os.dup(theirs[session_texts.COMMAND_FD])
+            return cls(name, session, pid, ours)
+        except AnchorLostError:
+            close_all(ours.values())
+            raise
+        finally:
+            close_all(theirs.values())
+
+    @classmethod
+    def adopt(cls, remembered: Mapping[str, Any], ends: Mapping[int, int]) -> "LocalShell":
+        """Take over a shell that was restored.
+
+        Args:
+            remembered: What `remember` returned before the checkpoint.
+            ends: Our ends of its new pipes, by its own descriptor numbers.
+        """
+        # The command's text is anonymous memory of the shell. Opened through /proc it is the same memory.
+        command = os.open(f"/proc/{remembered['pid']}/fd/{session_texts.COMMAND_FD}", os.O_RDWR | os.O_CLOEXEC)
+        ours = {**ends, session_texts.COMMAND_FD: command}
+        shell = cls(remembered["name"], remembered["session"], remembered["pid"], ours)
+        shell.baseline, shell.jobs = remembered["baseline"], tuple(remembered["jobs"])
+        shell.runs, shell.knowledge = remembered["runs"], bytes.fromhex(remembered.get("knowledge", ""))
+        shell.born = remembered.get("born", [])
+        return shell
+
+    def remember(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep of an idle shell, with the names of the pipes that lead to it."""
+        facts = {name: getattr(self, name) for name in ("name", "session", "pid", "baseline", "jobs", "runs")}
+        facts |= {"knowledge": self.knowledge.hex(), "born": self.born}
+        return {**facts, "pipes": {str(number): name for number, name in self._pipe_names().items()}}
+
+    def _pipe_names(self) -> dict[int, str]:
+        """Return the kernel's names of the pipes that lead to the shell, by its own descriptor numbers."""
+        ours = {1: self.out.fd, 2: self.err.fd, session_texts.GO_FD: self.go_fd, session_texts.DUMP_FD: self.dump_fd}
+        # Both ends of a pipe have the same name `pipe:[inode]` (proc_pid_fd(5)), so our end tells what the shell has
+        # open.
+        return {number: os.readlink(f"/proc/self/fd/{fd}") for number, fd in ours.items()}  # noqa: PTH115
+
+    def restore_limits(self) -> None:
+        """Give the shell its session's resource limits."""
+        for name, (soft, hard) in ({} if self.session is None else self.session["limits"]).items():
+            # The session may be of another kernel, or of a privileged start, whose limits cannot be set here.
+            with contextlib.suppress(OSError, ValueError):
+                resource.prlimit(self.pid, getattr(resource, name), (soft, hard))
+
+    def _orders(self, command: bytes) -> tuple[bytes, bytes]:
+        return orders(self.session, command)
+
+    def _parse_dump(self, dump: bytes) -> tuple[int, ShellSession, Jobs]:
+        status, session, jobs = session_texts.parse_dump(dump)
+        # The kernel tells limits more reliably than `ulimit -a`, whose words differ between bash versions.
+        session["limits"] = self._changed_limits()
+        return status, session, jobs
+
+    def _changed_limits(self) -> dict[str, list[int]]:
+        changed: dict[str, list[int]] = {}
+        # The kernel's text of all limits costs a tenth of asking for each.
+        if processes.limits(self.pid) == own_limits():
+            return changed
+        for name, number in _LIMITS:
+            with contextlib.suppress(OSError, ValueError):
+                # Compared with this process's own limits, with which the shell was born.
+                now = resource.prlimit(self.pid, number)
+                if now != _own_limit(number):
+                    changed[name] = list(now)
+        return changed
+
+    def stands_at(self, folder: str) -> bool:
+        """Return whether a name leads to the directory that the idle shell is in."""
+        try:
+            return os.path.samestat(os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1")))  # noqa: PTH116
+        except OSError:
+            return False
+
+    def is_as_new(self) -> bool:
+        """Return whether its open descriptors are those of a shell that waits for its first command."""
+        return open_descriptors(self.pid) == self._known
+
+    @property
+    def known_descriptors(self) -> bytes:
+        """What an idle shell has open: a number, a blank and the kernel's name for each, with a NUL behind it."""
+        return b"".join(f"{number} {name}\0".encode() for number, name in sorted(self._known.items()))
+
+    def begun(self, baseline: ShellSession, first_dump: bytes, dump: bytes) -> None:
+        """Take note that it has made its first dump, and was given a command.
+
+        Args:
+            baseline: The session as its first dump shows it.
+            first_dump: Its first dump.
+            dump: What has come of the dump after the command.
+        """
+        self.baseline, self.first_dump = baseline, first_dump
+        self.runs += 1
+        self.feed(dump)
+
+    def become(self, pid: int, death: int) -> None:
+        """Take over another bash that becomes the same session, on the same pipes and texts. This one has ended.
+
+        Args:
+            pid: Its process.
+            death: A descriptor that is readable once it has ended. That of the last one is closed already.
+        """
+        super().close()
+        self.pid, self.death, self._ends[-1] = pid, death, death
+        self.baseline, self.jobs, self.knowledge, self.runs, self.first_dump = None, (), b"", 0, b""
+        self._dump.clear()
+
+    def close(self) -> None:
+        """Close our ends of its pipes. The shell itself is not killed."""
+        super().close()
+        close_all(self._ends)
+        self._ends.clear()
+
+
+@functools.cache
+def own_limits() -> bytes:
+    """Return the resource limits of this process, with which each shell begins."""
+    return processes.limits(os.getpid())
+
+
+@functools.cache
+def _own_limit(number: int) -> tuple[int, int]:
+    # They do not change any more when shells are started.
+    return resource.getrlimit(number)

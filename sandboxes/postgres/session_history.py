@@ -1,0 +1,87 @@
+"""What a session keeps and no catalog shows: it is named by the statements that may have changed it (pure).
+
+Theory of operation. `PostgresLink.session` describes what the server shows of a session. It does not show four things.
+Each of them is named by a list of statements, so that equal histories have equal names:
+
+1. *Settings without a row in `pg_settings`* (`UNSHOWN`): custom ones (`SET app.user = 'x'`), the seed of `random`, and
+   those that the driver sets itself. They last as long as the session: a custom setting is empty after a reset.
+2. *Rows and sequences of temporary objects.* They are gone when no temporary object is left.
+3. *Positions of cursors.* They are gone when nothing is left in the session.
+4. *The position in a seeded sequence of random numbers*: each statement that draws one moves it.
+"""
+
+import re
+import secrets
+from dataclasses import dataclass, field
+
+from sandboxes.postgres.volatile import VOLATILE
+
+UNSHOWN = re.compile(
+    r"\b(?:set_config|setseed|set_limit)\b"
+    r"|\b(?:re)?set\s*(?:(?:session|local)\b\s*)?(?:/\*|--|%|'\s*\|\||(?:names|client_encoding|application_name|seed)\b"
+    r"""|(?:"[^"]*"|[\w$]+)\s*(?:\.|/\*|--))""",
+    re.IGNORECASE,
+)
+"""Matches statements that may set what `pg_settings` does not show. `RESET app.user` defines the setting, too.
+
+Behind a comment, and in a text that is put together while it runs, any name may be set. A false match costs a replay.
+"""
+HELD = re.compile(r"\b(?:lo_open|lo_creat|lo_lseek\w*|lo_close|loread|lowrite)\b", re.IGNORECASE)
+"""Matches what opens, moves or closes a large object's descriptor, which lasts until the transaction ends."""
+_RESETS = re.compile(r"\b(?:reset|discard)\b", re.IGNORECASE)
+_SEEDS = re.compile(r"\bsetseed\b|\bset\b[^;]*\bseed\b", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class SessionHistory:
+    """The statements that may have changed what no catalog shows of a session.
+
+    Attributes:
+        settings: Those that set something, and those that drew random numbers after a seed.
+        temporary: Those that ran while there were temporary objects, and did more than read.
+        cursor_moves: Those that moved a cursor.
+        seeded: Whether random numbers follow from a seed.
+    """
+
+    settings: list[str] = field(default_factory=list)
+    temporary: list[str] = field(default_factory=list)
+    cursor_moves: list[str] = field(default_factory=list)
+    seeded: bool = False
+
+    def __bool__(self) -> bool:
+        """Return whether the session keeps more than the server shows. Cursors themselves are shown."""
+        return bool(self.settings or self.temporary)
+
+    def note_settings(self, text: str, meaning: str) -> bool:
+        """Note a statement that may have set something, or drawn a random number after a seed; return whether it may.
+
+        Args:
+            text: The statement.
+            meaning: The statement with all that it may run.
+        """
+        draws = self.seeded and VOLATILE.search(meaning) is not None
+        resets = self.settings and _RESETS.search(meaning) is not None
+        if not (draws or resets or UNSHOWN.search(meaning)):
+            return False
+        self.seeded = self.seeded or _SEEDS.search(meaning) is not None
+        self.settings.append(self.name_of(text, meaning))
+        return True
+
+    def name_of(self, text: str, meaning: str) -> str:
+        """Return a name for what a statement left in the session. A replay does not repeat what it left by chance."""
+        names = [name.lower() for name in VOLATILE.findall(meaning)]
+        by_chance = [name for name in names if not (self.seeded and name.startswith("random"))]
+        return f"{text}\n{secrets.token_hex(16)}" if by_chance else text
+
+    def clear_gone(self, session: str, *, temporary: bool) -> None:
+        """Forget what is gone.
+
+        Args:
+            session: What the server shows of the session; empty if nothing.
+            temporary: Whether there are temporary objects.
+        """
+        if not temporary:
+            self.temporary.clear()
+        if not session:
+            # Without a session there is no cursor either.
+            self.cursor_moves.clear()
