@@ -18,14 +18,18 @@ from proxy.cluster.messages import (
     CallQuestion,
     ConfirmAnswer,
     ConfirmQuestion,
+    DrainAnswer,
     DrainQuestion,
     ElsewhereAnswer,
     GiveBackAnswer,
     GiveBackQuestion,
+    HandQuestion,
     HostQuestion,
     Kind,
     LeaveAnswer,
     LeaveQuestion,
+    LoadAnswer,
+    LoadQuestion,
     MessageError,
     ReportAnswer,
     ReportQuestion,
@@ -121,8 +125,8 @@ class PeerQuestions:
                 return pack(self._report(question))
             case TakeQuestion() as question:
                 return pack(await self._take_over(question))
-            case DrainQuestion():
-                return pack(await self._member.drain())
+            case DrainQuestion() | HandQuestion() | LoadQuestion() as question:
+                return pack(await self._operate(question))
             case RoomQuestion():
                 return pack(self.host.room)
             case GiveBackQuestion(names=names):
@@ -136,6 +140,15 @@ class PeerQuestions:
                 return pack(ConfirmAnswer(call is not None and await call.waits()))
             case other:
                 raise MessageError(f"a peer sent the message {type(other).__name__}")
+
+    async def _operate(self, question: DrainQuestion | HandQuestion | LoadQuestion) -> DrainAnswer | LoadAnswer:
+        match question:
+            case DrainQuestion():
+                return await self._member.drain()
+            case HandQuestion(task=task, target=target):
+                return await self._member.hand_to(task, target)
+            case LoadQuestion():
+                return self._member.load
 
     def _report(self, question: ReportQuestion) -> ReportAnswer:
         accepted, get = self._member.adopt(question.task, question.view), self._member.gate.positions.get

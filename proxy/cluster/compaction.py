@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
+from typing import NamedTuple
 
 import structlog
 
@@ -11,6 +12,7 @@ from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase
 from proxy.cluster.takeover import TaskLogReading, compaction_of
+from proxy.telemetry.counters import Counters
 
 log = structlog.get_logger()
 
@@ -18,33 +20,86 @@ LOOK_S = 5.0
 """How often the lengths of the logs are looked at, in seconds."""
 MIN_ROWS = 1000
 """Least rows of a log that is compacted. A takeover reads as many rows in 5 ms."""
+LONGEST_PAUSE_S = 60.0
+"""How long a compaction that failed waits at most, in seconds. The first pause is `LOOK_S`, and each one is twice as
+long as the one before."""
 
 
-async def compact_logs(database: ClusterDatabase, owned: Mapping[str, Owned]) -> None:
-    """Compact each log that has grown by as many rows as its last compaction left lines, for ever.
+class LogCompactor:
+    """Compacts each log that has grown by as many rows as its last compaction left lines.
 
-    So a log that grows is read a constant number of times for each of its lines.
+    So a log that grows is read a constant number of times for each of its lines. Each step of a compaction replaces
+    rows by one row that says the same, if the rows are still as they were read. So one that broke off half-way is
+    simply planned anew from what the log says then.
     """
-    while True:
-        await asyncio.sleep(LOOK_S)
-        for task in tuple(owned.values()):
-            if task.rows >= max(MIN_ROWS, task.lines):
-                await compact_log(database, task)
+
+    def __init__(self, database: ClusterDatabase, owned: Mapping[str, Owned], counts: Counters) -> None:
+        """Compact nothing yet.
+
+        Args:
+            database: Holds the logs.
+            owned: The tasks of this member, by name.
+            counts: Counts failures.
+        """
+        self._database, self._owned, self._counts = database, owned, counts
+        self._failed: dict[str, _Failed] = {}
+
+    async def run(self) -> None:
+        """Compact for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Compact the logs that are long enough; one that failed is tried again after a pause."""
+        now = asyncio.get_running_loop().time()
+        self._failed = {name: failed for name, failed in self._failed.items() if name in self._owned}
+        for task in tuple(self._owned.values()):
+            failed = self._failed.get(task.task)
+            if failed is not None and now >= failed.retry_at:
+                await self._compact(task, failed.pause_s)
+            elif failed is None and task.rows >= max(MIN_ROWS, task.lines):
+                await self._compact(task, LOOK_S / 2)
+
+    async def _compact(self, task: Owned, pause_s: float) -> None:
+        """Compact a log; note a failure of the database, after which the last pause doubles."""
+        try:
+            await compact_log(self._database, task)
+        except DatabaseError as error:
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            retry_at = asyncio.get_running_loop().time() + pause_s
+            self._failed[task.task] = _Failed(retry_at, pause_s)
+            self._counts.failure("compaction")
+            log.warning("a log was not compacted: it is tried again", task=task.task, error=str(error), retry_s=pause_s)
+        else:
+            self._failed.pop(task.task, None)
+
+
+class _Failed(NamedTuple):
+    retry_at: float
+    pause_s: float
 
 
 async def compact_log(database: ClusterDatabase, task: Owned) -> None:
-    """Compact the log of a task. Rows that are written meanwhile stay."""
-    is_done, how = False, None
+    """Compact the log of a task. Rows that are written meanwhile stay.
+
+    Raises:
+        DatabaseError: The database did not answer. The log may be compacted in part.
+    """
+    is_done, rows = False, task.rows
     try:
-        how = compaction_of(await read_task(database, task.task))
-        steps = () if how is None else how.steps()
-        while (step := await asyncio.to_thread(next, iter(steps), None)) is not None:
-            is_done = await database.compact(task.task, *step)
-            if not is_done:
-                break
-    except (DatabaseError, LogError) as error:
+        reading = await read_task(database, task.task)
+        how = compaction_of(reading)
+        # An attempt that broke off may have left fewer rows than were counted.
+        task.rows += reading.rows - rows
+    except LogError as error:
         log.warning("a log was not compacted", task=task.task, error=str(error))
-        is_done = False
+        how = None
+    steps = () if how is None else how.steps()
+    while (step := await asyncio.to_thread(next, iter(steps), None)) is not None:
+        is_done = await database.compact(task.task, *step)
+        if not is_done:
+            break
     if how is not None and is_done:
         task.rows, task.lines = task.rows - len(how.gone) + how.left, how.lines
         log.info("compacted a log", task=task.task, rows=len(how.gone), lines=how.lines)

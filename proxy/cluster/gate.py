@@ -12,7 +12,8 @@ from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.positions import PositionFile
 from proxy.cluster.protocol import Admission, Ended, Entered, Position
 from proxy.refusals import RefusalError
-from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy
+from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy, copy_of
+from proxy.storage.records import RecordBytes
 from proxy.storage.trees import TreeStore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record, Tree
@@ -187,15 +188,13 @@ class ClusterGate:
             copy = FindingCopy(record.id, tree.id, record.differs, quarantined, record.reproducible, time.time())
             owned.note([copy])
 
-    def recorded(self, tree: Tree, record: Record, *, is_first: bool) -> None:
+    def recorded(self, tree: Tree, record: Record, written: RecordBytes, *, is_first: bool) -> None:
         """Write a record to the log. It answers no call until it is there."""
-        assert self._copies is not None
         owned = self.owned_tree(tree.id)
         if owned is None:
             raise DroppedError(self._tasks_of[tree.id])
         try:
-            copy = self._copies.record(record.id, is_first=is_first)
-            assert copy is not None, "the record was written a moment ago"
+            copy = copy_of(tree.id, record, written, is_first=is_first)
             owned.write([*self._tree_lines(owned, tree), copy], record.id)
         except BaseException:
             # The tree has a record that the log lacks, so nothing of it may be answered any more.

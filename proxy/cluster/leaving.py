@@ -1,4 +1,7 @@
-"""A member that stops or is drained leaves: the positions that only it knows go to the log (rule 8 of `protocol`)."""
+"""A member that stops or is drained leaves: the positions that only it knows go to the log (rule 8 of `protocol`).
+
+Tasks that a member hands over to another one, all of them or some, take the same way.
+"""
 
 import asyncio
 from contextlib import suppress
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from proxy.cluster.gate import ClusterGate
-from proxy.cluster.messages import LeaveAnswer, LeaveQuestion, Message, ReportAnswer, ReportQuestion
+from proxy.cluster.messages import DrainAnswer, LeaveAnswer, LeaveQuestion, Message, ReportAnswer, ReportQuestion
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase
@@ -17,16 +20,28 @@ from proxy.refusals import RefusalError
 from sandboxes.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 log = structlog.get_logger()
 
 LEAVE_S = 10.0
 """How long a member that stops waits for its owners, and for the calls of its peers, in seconds."""
+SEND_S = 10.0
+"""How long the kept states of all tasks that are handed over together may be sent, in seconds. What is not sent in
+time, for example to a slow store, is replayed by the next owner."""
+QUIET_S = 0.3
+"""Interval at which is looked whether a task has a call that runs, in seconds."""
 
 
 class Leaving:
-    """Lets ingresses leave the tasks of this member, and this member leave the tasks of others."""
+    """Lets ingresses leave the tasks of this member, and this member leave the tasks of others.
+
+    Attributes:
+        hands_over: Awaited before a task is handed over, so that the next owner finds its kept states. Its second
+            argument is the most seconds that it may take.
+    """
+
+    hands_over: "Callable[[Owned, float], Awaitable[None]] | None" = None
 
     def __init__(
         self,
@@ -54,6 +69,37 @@ class Leaving:
         else:
             needed = sum(answer.kept for answer in answers if isinstance(answer, LeaveAnswer))
             log.info("left the rollouts of others", needed=needed)
+
+    async def hand_over(self, tasks: "Sequence[Owned]", give: "Callable[[str, int], Awaitable[bool]]") -> DrainAnswer:
+        """Hand tasks of this member over, one after the other. A task that no member takes over stays.
+
+        A call that still runs after `LEAVE_S` is made again by the next owner, and recorded once.
+
+        Args:
+            tasks: The tasks.
+            give: Lets another member take a task over, by its name and view; returns whether one did.
+        """
+        clock = asyncio.get_running_loop().time
+        handed, until, left_s = 0, clock() + LEAVE_S, SEND_S
+        for owned in tasks:
+            await self._await_calls(owned.task, until)
+            if self.hands_over is not None:
+                began = clock()
+                await self.hands_over(owned, left_s)
+                left_s = max(0.0, left_s - (clock() - began))
+            # The next owner then waits for no report of this member.
+            await self.let_go_of(owned, self._gate.number)
+            # A row of this owner that came after the next one has read the log would keep that one from its first row.
+            async with owned.holding_rows():
+                with suppress(DatabaseError):
+                    handed += not owned.is_dropped and await give(owned.task, owned.rules.view)
+        return DrainAnswer(handed, len(tasks) - handed)
+
+    async def _await_calls(self, name: str, until: float) -> None:
+        """Wait until no call of a task waits or runs here."""
+        task, now = self._engine.tasks.get(name), asyncio.get_running_loop().time
+        while task is not None and any(rollout.waiting for rollout in task.rollouts.values()) and now() < until:  # noqa: ASYNC110 - for a while
+            await asyncio.sleep(QUIET_S)
 
     async def let_go(self, ingress: int) -> int:
         """Let an ingress leave all tasks of this member; return how many of their rollouts still need it."""

@@ -13,15 +13,15 @@ Theory of operation of a takeover (`claim`), in this order:
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 
-from proxy.cluster.compaction import compact_logs, read_task
+from proxy.cluster.compaction import LogCompactor, read_task
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress
-from proxy.cluster.leaving import LEAVE_S, Leaving
+from proxy.cluster.leaving import Leaving
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.links import Links
 from proxy.cluster.link.opener import Link, LinkLostError, MemberFailedError
@@ -32,6 +32,7 @@ from proxy.cluster.messages import (
     ConfirmQuestion,
     DrainAnswer,
     ElsewhereAnswer,
+    LoadAnswer,
     Message,
     MessageError,
     ReportAnswer,
@@ -52,15 +53,12 @@ from proxy.tree.tree import Node
 from sandboxes.task_owner import TaskOwner
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
 log = structlog.get_logger()
 
 BEAT_S = LEASE_S / 5
 """Interval at which the lease is extended, in seconds: four beats may fail."""
-SEND_S = 10.0
-"""How long a member that is drained may send kept states of all its tasks together, in seconds. The calls of a task
-wait while its states are sent. What is not sent in time, for example to a slow store, is replayed by the next owner."""
 ASK_S = 0.3
 """Interval at which an ingress that did not report gets the question again, in seconds."""
 
@@ -74,8 +72,6 @@ class Member:
         ingress: The tasks that its agents ask for.
         links: The links to other members.
         replaced: Called when a later start of this member has taken its place.
-        hands_over: Awaited before a task is handed over, so that the next owner finds its kept states. Its second
-            argument is the most seconds that it may take.
         leaving: Lets members leave rollouts.
         is_leaving: Whether this member takes no task over any more, because it is drained or stops.
     """
@@ -83,7 +79,6 @@ class Member:
     def __init__(self, database: ClusterDatabase, gate: ClusterGate, secret: bytes, engine: Engine) -> None:
         self.database, self.gate, self.ingress = database, gate, Ingress()
         self.replaced: Callable[[], None] = lambda: None
-        self.hands_over: Callable[[Owned, float], Awaitable[None]] | None = None
         self.leaving, self.is_leaving = Leaving(gate, database, self.ask, engine), False
         self._engine = engine
         self.links = Links(secret, database.membership)
@@ -96,11 +91,17 @@ class Member:
         """Number of this member."""
         return self.gate.number
 
+    @property
+    def load(self) -> LoadAnswer:
+        """Its load. O(tasks)."""
+        tasks = {name: 1 + len(owned.rules.entered) for name, owned in self.gate.owned.items()}
+        return LoadAnswer(self.is_leaving, tasks)
+
     def start(self) -> None:
         """Begin to extend the lease."""
         self._lease_until = _now() + LEASE_S
         self._tasks.spawn("lease", self._beat())
-        self._tasks.spawn("compaction", compact_logs(self.database, self.gate.owned))
+        self._tasks.spawn("compaction", LogCompactor(self.database, self.gate.owned, self._engine.counts).run())
 
     async def aclose(self) -> None:
         """Own nothing more, end the lease and close the links to others."""
@@ -167,15 +168,24 @@ class Member:
             self._drop(owned, "another member has taken it over")
         return True
 
-    async def give(self, name: str, view: int) -> bool:
-        """Let another member take a task over, one with few tasks first; return whether one did.
+    async def give(self, name: str, view: int, target: int | None = None) -> bool:
+        """Let another member take a task over; return whether one did.
+
+        Args:
+            name: Name of the task.
+            view: The view that it is taken over from; 0 for a task that had no owner.
+            target: Number of the member; None for any, one with few tasks first.
 
         Raises:
             DatabaseError: The database does not answer.
         """
-        others = [(count, peer) for peer, count in await self.database.members() if peer.number != self.number]
-        for _, peer in sorted(each for each in others if each[1].alive):
-            answer = await self.ask(peer.number, TakeQuestion(name, view))
+        if target is None:
+            members = sorted((count, peer) for peer, count in await self.database.members() if peer.alive)
+            numbers = [peer.number for _, peer in members if peer.number != self.number]
+        else:
+            numbers = [target]
+        for number in numbers:
+            answer = await self.ask(number, TakeQuestion(name, view))
             if isinstance(answer, ElsewhereAnswer) and answer.view > view:
                 # From here on nothing of it is answered here.
                 return self.adopt(name, answer.view)
@@ -226,31 +236,18 @@ class Member:
         self._drop(owned, reason)
 
     async def drain(self) -> DrainAnswer:
-        """Hand over all tasks, and take none over until the next start.
-
-        A call that still runs after `LEAVE_S` is made again by the next owner, and recorded once.
-        """
+        """Hand over all tasks, and take none over until the next start; see `Leaving.hand_over`."""
         self.is_leaving = True
-        handed, until = 0, asyncio.get_running_loop().time() + LEAVE_S
-        left_s = SEND_S
-        for owned in tuple(self.gate.owned.values()):
-            await self._await_calls(owned.task, until)
-            if self.hands_over is not None:
-                began = asyncio.get_running_loop().time()
-                await self.hands_over(owned, left_s)
-                left_s = max(0.0, left_s - (asyncio.get_running_loop().time() - began))
-            # The next owner then waits for no report of this member.
-            await self.leaving.let_go_of(owned, self.number)
-            with suppress(DatabaseError):
-                handed += await self.give(owned.task, owned.rules.view)
+        answer = await self.leaving.hand_over(tuple(self.gate.owned.values()), self.give)
         await self.leaving.leave()
-        return DrainAnswer(handed, len(self.gate.owned))
+        return answer._replace(kept=len(self.gate.owned))
 
-    async def _await_calls(self, name: str, until: float) -> None:
-        """Wait until no call of a task waits or runs here."""
-        task, now = self._engine.tasks.get(name), asyncio.get_running_loop().time
-        while task is not None and any(rollout.waiting for rollout in task.rollouts.values()) and now() < until:  # noqa: ASYNC110 - for a while
-            await asyncio.sleep(ASK_S)
+    async def hand_to(self, name: str, target: int) -> DrainAnswer:
+        """Hand one task over to a member, by its number; see `Leaving.hand_over`. A task of another owner is not."""
+        owned = self.gate.owned.get(name)
+        # A member that leaves hands all of its tasks over already.
+        tasks = () if owned is None or self.is_leaving else (owned,)
+        return await self.leaving.hand_over(tasks, partial(self.give, target=target))
 
     async def claim(self, name: str) -> Owned | None:
         """Become the owner of a task; None if another member was faster. See the module."""

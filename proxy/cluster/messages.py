@@ -113,8 +113,20 @@ class DrainQuestion(NamedTuple):
     """A member asks another one to hand over all of its tasks."""
 
 
+class HandQuestion(NamedTuple):
+    """A member asks the owner of a task to hand it over.
+
+    Attributes:
+        task: Name of the task.
+        target: Number of the member that is to take it over.
+    """
+
+    task: str
+    target: int
+
+
 class DrainAnswer(NamedTuple):
-    """What became of a drain.
+    """What became of a drain, or of one task that was to be handed over.
 
     Attributes:
         handed: How many tasks other members have taken over.
@@ -123,6 +135,22 @@ class DrainAnswer(NamedTuple):
 
     handed: int
     kept: int
+
+
+class LoadQuestion(NamedTuple):
+    """A member asks for the load of another one."""
+
+
+class LoadAnswer(NamedTuple):
+    """The load of a member; see `proxy.cluster.balance`.
+
+    Attributes:
+        is_leaving: Whether it takes no task over, because it was drained or stops.
+        tasks: The load of each task that it owns, by name.
+    """
+
+    is_leaving: bool
+    tasks: dict[str, int]
 
 
 class RoomQuestion(NamedTuple):
@@ -241,9 +269,9 @@ class ConfirmAnswer(NamedTuple):
 
 Message = (
     CallQuestion | ReportQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion | RoomQuestion | HostQuestion
-    | GiveBackQuestion | LeaveQuestion
+    | GiveBackQuestion | LeaveQuestion | HandQuestion | LoadQuestion
     | CallAnswer | StreamedAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer | RoomAnswer
-    | GiveBackAnswer | LeaveAnswer
+    | GiveBackAnswer | LeaveAnswer | LoadAnswer
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {
     "call": CallQuestion, "report": ReportQuestion, "confirm": ConfirmQuestion, "take": TakeQuestion,
@@ -252,6 +280,7 @@ _KINDS: dict[str, type[Any]] = {
     "confirmed": ConfirmAnswer, "drained": DrainAnswer, "room": RoomQuestion, "rooms": RoomAnswer,
     "host": HostQuestion, "give-back": GiveBackQuestion, "given-back": GiveBackAnswer,
     "leave": LeaveQuestion, "left": LeaveAnswer,
+    "hand": HandQuestion, "load": LoadQuestion, "loaded": LoadAnswer,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _WITH_BYTES = (CallQuestion, CallAnswer, HostQuestion)

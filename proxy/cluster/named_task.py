@@ -13,6 +13,12 @@ _WAY = re.compile(r"/api/v1/tasks/([^/]+)(/.*)?")
 _CHANGES = re.compile(r"(?:/rollouts(?:/[^/]+(?:/fork)?)?)?")
 """Paths below a task that may be changed in a cluster: the task, its rollouts, and forks of them."""
 
+_ALL_TASKS = {
+    "/api/v1/trajectories": "Ask for each task: GET /api/v1/tasks/{task}/trajectories",
+    "/api/v1/backup": "Back up the database of the cluster (pg_dump) and its store",
+}
+"""What must have all tasks, of which a member has some, and what to do instead."""
+
 
 @dataclass(frozen=True, slots=True)
 class NamedTask:
@@ -43,10 +49,13 @@ def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTas
     path: str = scope["path"]
     agents = path.startswith(("/t/", "/e/", "/ng-rollout/"))
     below = None if agents else _WAY.fullmatch(path)
-    if not agents and below is None:
+    if not agents and below is None and path not in _ALL_TASKS:
         return None
     # A copy: the owner authorises the request too, and must see the token.
     seen: Scope = {"method": "GET", **scope, "headers": list(scope["headers"])}
+    if path in _ALL_TASKS:
+        access.admit(seen, rollout_named_by(seen))
+        raise RefusalError(501, "not-in-a-cluster", f"a member has not all tasks. {_ALL_TASKS[path]}.")
     try:
         grant = access.admit(seen, rollout_named_by(seen))
         if below is not None:

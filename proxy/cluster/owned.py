@@ -1,8 +1,8 @@
 """A task that this member owns: its log, and what is known of its rollouts and of the calls that were taken."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from proxy.cluster.lines import Kept, Line, encode
@@ -98,7 +98,7 @@ class Owned:
         self._noted: asyncio.Future[None] | None = None
         self._append, self._failed = append, failed
         self._outbox: Outbox[tuple[Sequence[Line], int, asyncio.Future[None]]] = Outbox(rules.view)
-        self._changed = asyncio.Event()
+        self._changed, self._sending = asyncio.Event(), asyncio.Lock()
         self.tasks = TaskOwner()
 
     def calls_of(self, ingress: int, boot: int) -> IngressCalls | None:
@@ -187,6 +187,12 @@ class Owned:
                 raise
             serving.uncancel()
 
+    @asynccontextmanager
+    async def holding_rows(self) -> AsyncIterator[None]:
+        """Send no row to the log while the context lasts. It begins when no row is on its way."""
+        async with self._sending:
+            yield
+
     def fail(self, reason: str) -> None:
         """Own the task no more, because memory and log differ."""
         self._failed(self, reason)
@@ -225,23 +231,32 @@ class Owned:
 
     async def _send(self) -> None:
         """Write rows until no line waits."""
-        while (row := self._outbox.next_row()) is not None:
-            body = encode(line for lines, _, _ in self._outbox.sent for line in lines)
-            try:
-                is_written = await self._append(self.task, row, body)
-                reason = "another member has taken it over"
-            except DatabaseError as error:
-                # It is unknown whether the row was written, so the log is read again.
-                is_written, reason = False, str(error)
-            if self.is_dropped:
-                return
-            if not is_written:
-                self.fail(reason)
-                return
-            sent = self._outbox.sent
-            self._outbox.written()
-            self.rows += 1
-            for _, record, written in sent:
-                self.unlogged.pop(record, None)
-                if not written.done():
-                    written.set_result(None)
+        while self._outbox.waiting:
+            async with self._sending:
+                row = self._outbox.next_row()
+                # Without lines the task was dropped meanwhile.
+                if row is None or not await self._send_row(row):
+                    return
+
+    async def _send_row(self, row: int) -> bool:
+        """Write the lines that are on their way; return whether they are in the log and the task is still owned."""
+        body = encode(line for lines, _, _ in self._outbox.sent for line in lines)
+        try:
+            is_written = await self._append(self.task, row, body)
+            reason = "another member has taken it over"
+        except DatabaseError as error:
+            # It is unknown whether the row was written, so the log is read again.
+            is_written, reason = False, str(error)
+        if self.is_dropped:
+            return False
+        if not is_written:
+            self.fail(reason)
+            return False
+        sent = self._outbox.sent
+        self._outbox.written()
+        self.rows += 1
+        for _, record, written in sent:
+            self.unlogged.pop(record, None)
+            if not written.done():
+                written.set_result(None)
+        return True

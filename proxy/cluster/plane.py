@@ -64,7 +64,8 @@ class ClusterPlane(DataPlane):
     def __init__(self, engine: Engine, behind: AsgiApp, member: Member, secret: bytes) -> None:
         super().__init__(engine, behind)
         self._member = member
-        self._forwarder, self._operations = Forwarder(member), Operations(member, lambda: self.questions.host.room)
+        self._forwarder = Forwarder(member)
+        self._operations = Operations(member, lambda: self.questions.host.room, engine.executor.quotas)
         self.questions = PeerQuestions(member, secret, self)
         self._passing = self.passing = CallPassing(
             member, engine.access, self._addressing, self.apis, engine.settings.max_body_bytes, self._go_on
@@ -341,14 +342,15 @@ class ClusterPlane(DataPlane):
         return self._hijacking is not None and self._hijacking.may_stream(scope)
 
     async def _operate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Show the members of the cluster, or drain one."""
+        """Show the members of the cluster, drain one, or move tasks between them."""
         try:
             refuse_foreign(scope["method"], scope["headers"], tool=False, names=self.engine.names)
             refusal = self._authorise(scope)
             if refusal is not None:
                 raise refusal
             scope.get(GRANT, ALL).require_whole()
-            value = await self._operations.answer(scope["method"], scope["path"])
+            query = scope["query_string"].decode("latin-1")
+            value = await self._operations.answer(scope["method"], scope["path"], query)
         except (RefusalError, DatabaseError) as error:
             refusal = error if isinstance(error, RefusalError) else RefusalError(503, "database", str(error))
             await self._refuse(scope, receive, send, refusal)

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,6 +105,13 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     states = SharedStates(open_store(engine.settings.store), engine, joined.gate)
     hosting = plane.questions.host = Hosting(engine, member, plane.questions.server.data)
 
+    async def use(used: Mapping[str, tuple[int, int]]) -> Mapping[str, Sequence[tuple[int, int]]] | None:
+        try:
+            return await database.use(used)
+        except DatabaseError as error:
+            log.warning("quotas are not divided anew", error=str(error))
+            return None
+
     async def opened() -> None:
         states.open()
         hosting.open()
@@ -122,8 +130,10 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
         await member.aclose()
         joined.gate.positions.close()
 
-    member.replaced, member.hands_over = replaced, states.flush
+    member.replaced, member.leaving.hands_over = replaced, states.flush
     joined.gate.name_of = member.name_of
+    if engine.executor.quotas is not None:
+        engine.lifecycle.background.append(engine.executor.quotas.divide(use))
     engine.lifecycle.at_open.append(opened)
     engine.lifecycle.before_close.append(closed)
     return plane

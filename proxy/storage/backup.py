@@ -11,8 +11,8 @@ wrong answers, so a restore marks every such rollout as lost.
 import contextlib
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,8 @@ STATES = "restored-states"
 """Directory of a restored data directory for the states that its first start adopts."""
 _DRAFT = "restored.sqlite"
 _DRAFT_STATES = "restored.states"
+DRAFTS = "restored.workers"
+"""Directory for the parts of a backup while they are restored."""
 _OURS = frozenset({"lock", "lost+found"})
 """What an empty data directory may contain: our lock, and what some file systems put into their root."""
 
@@ -97,14 +99,8 @@ def restore(file: Path, data: Path, unpacker: Unpacker | None = None) -> Restore
     Raises:
         StoreError: The directory is in use or not empty, or the file is no backup, damaged, or of a newer version.
     """
-    with owning(data):
-        draft, states = data / _DRAFT, data / _DRAFT_STATES
-        _remove_drafts(data)
-        if present := sorted(entry.name for entry in data.iterdir() if entry.name not in _OURS):
-            raise StoreError(
-                f"{data} is not empty (it has {present[0]}). A restore needs an empty directory: choose another one "
-                "with --data, or move this one away."
-            )
+    draft, states = data / _DRAFT, data / _DRAFT_STATES
+    with owning_empty(data):
         try:
             if unpacker is None:
                 _copy(file, draft)
@@ -119,9 +115,27 @@ def restore(file: Path, data: Path, unpacker: Unpacker | None = None) -> Restore
             sync_path(data)
         except OSError as error:
             raise StoreError(f"{file} could not be restored: {error}. Free disk space, or check the file.") from error
+    return restored
+
+
+@contextmanager
+def owning_empty(data: Path) -> Iterator[None]:
+    """Own a data directory that nothing has used; drafts in it are removed after the block.
+
+    Raises:
+        StoreError: The directory is in use or not empty.
+    """
+    with owning(data):
+        _remove_drafts(data)
+        if present := sorted(entry.name for entry in data.iterdir() if entry.name not in _OURS):
+            raise StoreError(
+                f"{data} is not empty (it has {present[0]}). A restore needs an empty directory: choose another one "
+                "with --data, or move this one away."
+            )
+        try:
+            yield
         finally:
             _remove_drafts(data)
-    return restored
 
 
 def _copy(file: Path, draft: Path) -> None:
@@ -166,5 +180,6 @@ def _remove_drafts(data: Path) -> None:
     with contextlib.suppress(OSError):
         for path in data.glob(f"{_DRAFT}*"):
             path.unlink()
-        if (data / _DRAFT_STATES).exists():
-            shutil.rmtree(data / _DRAFT_STATES)
+        for name in (_DRAFT_STATES, DRAFTS):
+            if (data / name).exists():
+                shutil.rmtree(data / name)

@@ -4,6 +4,7 @@ The stores of a cluster give out numbers of different blocks (`StoreDatabase`). 
 same number everywhere, and so have the names that agents and people hold.
 """
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -11,8 +12,10 @@ from proxy.storage.audits import put_finding
 from proxy.storage.blobs import BlobStore
 from proxy.storage.database import Execute, StoreDatabase
 from proxy.storage.notes import PUT_NOTE
+from proxy.storage.records import RecordBytes, stored_digests
 from proxy.storage.schema import is_whole
 from proxy.storage.trees import TREES_OF
+from proxy.tree.tree import Record
 
 
 class TaskCopy(NamedTuple):
@@ -158,6 +161,22 @@ class FindingCopy(NamedTuple):
 Copy = TaskCopy | TreeCopy | RecordCopy | FindingCopy | RolloutCopy | NoteCopy
 
 
+def copy_of(tree: int, record: Record, written: RecordBytes, *, is_first: bool) -> RecordCopy:
+    """Return the copy of a record that was written a moment ago. 2 us.
+
+    Args:
+        tree: Number of its tree.
+        record: The record.
+        written: What `RecordStore.save` returned for it.
+        is_first: Whether it was the first to reach its target, which then travels with it.
+    """
+    return RecordCopy(
+        record.id, tree, record.source.id, record.key, record.target.id, record.effect.value, record.seconds,
+        record.recorded_at, record.private, record.reproducible, None if record.age_s == math.inf else record.age_s,
+        is_first, *(stored_digests(record.target) if is_first else (None, None)), *written,
+    )  # fmt: skip
+
+
 class CopyStore:
     """Reads rows as copies, and writes the copies of a task in place of what the store has of it."""
 
@@ -179,31 +198,6 @@ class CopyStore:
             return None
         number, owner, root_key, spec, root, created_at = row
         return TreeCopy(number, owner, root_key, spec, root, *digests, created_at)
-
-    def record(self, record: int, *, is_first: bool) -> RecordCopy | None:
-        """Return a record with its blobs; None if there is none, or if a row is damaged. 30 us for small blobs.
-
-        Args:
-            record: Its number.
-            is_first: Whether it was the first to reach its target, which then travels with it.
-
-        Raises:
-            DamagedError: A blob is damaged.
-        """
-        sql = (
-            "SELECT id, tree, source, key, target, effect, seconds, recorded_at, private, reproducible, age_s, call, "
-            f"upload, answer FROM records WHERE id = ? AND {is_whole('records')}"
-        )
-        row = self._database.row(sql, (record,))
-        digests = (None, None) if row is None or not is_first else self._digests(row[4])
-        if row is None or digests is None:
-            return None
-        number, tree, source, key, target, effect, seconds, recorded_at, private, reproducible, age_s, *blobs = row
-        call, upload, answer = (self._blobs.read(blob) if blob else b"" for blob in blobs)
-        return RecordCopy(
-            number, tree, source, key, target, effect, seconds, recorded_at, bool(private), bool(reproducible), age_s,
-            is_first, *digests, call, upload, answer,
-        )  # fmt: skip
 
     def rollout(self, rollout: int) -> RolloutCopy | None:
         """Return a running rollout; None if it has ended or is damaged. Fold the journal before."""

@@ -15,6 +15,8 @@ import structlog
 from proxy.storage.errors import StoreError
 from sandboxes.errors import SandboxError
 from sandboxes.linux.dir_lock import DirLock, is_unowned
+from sandboxes.linux.file_flags import spread_below
+from sandboxes.linux.files import write_whole
 
 log = structlog.get_logger()
 
@@ -22,6 +24,9 @@ STORE = "forkpoint.sqlite"
 """Name of the store's file."""
 WORKERS = "workers.json"
 """Name of the file that says how many workers have a data directory; see `proxy.workers`."""
+
+_FORMAT = 1
+"""Version of the rule that divides tasks, see `Share`."""
 
 _MODE = 0o700
 """The mode of the data directory. What lies below needs no mode of its own: no other user reaches it by a path."""
@@ -38,6 +43,8 @@ def make_private(data: Path) -> None:
     # Closing one of these would lock every other program of the machine out of it.
     if status.st_mode & stat.S_ISVTX or data.resolve() in (Path("/"), Path("~").expanduser()):
         raise StoreError(f"{data} belongs to other programs too. Set `data` to a directory of its own below it.")
+    # Each call that changes files makes a file in `snapshots`, which must not lie where other programs delete theirs.
+    spread_below(str(data))
     if stat.S_IMODE(status.st_mode) == _MODE:
         return
     try:
@@ -58,13 +65,23 @@ def workers_of(data: Path) -> int | None:
     """
     try:
         value = json.loads((data / WORKERS).read_bytes())
-        if value["format"] != 1:
+        if value["format"] != _FORMAT:
             raise StoreError(f"{data / WORKERS} has format {value['format']}, which this Forkpoint does not read.")
         return int(value["workers"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{data / WORKERS} cannot be read: {error}. Restore it, or use another data.") from error
+
+
+def write_workers(data: Path, count: int) -> None:
+    """Write that a data directory is divided between so many workers."""
+    write_whole(data / WORKERS, json.dumps({"format": _FORMAT, "workers": count}).encode())
+
+
+def directory_of(data: Path, number: int) -> Path:
+    """Return the data directory of a worker."""
+    return data / f"worker-{number}"
 
 
 def require_undivided(data: Path) -> None:

@@ -241,6 +241,11 @@ class StoreDatabase:
         self._next[table] += count
         return first
 
+    @property
+    def last_number(self) -> int:
+        """The largest number that any table has given out."""
+        return max(self._next.values()) - 1
+
     def keep_numbers(self, execute: Execute) -> None:
         """Write the last numbers given out; a deletion calls this because the rows no longer show them."""
         for table, number in self._next.items():

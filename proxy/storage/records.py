@@ -5,7 +5,7 @@ import contextlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -22,10 +22,30 @@ and a millisecond together."""
 
 @dataclass(frozen=True, slots=True)
 class PackedCall:
-    """The large parts of a record, ready to be written."""
+    """The large parts of a record, ready to be written.
+
+    Attributes:
+        upload, answer: Their blobs.
+        plain_answer: The uncompressed bytes of the answer's blob.
+    """
 
     upload: PackedBlob
     answer: PackedBlob
+    plain_answer: bytes
+
+
+class RecordBytes(NamedTuple):
+    """The uncompressed bytes of a record's blobs.
+
+    Attributes:
+        call: The call as JSON.
+        upload: The uploaded body; empty without one.
+        answer: The answer; see `RecordStore`.
+    """
+
+    call: bytes
+    upload: bytes
+    answer: bytes
 
 
 async def pack_large(call: ToolCall, result: ToolResult) -> PackedCall | None:
@@ -35,7 +55,12 @@ async def pack_large(call: ToolCall, result: ToolResult) -> PackedCall | None:
     """
     if len(call.body) + len(result.body) <= _LARGE_BYTES:
         return None
-    return await asyncio.to_thread(lambda: PackedCall(pack(call.body), pack(_answer(result))))
+
+    def packed() -> PackedCall:
+        answer = _answer(result)
+        return PackedCall(pack(call.body), pack(answer), answer)
+
+    return await asyncio.to_thread(packed)
 
 
 class RecordStore:
@@ -66,7 +91,7 @@ class RecordStore:
         packed: PackedCall | None = None,
         *,
         speculated: bool = False,
-    ) -> None:
+    ) -> RecordBytes:
         """Write a record with its call and answer in one transaction. 0.1 ms, and 10 ms for each MB that is not packed.
 
         Args:
@@ -79,6 +104,9 @@ class RecordStore:
             packed: What `pack_large` returned for this call and answer; None to pack them here.
             speculated: Whether the call was executed before any rollout made it.
 
+        Returns:
+            What was written.
+
         Raises:
             StoreError: Nothing could be written, so the call must not count as recorded.
         """
@@ -89,10 +117,11 @@ class RecordStore:
                 value["order"] = order.hex()
             if speculated:
                 value["speculated"] = True
-            record.call = self._blobs.insert(execute, canonical_json(value))
+            written = RecordBytes(canonical_json(value), call.body, packed.plain_answer if packed else _answer(result))
+            record.call = self._blobs.insert(execute, written.call)
             if call.body:
                 record.upload = self._blobs.insert(execute, packed.upload if packed else call.body)
-            record.answer = self._blobs.insert(execute, packed.answer if packed else _answer(result))
+            record.answer = self._blobs.insert(execute, packed.answer if packed else written.answer)
             if node is not None:
                 insert_node(execute, tree, node)
             values = (
@@ -101,6 +130,7 @@ class RecordStore:
                 record.reproducible, None if record.age_s == math.inf else record.age_s, record.proven, False,
             )  # fmt: skip
             execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
+        return written
 
     def save_key(self, record: Record, key: CallKey) -> None:
         """Write that a record has another key, under which no call finds it."""
@@ -112,7 +142,7 @@ class RecordStore:
         with self._database.transaction() as execute:
             execute(
                 "UPDATE nodes SET exact = ?, content = ?, diverged = ?, pinned = ? WHERE id = ?",
-                (*_stored_digests(node), node.diverged, node.pinned, node.id),
+                (*stored_digests(node), node.diverged, node.pinned, node.id),
             )
 
     def save_divergence(self, record: Record, lost: Iterable[Node]) -> None:
@@ -194,7 +224,7 @@ def answer_of(data: bytes) -> ToolResult:
 
 def insert_node(execute: Execute, tree: int, node: Node) -> None:
     """Write a new node of a tree."""
-    values = (node.id, tree, *_stored_digests(node), node.diverged, node.pinned)
+    values = (node.id, tree, *stored_digests(node), node.diverged, node.pinned)
     execute("INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)", values)
 
 
@@ -204,6 +234,6 @@ def update_diverged(execute: Execute, nodes: Iterable[Node]) -> None:
         execute("UPDATE nodes SET diverged = ? WHERE id = ?", (node.diverged, node.id))
 
 
-def _stored_digests(node: Node) -> tuple[bytes | None, bytes | None]:
+def stored_digests(node: Node) -> tuple[bytes | None, bytes | None]:
     """Return the columns exact and content; a node without a state digest has only its witness, as content."""
     return (node.state.exact, node.state.content) if node.state else (None, node.witness)

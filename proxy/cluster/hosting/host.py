@@ -53,7 +53,7 @@ from sandboxes.listener import Headers
 from sandboxes.pool.pool import OverloadedError, Pool
 from sandboxes.pool.roster import FOR_OTHERS, Slot
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.task_owner import start
+from sandboxes.task_owner import TaskOwner
 
 log = structlog.get_logger()
 
@@ -64,6 +64,11 @@ CLOCK_BEHIND_S = 0.5
 Files that a call writes must not look older than the root state: drivers would take their times for set ones, and the
 digests of equal states would differ.
 """
+
+
+MAX_TASKS = 3
+"""Most tasks for one sandbox: one whose answer has just gone, the next one, and one that sends units. An owner that
+keeps to the protocol never needs more."""
 
 
 class Host:
@@ -201,14 +206,16 @@ class _Serving:
     def __init__(self, conversation: Conversation, sandbox: Sandbox, units: Units) -> None:
         self._conversation, self.sandbox, self._units = conversation, sandbox, units
         self.used_at = time.monotonic()
+        self._tasks = TaskOwner()
         self._work: asyncio.Task[None] | None = None
+        self._sending: asyncio.Task[None] | None = None
         self._listener: _ChannelListener | None = None
         self._frozen: FrozenState | None = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether the owner waits for an answer."""
-        return self._work is not None and not self._work.done()
+        """Whether the owner waits for an answer or a state."""
+        return len(self._tasks) > 0
 
     async def serve(self) -> None:
         """Answer until the channel ends. A call that runs then is cancelled.
@@ -218,29 +225,36 @@ class _Serving:
         """
         try:
             while (envelope := await self._conversation.receive()) is not None:
-                match envelope.message:
-                    case CancelHosted():
-                        if self._listener is not None:
-                            self._listener.is_cancelled.set()
-                    case DetachHosted():
-                        if self._listener is not None:
-                            self._listener.is_detached.set()
-                    case EndHosted():
-                        return
-                    case _ if self.is_busy:
-                        raise HostingError("the owner asks for two things at once")
-                    case _:
-                        # In a task: the channel may end, or the call be cancelled, while it runs.
-                        self._work = start(self._answer(envelope))
-                        self.used_at = time.monotonic()
+                if isinstance(envelope.message, EndHosted):
+                    return
+                self._take(envelope)
         finally:
-            if self._work is not None:
-                self._work.cancel()
-                await asyncio.gather(self._work, return_exceptions=True)
+            self._tasks.cancel()
+            await self._tasks.wait()
 
-    async def _answer(self, envelope: Envelope[IpcMessage]) -> None:
+    def _take(self, envelope: Envelope[IpcMessage]) -> None:
+        match envelope.message:
+            case CancelHosted():
+                if self._listener is not None:
+                    self._listener.is_cancelled.set()
+            case DetachHosted():
+                if self._listener is not None:
+                    self._listener.is_detached.set()
+            case Lacks() as lacks if self._frozen is not None:
+                # Beside the next call: what was frozen does not change.
+                frozen, self._frozen = self._frozen, None
+                self._sending = self._tasks.spawn("send a state", self._answer(self._send_lacking(frozen, lacks)))
+            case _ if len(self._tasks) >= MAX_TASKS:
+                raise HostingError("the owner asks for two things at once")
+            case _:
+                # In a task: the channel may end, or the call be cancelled, while it runs.
+                work = self._answer(self._perform(envelope, self._work))
+                self._work = self._tasks.spawn("work for an owner", work)
+                self.used_at = time.monotonic()
+
+    async def _answer(self, work: Awaitable[None]) -> None:
         try:
-            await self._perform(envelope)
+            await work
         except HostingError:
             self._conversation.channel.abort()
         except (SandboxError, OSError) as error:
@@ -252,7 +266,10 @@ class _Serving:
             log.exception("a sandbox of another member failed")
             self._conversation.channel.abort()
 
-    async def _perform(self, envelope: Envelope[IpcMessage]) -> None:
+    async def _perform(self, envelope: Envelope[IpcMessage], before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            # Its answer may have gone, while this end still waits for units behind it to go.
+            await asyncio.wait([before])
         match envelope.message:
             case RunHosted() as run:
                 await self._run(run, envelope.body)
@@ -261,13 +278,13 @@ class _Serving:
                 await self._conversation.send(Rested())
             case FreezeHosted():
                 await self._freeze()
-            case Lacks() as lacks if self._frozen is not None:
-                await self._units.send(self._conversation, chosen(self._units.of(self._frozen), lacks))
-                # The owner has it now, and may want another sandbox at this state here.
-                self._units.keep(self._frozen)
-                self._frozen = None
             case other:
                 raise HostingError(f"the message {other.op} was not expected")
+
+    async def _send_lacking(self, frozen: FrozenState, lacks: Lacks) -> None:
+        await self._units.send(self._conversation, chosen(self._units.of(frozen), lacks))
+        # The owner has it now, and may want another sandbox at this state here.
+        self._units.keep(frozen)
 
     async def _run(self, run: RunHosted, body: bytes) -> None:
         call = ToolCall(run.endpoint, run.tool, run.arguments, body)
@@ -280,6 +297,9 @@ class _Serving:
         await self._conversation.send(*pack_execution(execution))
 
     async def _freeze(self) -> None:
+        if self._sending is not None:
+            # The owner has the state before this one, and this end may not have noticed that yet.
+            await asyncio.wait([self._sending])
         try:
             frozen = await self.sandbox.freeze()
         except NotFreezableError as error:

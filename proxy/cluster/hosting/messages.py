@@ -8,11 +8,12 @@
 | owner | cancel_hosted, detach_hosted | none; they belong to the call that runs |
 | owner | rest_hosted | rested |
 | owner | freeze_hosted | hosted_state, or not_freezable |
-| owner | lacks, after hosted_state | the same for each of these units |
+| owner | lacks, after hosted_state | the same for each of these units, also while later messages are answered |
 | owner | end_hosted | the end of the channel, once the sandbox is closed |
 
-hosted_failed answers anything, and the sandbox is dead then. The end of the channel closes the sandbox. The bytes of a
-large unit come over a data connection (`proxy.cluster.link.data`), which the owner opens.
+No freeze_hosted follows before all units of the state before have arrived. hosted_failed answers anything, and the
+sandbox is dead then. The end of the channel closes the sandbox. The bytes of a large unit come over a data connection
+(`proxy.cluster.link.data`), which the owner opens.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,14 @@
-"""A sandbox that runs on another member, as its owner uses it."""
+"""A sandbox that runs on another member, as its owner uses it.
+
+A freeze has two parts. The host freezes the state, in a round trip. Then the units of the state travel, while the
+sandbox may run its next call: what was frozen does not change. One state travels at a time.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 
+from proxy.cluster.hosting.lanes import Lane, split
 from proxy.cluster.hosting.messages import (
     CancelHosted,
     Conversation,
@@ -34,10 +39,13 @@ from sandboxes.ipc.codec import Envelope, IpcMessage
 from sandboxes.ipc.state_messages import NotFreezable
 from sandboxes.listener import Cancellable, Detachable, Listener
 from sandboxes.spec import SQL_DRIVERS
-from sandboxes.task_owner import start
+from sandboxes.task_owner import TaskOwner, start
 
 CLOSE_S = 5.0
 """How long a host may take to close a sandbox, in seconds. It does so alone then."""
+ARRIVE_S = 30.0
+"""How long a sandbox that is to be closed waits for a state that travels, in seconds: 1 GB takes 4. Afterwards the
+state is reached by replay. Halved, a slow network loses large states; doubled, a silent host holds up a stop longer."""
 
 
 class RemoteSandbox:
@@ -72,6 +80,10 @@ class RemoteSandbox:
         """
         self.id, self.place = f"{host.name}/{hosted.name}", (host.number, hosted.name)
         self._conversation, self._host, self._units, self._driver = conversation, host.name, units, driver
+        self._answers, self._arrivals = Lane(conversation), Lane(conversation)
+        self._tasks = TaskOwner()
+        self._arriving: asyncio.Task[FrozenState] | None = None
+        self._tasks.spawn("messages of a host", split(conversation, self._answers, self._arrivals))
         self._is_dead, self._is_live, self._closed = False, is_live, closed
         self._order: bytes | None = None
         self._frozen = ExitStack()
@@ -149,28 +161,56 @@ class RemoteSandbox:
         """Freeze the state and bring it here; see `Sandbox.freeze`.
 
         Raises:
+            NotFreezableError: See `begin_freeze`.
+            SandboxError: See `begin_freeze`; or the state was damaged on its way.
+        """
+        return await (await self.begin_freeze())
+
+    async def begin_freeze(self) -> Awaitable[FrozenState]:
+        """Freeze the state, which travels while the sandbox runs on; see `EarlyFreezing`.
+
+        Raises:
             NotFreezableError: Processes run, which stay on their machine; or the driver cannot freeze the state.
-            SandboxError: The host, the link or the sandbox failed, or the state was damaged on its way.
+            SandboxError: The host, the link or the sandbox failed.
         """
         if self._is_live:
             raise NotFreezableError(f"processes run in sandbox {self.id}, and cannot leave their machine")
+        await self._arrived()
         try:
             await self._send(FreezeHosted())
             answer = await self._answer(HostedState, NotFreezable)
-            state = answer.message
-            arrived = await self._bring(state, answer.body) if isinstance(state, HostedState) else None
+        except HostingError as error:
+            raise self._died(f"its state was not frozen: {error}") from error
+        except BaseException:
+            self._die()
+            raise
+        if isinstance(answer.message, NotFreezable):
+            raise NotFreezableError(answer.message.reason)
+        assert isinstance(answer.message, HostedState)
+        arriving = self._arrive(answer.message, answer.body)
+        self._arriving = self._tasks.spawn("a state of a host", arriving, awaited=True)
+        return asyncio.shield(self._arriving)
+
+    async def _arrive(self, message: HostedState, body: bytes) -> FrozenState:
+        try:
+            return await self._bring(message, body)
         except (HostingError, DamagedUnitError, OSError) as error:
             raise self._died(f"its state did not arrive: {error}") from error
         except BaseException:
             self._die()
             raise
-        if arrived is None:
-            assert isinstance(state, NotFreezable)
-            raise NotFreezableError(state.reason)
-        return arrived
+
+    async def _arrived(self) -> None:
+        """Wait until no state travels."""
+        if self._arriving is not None:
+            await asyncio.wait([self._arriving])
 
     async def close(self) -> None:
         """Return when the sandbox is closed at its host, or the host cannot be reached. Idempotent."""
+        if self.alive:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ARRIVE_S):
+                    await self._arrived()
         if self.alive:
             self._is_dead = True
             with suppress(HostingError, TimeoutError):
@@ -179,6 +219,8 @@ class RemoteSandbox:
                     await self._conversation.channel.ended.wait()
                 self._closed()
         self._die()
+        # A state that arrives until here holds its parts.
+        await self._tasks.wait()
         self._frozen.close()
 
     async def _bring(self, message: HostedState, body: bytes) -> FrozenState:
@@ -190,7 +232,7 @@ class RemoteSandbox:
         digest, parts = digest_of(message.exact, message.content), tuple(unit.name for unit in message.units)
         payload = object_of(body)
         frozen = FrozenState(self._driver, message.kind, payload, 0, digest, parts)
-        arrived, until = await self._units.receive(self._conversation, frozen, message.units, hold=False)
+        arrived, until = await self._units.receive(self._arrivals, frozen, message.units, hold=False)
         # As in a sandbox of this machine, the parts stay while it is open, until the next freeze.
         self._frozen.close()
         self._frozen = until
@@ -214,7 +256,7 @@ class RemoteSandbox:
             SandboxError: The host says that the sandbox failed.
             HostingError: See `Conversation.expect`.
         """
-        envelope = await self._conversation.expect(*kinds, HostedFailed)
+        envelope = await self._answers.expect(*kinds, HostedFailed)
         if isinstance(envelope.message, HostedFailed):
             failed = envelope.message
             self._die()
@@ -230,3 +272,6 @@ class RemoteSandbox:
     def _die(self) -> None:
         self._is_dead = True
         self._conversation.channel.abort()
+        # Their tasks end, also if nothing more is read.
+        self._answers.end()
+        self._arrivals.end()

@@ -7,7 +7,7 @@ whether the statement ran, and the caller reads again.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import NamedTuple
@@ -16,9 +16,11 @@ from proxy.cluster.postgres.connection import (
     Connection,
     DatabaseError,
     SteadyConnection,
+    packed_array,
     row_of,
     rows_of,
     run_all,
+    run_prepared,
     second_row,
 )
 from proxy.cluster.postgres.joining import LEASE_S, ClusterError, Membership, join
@@ -31,11 +33,14 @@ SHORT_ROWS = 1000
 PAGE_BYTES = 8 << 20
 """Bytes of a page of a log. A statement has 2 s (`PATIENCE_S`), so a link of 50 Mbit/s suffices."""
 
-_APPEND = """
+_PREPARE_APPEND = """
+PREPARE append (bigint, bigint, text[], bigint[], bytea[]) AS
 INSERT INTO forkpoint.lines (task, row, member, boot, body)
-SELECT task, row, %s, %s, body FROM unnest(%s::text[], %s::bigint[], %s::bytea[]) AS lines (task, row, body)
+SELECT task, row, $1, $2, body FROM unnest($3, $4, $5) AS lines (task, row, body)
 ON CONFLICT DO NOTHING RETURNING task, row
 """
+_TEXT, _BIGINT, _BYTEA = 25, 20, 17
+"""OIDs of types, which are the same in every PostgreSQL."""
 _LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('forkpoint ' || %(task)s, 0));"
 """Statements of one message are one transaction. The second one sees what was committed when it got the lock."""
 _CLAIM = f"""{_LOCK}
@@ -83,6 +88,18 @@ FROM forkpoint.members m ORDER BY name
 _BEAT = """
 UPDATE forkpoint.members SET until = clock_timestamp() + %s * interval '1 second'
 WHERE number = %s AND boot = %s RETURNING number
+"""
+_USE = """
+WITH own AS (
+    INSERT INTO forkpoint.usage (quota, member, boot, running, waiting)
+    SELECT quota, %s, %s, running, waiting
+    FROM unnest(%s::text[], %s::int[], %s::int[]) AS used (quota, running, waiting)
+    ON CONFLICT (quota, member) DO UPDATE
+    SET boot = excluded.boot, running = excluded.running, waiting = excluded.waiting)
+SELECT u.quota, u.running, u.waiting
+FROM forkpoint.usage u JOIN forkpoint.members m ON m.number = u.member AND m.boot = u.boot
+WHERE u.member <> %s AND u.running + u.waiting > 0
+    AND m.until > clock_timestamp()
 """
 
 
@@ -150,8 +167,9 @@ class ClusterDatabase:
             membership: What `join` has returned before; None if it is still to be called.
         """
         self._dsn, self._secret = dsn, secret
-        self._reads, self._beats, self._appends = SteadyConnection(dsn), SteadyConnection(dsn), SteadyConnection(dsn)
-        self._queue: list[tuple[str, int, bytes | None, asyncio.Future[bool]]] = []
+        self._reads, self._beats = SteadyConnection(dsn), SteadyConnection(dsn)
+        self._appends = SteadyConnection(dsn, _PREPARE_APPEND)
+        self._queue: list[tuple[str, int, bytes, asyncio.Future[bool]]] = []
         self._tasks, self._writing = TaskOwner(), False
         self._membership = membership
 
@@ -269,6 +287,23 @@ class ClusterDatabase:
         rows = await self._reads.run(lambda connection: rows_of(connection, _MEMBERS, ()))
         return [(Peer(*row[:5]), row[5]) for row in rows]
 
+    async def use(self, used: Mapping[str, tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
+        """Write what this member uses of quotas, and return what other members use whose leases hold.
+
+        Args:
+            used: How many calls run and wait, by quota.
+
+        Raises:
+            DatabaseError: The database did not answer. What this member uses may have been written.
+        """
+        running, waiting = zip(*used.values(), strict=True)
+        number, boot = self.membership.number, self.membership.boot
+        values = (number, boot, list(used), list(running), list(waiting), number)
+        others: dict[str, list[tuple[int, int]]] = {}
+        for quota, *calls in await self._reads.run(lambda connection: rows_of(connection, _USE, values)):
+            others.setdefault(quota, []).append((calls[0], calls[1]))
+        return others
+
     # -- logs --------------------------------------------------------------------------------------------------------
 
     async def owner(self, task: str) -> Ownership | None:
@@ -313,8 +348,8 @@ class ClusterDatabase:
     async def append(self, task: str, row: int, body: bytes | None) -> bool:
         """Write a row if its number follows the last one of the task; return whether it was written.
 
-        Rows of all tasks that come up while a statement runs share the next one: 0.5 ms for one row alone, 3 ms for 64
-        at once (a prototype with asyncpg).
+        Rows of all tasks that come up while a statement runs share the next one: 0.25 ms for one row alone, 1 ms for 64
+        at once, on a disk with an fsync of 0.2 ms (`python -m bench.cluster --log`).
 
         Args:
             task: Name of the task.
@@ -359,13 +394,18 @@ class ClusterDatabase:
             await self._write_group(group)
         self._writing = False
 
-    async def _write_group(self, group: list[tuple[str, int, bytes | None, asyncio.Future[bool]]]) -> None:
+    async def _write_group(self, group: list[tuple[str, int, bytes, asyncio.Future[bool]]]) -> None:
         tasks, rows, bodies, futures = zip(*group, strict=True)
-        values = (self.membership.number, self.membership.boot, list(tasks), list(rows), list(bodies))
+        keys = [(task.encode(), _bigint(row)) for task, row in zip(tasks, rows, strict=True)]
+        values = (
+            _bigint(self.membership.number), _bigint(self.membership.boot),
+            packed_array(_TEXT, [task for task, _ in keys]), packed_array(_BIGINT, [row for _, row in keys]),
+            packed_array(_BYTEA, bodies),
+        )  # fmt: skip
         # A caller that was cancelled has cancelled its future; its row is written all the same.
         waiting = [(number, future) for number, future in enumerate(futures) if not future.done()]
         try:
-            written = set(await self._appends.run(lambda connection: rows_of(connection, _APPEND, values)))
+            written = set(await self._appends.run(lambda connection: run_prepared(connection, b"append", values)))
         except DatabaseError as error:
             for _, future in waiting:
                 if not future.done():
@@ -373,4 +413,9 @@ class ClusterDatabase:
         else:
             for number, future in waiting:
                 if not future.done():
-                    future.set_result((tasks[number], rows[number]) in written)
+                    future.set_result(keys[number] in written)
+
+
+def _bigint(value: int) -> bytes:
+    """Return a number in PostgreSQL's binary form."""
+    return value.to_bytes(8, "big", signed=True)

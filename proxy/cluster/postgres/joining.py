@@ -25,6 +25,12 @@ CREATE TABLE forkpoint.lines (
     PRIMARY KEY (task, row));
 CREATE INDEX ON forkpoint.lines (task, row) WHERE body IS NULL;
 """
+_USAGE = """
+CREATE TABLE IF NOT EXISTS forkpoint.usage (
+    quota text NOT NULL, member bigint NOT NULL, boot bigint NOT NULL, running int NOT NULL, waiting int NOT NULL,
+    PRIMARY KEY (quota, member))
+"""
+"""What members use of quotas. No answer depends on it, and members of earlier releases do not know of it."""
 
 
 class ClusterError(RuntimeError):
@@ -106,6 +112,7 @@ async def _cluster(connection: Connection, secret: bytes) -> str:
             "the database belongs to a cluster with another secret. Set FORKPOINT_CLUSTER_SECRET to its secret, or "
             "use another database."
         )
+    await connection.execute(_USAGE)
     return str(row[1])
 
 

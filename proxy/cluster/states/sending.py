@@ -156,10 +156,12 @@ class Sender:
             self._hurried.discard(task)
 
     def _put(self, waiting: _Waiting) -> None:
+        # Behind another state, it changes what comes next only if that one waits for its task.
+        if not self._waiting or self._busy:
+            self._changed.set()
         self._waiting[_Key(waiting.tree.id, waiting.node.id)] = waiting
         while len(self._waiting) > MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
-        self._changed.set()
 
     def _task_of(self, waiting: _Waiting) -> str:
         states = self._states_of(waiting.tree.id)
@@ -174,12 +176,14 @@ class Sender:
                     async with asyncio.timeout(pause_s):
                         await self._changed.wait()
                 continue
-            task = self._task_of(waiting)
-            self._busy.add(task)
+            states = self._states_of(waiting.tree.id)
+            if states is None or not self._is_worth(waiting, states):
+                continue
+            self._busy.add(states.owned.task)
             try:
-                await self._send(waiting)
+                await self._send(waiting, states)
             finally:
-                self._busy.discard(task)
+                self._busy.discard(states.owned.task)
                 # A state of the same task may wait.
                 self._changed.set()
 
@@ -199,15 +203,20 @@ class Sender:
             return waiting, None
         return None, None
 
-    async def _send(self, waiting: _Waiting) -> None:
+    def _is_worth(self, waiting: _Waiting, states: TaskStates) -> bool:
+        """Return whether a state that has waited can be sent, and a takeover would need it. O(calls of `WORTH_S`)."""
         tree, node = waiting.tree, waiting.node
-        states, porter = self._states_of(tree.id), porter_of(self._engine.drivers.get(tree.spec.driver))
-        snapshot = self._engine.cache.of(node)
-        if states is None or porter is None or snapshot is None or node.detached or not porter.carries(snapshot.kind):
-            return
+        porter, snapshot = porter_of(self._engine.drivers.get(tree.spec.driver)), self._engine.cache.of(node)
+        if porter is None or snapshot is None or node.detached or not porter.carries(snapshot.kind):
+            return False
         states.here.add(node.id)
-        if node.id in states.kept or self._is_cheap(tree, node, states):
-            return
+        costs = self._engine.cache.costs[tree.spec.driver]
+        return node.id not in states.kept and replay_s(node, states.kept, costs) > WORTH_S
+
+    async def _send(self, waiting: _Waiting, states: TaskStates) -> None:
+        tree, node = waiting.tree, waiting.node
+        porter = porter_of(self._engine.drivers.get(tree.spec.driver))
+        assert porter is not None
         try:
             async with states.changing:
                 await self._write(states, tree, node, porter)
@@ -223,10 +232,6 @@ class Sender:
             return
         else:
             self._pause_s = 1.0
-
-    def _is_cheap(self, tree: Tree, node: Node, states: TaskStates) -> bool:
-        costs = self._engine.cache.costs[tree.spec.driver]
-        return replay_s(node, states.kept, costs) <= WORTH_S
 
     def _pause(self, error: ObjectStoreError) -> None:
         self._engine.counts.failure("store")

@@ -8,6 +8,7 @@ from proxy.cluster.gate import ClusterGate
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.states.fetching import Fetcher
 from proxy.cluster.states.objects import ObjectStore, ObjectStoreError
+from proxy.cluster.states.recordings import SharedRecordings
 from proxy.cluster.states.sending import Sender
 from proxy.cluster.states.sweeping import Sweeper
 from proxy.cluster.states.task_states import TaskStates
@@ -35,6 +36,8 @@ class SharedStates:
         self._sender = Sender(objects, engine, gate, self.of, bytes_per_s=engine.settings.store_bytes_per_s)
         self._fetcher = Fetcher(objects, engine, self.of, self._folder)
         self._sweeper = Sweeper(objects, engine.snapshots)
+        recordings = SharedRecordings(objects, engine, self.of, self._folder)
+        engine.executor.send_recordings, engine.restorer.fetch_recordings = recordings.send, recordings.fetch
         engine.capture.taken = self._taken
         engine.restorer.fetch = self._fetcher.fetch
         engine.lifecycle.background.append(BackgroundWork("states", TIDY_EVERY_S, self.tidy))
@@ -61,7 +64,7 @@ class SharedStates:
         return None if owned is None else self._of(owned)
 
     async def tidy(self) -> None:
-        """End imports that are not used, and delete garbage of the tasks that this member owns."""
+        """End imports that are not used, and delete garbage of the tasks of this member, until the store fails."""
         self._fetcher.close_idle()
         self._known = {task: states for task, states in self._known.items() if not states.owned.is_dropped}
         for owned in tuple(self._gate.owned.values()):
@@ -74,7 +77,9 @@ class SharedStates:
             except DroppedError:
                 continue
             except ObjectStoreError as error:
+                # A store that is slow takes its whole patience for each task. The next round tries again.
                 log.warning("garbage stays in the store", task=owned.task, error=str(error))
+                return
 
     def _of(self, owned: Owned) -> TaskStates:
         known = self._known.get(owned.task)

@@ -25,6 +25,8 @@ class TaskStates:
         names: For each kept state whose manifest was written or read here, by node: the names of its objects.
         here: Nodes whose snapshot this member had since it owns the task.
         has_garbage: Whether the store may have objects that no kept state needs.
+        recordings: For each tree whose recordings of hosts were fetched: the names of those that the store has.
+        recording: Held while recordings are written or fetched.
         unreachable_since: When an object was first seen that no kept state needs, by name, on the loop's clock.
     """
 
@@ -36,6 +38,8 @@ class TaskStates:
     here: set[int] = field(default_factory=set)
     has_garbage: bool = True
     unreachable_since: dict[str, float] = field(default_factory=dict)
+    recordings: dict[int, set[str]] = field(default_factory=dict)
+    recording: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.folder = folder_of(self.owned.task)

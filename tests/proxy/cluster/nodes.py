@@ -7,7 +7,7 @@ import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +18,12 @@ import psycopg
 
 from proxy.cluster.lines import decode
 from proxy.storage.copies import RecordCopy
-from tests.machine import Served
+from tests.machine import Served, until
 
+REPOSITORY = Path(__file__).parents[3]
 SECRET = "the secret of the tests"
+PATIENT = "tests.proxy.cluster.patient"
+"""The module of a member whose leases and links outlast any pause of a busy machine."""
 READ = "SELECT group_concat(value, '') AS history FROM entry"
 """Reads what a rollout has written."""
 WITNESS = f"SELECT hex(randomblob(8)) AS witness, ({READ})"
@@ -29,12 +32,17 @@ WITNESS = f"SELECT hex(randomblob(8)) AS witness, ({READ})"
 
 @dataclass
 class Node(Served):
-    """`forkpoint serve --cluster`: one member, whose data lies in a directory of its name."""
+    """`forkpoint serve --cluster`: one member, whose data lies in a directory of its name.
+
+    Attributes:
+        module: What is run: `forkpoint`, or `PATIENT`.
+    """
 
     name: str
     dsn: str
     options: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    module: str = "forkpoint"
 
     @property
     def data(self) -> Path:
@@ -46,20 +54,23 @@ class Node(Served):
 
     @property
     def command(self) -> list[str]:
-        command = [sys.executable, "-m", "forkpoint", "serve", "--cluster", self.dsn, "--node", self.name]
+        command = [sys.executable, "-m", self.module, "serve", "--cluster", self.dsn, "--node", self.name]
         command += ["--store", str(self.folder / "store"), "--port", str(self.port), "--data", str(self.data)]
         return [*command, *self.arguments]
 
     @property
     def settings(self) -> dict[str, str]:
         settings = {"FORKPOINT_CLUSTER_SECRET": SECRET, "FORKPOINT_DRIVERS": '["sqlite"]', "FORKPOINT_LOG": "json"}
+        settings |= {"PYTHONPATH": str(REPOSITORY)} if self.module == PATIENT else {}
         return settings | self.options
 
 
 @contextmanager
-def nodes(folder: Path, dsn: str, names: str, *arguments: str, **options: str) -> Iterator[dict[str, Node]]:
+def nodes(
+    folder: Path, dsn: str, names: str, *arguments: str, module: str = "forkpoint", **options: str
+) -> Iterator[dict[str, Node]]:
     """Run a member for each character of names, with further arguments, and options as environment variables."""
-    members = {name: Node(folder, name, dsn, options, arguments) for name in names}
+    members = {name: Node(folder, name, dsn, options, arguments, module) for name in names}
     try:
         for node in members.values():
             node.launch()
@@ -80,9 +91,9 @@ def put_task(node: Node, task: str, **options: Any) -> None:
             connection.execute("CREATE TABLE entry (value TEXT)")
         connection.close()
     spec = {"driver": "sqlite", "databases": {"main": {"source": str(source)}}, **options}
-    url, until = f"{node.url}/api/v1/tasks/{task}", time.monotonic() + 60
+    url, ending = f"{node.url}/api/v1/tasks/{task}", time.monotonic() + 60
     # On a busy machine, or right after a fault, a member may not reach the database for a while, and says so by 503.
-    while (response := httpx.put(url, json=spec, timeout=60)).status_code == 503 and time.monotonic() < until:
+    while (response := httpx.put(url, json=spec, timeout=60)).status_code == 503 and time.monotonic() < ending:
         time.sleep(0.1)
     assert response.is_success, response.text
 
@@ -175,13 +186,6 @@ class Agent:
         if history not in self.possible:
             self.truth.wrong.append(f"{self.name} is at {history!r}, and could only be at {sorted(self.possible)}")
         self.possible = {history}
-
-
-async def until(true: Callable[[], bool], within_s: float = 60.0) -> None:
-    """Wait for a condition that agents and processes bring about."""
-    async with asyncio.timeout(within_s):
-        while not true():  # noqa: ASYNC110 - it depends on processes too
-            await asyncio.sleep(0.05)
 
 
 async def until_answered(agents: Sequence[Agent]) -> None:

@@ -3,9 +3,10 @@
 import asyncio
 from pathlib import Path
 
+from tests.machine import until
 from tests.network import require_network
 from tests.proxy.cluster.machines import machines, require_clocks
-from tests.proxy.cluster.nodes import Agent, Truth, check_log, put_task, until, until_answered
+from tests.proxy.cluster.nodes import Agent, Truth, check_log, put_task, until_answered
 from tests.proxy.cluster.test_nodes import meanwhile
 from tests.sandboxes.postgres_cluster import require_postgres
 

@@ -10,7 +10,10 @@ from proxy.cluster.messages import (
     DrainAnswer,
     DrainQuestion,
     ElsewhereAnswer,
+    HandQuestion,
     Kind,
+    LoadAnswer,
+    LoadQuestion,
     Message,
     MessageError,
     ReportAnswer,
@@ -35,6 +38,9 @@ from proxy.cluster.protocol import Position
         TakeQuestion("t", 3),
         DrainQuestion(),
         DrainAnswer(3, 0),
+        HandQuestion("t", 2),
+        LoadQuestion(),
+        LoadAnswer(is_leaving=False, tasks={"t": 3}),
     ],
 )
 def test_message_comes_back(message: Message) -> None:

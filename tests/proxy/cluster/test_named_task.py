@@ -31,8 +31,16 @@ def test_path_names_the_task(method: str, path: str, expected: NamedTask | None)
     assert named(method, path) == expected
 
 
-@pytest.mark.parametrize(("method", "path"), [("DELETE", "/api/v1/tasks/t"), ("POST", "/api/v1/tasks/t/verify")])
-def test_other_changes_are_refused(method: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("DELETE", "/api/v1/tasks/t"),
+        ("POST", "/api/v1/tasks/t/verify"),
+        ("GET", "/api/v1/backup"),
+        ("GET", "/api/v1/trajectories"),
+    ],
+)
+def test_what_a_member_cannot_serve_is_refused(method: str, path: str) -> None:
     with pytest.raises(RefusalError) as refusal:
         named(method, path)
     assert refusal.value.status == 501

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.machine import wait_until
-from tests.proxy.cluster.nodes import Agent, Node, Truth, check_log, nodes, put_task, until, until_answered
+from tests.machine import until, wait_until
+from tests.proxy.cluster.nodes import PATIENT, Agent, Node, Truth, check_log, nodes, put_task, until_answered
 from tests.proxy.workers.test_workers import workers
 from tests.sandboxes.postgres_cluster import Cluster
 
@@ -46,7 +46,7 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
     Their links use IPv6 where the machine has it.
     """
     link = "[::1]:0" if socket.has_dualstack_ipv6() else "127.0.0.1:0"
-    with nodes(tmp_path, dsn, "ab", FORKPOINT_LINK=link) as members:
+    with nodes(tmp_path, dsn, "ab", module=PATIENT, FORKPOINT_LINK=link) as members:
         a, b = members.values()
         put_task(a, "t")
         assert history(call(a, "1", "x")) == "x"
@@ -88,7 +88,7 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
 
 def test_a_member_that_leaves_takes_no_position_along(dsn: str, tmp_path: Path) -> None:
     """Rollouts of a member that was drained and killed, or stopped, go on at another member at once."""
-    with nodes(tmp_path, dsn, "abc") as members:
+    with nodes(tmp_path, dsn, "abc", module=PATIENT) as members:
         a, b, c = members.values()
         for owner, task in ((a, "of-a"), (b, "of-b")):
             put_task(owner, task)

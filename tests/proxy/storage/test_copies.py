@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from proxy.storage.copies import Copy, FindingCopy, RecordCopy
+from proxy.storage.copies import Copy, FindingCopy, RecordCopy, copy_of
 from proxy.storage.database import BLOCK
 from proxy.storage.errors import StoreError
+from proxy.storage.records import RecordBytes
 from proxy.storage.store import Store
 from proxy.tree.keys import CallKey
-from proxy.tree.tree import Tree
+from proxy.tree.tree import Record, Tree
 from tests.proxy.rig import ask, engine
 
 COMMANDS = ("echo a > f", "cat f", "echo b >> f", "cat f", "sleep 1 &", "cat f")
@@ -33,6 +34,14 @@ def walk(folder: Path) -> None:
     asyncio.run(run())
 
 
+def written(store: Store, record: Record) -> RecordBytes:
+    """Return what was written when a record was saved."""
+    call, upload, answer = (
+        store.blobs.read(blob) if blob else b"" for blob in (record.call, record.upload, record.answer)
+    )
+    return RecordBytes(call, upload, answer)
+
+
 def copies_of(store: Store, task: str) -> list[Copy]:
     """Return all that a store has of a task, in the order in which it came up."""
     tree_id, _ = store.database.row("SELECT id, root FROM trees WHERE task = ?", (task,)) or (0, 0)
@@ -42,7 +51,7 @@ def copies_of(store: Store, task: str) -> list[Copy]:
     made = [
         store.copies.task(task),
         store.copies.tree(tree_id),
-        *(store.copies.record(r.id, is_first=r.target.origin is r) for r in records),
+        *(copy_of(tree_id, r, written(store, r), is_first=r.target.origin is r) for r in records),
         *(store.copies.rollout(row["id"]) for row in rollouts),
     ]
     return [copy for copy in made if copy is not None]

@@ -1,5 +1,6 @@
 """The data directory is the proxy's own user's alone."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from proxy.storage.data_dir import make_private
 from proxy.storage.errors import StoreError
+from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.file_flags import flags_of, spread_below
 from tests.proxy.serving import serving
 
 
@@ -28,6 +31,18 @@ def test_open_data_directory_is_closed_at_start(tmp_path: Path) -> None:
 def test_new_data_directory_is_private(tmp_path: Path) -> None:
     make_private(tmp_path / "a" / "b")
     assert mode_of(tmp_path / "a" / "b") == 0o700
+
+
+def test_snapshots_lie_apart_on_ext4(tmp_path: Path) -> None:
+    """Files of snapshots are not made among those that others have just deleted."""
+    make_private(tmp_path / "data")
+    flags = []
+    for folder in (tmp_path, tmp_path / "data"):
+        # What the file system does not have cannot be seen in either.
+        spread_below(str(tmp_path))
+        with Opened(os.open(folder, os.O_RDONLY)) as fd:
+            flags.append(flags_of(fd))
+    assert flags[0] == flags[1]
 
 
 def test_shared_directories_are_refused_as_data(tmp_path: Path) -> None:

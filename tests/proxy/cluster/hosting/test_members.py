@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from tests.machine import require_sandboxes, wait_until
-from tests.proxy.cluster.nodes import Agent, Node, Truth, check_log, nodes, put_task, until
+from tests.machine import require_sandboxes, until, wait_until
+from tests.proxy.cluster.nodes import PATIENT, Agent, Node, Truth, check_log, nodes, put_task
 from tests.proxy.cluster.test_nodes import meanwhile
 
 BUDGET = 3
@@ -18,10 +18,12 @@ BUDGET = 3
 
 
 @contextmanager
-def hosting(folder: Path, dsn: str, names: str, driver: str, **options: str) -> Iterator[list[Node]]:
+def hosting(
+    folder: Path, dsn: str, names: str, driver: str, *, module: str = "forkpoint", **options: str
+) -> Iterator[list[Node]]:
     """Run members that run sandboxes for each other."""
     drivers = {"FORKPOINT_DRIVERS": f'["{driver}"]', "FORKPOINT_MAX_SANDBOXES": str(BUDGET)}
-    with nodes(folder, dsn, names, FORKPOINT_HOSTING="on", **drivers, **options) as members:
+    with nodes(folder, dsn, names, module=module, FORKPOINT_HOSTING="on", **drivers, **options) as members:
         yield list(members.values())
 
 
@@ -52,7 +54,7 @@ def sandboxes(node: Node) -> list[dict[str, Any]]:
 def test_full_member_runs_sandboxes_elsewhere(dsn: str, data_dir: Path) -> None:
     """Five rollouts need five sandboxes: two run on the other member, and are made again when it is killed."""
     require_sandboxes()
-    with hosting(data_dir, dsn, "ab", "local", FORKPOINT_WARM_SANDBOXES="0") as (a, b):
+    with hosting(data_dir, dsn, "ab", "local", module=PATIENT, FORKPOINT_WARM_SANDBOXES="0") as (a, b):
         rollouts = [str(number) for number in range(5)]
         for rollout in rollouts:
             assert run(a, rollout, f"echo {rollout} > own; cd /tmp; cat /root/own") == f"{rollout}\n"
@@ -74,7 +76,7 @@ def test_full_member_runs_sandboxes_elsewhere(dsn: str, data_dir: Path) -> None:
 def test_own_calls_get_the_room_of_idle_sandboxes_of_others(dsn: str, data_dir: Path) -> None:
     """Two sandboxes of another member are idle here. A call of this member needs their room, and does not wait long."""
     require_sandboxes()
-    with hosting(data_dir, dsn, "ab", "local", FORKPOINT_WARM_SANDBOXES="0") as (a, b):
+    with hosting(data_dir, dsn, "ab", "local", module=PATIENT, FORKPOINT_WARM_SANDBOXES="0") as (a, b):
         rollouts = [str(number) for number in range(5)]
         for rollout in rollouts:
             assert run(a, rollout, f"echo {rollout} > own; cat own") == f"{rollout}\n"

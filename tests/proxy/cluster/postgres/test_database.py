@@ -2,22 +2,33 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from hashlib import sha256
 from typing import TypeVar
 
+import psycopg
 import pytest
 
 from proxy.cluster.postgres import database as database_module
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase, LogRow, rows_digest
 from proxy.cluster.postgres.joining import ClusterError, Membership
+from proxy.execution.quotas import Quotas
 from sandboxes.task_owner import TaskOwner, start
 from tests.sandboxes.postgres_cluster import Cluster
 
 T = TypeVar("T")
 SECRET = b"the members' secret"
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lease ends, and no statement is given up, because the machine is busy."""
+    for module in ("joining", "database"):
+        monkeypatch.setattr(f"proxy.cluster.postgres.{module}.LEASE_S", 60.0)
+    monkeypatch.setattr("proxy.cluster.postgres.connection.PATIENCE_S", 30.0)
 
 
 @asynccontextmanager
@@ -47,6 +58,77 @@ def test_members_join_one_cluster(dsn: str) -> None:
             async with member(dsn, "a", (a.cluster, a.number)) as again:
                 assert again.membership == Membership(a.cluster, a.number, a.boot + 1)
                 assert not await first.beat()
+
+    asyncio.run(run())
+
+
+async def use(database: ClusterDatabase, used: Mapping[str, tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
+    """Say what a member uses, and return what others do. On a busy machine, a statement may need a second attempt."""
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(DatabaseError):
+                return {quota: sorted(each) for quota, each in (await database.use(used)).items()}
+
+
+def keep_leases(dsn: str) -> None:
+    """Let the leases of all members last until they end them."""
+    with psycopg.connect(dsn) as connection:
+        connection.execute("UPDATE forkpoint.members SET until = 'infinity'")
+
+
+def test_members_hear_what_others_use(dsn: str) -> None:
+    """What a member uses of a quota counts while its lease holds, and not if it is nothing."""
+
+    async def run() -> None:
+        async with member(dsn, "a") as first:
+            async with member(dsn, "b") as second, member(dsn, "c") as third:
+                keep_leases(dsn)
+                assert await use(second, {"q": (3, 2), "r": (0, 0)}) == {}
+                assert await use(third, {"q": (4, 0)}) == {"q": [(3, 2)]}
+                assert await use(first, {"q": (1, 0)}) == {"q": [(3, 2), (4, 0)]}
+                assert await use(third, {"q": (0, 0)}) == {"q": [(1, 0), (3, 2)]}
+                assert await use(first, {"q": (1, 0)}) == {"q": [(3, 2)]}
+            assert await use(first, {"q": (1, 0)}) == {}
+
+    asyncio.run(run())
+
+
+def test_members_divide_a_quota(dsn: str) -> None:
+    """Two members with six calls each run two of four. Calls that run go on, and another tenant's call begins."""
+
+    async def run() -> None:
+        async with member(dsn, "a") as first, member(dsn, "b") as second:
+            keep_leases(dsn)
+            own, other = parts = [Quotas({"t-*": 4, "u-*": 4}, patience_s=60, max_waiting=100) for _ in range(2)]
+            for database, part in zip((first, second), parts, strict=True):
+                part.divide(partial(use, database))
+            shares, over = [part.each["t-*"] for part in parts], asyncio.Event()
+
+            async def call(part: Quotas, task: str) -> None:
+                async with part.running(task):
+                    await over.wait()
+
+            async def exchange() -> list[int]:
+                """Let new calls arrive and members hear of each other; return how many calls run on each."""
+                for part in (*parts, *parts):
+                    await asyncio.sleep(0)
+                    await part.refresh()
+                return [share.running for share in shares]
+
+            calls = [start(call(own, "t-1")) for _ in range(6)]
+            assert await exchange() == [4, 0]
+            calls += [start(call(other, "t-2")) for _ in range(6)]
+            # A quota that all calls exceed keeps no other tenant's call from running.
+            calls.append(start(call(other, "u-1")))
+            assert await exchange() == [4, 1]
+            assert other.each["u-*"].running == 1
+            for ended in calls[:2]:
+                ended.cancel()
+            await asyncio.wait(calls[:2])
+            assert await exchange() == [2, 2]
+            over.set()
+            await asyncio.wait(calls)
+            assert [share.usage for share in shares] == [(0, 0), (0, 0)]
 
     asyncio.run(run())
 
@@ -196,6 +278,11 @@ def test_rows_of_many_tasks_share_statements(dsn: str) -> None:
             await first.append("task3", 1, None)
             written = await asyncio.gather(*(first.append(f"task{n}", 1, b"") for n in range(1200)))
             assert [n for n, ok in enumerate(written) if not ok] == [3]
+            # More than a socket's buffers take at once.
+            large = await asyncio.gather(*(first.append(f"large{n}", 1, bytes([n]) * (1 << 20)) for n in range(24)))
+            assert all(large)
+            rows = [row async for page in first.read("large23") for row in page]
+            assert rows == [(1, 1, bytes([23]) * (1 << 20))]
 
     asyncio.run(run())
 
@@ -214,7 +301,7 @@ def test_an_owner_without_a_lease_is_not_alive(dsn: str) -> None:
     asyncio.run(run())
 
 
-def test_a_partition_does_not_hold_a_statement(server: Cluster, dsn: str) -> None:
+def test_a_partition_does_not_hold_a_statement(server: Cluster, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a partition, the statement is given up, and nobody waits for the server to hear that it is cancelled."""
 
     async def run() -> None:
@@ -244,10 +331,12 @@ def test_a_partition_does_not_hold_a_statement(server: Cluster, dsn: str) -> Non
             async with member(dsn.replace(f"port={server.port}", f"port={port}"), "a") as first:
                 assert await first.owner("task") is None
                 before, is_cut = connections, True
+                monkeypatch.setattr("proxy.cluster.postgres.connection.PATIENCE_S", 1.0)
                 with pytest.raises(DatabaseError):
                     await first.owner("task")
                 assert connections == before
                 is_cut = False
+                monkeypatch.setattr("proxy.cluster.postgres.connection.PATIENCE_S", 30.0)
                 assert await first.owner("task") is None
         finally:
             relay.close()

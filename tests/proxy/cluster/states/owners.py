@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,12 +37,13 @@ class BreakableStore(ObjectStore):
     Attributes:
         fails: Every request fails while it is set.
         hangs: No request is answered while it is set.
+        trickles: Each request takes longer than a call while it is set.
         puts: Names of the objects that were written.
     """
 
     def __init__(self) -> None:
         super().__init__(MemoryStore(), "memory")
-        self.fails = self.hangs = False
+        self.fails = self.hangs = self.trickles = False
         self.puts: list[str] = []
 
     async def put(self, name: str, data: bytes) -> None:
@@ -66,6 +67,8 @@ class BreakableStore(ObjectStore):
     async def _break(self) -> None:
         if self.hangs:
             await asyncio.Event().wait()
+        if self.trickles:
+            await asyncio.sleep(0.05)
         if self.fails:
             raise ObjectStoreError("broken by a test")
 
@@ -139,7 +142,13 @@ class Owner:
 
 @asynccontextmanager
 async def owner(
-    folder: Path, number: int, log: Log, objects: ObjectStore, *, replay_s: float = 1000.0
+    folder: Path,
+    number: int,
+    log: Log,
+    objects: ObjectStore,
+    *,
+    replay_s: float = 1000.0,
+    driver: MemoryDriver | None = None,
 ) -> AsyncIterator[Owner]:
     """Let a member take the task over. At the end it is gone, as after a kill: it writes nothing more.
 
@@ -148,9 +157,10 @@ async def owner(
         number: Number of the member.
         log: The log of the task.
         objects: The store.
+        driver: Its driver; None for a new one.
         replay_s: What the member believes that the replay of a call takes, and how long it waits for a fetch.
     """
-    data, driver = folder / str(number), MemoryDriver()
+    data, driver = folder / str(number), driver or MemoryDriver()
     driver.porter = BulkyPorter()
     data.mkdir(mode=0o700, exist_ok=True)
     gate = ClusterGate(number, PositionFile(data / "positions"))
@@ -176,10 +186,3 @@ async def owner(
         await member._tasks.wait()
         await engine.aclose()
         gate.positions.close()
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """Wait for something that happens in the background."""
-    async with asyncio.timeout(30):
-        while not true():  # noqa: ASYNC110 - of several objects
-            await asyncio.sleep(0.01)

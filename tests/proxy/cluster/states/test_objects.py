@@ -1,7 +1,12 @@
-"""Objects of a directory, of memory and, where moto is installed, of S3."""
+"""Objects of a directory, of memory and of S3, for which moto stands."""
 
 import asyncio
-from collections.abc import Iterator
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -15,24 +20,36 @@ from proxy.cluster.states.objects import (
     ObjectStoreError,
     open_store,
 )
+from proxy.workloads.ephemeral_proxy import free_port
+from tests.agents.clients import packages
+from tests.machine import wait_until
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Return the URL of an empty bucket."""
     # Not in the development lock: its botocore needs an older python-dateutil than the lock has.
-    server = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[s3]' flask flask-cors")
-    running = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    running.start()
-    address = "http://{}:{}".format(*running.get_host_and_port())
-    for name, value in (
-        ("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("REGION", "us-east-1"), ("ENDPOINT_URL", address),
-        ("ALLOW_HTTP", "true"),
-    ):  # fmt: skip
-        monkeypatch.setenv(f"AWS_{name}", value)
-    httpx.put(f"{address}/bucket").raise_for_status()
-    yield "s3://bucket/folder"
-    running.stop()
+    place = packages("moto[s3]==5.2.5", "flask==3.1.3", "flask-cors==6.0.5", python=sys.executable)
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(place)}, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until(lambda: listens(port), "moto does not listen")
+            for name, value in (
+                ("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("REGION", "us-east-1"),
+                ("ENDPOINT_URL", address), ("ALLOW_HTTP", "true"),
+            ):  # fmt: skip
+                monkeypatch.setenv(f"AWS_{name}", value)
+            httpx.put(f"{address}/bucket").raise_for_status()
+            yield "s3://bucket/folder"
+        finally:
+            server.kill()
 
 
 @pytest.fixture(params=["directory", "memory", "s3"])
@@ -75,6 +92,55 @@ def test_a_store_that_hangs_fails_in_time(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("proxy.cluster.states.objects.obstore.put_async", hang)
     with pytest.raises(ObjectStoreError, match="did not answer"):
         asyncio.run(ObjectStore(MemoryStore(), "memory").put("name", b""))
+
+
+async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer each request, a byte at a time; of a body that is sent, read a byte at a time."""
+    with suppress(OSError, EOFError):
+        try:
+            is_read = (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET")
+            if is_read:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\netag: x\r\n")
+                writer.write(b"last-modified: Mon, 01 Jan 2024 00:00:00 GMT\r\n\r\n")
+            while True:
+                if is_read:
+                    writer.write(b"x")
+                    await writer.drain()
+                else:
+                    await reader.readexactly(1)
+                await asyncio.sleep(0.01)
+        finally:
+            writer.transport.abort()
+
+
+REQUESTS: list[Callable[[ObjectStore], Awaitable[object]]] = [
+    lambda store: store.get("name", most_bytes=1 << 20),
+    lambda store: store.put("name", bytes(8 << 20)),
+    lambda store: store.create("name", bytes(8 << 20)),
+    lambda store: store.delete(["name"]),
+    lambda store: anext(store.names("states/")),
+]
+
+
+@pytest.mark.parametrize("request_of", REQUESTS)
+def test_a_store_that_trickles_fails_in_time(
+    monkeypatch: pytest.MonkeyPatch, request_of: Callable[[ObjectStore], Awaitable[object]]
+) -> None:
+    """It sends and takes some bytes a second. The server is in this event loop, which a request must not block."""
+    monkeypatch.setattr("proxy.cluster.states.objects.OBJECT_PATIENCE_S", 0.2)
+
+    async def go() -> None:
+        async with await asyncio.start_server(trickle, "127.0.0.1", 0) as server:
+            for name, value in (
+                ("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("REGION", "us-east-1"),
+                ("ENDPOINT_URL", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), ("ALLOW_HTTP", "true"),
+            ):  # fmt: skip
+                monkeypatch.setenv(f"AWS_{name}", value)
+            async with asyncio.timeout(30):
+                with pytest.raises(ObjectStoreError):
+                    await request_of(open_store("s3://bucket/folder"))
+
+    asyncio.run(go())
 
 
 def test_full_disk_is_an_error_of_the_store() -> None:

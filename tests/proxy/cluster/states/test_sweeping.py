@@ -10,7 +10,8 @@ from proxy.cluster.owned import DroppedError
 from proxy.cluster.states.manifests import folder_of
 from proxy.cluster.states.objects import ObjectStoreError
 from proxy.cluster.states.sweeping import Sweeper
-from tests.proxy.cluster.states.owners import TASK, BreakableStore, Log, owner, until
+from tests.machine import until
+from tests.proxy.cluster.states.owners import TASK, BreakableStore, Log, owner
 from tests.proxy.cluster.states.test_service import WALK, filled, sent, walked_on
 
 

@@ -1,0 +1,79 @@
+"""A member of a cluster that hands its tasks over."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock
+
+import pytest
+
+from proxy.cluster import leaving as leaving_module
+from proxy.cluster.leaving import Leaving
+from proxy.cluster.messages import DrainAnswer
+from proxy.cluster.owned import DroppedError, Owned
+from proxy.cluster.protocol import Ended, OwnedTask
+
+
+def leaving(hands_over: Any = None) -> Leaving:
+    """Return the leaving part of a member without calls, rollouts or a database."""
+    engine = SimpleNamespace(tasks={})
+    part = Leaving(cast("Any", SimpleNamespace(number=1)), cast("Any", None), AsyncMock(), cast("Any", engine))
+    part.hands_over = hands_over
+    return part
+
+
+def owned(task: str, append: Any) -> Owned:
+    return Owned(task, OwnedTask(1), append, lambda owned, _reason: owned.drop())
+
+
+def test_a_drain_waits_for_a_slow_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tasks share the time for which states are sent, and each of them is handed over."""
+    monkeypatch.setattr(leaving_module, "SEND_S", 0.2)
+    waited: list[float] = []
+
+    async def send(_: object, within_s: float) -> None:
+        waited.append(within_s)
+        await asyncio.sleep(within_s)
+
+    async def go() -> DrainAnswer:
+        tasks = [owned(name, AsyncMock()) for name in "abcd"]
+        return await leaving(send).hand_over(tasks, AsyncMock(return_value=True))
+
+    assert asyncio.run(go()) == DrainAnswer(4, 0)
+    assert (waited[0], len(waited), sum(waited) < 0.3) == (0.2, 4, True)
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_no_row_comes_between_the_log_and_the_next_owner(*, is_taken: bool) -> None:
+    """Misses of a task that is handed over wait. They are written if it stays, and made again elsewhere if not."""
+    rows: list[int] = []
+
+    async def append(_task: str, row: int, _body: bytes) -> bool:
+        rows.append(row)
+        return True
+
+    async def go() -> None:
+        task, line = owned("t", append), Ended(7)
+        await task.write([line])
+        waiting: list[asyncio.Future[None]] = []
+
+        async def give(_task: str, view: int) -> bool:
+            assert view == 1
+            waiting.append(task.write([line]))
+            # Whatever can run now, runs: the row would be sent in the first of these turns of the event loop.
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert rows == [2]
+            if is_taken:
+                task.drop()
+            return is_taken
+
+        assert await leaving().hand_over([task], give) == DrainAnswer(int(is_taken), int(not is_taken))
+        if is_taken:
+            with pytest.raises(DroppedError):
+                await waiting[0]
+        else:
+            await waiting[0]
+        assert rows == ([2] if is_taken else [2, 3])
+
+    asyncio.run(go())
