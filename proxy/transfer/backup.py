@@ -8,6 +8,12 @@ A backup without snapshots is the store's file, see `proxy.storage.backup`. One 
                       numbers
     seal
 
+A backup of several workers is a bundle too, whose manifest has their number:
+
+    manifest          `backup` is true, `workers`, and the versions
+    part, chunk …     a unit `worker-N` for each worker: its own backup, of one of the forms above
+    seal
+
 A restore checks every digest, and that each state is that of its node. It leaves the bundles of states in the data
 directory. The next start of a proxy gives them to their drivers (`TransferService.adopt_restored`), because only that
 proxy knows its drivers and their settings.
@@ -16,6 +22,7 @@ proxy knows its drivers and their settings.
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import astuple
 from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
@@ -23,15 +30,14 @@ from typing import BinaryIO
 import orjson
 
 from proxy.storage import backup as store_backup
-from proxy.storage.backup import RestoredBackup
+from proxy.storage.backup import DRAFTS, RestoredBackup
 from proxy.storage.database import StoreDatabase
 from proxy.storage.errors import StoreError
+from proxy.transfer.dividing import numbers_of_states, place, unpacked_workers, workers_in
 from proxy.transfer.format import CHUNK_BYTES, FORMAT, BundleError, Part, Writer, read
 from proxy.transfer.state_records import BundleStates, ExportedStates, unit_of
 
 _STORE = "store"
-_SQLITE = b"SQLite format 3\0"
-"""How every SQLite file begins (https://sqlite.org/fileformat.html)."""
 
 
 def pieces(store: BinaryIO, states: Mapping[int, ExportedStates], nodes: frozenset[int]) -> Iterator[bytes]:
@@ -64,27 +70,53 @@ def _states(tree: int, states: ExportedStates, nodes: frozenset[int]) -> Iterato
     yield writer.seal()
 
 
-def restore(file: Path, data: Path, advance: Callable[[int], None] = lambda _: None) -> RestoredBackup:
+def restore(
+    file: Path, data: Path, advance: Callable[[int], None] = lambda _: None, *, workers: int | None = None
+) -> RestoredBackup:
     """Make a data directory of a backup, with or without snapshots. Everything is checked first. Blocking.
 
     Args:
         file: A backup, of this or of an older version.
         data: The directory, which is created; it must be empty.
         advance: Called with the number of bytes of the file that were read since the last call.
+        workers: Number of workers of the directory; None for as many as the proxy had that made the backup.
 
     Raises:
         StoreError: The directory is in use or not empty, or the file is no backup, damaged, or of a newer version.
         OSError: The file cannot be read.
     """
     with file.open("rb") as reading:
-        if reading.peek(len(_SQLITE))[: len(_SQLITE)] == _SQLITE or not reading.peek(8).startswith(b"manifest"):
-            restored = store_backup.restore(file, data)
-            advance(file.stat().st_size)
-            return restored
+        is_bundle = reading.peek(8).startswith(b"manifest")
+        made_by = workers_in(reading) if is_bundle else 1
     try:
-        return store_backup.restore(file, data, _Unpacker(file, advance))
+        if made_by > 1 or (workers or 1) > 1:
+            return _restore_workers(file, data, advance, made_by, workers or made_by)
+        if is_bundle:
+            return store_backup.restore(file, data, _Unpacker(file, advance))
     except BundleError as error:
         raise StoreError(f"{file} is damaged: {error}") from error
+    restored = store_backup.restore(file, data)
+    advance(file.stat().st_size)
+    return restored
+
+
+def _restore_workers(
+    file: Path, data: Path, advance: Callable[[int], None], made_by: int, workers: int
+) -> RestoredBackup:
+    """Restore the backup of each worker, and divide what they have anew if their number changes."""
+    with store_backup.owning_empty(data):
+        drafts = data / DRAFTS
+        drafts.mkdir()
+        try:
+            parts = unpacked_workers(file, drafts, advance) if made_by > 1 else iter([file])
+            restored = [restore(part, drafts / f"restored-{number}") for number, part in enumerate(parts)]
+            place([drafts / f"restored-{number}" for number in range(made_by)], data, workers)
+        except OSError as error:
+            raise StoreError(f"{file} could not be restored: {error}. Free disk space, or check the file.") from error
+    if made_by == 1:
+        advance(file.stat().st_size)
+    tasks, calls, lost, snapshots = (sum(counts) for counts in zip(*map(astuple, restored), strict=True))
+    return RestoredBackup(tasks, calls, lost, snapshots)
 
 
 class _Unpacker:
@@ -132,18 +164,19 @@ def check_states(file: Path, database: StoreDatabase) -> BundleStates:
     """Check a bundle of states against the store: every digest, and that each state is that of its node. Blocking.
 
     Args:
-        file: The bundle; its name is the tree's number.
+        file: The bundle; see `numbers_of_states` for its name.
         database: The store.
 
     Raises:
         BundleError: The bundle is damaged, or has a state of another node.
         OSError: It cannot be read.
     """
+    tree, distance = numbers_of_states(file)
 
     def content_of(node: int) -> str | None:
-        row = database.row("SELECT content FROM nodes WHERE id = ? AND tree = ?", (node, int(file.stem)))
+        row = database.row("SELECT content FROM nodes WHERE id = ? AND tree = ?", (node + distance, tree))
         if row is None:
-            raise BundleError(f"there is a snapshot of node {node}, and no such node in tree {file.stem}.")
+            raise BundleError(f"there is a snapshot of node {node + distance}, and no such node in tree {tree}.")
         return None if row[0] is None else bytes(row[0]).hex()
 
     states = BundleStates()

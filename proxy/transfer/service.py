@@ -17,6 +17,7 @@ from proxy.storage.errors import StoreError
 from proxy.storage.store import Store
 from proxy.transfer.adopt import Adopter, write_draft
 from proxy.transfer.backup import check_states
+from proxy.transfer.dividing import numbers_of_states
 from proxy.transfer.export import estimated_bytes, export
 from proxy.transfer.format import BundleError, Part
 from proxy.transfer.import_states import unpack_states
@@ -172,14 +173,15 @@ class TransferService:
 
     async def _adopt_file(self, file: Path) -> int:
         """Adopt the states of one tree; return how many there are now."""
-        async with self._adopter.restored(int(file.stem)) as tree:
+        number, distance = numbers_of_states(file)
+        async with self._adopter.restored(number) as tree:
             driver = self._drivers[tree.spec.driver]
             if not isinstance(driver, PortableDriver):
                 return 0
             states = check_states(file, self._store.database)
             with driver.porter.unpacking() as unpacking:
                 unpacked = await self._unpack(file, states, unpacking, driver, recording_porter_of(driver, tree.spec))
-                return await self._adopt(unpacked, tree, tree.nodes.get)
+                return await self._adopt(unpacked, tree, lambda node: tree.nodes.get(node + distance))
 
     async def _adopt(
         self, unpacked: list[tuple[StateLine, FrozenState]], tree: Tree, find: Callable[[int], Node | None]

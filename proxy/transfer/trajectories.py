@@ -37,7 +37,9 @@ from sandboxes.effects import Effect
 
 ANSWER_BYTES = 1 << 20
 """Longest answer or upload in a line, in bytes, unless a request says otherwise: models read far less of one."""
-_SENT_BYTES = 256 << 10
+HEAD_END = b',"messages":['
+"""What ends the head of a line, which says whose rollout it is."""
+SENT_BYTES = 256 << 10
 """Bytes that are collected before they are sent: fewer, larger writes to the socket."""
 _FUNCTION = re.compile(r"[^A-Za-z0-9_-]")
 """Characters that names of functions cannot have in the chat formats of OpenAI and others."""
@@ -78,7 +80,7 @@ def trajectories(database: StoreDatabase, request: TrajectoryRequest) -> Iterato
         pending = bytearray()
         for piece in _TrajectoryWriter(connection, request).pieces():
             pending += piece
-            if len(pending) >= _SENT_BYTES:
+            if len(pending) >= SENT_BYTES:
                 yield bytes(pending)
                 pending.clear()
         yield bytes(pending)
@@ -143,7 +145,7 @@ class _TrajectoryWriter:
             "created_at": row["created_at"], "used_at": row["used_at"],
             "start": f"n{row['start']}", "node": f"n{row['node']}",
         }  # fmt: skip
-        yield orjson.dumps(head)[:-1] + b',"messages":['
+        yield orjson.dumps(head)[:-1] + HEAD_END
         calls, totals, complete, separator = [], CallTotals(), not row["lost"], b""
         # Without a damaged step, the line is not complete.
         for turn, record, number in self._steps(row["id"], row["calls"]):

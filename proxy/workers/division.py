@@ -3,12 +3,9 @@
 import socket
 from pathlib import Path
 
-import orjson
-
 from proxy.settings import Settings
-from proxy.storage.data_dir import STORE, WORKERS, workers_of
+from proxy.storage.data_dir import STORE, directory_of, workers_of, write_workers
 from proxy.storage.errors import StoreError
-from sandboxes.linux.files import write_whole
 
 _DIVIDED = (
     "max_sandboxes", "snapshot_bytes", "checkpoint_bytes", "warm_sandboxes", "answer_memory_bytes",
@@ -16,13 +13,6 @@ _DIVIDED = (
     "postgres_spares",
 )  # fmt: skip
 """The settings that limit something of the whole machine."""
-_FORMAT = 1
-"""Version of the rule that divides tasks, see `Share`."""
-
-
-def directory_of(data: Path, number: int) -> Path:
-    """Return the data directory of a worker."""
-    return data / f"worker-{number}"
 
 
 def settings_of(settings: Settings, number: int) -> Settings:
@@ -38,7 +28,9 @@ def settings_of(settings: Settings, number: int) -> Settings:
     update["speculate"] = settings.speculate / count
     if settings.checkpoint_dir is not None:
         update["checkpoint_dir"] = directory_of(settings.checkpoint_dir, number)
-    if settings.cluster is not None:
+    if settings.cluster is None:
+        update["quotas"] = {pattern: -(-calls // count) for pattern, calls in settings.quotas.items()}
+    else:
         update["node"] = f"{settings.node or socket.gethostname()}-{number}"
     host, _, port = settings.link.rpartition(":") if ":" in settings.link else ("", "", "")
     if port.isdigit() and port != "0":
@@ -57,12 +49,12 @@ def claim(data: Path, count: int) -> None:
         again = "without --workers" if known == 1 else f"with --workers {known}"
         raise StoreError(
             f"{data} is divided between {known} workers, and tasks cannot change their worker. Start {again}, or use "
-            "another --data and import the tasks there (forkpoint export, forkpoint import)."
+            "another --data and bring the tasks there (forkpoint backup, forkpoint restore --workers)."
         )
     if known is None and count > 1:
         if (data / STORE).exists():
             raise StoreError(
-                f"{data} belongs to a proxy without workers. Start without --workers, or use another --data and import "
-                "the tasks there (forkpoint export, forkpoint import)."
+                f"{data} belongs to a proxy without workers. Start without --workers, or use another --data and bring "
+                "the tasks there (forkpoint backup, forkpoint restore --workers)."
             )
-        write_whole(data / WORKERS, orjson.dumps({"format": _FORMAT, "workers": count}))
+        write_workers(data, count)

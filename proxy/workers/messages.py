@@ -24,6 +24,16 @@ class ViewAnswer(IpcMessage, op="view_answer"):
 
 
 @dataclass(frozen=True)
+class Piece(IpcMessage, op="piece"):
+    """The next piece of a response, which is the body; without a body the response is complete."""
+
+
+@dataclass(frozen=True)
+class PieceRequest(IpcRequest[Piece], op="piece_request"):
+    """A request for the next piece of the response that a `ViewRequest` began on this channel."""
+
+
+@dataclass(frozen=True)
 class ViewRequest(IpcRequest[ViewAnswer], op="view_request"):
     """A request that a client has sent to another worker, for this worker's part of the response.
 
@@ -32,9 +42,11 @@ class ViewRequest(IpcRequest[ViewAnswer], op="view_request"):
         path: The path.
         query: The query string.
         headers: Names and values.
+        in_pieces: Whether the answer has no body: the body follows with the answers to `PieceRequest`.
     """
 
     method: str
     path: str
     query: str
     headers: list[list[str]]
+    in_pieces: bool = False

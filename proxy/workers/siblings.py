@@ -9,7 +9,7 @@ passes through two processes. If a worker dies, its connections end, as those of
    connection waits for it, `PATIENCE_S` at most, and gets 503 with `Retry-After`. The call was not executed.
 2. Once a connection is sent, this process does nothing more with it. If the worker dies with it, the client sees the
    end of its connection, and not an answer that could be wrong.
-3. Views that show all tasks are put together from the workers' parts (`ask`), see `views`.
+3. Views that show all tasks are put together from the workers' parts (`ask`, and `begin` for long ones), see `views`.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,8 +29,9 @@ import structlog
 from proxy.http.asgi import Scope
 from proxy.http.problems import problem_of
 from proxy.refusals import RefusalError
-from proxy.workers.messages import GivenConnection, ViewAnswer, ViewRequest
+from proxy.workers.messages import GivenConnection, Piece, PieceRequest, ViewAnswer, ViewRequest
 from proxy.workers.routing import Routes
+from proxy.workers.streams import OwnPart, PartCutError, SiblingPart, whole
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.codec import Envelope
 from sandboxes.task_owner import TaskOwner
@@ -47,8 +49,11 @@ _LINGER_S = 1.0
 _LINK = "link"
 """Name of a worker's socket in its data directory, which only this user can enter."""
 
-Respond = Callable[[ViewRequest], Awaitable[tuple[ViewAnswer, bytes]]]
-"""Answers a request for this worker's part of a view."""
+_CREDENTIALS = struct.Struct("3i")
+"""The process, user and group at the other end of a socket (unix(7), SO_PEERCRED)."""
+
+Respond = Callable[[ViewRequest], Awaitable[OwnPart]]
+"""Begins this worker's part of a view."""
 
 
 class WorkerAwayError(RefusalError):
@@ -106,6 +111,22 @@ class Siblings:
             raise WorkerAwayError(number) from error
         finally:
             channel.close()
+
+    async def begin(self, number: int, request: ViewRequest) -> SiblingPart:
+        """Let a worker begin its part of a view that is read in pieces; the caller closes it.
+
+        Raises:
+            WorkerAwayError: It does not answer.
+        """
+        channel = await self._connect(number)
+        try:
+            return SiblingPart(channel, (await channel.ask(request)).message)
+        except (ChannelClosedError, PeerFailedError) as error:
+            channel.close()
+            raise WorkerAwayError(number) from error
+        except BaseException:
+            channel.close()
+            raise
 
     async def _give(self, number: int, connection: socket.socket, held: bytes) -> None:
         with connection:
@@ -195,21 +216,36 @@ class Siblings:
             end, _ = listener.accept()
         except OSError:
             return
+        # The mode of the data directory keeps other users out, unless it is a volume that belongs to one of them.
+        credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
+            end.close()
+            return
         self._tasks.spawn("another worker", self._serve(Channel(end), make_protocol, respond))
 
     async def _serve(self, channel: Channel, make_protocol: Callable[[], asyncio.Protocol], respond: Respond) -> None:
+        part: OwnPart | None = None
         try:
             while True:
-                envelope = await channel.next(GivenConnection, ViewRequest)
-                if isinstance(envelope.message, ViewRequest):
-                    answer, body = await respond(envelope.message)
-                    await channel.post(answer, body=body)
-                else:
-                    await _adopt(envelope.fds[0], envelope.body, make_protocol)
+                envelope = await channel.next(GivenConnection, ViewRequest, PieceRequest)
+                match envelope.message:
+                    case GivenConnection():
+                        await _adopt(envelope.fds[0], envelope.body, make_protocol)
+                    case PieceRequest() if part is not None:
+                        await channel.post(Piece(), body=await part.next())
+                    case ViewRequest(in_pieces=in_pieces) as request:
+                        part = await respond(request)
+                        body = b"" if in_pieces else await whole(part)
+                        await channel.post(ViewAnswer(part.status, part.headers), body=body)
         except (ChannelClosedError, PeerFailedError):
             pass
+        except PartCutError as error:
+            # The other worker notices the end of the channel.
+            log.warning("a view for another worker failed", error=str(error), cause=str(error.__cause__))
         finally:
             channel.close()
+            if part is not None:
+                await part.aclose()
 
 
 async def _adopt(descriptor: int, held: bytes, make_protocol: Callable[[], asyncio.Protocol]) -> None:

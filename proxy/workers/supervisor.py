@@ -88,8 +88,8 @@ def _start(worker: _Worker, workers: Iterable[_Worker], work: Work, mask: Iterab
         return
     status = 1
     try:
-        # Of its own group, because Ctrl-C reaches a whole group: the parent ends the workers.
-        os.setpgid(0, 0)
+        # Of its own session, because Ctrl-C reaches a whole group: the parent ends the workers.
+        os.setsid()
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             return

@@ -1,19 +1,24 @@
 """Requests that name no task: the worker that gets one asks all workers, and puts their parts together."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlencode
 
-import httpx
 import orjson
+import structlog
+from starlette.responses import StreamingResponse
 
 from proxy.control.paging import packed_cursor, unpacked_cursor
+from proxy.control.reports import ReportPart, report_of
+from proxy.control.routes.transfer import MEDIA_TYPE as BUNDLE_TYPE
 from proxy.http.asgi import AsgiApp, Receive, Scope, Send
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_response
 from proxy.refusals import RefusalError
+from proxy.transfer.format import TOTAL
 from proxy.workers.merging import (
     added,
     merged_metrics,
@@ -22,19 +27,20 @@ from proxy.workers.merging import (
     merged_steps,
     merged_wrong_answers,
 )
-from proxy.workers.messages import ViewAnswer, ViewRequest
+from proxy.workers.messages import ViewRequest
 from proxy.workers.siblings import Siblings, WorkerAwayError
+from proxy.workers.streams import OwnPart, PartCutError, ResponsePart, joined_backup, joined_trajectories, whole
+
+log = structlog.get_logger()
 
 _PAGES = {"/api/v1/tasks": "task", "/api/v1/snapshots": "created_at", "/api/v1/sandboxes": "-age_s"}
 """Lists in pages, with their order by default."""
 _USUAL = "100"
 """Items of a page unless the request names another limit, as in `proxy.control.paging`."""
-_REFUSED = {
-    "/api/v1/report": "Ask for each task: GET /api/v1/tasks/{task}/report",
-    "/api/v1/trajectories": "Ask for each task: GET /api/v1/tasks/{task}/trajectories",
-    "/api/v1/backup": "Export each task, or stop the proxy and copy its data directory",
-}
-"""What is not there for all workers together, and what to do instead."""
+_STREAMS = {"/api/v1/trajectories": joined_trajectories, "/api/v1/backup": joined_backup}
+"""Responses that are read from all workers in pieces, and what joins them."""
+_UNJOINED = frozenset({"content-length", "content-type", TOTAL})
+"""Headers that a joined response does not take from its first part."""
 _JSON = "application/json"
 _EMPTY: dict[str, Any] = {"items": [], "total": 0, "next": None}
 """What is left of a list that was shown to its end."""
@@ -73,10 +79,10 @@ class AllWorkers:
             siblings: The other workers.
         """
         self._application, self._siblings = application, siblings
-        self._transport = httpx.ASGITransport(application)
         self._merges: dict[tuple[str, str], Callable[[Scope], Awaitable[WorkerPart]]] = {
             ("GET", "/metrics"): self._metrics,
             ("GET", "/readyz"): self._ready,
+            ("GET", "/api/v1/report"): self._report,
             ("GET", "/api/v1/stats"): self._of_all(merged_stats),
             ("GET", "/api/v1/videos"): self._of_all(added),
             ("POST", "/api/v1/gc"): self._of_all(added),
@@ -91,11 +97,15 @@ class AllWorkers:
         """Serve one ASGI connection."""
         path = scope.get("path", "")
         merge = self._merges.get((scope.get("method", ""), path))
-        if scope["type"] != "http" or (merge is None and path not in _REFUSED):
+        is_stream = scope.get("method") == "GET" and path in _STREAMS
+        if scope["type"] != "http" or (merge is None and not is_stream):
             await self._application(scope, receive, send)
             return
         try:
-            part = await (self._refuse(scope) if merge is None else merge(scope))
+            if merge is None:
+                await self._stream(scope, receive, send)
+                return
+            part = await merge(scope)
         except _RefusedError as refused:
             part = refused.part
         except RefusalError as refusal:
@@ -107,19 +117,15 @@ class AllWorkers:
         headers = [header for header in own if header[0] != b"content-length"]
         await send_response(send, part.status, headers, part.body)
 
-    async def respond(self, request: ViewRequest) -> tuple[ViewAnswer, bytes]:
-        """Return this worker's part of a view."""
-        part = await self._own(request)
-        return ViewAnswer(part.status, part.headers), part.body
+    async def respond(self, request: ViewRequest) -> OwnPart:
+        """Begin this worker's part of a view.
+
+        Raises:
+            PartCutError: The application failed.
+        """
+        return await OwnPart.begun(self._application, request)
 
     # -- parts -------------------------------------------------------------------------------------------------------
-
-    async def _own(self, request: ViewRequest) -> WorkerPart:
-        url = httpx.URL("http://worker", path=request.path, query=request.query.encode("latin-1"))
-        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in request.headers]
-        response = await self._transport.handle_async_request(httpx.Request(request.method, url, headers=headers))
-        named = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in response.headers.raw]
-        return WorkerPart(response.status_code, named, await response.aread())
 
     async def _part(self, number: int, request: ViewRequest) -> WorkerPart:
         """Return a worker's part.
@@ -128,7 +134,11 @@ class AllWorkers:
             WorkerAwayError: The worker does not answer.
         """
         if number == self._siblings.routes.share.number:
-            return await self._own(request)
+            part = await self.respond(request)
+            try:
+                return WorkerPart(part.status, part.headers, await whole(part))
+            finally:
+                await part.aclose()
         envelope = await self._siblings.ask(number, request)
         return WorkerPart(envelope.message.status, envelope.message.headers, envelope.body)
 
@@ -157,20 +167,48 @@ class AllWorkers:
 
         return view
 
+    async def _report(self, scope: Scope) -> WorkerPart:
+        request = replace(_request(scope), path="/api/v1/report/part")
+        bodies = [part.body for part in await self._parts(self._to_all(request))]
+        # As long as a report of all tasks takes: the seconds of each call are sorted.
+        report = await asyncio.to_thread(lambda: report_of([ReportPart.unpacked(body) for body in bodies]))
+        return _json(report.model_dump(mode="json"))
+
     async def _ready(self, scope: Scope) -> WorkerPart:
         return (await self._parts(self._to_all(_request(scope))))[0]
 
-    async def _refuse(self, scope: Scope) -> WorkerPart:
-        """Refuse a request that the token allows.
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send a response that is joined while the parts are read.
 
         Raises:
-            RefusalError: 501.
+            WorkerAwayError: A worker does not answer; nothing was sent.
+            _RefusedError: A worker refused; nothing was sent.
         """
-        # Anything else that shows all tasks.
-        allowed = replace(_request(scope), path="/api/v1/stats", query="")
-        await self._parts({self._siblings.routes.share.number: allowed})
-        path = scope["path"]
-        raise RefusalError(501, "workers", f"{path} is not there with several workers. {_REFUSED[path]}.")
+        request = replace(_request(scope), in_pieces=True)
+        async with AsyncExitStack() as stack:
+            begun = await asyncio.gather(
+                *(self._begin(n, request) for n in range(self._siblings.count)), return_exceptions=True
+            )
+            parts = [part for part in begun if not isinstance(part, BaseException)]
+            for part in parts:
+                stack.push_async_callback(part.aclose)
+            for each in begun:
+                if isinstance(each, BaseException):
+                    raise each
+            for part in parts:
+                if part.status >= 300:
+                    raise _RefusedError(WorkerPart(part.status, part.headers, await whole(part)))
+            response = StreamingResponse(_STREAMS[scope["path"]](parts), headers=_joined_headers(parts))
+            try:
+                await response(scope, receive, send)
+            except PartCutError as error:
+                # Without the end of the response, the server cuts the connection off.
+                log.warning("a response of all workers was cut off", path=scope["path"], error=str(error))
+
+    async def _begin(self, number: int, request: ViewRequest) -> ResponsePart:
+        if number == self._siblings.routes.share.number:
+            return await self.respond(request)
+        return await self._siblings.begin(number, request)
 
     async def _metrics(self, scope: Scope) -> WorkerPart:
         """Return the metrics of the workers that answer, so that one that does not is noticed."""
@@ -218,6 +256,17 @@ class AllWorkers:
         more = any(cursor is not None for cursor in following)
         total = sum(view["total"] for view in views)
         return _json({"items": items, "total": total, "next": packed_cursor(following) if more else None})
+
+
+def _joined_headers(parts: Sequence[ResponsePart]) -> dict[str, str]:
+    """Return the headers of a joined response: its total is the sum of the parts' totals or lengths."""
+    headers = [{name.lower(): value for name, value in part.headers} for part in parts]
+    totals = [part.get(TOTAL, part.get("content-length", "")) for part in headers]
+    first = headers[0]
+    # A backup of one worker may be the file of its store; those of several workers are a bundle.
+    kept = {name: value for name, value in first.items() if name not in _UNJOINED}
+    kept["content-type"] = BUNDLE_TYPE if "content-disposition" in first else first["content-type"]
+    return kept | ({TOTAL: str(sum(map(int, totals)))} if all(map(str.isdecimal, totals)) else {})
 
 
 def _request(scope: Scope, query: str | None = None) -> ViewRequest:

@@ -8,7 +8,7 @@ from typing import Self
 from proxy.http.asgi import AsgiApp
 from proxy.settings import Settings
 from proxy.shares import Share
-from proxy.workers.division import directory_of
+from proxy.storage.data_dir import directory_of
 from proxy.workers.routing import Routes
 from proxy.workers.siblings import Siblings
 from proxy.workers.views import AllWorkers

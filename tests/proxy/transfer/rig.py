@@ -19,15 +19,19 @@ class ReachingDriver(MemoryDriver):
 
     Attributes:
         folder: Their recordings.
-        recounted: How often the egress proxy was asked to count the recordings again.
+        recounted: How often the egress proxy counted the recordings again.
+        doubted: How often a recording came that differs from the one that was there.
     """
 
     def __init__(self, folder: Path, sandbox: type[MemorySandbox] | None = None) -> None:
         super().__init__(sandbox=sandbox)
-        self.folder, self.recounted = folder, 0
+        self.folder, self.recounted, self.doubted = folder, 0, 0
 
     def recordings(self, _spec: EnvironmentSpec) -> PortableRecordings:
-        return PortableRecordings(self.folder, "scope", self._recount)
+        return PortableRecordings(self.folder, "scope", self._recount, self._doubt)
+
+    def _doubt(self) -> None:
+        self.doubted += 1
 
     async def _recount(self) -> None:
         self.recounted += 1

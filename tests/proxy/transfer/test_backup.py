@@ -116,8 +116,12 @@ def on_memory(data: Path, act: Callable[[Engine], Any]) -> Any:
     return asyncio.run(go())
 
 
-async def backup_of(running: Engine, folder: Path) -> bytes:
+async def walked_backup(running: Engine, folder: Path) -> bytes:
     await walked(running, "task", [["echo 1 > f", "X=1", "cat f"]])
+    return await backup_of(running, folder)
+
+
+async def backup_of(running: Engine, folder: Path) -> bytes:
     await running.capture.drain()
     running.journal.fold()
     copy = folder / "copy"
@@ -131,7 +135,7 @@ async def backup_of(running: Engine, folder: Path) -> bytes:
 def backup(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("old")
 
-    data: bytes = on_memory(folder / "data", lambda running: backup_of(running, folder))
+    data: bytes = on_memory(folder / "data", lambda running: walked_backup(running, folder))
     return data
 
 
@@ -157,7 +161,7 @@ def test_recordings_of_hosts_are_adopted_with_states(tmp_path: Path) -> None:
 
     async def backed_up() -> None:
         async with engine(tmp_path / "old", here) as running:
-            (tmp_path / "backup").write_bytes(await backup_of(running, tmp_path))
+            (tmp_path / "backup").write_bytes(await walked_backup(running, tmp_path))
         restore(tmp_path / "backup", tmp_path / "new")
         async with engine(tmp_path / "new", there):
             assert (there.files(), there.recounted) == (here.files(), 1)

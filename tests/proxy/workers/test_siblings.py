@@ -1,16 +1,19 @@
 """Connections and questions between workers, in one event loop."""
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 
 import pytest
 
+from proxy.http.asgi import Receive, Scope, Send
 from proxy.shares import Share
 from proxy.workers import siblings as module
 from proxy.workers.messages import ViewAnswer, ViewRequest
 from proxy.workers.routing import Routes
 from proxy.workers.siblings import Siblings, WorkerAwayError
+from proxy.workers.streams import OwnPart
 
 REQUEST = ViewRequest("GET", "/metrics", "", [["host", "localhost"]])
 
@@ -40,8 +43,12 @@ def two(folder: Path) -> tuple[Siblings, Siblings]:
     return first, second
 
 
-async def respond(request: ViewRequest) -> tuple[ViewAnswer, bytes]:
-    return ViewAnswer(200, request.headers), request.path.encode()
+async def respond(request: ViewRequest) -> OwnPart:
+    async def echo(scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": scope["headers"]})
+        await send({"type": "http.response.body", "body": scope["raw_path"]})
+
+    return await OwnPart.begun(echo, request)
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
@@ -135,6 +142,22 @@ def test_only_so_many_connections_wait(tmp_path: Path, monkeypatch: pytest.Monke
         return data
 
     assert asyncio.run(scenario()).startswith(b"HTTP/1.1 503 ")
+
+
+def test_another_user_s_process_is_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could give away connections of its own as if they had been accepted here, and read views."""
+
+    async def scenario() -> None:
+        first, second = two(tmp_path)
+        second.open(Recorded, respond)
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        with pytest.raises(WorkerAwayError):
+            await first.ask(1, REQUEST)
+        await first.aclose()
+        await second.aclose()
+
+    asyncio.run(scenario())
 
 
 def test_questions_are_answered(tmp_path: Path) -> None:

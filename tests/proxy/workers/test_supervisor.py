@@ -1,5 +1,6 @@
 """The parent of the workers: they are started, started again, and ended together."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -47,6 +48,16 @@ def test_all_end_with_sigterm(tmp_path: Path) -> None:
         parent.terminate()
         assert parent.wait(WITHIN_S) == 0
     assert exists(tmp_path, "ended-0", "ended-1")()
+
+
+def test_workers_have_their_own_sessions(tmp_path: Path) -> None:
+    """Ctrl-C at the parent's terminal does not reach them, and each can let its session run first."""
+    with supervised(tmp_path) as parent:
+        wait_until(exists(tmp_path, "ready"), "not all workers serve")
+        workers = [pid_of(tmp_path, number) for number in range(2)]
+        assert [os.getsid(pid) for pid in workers] == workers
+        parent.terminate()
+        assert parent.wait(WITHIN_S) == 0
 
 
 def test_dead_worker_is_started_again(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`forkpoint serve --workers 2` with real sandboxes: one port, and each task's calls answered by its own worker."""
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,8 @@ import pytest
 from proxy import app
 from proxy.settings import Settings
 from proxy.shares import Share
+from proxy.storage.data_dir import workers_of
+from proxy.transfer.backup import restore
 from proxy.workers.division import claim
 from tests.machine import Proxy, Served, alive, data_directory, require_sandboxes, served, wait_until
 
@@ -124,8 +127,54 @@ def test_views_show_all_workers(proxy: Proxy) -> None:
         assert client.post("/api/v1/gc").raise_for_status().json()["evicted"] == 0
         assert client.get("/api/v1/tasks", params={"sort": "none"}).status_code == 422
         assert client.get("/api/v1/tasks", params={"cursor": "e30"}).status_code == 422
-        refused = client.get("/api/v1/backup")
-        assert (refused.status_code, refused.json()["type"]) == (501, "urn:forkpoint:workers")
+
+
+def test_trajectories_show_all_workers(proxy: Proxy) -> None:
+    """Lines are those of each task, in the order in which the rollouts were created."""
+    with httpx.Client(base_url=proxy.url, timeout=60) as client:
+        for task in reversed(TASKS):
+            call(client, task, "trajectories", "echo trajectory").raise_for_status()
+        ways = [f"/api/v1/tasks/{task}/trajectories" for task in TASKS]
+        own = [line for way in ways for line in client.get(way).raise_for_status().text.splitlines()]
+        response = client.get("/api/v1/trajectories").raise_for_status()
+        lines = response.text.splitlines()
+        times = [json.loads(line)["created_at"] for line in lines]
+        assert (sorted(lines), times) == (sorted(own), sorted(times))
+        assert response.headers["x-forkpoint-total"] == str(len(lines))
+        some = client.get("/api/v1/trajectories", params={"label": "none=0"}).raise_for_status()
+        assert (some.text, some.headers["x-forkpoint-total"]) == ("", "0")
+
+
+@pytest.mark.parametrize("snapshots", [False, True])
+def test_backup_has_all_workers(proxy: Proxy, tmp_path: Path, snapshots: bool) -> None:
+    with httpx.Client(base_url=proxy.url, timeout=60) as client:
+        for task in TASKS:
+            call(client, task, "kept", f"echo {task} > kept").raise_for_status()
+        backup = client.get("/api/v1/backup", params={"snapshots": snapshots}).raise_for_status()
+    (tmp_path / "backup").write_bytes(backup.content)
+    restored = restore(tmp_path / "backup", tmp_path / "data")
+    assert (restored.tasks, backup.headers["content-type"]) == (len(TASKS), "application/x-tar")
+    assert workers_of(tmp_path / "data") == 2
+
+
+@pytest.mark.parametrize(("by", "groups"), [("task", TASKS), ("run", [None]), ("endpoint", ["shell"])])
+def test_a_report_shows_all_workers(proxy: Proxy, by: str, groups: list[str | None]) -> None:
+    """Sums are those of all tasks' reports, and medians are made of all calls."""
+    with httpx.Client(base_url=proxy.url, timeout=60) as client:
+        for task in TASKS:
+            call(client, task, f"report-{by}", "echo report").raise_for_status()
+        one = [client.get(f"/api/v1/tasks/{task}/report", params={"by": "task"}).json() for task in TASKS]
+        whole = client.get("/api/v1/report", params={"by": by, "price": "2"}).raise_for_status().json()
+        for name in ("calls", "rollouts", "executed_s", "saved_s"):
+            assert whole["total"][name] == pytest.approx(sum(each["total"][name] for each in one))
+        executed = [
+            sum(executed) for executed in zip(*([arm["executed"] for arm in each["arms"]] for each in one), strict=True)
+        ]
+        assert [arm["executed"] for arm in whole["arms"]] == executed
+        assert [row["group"] for row in whole["rows"]] == groups
+        times = [row["p50_s"] for row in whole["rows"]]
+        assert min(times) <= whole["total"]["p50_s"] <= max(times)
+        assert client.get("/api/v1/report", params={"price": "-1"}).status_code == 422
 
 
 def test_address_is_found_by_the_directory(proxy: Proxy) -> None:
@@ -179,12 +228,12 @@ def test_kills_under_load_lose_no_answer(proxy: Proxy) -> None:
     for kill in range(1, KILLS + 1):
         with changed:
             # All calls together are many more, so that each kill meets some of them.
-            assert changed.wait_for(lambda kill=kill: bool(faults) or answered[0] >= 8 * kill, 60)  # type: ignore[misc]
+            assert changed.wait_for(lambda kill=kill: bool(faults) or answered[0] >= 8 * kill, 180)  # type: ignore[misc]
         wait_until(lambda: len(workers(proxy)) == 2, "the worker was not started again")
         with suppress(ProcessLookupError):
             os.kill(workers(proxy)[kill % 2], signal.SIGKILL)
     for thread in threads:
-        thread.join(120)
+        thread.join(300)
     assert not faults, faults
     assert not any(thread.is_alive() for thread in threads)
 
