@@ -20,6 +20,7 @@ from proxy.execution.forgetting import Forgetting
 from proxy.execution.gate import Gate
 from proxy.execution.last_ways import LastWays
 from proxy.execution.open_trees import Collector, OpenTrees
+from proxy.execution.quotas import Quotas
 from proxy.execution.restore import Restorer
 from proxy.execution.rollouts import Rollouts
 from proxy.execution.root_state import RootChanges
@@ -341,6 +342,10 @@ def build_engine(
     answers = Answers(store.records, budget_bytes=settings.answer_memory_bytes)
     traces = None if settings.otel_endpoint is None else Traces(store.records, settings.otel_endpoint)
     executor = Executor(restorer, store.records, counts, roots, answers.keep, answers.of, gate)
+    if settings.quotas:
+        executor.quotas = Quotas(
+            settings.quotas, patience_s=settings.sandbox_patience_s, max_waiting=settings.max_requests // 2
+        )
     trees = OpenTrees(store.trees, cache)
 
     def has_headroom() -> bool:

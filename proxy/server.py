@@ -13,6 +13,7 @@ from proxy.dataplane.hit_protocol import HitFirst, protocol_for
 from proxy.dataplane.response_reports import report_responses
 from proxy.dataplane.socket_protocol import BoundedSocketProtocol
 from proxy.engine import Engine
+from proxy.priority import go_first, make_threads, raise_session
 from proxy.workers.worker import Worker
 
 log = structlog.get_logger()
@@ -57,6 +58,10 @@ class _Server(uvicorn.Server):
         self._engine, self._worker = engine, worker
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # Before the application opens, which starts the first threads and processes.
+        raise_session()
+        go_first()
+        asyncio.get_running_loop().set_default_executor(make_threads())
         await super().startup(sockets)
         if self._worker is not None and self.started:
             self._worker.open(self._make_protocol)

@@ -1,7 +1,7 @@
 """Every setting of the proxy. Options come first, then the environment (`FORKPOINT_…`), then a TOML file."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
@@ -81,7 +81,9 @@ class Settings(BaseSettings):
         default=None, gt=0, description="Seconds without a call after which a rollout is finished; none for never."
     )
     container_spares: int = Field(
-        default=2, ge=0, description="Started containers that are kept ready for each image in use."
+        default=2,
+        ge=0,
+        description="Started containers kept ready for each image in use; up to four times as many after bursts.",
     )
     postgres_spares: int = Field(
         default=2,
@@ -141,6 +143,11 @@ class Settings(BaseSettings):
     )
     max_requests: int = Field(
         default=4096, ge=1, description="Most calls that are answered at once. Further ones get 429."
+    )
+    quotas: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict,
+        description="Most calls that run in sandboxes at once, by pattern of the tasks' names: the first one that fits "
+        "counts. In a cluster, of all members together. Hits do not count.",
     )
     max_connections: int = Field(
         default=8192,

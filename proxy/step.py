@@ -9,6 +9,7 @@
 
 import asyncio
 import time
+from typing import cast
 
 import structlog
 from structlog.contextvars import bind_contextvars
@@ -28,8 +29,6 @@ from proxy.tree.tree import Record
 from sandboxes.listener import Listener
 from sandboxes.task_owner import TaskOwner
 
-log = structlog.get_logger()
-
 
 class Stepper:
     """Answers all calls. `order` has their turns, `calls` the tasks in flight, `notes` what follows from a step."""
@@ -38,6 +37,7 @@ class Stepper:
         """Take the steps of all rollouts; `journal` takes each step before its answer is sent."""
         self._executor, self._journal, self.notes, self._gate = executor, journal, notes, gate
         self.order, self.calls = CallOrder(), TaskOwner()
+        self._log = structlog.get_logger().bind()  # Otherwise each line binds a logger, whether or not it is written.
 
     def find(self, rollout: Rollout, key: CallKey, *, expected: int = 0) -> Record | None:
         """Return the record that answers a call, or None. No step is taken: `take` follows, without an await. O(1)."""
@@ -60,24 +60,23 @@ class Stepper:
             return record
         return None
 
-    async def run(
-        self, rollout: Rollout, call: AnyCall, key: CallKey, listener: Listener | None = None, *, commutes: bool = False
-    ) -> Answer:
-        """Answer a call; the listener receives its output meanwhile. For `commutes` see `CallOrder.turn`."""
+    async def run(self, rollout: Rollout, call: AnyCall, key: CallKey, listener: Listener | None = None) -> Answer:
+        """Answer a call; the listener receives its output meanwhile."""
         self.detach(rollout)
-        answer = await self.poll(rollout, call, key, listener, commutes=commutes)
-        assert answer is not None, "only polls of background processes can have nothing to return"
-        return answer
-
-    async def poll(
-        self, rollout: Rollout, call: AnyCall, key: CallKey, listener: Listener | None = None, *, commutes: bool = False
-    ) -> Answer | None:
-        """Answer a call as `run` does, but do not `detach`. None: no new output, no new state, so no record."""
-        self.order.arrive(rollout)
-        answer = self._answer(rollout, call, key, listener, commutes)
-        answering = self.calls.spawn(f"call of {rollout.task}/{rollout.name}", answer, awaited=True)
         # If the caller is cancelled, the execution continues, and its result is recorded.
-        return await asyncio.shield(answering)
+        return await asyncio.shield(self.begin(rollout, call, key, listener))
+
+    async def poll(self, rollout: Rollout, call: AnyCall, key: CallKey) -> Answer | None:
+        """Answer a call as `run` does, but do not `detach`. None: no new output, no new state, so no record."""
+        return await asyncio.shield(self.begin(rollout, call, key))
+
+    def begin(
+        self, rollout: Rollout, call: AnyCall, key: CallKey, listener: Listener | None = None, *, commutes: bool = False
+    ) -> asyncio.Task[Answer]:
+        """Begin to answer a call; nothing may cancel the task. For `commutes` see `CallOrder.turn`."""
+        self.order.arrive(rollout)
+        name, answer = f"call of {rollout.task}/{rollout.name}", self._answer(rollout, call, key, listener, commutes)
+        return cast("asyncio.Task[Answer]", self.calls.spawn(name, answer, awaited=True))  # None after `poll` alone
 
     def detach(self, rollout: Rollout) -> None:
         """Let the process of the rollout's in-flight call continue in the background: the client has moved on."""
@@ -108,7 +107,7 @@ class Stepper:
                 elif listener is None:
                     self._executor.read_answer(record)
             self._advance(rollout, record, outcome, timing)
-            log.debug("answered", outcome=outcome.name.lower(), record=record.id, tool_s=timing.tool_s)
+            self._log.debug("answered", outcome=outcome.name.lower(), record=record.id, tool_s=timing.tool_s)
         return Answer(record, outcome, timing)
 
     def _advance(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None) -> None:

@@ -37,6 +37,10 @@ def restore(
         Path, typer.Argument(help="File that `backup` wrote.", metavar="FILE", exists=True, dir_okay=False)
     ],
     data: DirectoryOption = DEFAULT_DATA,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of workers of the proxy to come.", show_default="as in the backup"),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Create a new data directory from a backup. Everything in the backup is checked first."""
@@ -49,7 +53,7 @@ def restore(
     try:
         require_undivided(data)
         with bytes_bar("restore", file.stat().st_size) as advance:
-            restored = restore_backup(file, data, advance)
+            restored = restore_backup(file, data, advance, workers=workers)
     except (StoreError, OSError) as error:
         fail(str(error))
     if json:

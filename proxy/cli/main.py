@@ -149,6 +149,10 @@ def serve(
     )
     from proxy.app import StartError, run
     from proxy.cli.doctor import check
+    from sandboxes.linux.syscalls import share_heap
+
+    # Before the checks, which start threads.
+    share_heap()
 
     if settings.data.exists() and not settings.data.is_dir():
         fail(f"--data must name a directory, and {settings.data} is a file.")

@@ -60,19 +60,31 @@ class ClusterAction(StrEnum):
 
     STATUS = "status"
     DRAIN = "drain"
+    REBALANCE = "rebalance"
 
 
 def cluster(
     proxy: ControlClient,
-    action: Annotated[ClusterAction, typer.Argument(help="Show the members, or drain one.")] = ClusterAction.STATUS,
+    action: Annotated[
+        ClusterAction, typer.Argument(help="Show the members, drain one, or move tasks from loaded members to others.")
+    ] = ClusterAction.STATUS,
     node: Annotated[str | None, typer.Argument(help="Name of the member to drain.", metavar="NODE")] = None,
+    most: Annotated[int, typer.Option("--max", help="Most tasks that move at once.", min=1, max=100)] = 4,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show which tasks would move, and move none.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show the members of a cluster, or let one hand over its tasks before it is stopped."""
-    from proxy.cli.rendering.lists import render_members
+    """Show the members of a cluster, let one hand over its tasks, or spread the tasks over all of them."""
+    from proxy.cli.rendering.lists import render_members, render_moves
 
     if action is ClusterAction.STATUS:
         show(proxy.request("GET", "cluster"), render_members, json=json)
+        return
+    if action is ClusterAction.REBALANCE:
+        which = {"max": most, "dry_run": str(dry_run).lower()}
+        answer = proxy.request("POST", "cluster", "rebalance", params=which, within_s=LONG_S)
+        show(answer, render_moves, json=json)
+        if not dry_run and not all(move["moved"] for move in answer["moves"]):
+            raise typer.Exit(1)
         return
     if node is None:
         fail("Name the member to drain, as `forkpoint cluster` lists it.")

@@ -1,5 +1,7 @@
 """How commands print: as text for people, or as the proxy's JSON."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -9,6 +11,9 @@ import typer
 from rich.console import Console, RenderableType
 
 from proxy.cli.text import printable
+
+_UNSAFE = re.compile(r"[^\n\x20-\x7e]")
+"""Matches what orjson writes as it is and a terminal may obey: C1 controls and direction marks, among letters."""
 
 
 def show(view: Any, render: Callable[[Any], RenderableType], *, json: bool) -> None:
@@ -28,7 +33,13 @@ def print_json(view: Any, *, beside: Path | None = None, one_line: bool = False)
         one_line: Whether the JSON is one line, for commands that print more than one view.
     """
     option = None if one_line else orjson.OPT_INDENT_2
-    typer.echo(orjson.dumps(view, option=option), err=beside is not None and str(beside) == "-")
+    text = _UNSAFE.sub(_escaped, orjson.dumps(view, option=option).decode())
+    typer.echo(text, err=beside is not None and str(beside) == "-")
+
+
+def _escaped(sign: re.Match[str]) -> str:
+    """Return a character of a JSON text as it is, or as an escape of JSON if it may control a terminal."""
+    return sign[0] if sign[0].isprintable() else json.dumps(sign[0])[1:-1]
 
 
 def write_text(text: str, stream: TextIO) -> None:

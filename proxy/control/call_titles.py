@@ -21,7 +21,8 @@ def title(call: ToolCall) -> str:
     for endpoint, member in (("shell", "command"), ("sql", "sql")):
         text = call.arguments.get(member)
         if call.endpoint == endpoint and isinstance(text, str):
-            return text
+            service = call.arguments.get("service")
+            return f"{service}: {text}" if service else text
     if "target" in call.arguments and "headers" in call.arguments:
         # A request to a tool server: what it says is in its body, and its headers are nearly always the same.
         body = call.body[:TITLE_CHARS].decode(errors="replace")

@@ -148,6 +148,15 @@ class _Totals(Collector):
             if state is not SandboxState.CLOSED:
                 states.add_metric([state.value], slots[state])
         yield states
+        quotas = GaugeMetricFamily(
+            "forkpoint_quota_calls",
+            "Calls of each quota here: that run, that wait, and that may run at once.",
+            labels=["tasks", "state"],
+        )
+        for pattern, quota in () if engine.executor.quotas is None else engine.executor.quotas.each.items():
+            for name, calls in (*quota.usage._asdict().items(), ("share", quota.share)):
+                quotas.add_metric([pattern, name], calls)
+        yield quotas
 
     def _audits(self) -> Iterator[Metric]:
         counts = self._engine.counts

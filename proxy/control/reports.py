@@ -5,15 +5,20 @@ at any time, and no call counts anything for a report. Reading visits every step
 for a million.
 
 Rows that are not as they were written are left out of every figure, and counted.
+
+Workers of one proxy have a store each. `read_part` reads one store, and `report_of` makes the report of all parts:
+medians need the seconds of each call, so reports themselves cannot be put together.
 """
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter
 
 from proxy.control.views.report import Arm, ReportRow, ReportView
 from proxy.storage.blobs import whole_bytes
@@ -78,7 +83,7 @@ class _Group:
             self.executed_tokens += tokens
 
     def add_group(self, other: "_Group") -> None:
-        """Add another group, for the total."""
+        """Add another group: one of the same name, or any for the total."""
         self.totals.merge(other.totals)
         self.seconds += other.seconds
         self.paid += other.paid
@@ -104,8 +109,63 @@ class _Group:
         )  # fmt: skip
 
 
+@dataclass(slots=True)
+class ReportPart:
+    """What one store has for a report. Its tasks are in no other part.
+
+    Attributes:
+        request: What to report.
+        groups: The groups by name; None for rollouts without the label.
+        rollouts: Number of rollouts.
+        repeated: What a cache that repeats the first answer to a call of a task would have done: calls that it
+            executes, seconds of their tools, and wrong answers.
+        damaged: Rollouts and calls that are left out.
+    """
+
+    request: ReportRequest
+    groups: list[tuple[str | None, _Group]]
+    rollouts: int
+    repeated: tuple[int, float, int]
+    damaged: int
+
+    def packed(self) -> bytes:
+        """Return the part as JSON."""
+        return _as_json().dump_json(self)
+
+    @staticmethod
+    def unpacked(data: bytes) -> "ReportPart":
+        """Return a part that was packed."""
+        return _as_json().validate_json(data)
+
+
+@cache
+def _as_json() -> TypeAdapter[ReportPart]:
+    return TypeAdapter(ReportPart)
+
+
+def report_of(parts: Sequence[ReportPart]) -> ReportView:
+    """Return the report of all parts, which have the same request."""
+    request, total, groups = parts[0].request, _Group(), dict[str | None, _Group]()
+    for name, group in (each for part in parts for each in part.groups):
+        groups.setdefault(name, _Group()).add_group(group)
+        total.add_group(group)
+    total.rollouts = sum(part.rollouts for part in parts)
+    names = sorted(groups, key=_order)
+    return ReportView(
+        by=request.by, labels=dict(request.labels), task=request.task, price_per_hour=request.price_per_hour,
+        total=total.row(None, request.price_per_hour),
+        rows=[groups[name].row(name, request.price_per_hour) for name in names[:MAX_ROWS]],
+        truncated=len(names) > MAX_ROWS, arms=_arms(parts, total), damaged=sum(part.damaged for part in parts),
+    )  # fmt: skip
+
+
 def read_report(connection: sqlite3.Connection, request: ReportRequest) -> ReportView:
-    """Read a report. Call it in a thread; see the module.
+    """Return the report of one store; see `read_part`."""
+    return report_of([read_part(connection, request)])
+
+
+def read_part(connection: sqlite3.Connection, request: ReportRequest) -> ReportPart:
+    """Read what a store has for a report. Call it in a thread; see the module.
 
     Args:
         connection: A connection to the store that only reads. Fold the journal before.
@@ -129,18 +189,10 @@ def read_report(connection: sqlite3.Connection, request: ReportRequest) -> Repor
             sums.rollouts, sums.rewarded, sums.rewards = row[1], row[2], row[3] or 0.0
             sums.overheads = dict(zip(_OVERHEADS, row[4:], strict=True))
     _add_tokens(connection, request.by, where, values, groups)
-    total = _Group()
-    for each in groups.values():
-        total.add_group(each)
-    if request.by == BY_ENDPOINT:
-        (total.rollouts,) = connection.execute(f"SELECT COUNT(*) FROM rollouts r WHERE {where}", values).fetchone()
-    names = sorted(groups, key=_order)
-    return ReportView(
-        by=request.by, labels=dict(request.labels), task=request.task, price_per_hour=request.price_per_hour,
-        total=total.row(None, request.price_per_hour),
-        rows=[groups[name].row(name, request.price_per_hour) for name in names[:MAX_ROWS]],
-        truncated=len(names) > MAX_ROWS, arms=_arms(connection, where, values, total), damaged=damaged,
-    )  # fmt: skip
+    (rollouts,) = connection.execute(f"SELECT COUNT(*) FROM rollouts r WHERE {where}", values).fetchone()
+    calls = sum(group.totals.calls for group in groups.values())
+    repeated = _repeated(connection, where, values, calls)
+    return ReportPart(request, list(groups.items()), rollouts, repeated, damaged)
 
 
 def _condition(request: ReportRequest) -> tuple[str, dict[str, Any]]:
@@ -243,10 +295,13 @@ def _blob(connection: sqlite3.Connection, number: int) -> bytes | None:
     return None if row is None else whole_bytes(*row)
 
 
-def _arms(connection: sqlite3.Connection, where: str, values: Mapping[str, Any], total: _Group) -> list[Arm]:
-    """Return what other caches would have done with the same calls."""
-    totals, calls = total.totals, total.totals.calls
-    # A stateless cache executes a call once for each task and then repeats its first answer.
+def _repeated(
+    connection: sqlite3.Connection, where: str, values: Mapping[str, Any], calls: int
+) -> tuple[int, float, int]:
+    """Return what a stateless cache would have done with so many calls; see `ReportPart.repeated`.
+
+    It executes a call once for each task and then repeats its first answer.
+    """
     sql = (
         "SELECT g.task, c.call, c.upload, c.answer, c.seconds, g.calls FROM "
         "(SELECT r.task, s.record, COUNT(*) AS calls "
@@ -261,10 +316,17 @@ def _arms(connection: sqlite3.Connection, where: str, values: Mapping[str, Any],
             first[key], tool_s = answer, tool_s + seconds
         wrong += count if answer != first[key] else 0
         known += count
+    # Steps whose records were forgotten since count as executed.
+    return len(first) + calls - known, tool_s, wrong
+
+
+def _arms(parts: Sequence[ReportPart], total: _Group) -> list[Arm]:
+    """Return what other caches would have done with the same calls."""
+    totals, calls = total.totals, total.totals.calls
+    executed, tool_s, wrong = (sum(values) for values in zip(*(part.repeated for part in parts), strict=True))
     return [
         _arm("none", calls, totals.executed_s + totals.saved_s, calls, 0),
-        # Steps whose records were forgotten since count as executed.
-        _arm("stateless", len(first) + calls - known, tool_s, calls, wrong),
+        _arm("stateless", int(executed), tool_s, calls, int(wrong)),
         _arm("stateful", totals.outcomes[Outcome.MISS] + totals.outcomes[Outcome.BYPASS], totals.executed_s, calls, 0),
     ]
 

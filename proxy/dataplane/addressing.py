@@ -5,12 +5,12 @@ So parsing and checking happen once per URL, per host name and per endpoint; a h
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from proxy.dialects import dialect_of
-from proxy.dialects.base import Dialect, Request
+from proxy.dialects.base import Call, Dialect, Meaning, Request
 from proxy.engine import Engine
 from proxy.http.address import Address, address_of
 from proxy.http.browser_guard import BROWSERS, refuse_foreign
@@ -21,6 +21,9 @@ from proxy.tree.rollout import Rollout
 MAX_REMEMBERED = 8192
 """Limits each memory of the data plane: URLs, host names, dialects, calls. 8,192 URLs are as many rollouts."""
 
+MAX_REMEMBERED_BODY_BYTES = 2048
+"""Limits the body of a remembered request, so that the memory of calls stays below 16 MiB of bodies."""
+
 
 class Addressing:
     """Reads the addresses of requests to agents' endpoints and refuses requests of other sites' pages."""
@@ -30,6 +33,7 @@ class Addressing:
         self._addresses: LruCache[bytes, Address] = LruCache(MAX_REMEMBERED)
         self._hosts: LruCache[bytes, bool] = LruCache(MAX_REMEMBERED)
         self._dialects: LruCache[tuple[int, str], Dialect] = LruCache(MAX_REMEMBERED)
+        self._calls: LruCache[Hashable, Call] = LruCache(MAX_REMEMBERED)
 
     def remembered(self, scope: Mapping[str, Any]) -> Address | None:
         """Return the address of a request whose URL and host name were accepted before; None for any other."""
@@ -73,6 +77,25 @@ class Addressing:
         if dialect is None:
             dialect = self._dialects[key] = dialect_of(rollout.tree.spec, endpoint)
         return dialect
+
+    def meaning(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> Meaning:
+        """Return what a request of a running rollout means to the dialect of its endpoint; see `Dialect.read`."""
+        dialect = self.dialect(rollout, address.endpoint)
+        # The request's meaning depends on headers, which differ from client to client: remembering calls would hit
+        # too rarely.
+        if dialect.headers_matter:
+            return dialect.read(request_of(scope, address, body))
+        # Rollouts of a group send the same bytes, and a miss is read by the hit path and by the regular path. The key
+        # holds all that decides the meaning, so equal keys mean equal calls.
+        key = (address.endpoint, address.path, scope["method"], scope["query_string"], body, rollout.tree.id)
+        call = self._calls.get(key)
+        if call is not None:
+            return call
+        meaning = dialect.read(request_of(scope, address, body))
+        # Only calls: other meanings (begin, end, cancel) change something and are not hits.
+        if isinstance(meaning, Call) and len(body) <= MAX_REMEMBERED_BODY_BYTES:
+            self._calls[key] = meaning
+        return meaning
 
     def _is_familiar(self, headers: list[tuple[bytes, bytes]]) -> bool:
         """Return whether no browser sent these headers and their host name was accepted before. 0.3 us of a hit."""

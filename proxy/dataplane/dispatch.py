@@ -134,7 +134,10 @@ class Dispatch:
             scope.get(GRANT, ALL).require(task)
             await self._respond(scope, await self._routed(address, task, spec), body, exchange, upload)
             return
-        meaning = dialect.read(request)
+        if rollout is None or upload is not None:
+            meaning = dialect.read(request)
+        else:
+            meaning = self._addressing.meaning(scope, address, body, rollout)
         _require_own(scope.get(GRANT, ALL), meaning)
         # Before the client's rollout is begun: a list of tools is no step of it.
         if isinstance(meaning, Call) and meaning.constant:
@@ -253,7 +256,8 @@ class Dispatch:
             self._engine.counts.hit_s.observe(time.perf_counter() - exchange.began)
             return
         listener = exchange.listener(call)
-        running = start(step.run(rollout, call.call, call.key, listener, commutes=call.commutes))
+        step.detach(rollout)
+        running = step.begin(rollout, call.call, call.key, listener, commutes=call.commutes)
         # Remembered before the first await, so a retry that comes while the call runs shares its answer.
         self._retries.remember(rollout, call, running)
         with self._cancellable_as(call.cancel, rollout, exchange.events):

@@ -7,24 +7,20 @@ The hit path never reports an error and changes nothing except the step that it 
 between the look-up and the step, because nothing here awaits.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
 
-from proxy.dataplane.addressing import MAX_REMEMBERED, Addressing, request_of
-from proxy.dialects.base import Call, Meaning
+from proxy.dataplane.addressing import Addressing, request_of
+from proxy.dialects.base import Call
 from proxy.engine import Engine
 from proxy.http.address import Address
 from proxy.http.answer_cache import HIT_HEADERS, response
 from proxy.http.exchange import client_form, raw
-from proxy.http.lru_cache import LruCache
 from proxy.tree.rollout import Outcome, Rollout
 
 log = structlog.get_logger()
-
-MAX_REMEMBERED_BODY_BYTES = 2048
-"""Limits the body of a remembered request, so that the memory of calls stays below 16 MiB of bodies."""
 
 
 class HitPath:
@@ -43,7 +39,6 @@ class HitPath:
         self._max_body_bytes = engine.settings.max_body_bytes
         self._endpoints = engine.counts.endpoints
         self._apis = apis
-        self._calls: LruCache[Hashable, Call] = LruCache(MAX_REMEMBERED)
 
     def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
         """Return the HTTP response to a call that the tree knows and take its step; None for any other request.
@@ -82,7 +77,8 @@ class HitPath:
         return rollout
 
     def _response(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> bytes | None:
-        call = self._meaning(scope, address, body, rollout)
+        # 2., 3. Endpoint -> `Dialect` of the rollout's tree, and bytes -> `Call`.
+        call = self._addressing.meaning(scope, address, body, rollout)
         # A request with an ID may be a retry, a constant call belongs to no rollout, and a routed one to another task.
         if not isinstance(call, Call) or call.request_id or call.constant or call.routed:
             return None
@@ -103,22 +99,3 @@ class HitPath:
         self._step.take(rollout, record)
         self._endpoints[call.call.endpoint][Outcome.HIT] += 1
         return whole
-
-    def _meaning(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> Meaning:
-        # 2. Endpoint -> `Dialect` of the rollout's tree: how the bytes of a request become a call.
-        dialect = self._addressing.dialect(rollout, address.endpoint)
-        # The request's meaning depends on headers, which differ from client to client: remembering calls would hit
-        # too rarely.
-        if dialect.headers_matter:
-            return dialect.read(request_of(scope, address, body))
-        # 3. Bytes -> `Call`: rollouts of a group send the same bytes, so most need no parsing. The key holds all that
-        # decides the meaning, so equal keys mean equal calls.
-        key = (address.endpoint, address.path, scope["method"], scope["query_string"], body, rollout.tree.id)
-        call = self._calls.get(key)
-        if call is not None:
-            return call
-        meaning = dialect.read(request_of(scope, address, body))
-        # Only calls: other meanings (begin, end, cancel) change something and are not hits.
-        if isinstance(meaning, Call) and len(body) <= MAX_REMEMBERED_BODY_BYTES:
-            self._calls[key] = meaning
-        return meaning

@@ -9,6 +9,7 @@ there (`first`), so that the sandbox opens the connection before it. The steps a
 import asyncio
 import base64
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -190,7 +191,9 @@ class Sockets:
                 taken.set()
                 await self._handle(connection, message)
         except _CloseConnectionError as close:
-            await _send(connection, {"type": "websocket.close", "code": close.code, "reason": close.reason})
+            # A client that has left needs no close frame.
+            with suppress(_ClientDisconnectedError):
+                await _send(connection, {"type": "websocket.close", "code": close.code, "reason": close.reason})
         # The connection is lost, so no close frame can be sent.
         except _ClientDisconnectedError:
             pass

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
+from pydantic import BaseModel, ValidationError
 
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.environments import EnvironmentRequest
@@ -212,6 +213,26 @@ def json_object(body: bytes, hint: str = "", *, slug: str = "json", status: int 
     if not isinstance(value, dict):
         raise RefusalError(status, slug, f"the body must be a JSON object.{example}")
     return value
+
+
+def checked_arguments(tool: str, kind: type[BaseModel], given: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+    """Return the arguments of a tool, with its defaults filled in.
+
+    Args:
+        tool: The tool's name, for the error text.
+        kind: The model of its arguments.
+        given: The arguments that the client sent.
+        strict: Whether a value of another type is refused, and not converted.
+
+    Raises:
+        RefusalError: 422, with the first three faults.
+    """
+    try:
+        return kind.model_validate(given, strict=strict).model_dump()
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc'][:1])) or 'body'}: {e['msg']}" for e in error.errors()[:3])
+        takes = ", ".join(kind.model_fields) or "nothing"
+        raise RefusalError(422, "arguments", f"{tool} takes {takes}. {faults}.") from None
 
 
 def tool_entry(

@@ -1,6 +1,7 @@
 """The shell endpoint: `POST exec`, and `PUT|GET|DELETE files/{path}` (pure)."""
 
 import re
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 from urllib.parse import parse_qs
@@ -10,6 +11,7 @@ import orjson
 from proxy.dialects.base import json_object
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall, ToolResult
+from sandboxes.server_spec import USER
 from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 
 MAX_COMMAND_BYTES = 1 << 20
@@ -60,14 +62,16 @@ def exit_code(result: ToolResult) -> int | None:
 
 def _exec(body: bytes, spec: EnvironmentSpec) -> ToolCall:
     value = json_object(body, '{"command": "ls"}', slug="exec")
-    if not value.keys() <= {"command", "timeout_s", "session"}:
-        raise RefusalError(422, "exec", 'exec takes "command", and optionally "timeout_s" and "session".')
+    if not value.keys() <= {"command", "timeout_s", "session", "service", "user"}:
+        raise RefusalError(
+            422, "exec", 'exec takes "command", and optionally "timeout_s", "session", "service" and "user".'
+        )
     arguments = {
         "command": _command(value.get("command")),
         "session": _session(value.get("session", "main")),
         "timeout_s": _timeout(value.get("timeout_s"), spec),
     }
-    return ToolCall("shell", "exec", arguments)
+    return ToolCall("shell", "exec", arguments | _service(value, spec))
 
 
 def _command(command: Any) -> str:
@@ -88,6 +92,16 @@ def _session(session: Any) -> str:
     if not isinstance(session, str) or _SESSION.match(session) is None or session.endswith("\n"):
         raise RefusalError(422, "session", f'"session" must match {SESSION_PATTERN}.')
     return session
+
+
+def _service(value: Mapping[str, Any], spec: EnvironmentSpec) -> dict[str, str]:
+    """Return the arguments that name a side service and its user; none for the main container."""
+    service, user = value.get("service"), value.get("user")
+    if service is not None and (not isinstance(service, str) or service not in spec.services):
+        raise RefusalError(422, "service", f'"service" must be one of {sorted(spec.services) or "none"}.')
+    if user is not None and (service is None or not isinstance(user, str) or USER.fullmatch(user) is None):
+        raise RefusalError(422, "user", '"user" must be a user, or user:group, of "service".')
+    return {name: text for name, text in (("service", service), ("user", user)) if text is not None}
 
 
 def _timeout(timeout: Any, spec: EnvironmentSpec) -> float:

@@ -1,11 +1,11 @@
 """The sql endpoint: `POST query|script|explain|compare`, `GET|POST tables|schema` (pure)."""
 
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import parse_qsl
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from proxy.dialects.base import json_object
+from proxy.dialects.base import checked_arguments, json_object
 from proxy.dialects.sql_normalize import canonical_statement
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
@@ -87,21 +87,13 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
         if method == "GET"
         else json_object(body or b"{}", '{"sql": "SELECT 1"}', slug="arguments")
     )
-    arguments = _checked(path, kind, given, strict=method != "GET")
+    # A query string has only text, which is converted; in a body the types must be right.
+    arguments = checked_arguments(path, kind, given, strict=method != "GET")
     arguments["database"] = _database(arguments["database"], spec)
     for member in ("sql", "gold"):
         if member in arguments:
             arguments[member] = _statement(member, arguments[member], path, spec)
     return ToolCall("sql", path, arguments)
-
-
-def _checked(tool: str, kind: type[_SqlArguments], given: dict[str, Any], *, strict: bool) -> dict[str, Any]:
-    try:
-        # A query string has only text, which is converted; in a body the types must be right.
-        return kind.model_validate(given, strict=strict).model_dump()
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc'][:1])) or 'body'}: {e['msg']}" for e in error.errors()[:3])
-        raise RefusalError(422, "arguments", f"{tool} takes {', '.join(kind.model_fields)}. {faults}.") from None
 
 
 def _database(name: str | None, spec: EnvironmentSpec) -> str:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import override
 
 from proxy.dialects import tvcache_video
-from proxy.dialects.base import Call, Dialect, Local, Meaning, Request, Response, tool_entry
+from proxy.dialects.base import Call, Dialect, Local, Meaning, Request, Response, checked_arguments, tool_entry
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
@@ -176,13 +176,7 @@ def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
     kind = TOOLS[tool].kind
     if not isinstance(given, dict):
         raise RefusalError(422, "arguments", f"{tool} takes a JSON object.")
-    try:
-        arguments = kind.model_validate(given, strict=True).model_dump()
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc'][:1])) or 'body'}: {e['msg']}" for e in error.errors()[:3])
-        raise RefusalError(
-            422, "arguments", f"{tool} takes {', '.join(kind.model_fields) or 'nothing'}. {faults}."
-        ) from None
+    arguments = checked_arguments(tool, kind, given, strict=True)
     return ToolCall("video", tool, arguments | ({"variant": 0} if tool in SAMPLED else {}))
 
 

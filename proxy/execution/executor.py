@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -24,6 +26,9 @@ from sandboxes.driver import Sandbox, execute
 from sandboxes.errors import LeftRunningError
 from sandboxes.listener import Listener
 
+if TYPE_CHECKING:
+    from proxy.execution.quotas import Quotas
+
 log = structlog.get_logger()
 
 CallFactory = Callable[[Node, CallKey, asyncio.Event], ToolCall]
@@ -38,7 +43,10 @@ class Executor:
         flights: The calls being executed.
         timings: Where the time of the latest calls went.
         read_answer: Reads a record's answer; raises `DamagedError` if it is not what was written.
+        quotas: How many calls of tasks run at once; None without quotas.
         renew: Moves a rollout that has seen nothing to the current tree; see `Tasks.renew`. None until there are tasks.
+        send_recordings: Keeps what hosts outside have sent to sandboxes of a tree for other machines, before a call is
+            recorded. None if no other machine takes this proxy's tasks over.
     """
 
     def __init__(
@@ -65,7 +73,9 @@ class Executor:
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
         self._keep_answer, self.read_answer, self._gate = keep_answer, read_answer, gate
         self.flights, self.timings = SingleFlight(), Timings()
+        self.quotas: Quotas | None = None
         self.renew: Callable[[Rollout], Awaitable[bool]] | None = None
+        self.send_recordings: Callable[[Tree], Awaitable[None]] | None = None
         self._stand_ins = itertools.count(-1, -1)
 
     def is_readable(self, tree: Tree, record: Record) -> bool:
@@ -216,7 +226,8 @@ class Executor:
         self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, timing: Timing, listener: Listener | None
     ) -> Record | None:
         # 2. A sandbox at the node. If the block fails or is cancelled, the lease closes it: its state is unknown.
-        async with self._restorer.lease_at(rollout, node, timing) as slot:
+        quota = nullcontext() if self.quotas is None else self.quotas.running(rollout.task)
+        async with quota, self._restorer.lease_at(rollout, node, timing) as slot:
             assert slot.sandbox is not None
             # Taken before the call runs: the answer shows the sandbox as it was after this long.
             age_s = rollout.age_s(time.monotonic())
@@ -227,6 +238,8 @@ class Executor:
             # A poll without new output changed nothing, so the sandbox is still at the node and no step is taken.
             if execution.is_empty:
                 return None
+            if self.send_recordings is not None:
+                await self.send_recordings(rollout.tree)
             packed = await pack_large(execution.replay or call, execution.result)
             # A base that changes shows through in sandboxes that run. So a change before the end of the call may be in
             # its result, and others must not be given that in a tree of the old base.
@@ -276,7 +289,7 @@ class Executor:
             self._records.new_record_id(), key, node, destination.known or new_node or node, execution.effect,
             execution.seconds, time.time(), private=private, doubtful=doubtful(call, execution), age_s=age_s,
         )  # fmt: skip
-        self._records.save(
+        written = self._records.save(
             tree.id, record, new_node, execution.replay or call, execution.result, execution.order, packed,
             speculated=rollout.id < 0,
         )  # fmt: skip
@@ -287,5 +300,5 @@ class Executor:
         # From here to the end nothing awaits: the node and the record that leads to it appear in the tree together.
         tree.add_record(record)
         if self._gate is not None:
-            self._gate.recorded(tree, record, is_first=new_node is not None)
+            self._gate.recorded(tree, record, written, is_first=new_node is not None)
         return record

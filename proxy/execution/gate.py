@@ -5,6 +5,7 @@ Without a cluster there is no gate, and every test for one is a comparison with 
 
 from typing import Protocol
 
+from proxy.storage.records import RecordBytes
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record, Tree
 
@@ -74,12 +75,13 @@ class Gate(Protocol):
         """Note that a record differs from what its call does now (`Record.differs`), as the store has it."""
         ...
 
-    def recorded(self, tree: Tree, record: Record, *, is_first: bool) -> None:
+    def recorded(self, tree: Tree, record: Record, written: RecordBytes, *, is_first: bool) -> None:
         """Note that a record was written to the store.
 
         Args:
             tree: Its tree.
             record: The record.
+            written: The bytes of its call and its answer.
             is_first: Whether it was the first to reach its target.
         """
         ...

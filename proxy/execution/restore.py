@@ -55,6 +55,8 @@ class Restorer:
     Attributes:
         fetch: Fetches a snapshot that makes the way to a node cheaper than a plan, or possible if there is no plan.
             Returns whether one was fetched. None if no other machine keeps states of this proxy's tasks.
+        fetch_recordings: Fetches what hosts outside have sent to sandboxes of a tree, before one is leased. None if no
+            other machine had sandboxes of this proxy's tasks.
         maker: Makes the sandboxes that neither a rollout has nor the pool holds.
     """
 
@@ -74,6 +76,7 @@ class Restorer:
         self._records, self._counts = records, counts
         self._replayer = Replayer(pool, cache, records, counts)
         self.fetch: Callable[[Tree, Node, RestorePlan | None], Awaitable[bool]] | None = None
+        self.fetch_recordings: Callable[[Tree], Awaitable[None]] | None = None
 
     @asynccontextmanager
     async def lease_at(self, rollout: Rollout, node: Node, timing: Timing) -> AsyncIterator[Slot]:
@@ -216,6 +219,12 @@ class Restorer:
         assert slot.sandbox is not None
         await rest(slot.sandbox, dwell_s)
 
+    async def _make_ready(self, tree: Tree) -> None:
+        # A tree may be older than the settings that turned its driver off. It can be viewed, but nothing runs in it.
+        driver_of(self._drivers, tree.spec)
+        if self.fetch_recordings is not None:
+            await self.fetch_recordings(tree)
+
     async def _lease(
         self, tree: Tree, node: Node, owner: int | None, timing: Timing, *, without: Collection[Node] = ()
     ) -> Slot:
@@ -228,8 +237,7 @@ class Restorer:
             timing: Takes the seconds of restore and replay.
             without: Nodes whose snapshots must not be used.
         """
-        # A tree may be older than the settings that turned its driver off. It can be viewed, but nothing runs in it.
-        driver_of(self._drivers, tree.spec)
+        await self._make_ready(tree)
         # Only within this lease: a snapshot that failed once may well be restored by the next one.
         failed: dict[Node, SandboxError] = {}
         missed: set[Record] = set()

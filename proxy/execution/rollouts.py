@@ -120,9 +120,7 @@ class Rollouts:
         """End a rollout. Its name is free again. Other rollouts may use its sandbox, unless it shares nothing."""
         # Set before anything awaits: a call that waits for its turn sees it and gives up (`Stepper._answer`).
         rollout.finished = True
-        self._store.rollouts.finish(rollout.id)
-        if self._gate is not None:
-            self._gate.ended(rollout.task, rollout.id)
+        self._store_end(rollout.task, rollout.id)
         self._remove([rollout])
         # The task may have been removed from memory while the rollout's last call ran.
         self._of_tasks.get(rollout.task, {}).pop(rollout.name, None)
@@ -147,9 +145,7 @@ class Rollouts:
             rollout = self.running.get((task, name))
             if rollout is None:
                 # Its task is not in memory.
-                self._store.rollouts.finish(number)
-                if self._gate is not None:
-                    self._gate.ended(task, number)
+                self._store_end(task, number)
             elif rollout.id != number or rollout.calls != calls or rollout.waiting:
                 # It made a call while others were ended, or a call is running.
                 continue
@@ -168,10 +164,13 @@ class Rollouts:
         """End a rollout whose position is lost, so that its name is free; return whether there was one."""
         number, _ = self._lost.pop((task, name), (0, ""))
         if number:
-            self._store.rollouts.finish(number)
-            if self._gate is not None:
-                self._gate.ended(task, number)
+            self._store_end(task, number)
         return bool(number)
+
+    def _store_end(self, task: str, rollout: int) -> None:
+        self._store.rollouts.finish(rollout)
+        if self._gate is not None:
+            self._gate.ended(task, rollout)
 
     def require_position(self, task: str, name: str) -> None:
         """Refuse a rollout whose position is lost.

@@ -106,11 +106,7 @@ class SnapshotValue:
 
     def is_last_way(self, node: Node, tree: Tree) -> bool:
         """Return whether a sandbox at the node may be all that is left of a state that a running rollout needs."""
-        if tree.spec.cache == "never" or node.origin is None or node.snapshot is not None or node.detached:
-            return False
-        if node.diverged:
-            return False
-        return not self.is_proven(node, tree.spec.driver) and self._is_occupied(node, tree.id)
+        return self._may_be_lost(node, tree) and self._is_occupied(node, tree.id)
 
     def is_last_way_of_others(self, node: Node, tree: Tree, rollout: int | None) -> bool:
         """Return whether a sandbox at the node may be all that is left of a state that another rollout is in.
@@ -122,9 +118,12 @@ class SnapshotValue:
             tree: Its tree.
             rollout: The rollout that wants to go on with the sandbox; None for none.
         """
+        others = (other.id != rollout for other in self._walkers.of(tree.id) if other.node is node)
+        return any(others) and self._may_be_lost(node, tree)
+
+    def _may_be_lost(self, node: Node, tree: Tree) -> bool:
+        """Return whether no snapshot has the node's state, and no replay is known to reach it."""
         if tree.spec.cache == "never" or node.origin is None or node.snapshot is not None or node.detached:
-            return False
-        if not any(other.node is node and other.id != rollout for other in self._walkers.of(tree.id)):
             return False
         return not node.diverged and not self.is_proven(node, tree.spec.driver)
 
@@ -179,8 +178,11 @@ class SnapshotValue:
         for _ in range(_LOOK_BACK):
             if not rollouts_at or above is None:
                 break
-            behind += rollouts_at.pop(above.source, 0)
-            above = above.source.origin
+            source = above.source
+            # One look-up: most nodes of the path have no rollout.
+            if source in rollouts_at:
+                behind += rollouts_at.pop(source)
+            above = source.origin
         return behind
 
     def _is_occupied(self, node: Node, tree_id: int) -> bool:

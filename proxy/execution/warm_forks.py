@@ -33,11 +33,12 @@ from snapshots.costs import Costs
 
 log = structlog.get_logger()
 
-_THINKING_S = 0.005
+_THINKING_S = 0.02
 """A rollout without a call for this long is thinking; rounds of `work` are at least as far apart.
 
-Several times the gap between two calls of a replayed workload, and far below the time a model thinks. Halved, forks are
-made for rollouts that are about to move on. Doubled, forks are ready 5 ms later.
+Several times the gap between two calls of a replayed workload, and far below the time a model thinks. With a quarter
+of it, forks are made for rollouts that are about to move on, and the rounds take 3 % of the time of a busy event loop.
+Doubled, forks are ready 20 ms later.
 """
 _PAUSE_SHARE = 50
 """A round of `work` is followed by a pause this many times as long, so that it takes at most 2 % of a core."""

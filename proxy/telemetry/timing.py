@@ -10,8 +10,15 @@ from dataclasses import dataclass
 _MAX_CALLS = 20_000
 """Calls whose timings are kept, 160 bytes each: of the rollouts that ran last. A single rollout is kept whole."""
 
-_MAX_TIMES = 500_000
-"""Times of answers that are kept, 8 bytes each: of the rollouts that ran last. A single rollout is kept whole."""
+_MAX_TIMES_BYTES = 16 << 20
+"""Memory for the times of answers: of the rollouts that ran last. A single rollout is kept whole.
+
+It holds two million times of long rollouts, or 45,000 rollouts of one call.
+"""
+
+_TIME_BYTES = 8
+_ROLLOUT_BYTES = 350
+"""The memory of a rollout's times beside the times: an array, a tuple and an entry (tracemalloc)."""
 
 
 @dataclass(slots=True)
@@ -71,7 +78,7 @@ class AnswerTimes:
 
     def __init__(self) -> None:
         self._by_rollout: OrderedDict[int, tuple[int, array[float]]] = OrderedDict()
-        self._count = 0
+        self._bytes = 0
 
     def note(self, rollout: int, turn: int, at: float) -> None:
         """Keep when a call was answered, in seconds of the monotonic clock. 0.15 µs: each hit notes its time."""
@@ -79,10 +86,12 @@ class AnswerTimes:
         if known is None:
             # After a restart of the proxy, the first turn is not 0.
             known = self._by_rollout[rollout] = turn, array("d")
-            while self._count > _MAX_TIMES and len(self._by_rollout) > 1:
-                self._count -= len(self._by_rollout.popitem(last=False)[1][1])
+            self._bytes += _ROLLOUT_BYTES
+            while self._bytes > _MAX_TIMES_BYTES and len(self._by_rollout) > 1:
+                _, times = self._by_rollout.popitem(last=False)[1]
+                self._bytes -= _ROLLOUT_BYTES + _TIME_BYTES * len(times)
         known[1].append(at)
-        self._count += 1
+        self._bytes += _TIME_BYTES
 
     def of(self, rollout: int) -> dict[int, float]:
         """Return the times of a rollout's answers by turn; calls from before the proxy started have none."""

@@ -107,10 +107,19 @@ def as_variables(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that is free at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a TCP port of 127.0.0.1 that is free, and that the kernel gives to no other program.
+
+    A socket that is bound with SO_REUSEADDR and does not listen keeps the port out of the kernel's own choices until
+    this process ends. A server that sets SO_REUSEADDR too, as servers do, may still listen there, also when it starts
+    again.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port = int(reserved.getsockname()[1])
+    # The descriptor stays open.
+    reserved.detach()
+    return port
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -17,6 +17,7 @@ from proxy.server import server
 from proxy.settings import Settings
 from sandboxes.driver import Driver
 from sandboxes.spec import EnvironmentSpec
+from tests.machine import PLAIN
 from tests.proxy.rig import KEEPS_ALL
 from tests.sandboxes.memory_driver import Gate, MemoryDriver
 
@@ -41,6 +42,13 @@ class Running:
         return self.client.post(f"/t/{task}/r/{rollout}/shell/exec", json={"command": command, **more})
 
 
+def get(proxy: Running, path: str, status: int = 200) -> Any:
+    """Return the JSON of a route below `/api/v1/`."""
+    answer = proxy.client.get(f"/api/v1/{path}")
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
 @contextmanager
 def serving(
     data: Path, *, gate: Gate | None = None, drivers: Mapping[str, Driver] | None = None, **settings: Any
@@ -62,7 +70,7 @@ def serving(
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        with httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=30) as client:
+        with httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=30, verify=PLAIN) as client:
             # The socket listens, so this waits until it is served.
             client.get("/readyz").raise_for_status()
             yield Running(client, made[0][0], driver, address)

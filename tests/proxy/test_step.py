@@ -326,6 +326,8 @@ def test_answers_beside_processes_expire(tmp_path: Path) -> None:
                 assert (await ask(running, rollout, "echo 1 > a"))[1] is outcome
             ages = [record.age_s for record in slow.tree.root.records.values()]
             assert ages == [0.0]
-            assert sorted(int(record.age_s) for record in hasty.node.records.values()) == [0, 2, 10, 10, 20]
+            # The machine may have been busy between two calls.
+            ages = sorted(record.age_s for record in hasty.node.records.values())
+            assert ages == pytest.approx([0.5, 2.0, 10.0, 10.0, 20.0], abs=1.4)
 
     asyncio.run(body())

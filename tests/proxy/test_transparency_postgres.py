@@ -129,6 +129,56 @@ SESSIONS = (
     "LOCK TABLE t",
     "DISCARD ALL",
 )
+RARE = (
+    "ANALYZE wide",
+    "CREATE INDEX by_a ON wide (a)",
+    "DROP INDEX by_a",
+    "ALTER TABLE t RENAME b TO bb",
+    "ALTER TABLE t RENAME bb TO b",
+    "CREATE MATERIALIZED VIEW made AS SELECT count(*) AS a FROM log",
+    "REFRESH MATERIALIZED VIEW made",
+    "CREATE TYPE mood AS ENUM ('low', 'high')",
+    "ALTER TYPE mood ADD VALUE IF NOT EXISTS 'mid' BEFORE 'high'",
+    "CREATE SEQUENCE s CACHE 3",
+    "ALTER SEQUENCE log_id_seq INCREMENT 5",
+    "ALTER TABLE log SET UNLOGGED",
+    "CREATE RULE r AS ON DELETE TO t DO ALSO INSERT INTO log (note) VALUES ('gone')",
+    "ALTER TABLE t ALTER c SET DEFAULT 9",
+    "ALTER TABLE t ADD CONSTRAINT few CHECK (a < 1000) NOT VALID",
+    "INSERT INTO tmp VALUES (2)",
+    "UPDATE tmp SET a = a + 1",
+    "TRUNCATE tmp",
+    "CREATE TEMP SEQUENCE ts",
+    "SELECT nextval('ts')",
+    "CREATE TEMP TABLE t AS SELECT 'hides' AS a",
+    "DROP TABLE pg_temp.t",
+    "CREATE FUNCTION pg_temp.f() RETURNS bigint LANGUAGE sql AS 'SELECT count(*) FROM log'",
+    "SELECT pg_temp.f()",
+    "CREATE TEMP VIEW tv AS SELECT max(a) FROM t",
+    "SELECT * FROM tv",
+    "SET app.who = 'me'",
+    "SELECT set_config('app.who', 'you', true)",
+    "SELECT current_setting('app.who', true)",
+    "RESET app.who",
+    "DO $$ BEGIN PERFORM set_config('app.who', 'block', false); END $$",
+    "SET application_name = 'mine'",
+    "SET DateStyle = 'SQL, DMY'",
+    "SELECT '2026-02-03'::date::text",
+    "SET enable_seqscan = off",
+    "EXPLAIN (COSTS OFF) SELECT * FROM wide WHERE a = 3",
+    "SELECT name, custom_plans FROM pg_prepared_statements",
+    "SELECT pg_advisory_lock(7)",
+    "SELECT pg_advisory_unlock(7)",
+    "SELECT lo_put(77, 0, 'abc')",
+    "SELECT lo_create(77)",
+    "SELECT lo_get(77)",
+    "SET CONSTRAINTS ALL IMMEDIATE",
+    "LISTEN news",
+    "SELECT * FROM pg_listening_channels()",
+    "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY",
+    "RESET ALL",
+)
+"""Statements whose effects are hard to see. `bench.differential` and thorough runs make them."""
 END = (
     "ROLLBACK",
     "DISCARD ALL",
@@ -139,7 +189,8 @@ END = (
     "INSERT INTO public.log (note) VALUES ('end') RETURNING id",
 )
 
-statements = st.one_of(*(st.sampled_from(pool) for pool in (READS, READS, WRITES, WRITES, SCHEMA, SESSIONS)))
+POOLS = (READS, READS, WRITES, WRITES, SCHEMA, SESSIONS, *([RARE] if EXAMPLES > 4 else []))
+statements = st.one_of(*(st.sampled_from(pool) for pool in POOLS))
 
 
 @st.composite

@@ -21,6 +21,7 @@ from tests.proxy.rig import KEEPS_ALL
 from tests.proxy.sql_walks import Statement, Trouble, ask, walk
 from tests.sandboxes.sqlite_files import folder_digest, make, spec_of
 
+WALKS = int(os.environ.get("SQL_WALKS", "25"))
 SCRIPT = """
 PRAGMA foreign_keys = OFF;
 CREATE TABLE item (id INTEGER PRIMARY KEY, name TEXT UNIQUE, stock INT DEFAULT 0, CHECK (stock >= 0));
@@ -54,6 +55,55 @@ SQL = (
     "WITH gone AS (SELECT 1) DELETE FROM sale WHERE id IN (SELECT * FROM gone)",
     "SELECT name -- and a remark\nFROM item", "select  name   from item",
 )  # fmt: skip
+MORE_SQL = (
+    "CREATE TABLE gen (a INT, b INT GENERATED ALWAYS AS (a * 2) STORED, c AS (a + 1))",
+    "INSERT INTO gen (a) VALUES (4), (5)", "SELECT * FROM gen", "UPDATE gen SET a = a + 1 RETURNING *",
+    "CREATE TABLE wr (k TEXT PRIMARY KEY, v) WITHOUT ROWID", "INSERT INTO wr VALUES ('b', 1), ('a', 2)",
+    "SELECT * FROM wr", "INSERT INTO wr VALUES ('a', 9) ON CONFLICT (k) DO UPDATE SET v = v + excluded.v",
+    "CREATE VIRTUAL TABLE ft USING fts5(body)",
+    "INSERT INTO ft VALUES ('the quick fox'), ('lazy dog'), ('quick dog')",
+    "SELECT rowid, body, rank FROM ft WHERE ft MATCH 'quick' ORDER BY rank",
+    "INSERT INTO ft(ft, rank) VALUES ('rank', 'bm25(5.0)')", "INSERT INTO ft(ft) VALUES ('rebuild')",
+    "DELETE FROM ft WHERE rowid = 2", "SELECT highlight(ft, 0, '<', '>') FROM ft('dog')",
+    "INSERT INTO ft(ft, rank) VALUES ('pgsz', 64)", "INSERT INTO ft(ft) VALUES ('integrity-check')",
+    "CREATE VIRTUAL TABLE rt USING rtree(id, x0, x1)", "INSERT INTO rt VALUES (1, 0, 5), (2, 3, 9)",
+    "SELECT id FROM rt WHERE x1 > 4 AND x0 < 4", "SELECT rtreecheck('rt')", "SELECT * FROM sqlite_sequence",
+    "UPDATE sqlite_sequence SET seq = 100", "DELETE FROM sqlite_sequence", "ANALYZE item",
+    "SELECT * FROM sqlite_stat1", "DELETE FROM sqlite_stat1", "UPDATE sqlite_stat1 SET stat = '100000 1'",
+    "INSERT INTO sqlite_stat1 VALUES ('item', 'by_stock', '100000 2')", "DROP TABLE sqlite_stat1",
+    "ANALYZE sqlite_schema", "SELECT name FROM item WHERE stock > 0 AND name > 'a'",
+    "SELECT i.name, s.id FROM item i, sale s WHERE s.item = i.id AND i.stock >= 0",
+    "EXPLAIN QUERY PLAN SELECT i.name FROM item i, sale s WHERE s.item = i.id AND i.stock > 1 AND s.amount > 2",
+    "EXPLAIN QUERY PLAN SELECT name FROM item WHERE stock > 0 AND name > 'a'", "CREATE INDEX by_item ON sale (item)",
+    "CREATE INDEX part ON item (name) WHERE stock > 0", "CREATE INDEX expr ON item (length(name))",
+    "SELECT name FROM item WHERE stock IN (0, 5, 7, 8)", "SELECT DISTINCT stock FROM item", "PRAGMA schema_version",
+    "PRAGMA freelist_count", "PRAGMA application_id = 7", "PRAGMA application_id", "PRAGMA auto_vacuum",
+    "PRAGMA incremental_vacuum(1)", "PRAGMA encoding", "PRAGMA page_size", "PRAGMA recursive_triggers = ON",
+    "PRAGMA recursive_triggers", "PRAGMA ignore_check_constraints = ON", "PRAGMA query_only = ON",
+    "PRAGMA query_only = OFF", "PRAGMA query_only", "PRAGMA legacy_alter_table = ON", "PRAGMA trusted_schema = OFF",
+    "PRAGMA automatic_index = OFF", "PRAGMA cache_size = 5", "PRAGMA cache_size", "PRAGMA case_sensitive_like = OFF",
+    "SELECT name FROM item WHERE name LIKE 'T%'", "PRAGMA reverse_unordered_selects = OFF",
+    "PRAGMA cell_size_check = ON", "PRAGMA synchronous = FULL",
+    "CREATE TRIGGER tr INSTEAD OF INSERT ON dear BEGIN INSERT INTO log VALUES ('view ' || new.item); END",
+    "INSERT INTO dear VALUES (1, 2)",
+    "CREATE TEMP TRIGGER ttr AFTER UPDATE ON item BEGIN INSERT INTO log VALUES ('u' || old.id); END",
+    "DROP TRIGGER ttr", "DROP TRIGGER sold", "CREATE TEMP VIEW tv AS SELECT name FROM item", "SELECT * FROM tv",
+    "DROP VIEW tv", "CREATE TEMP TABLE item (shadow)", "DROP TABLE temp.item", "ALTER TABLE item RENAME TO goods",
+    "ALTER TABLE goods RENAME TO item", "ALTER TABLE item RENAME COLUMN stock TO amount",
+    "ALTER TABLE item RENAME COLUMN amount TO stock", "ALTER TABLE sale ADD COLUMN tax AS (amount * 0.2)",
+    "DELETE FROM item WHERE id > 1000000", "INSERT OR IGNORE INTO item VALUES (1, 'one', 5)",
+    "INSERT OR REPLACE INTO item VALUES (1, 'one', -5)", "INSERT OR ROLLBACK INTO item VALUES (1, 'one', 5)",
+    "INSERT OR FAIL INTO item (name) VALUES ('q'), ('one'), ('r')", "UPDATE OR IGNORE item SET id = 3",
+    "INSERT INTO item DEFAULT VALUES",
+    "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c WHERE n < 40) INSERT INTO log SELECT n FROM c",
+    "DELETE FROM log WHERE rowid % 2", "SELECT count(*), max(rowid) FROM log", "SELECT rowid, text FROM log LIMIT 5",
+    "SELECT name, rowid FROM item ORDER BY stock", "SELECT * FROM pragma_table_list", "PRAGMA foreign_key_check",
+    "PRAGMA table_list", "PRAGMA index_list(item)", "SELECT json_group_array(name) FROM item",
+    "SELECT sum(amount) OVER (ORDER BY id), id FROM sale", "SAVEPOINT a", "RELEASE a", "ROLLBACK TO a", "END",
+    "BEGIN EXCLUSIVE", "SELECT sql FROM sqlite_schema WHERE name = 'item'", "CREATE TABLE strict1 (a INT) STRICT",
+    "INSERT INTO strict1 VALUES ('x')", "REINDEX item",
+)  # fmt: skip
+"""Rarer kinds, for `bench.differential` and thorough runs: tables of other kinds, statistics, settings."""
 SCRIPTS = (
     "INSERT INTO item (name) VALUES ('s'); UPDATE item SET stock = 9; SELECT * FROM item;",
     "BEGIN; DELETE FROM sale; INSERT INTO log VALUES ('all gone'); COMMIT;",
@@ -62,7 +112,7 @@ SCRIPTS = (
 )
 words = st.one_of(
     st.tuples(st.just("query"), st.sampled_from(SQL)),
-    st.tuples(st.just("query"), st.sampled_from(SQL)),
+    st.tuples(st.just("query"), st.sampled_from(SQL + MORE_SQL if WALKS > 25 else SQL)),
     st.tuples(st.just("script"), st.sampled_from(SCRIPTS)),
 )
 walks = st.lists(st.lists(words, max_size=12), min_size=1, max_size=8)
@@ -155,7 +205,7 @@ async def together(
     return [[shown(answer) for answer in each] for each in answers]
 
 
-@settings(max_examples=int(os.environ.get("SQL_WALKS", "25")))
+@settings(max_examples=WALKS)
 @given(
     walks, st.integers(), st.sampled_from([0, 0.15]), st.sampled_from([KEEPS_ALL, Reuse()]),
     st.sampled_from([1, 3, 64]),

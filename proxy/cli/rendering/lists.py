@@ -121,7 +121,30 @@ def render_members(view: Json) -> RenderableType:
         )
         cells.append((printable(row["name"]), state, f"{row['tasks']:,}", *counts, printable(row["link"])))
     heads = ("member", "state", "tasks", "elsewhere", "for others", "room", "link")
-    return _table(ListColumns(heads, cells, names=2), "no member")
+    quotas = [
+        (printable(row["tasks"]), f"{row['calls']:,}", f"{row['running']:,}", f"{row['waiting']:,}")
+        for row in view.get("quotas", ())
+    ]
+    members = _table(ListColumns(heads, cells, names=2), "no member")
+    if not quotas:
+        return members
+    return Group(members, "", ListColumns(("quota of tasks", "calls", "running", "waiting"), quotas, names=1))
+
+
+def render_moves(view: Json) -> RenderableType:
+    """Render the loads of a cluster's members, and the tasks that move between them or would move."""
+    loads = [(printable(row["name"]), f"{row['before']:,}", f"{row['after']:,}") for row in view["members"]]
+    moves = [
+        (
+            printable(row["task"]), printable(row["from"]), printable(row["to"]), f"{row['load']:,}",
+            "planned" if view["dry_run"] else "moved" if row["moved"] else "stays",
+        )
+        for row in view["moves"]
+    ]  # fmt: skip
+    return Group(
+        ListColumns(("member", "load before", "after"), loads, names=1), "",
+        _table(ListColumns(("task", "from", "to", "load", "state"), moves, names=3), "no task moves"),
+    )  # fmt: skip
 
 
 def render_nodes(rows: Sequence[Json]) -> RenderableType:

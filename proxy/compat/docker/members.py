@@ -18,6 +18,7 @@ from proxy.compat.docker.waiting_commands import waits as waits_alone
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from sandboxes.container.boot_scripts import SERVICES
+from sandboxes.container.service_commands import only_port
 from sandboxes.server_spec import MAIN
 
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
@@ -84,8 +85,8 @@ def member(
     _refuse(own_name, host, labels)
     waits, argv = not spec.main, arguments_of(body, config)
     health = _health(body, config)
-    port = _only_port(body)
-    if not waits and not health and port is None and _only_port(config) is None:
+    port = only_port(body)
+    if not waits and not health and port is None and only_port(config) is None:
         raise RefusalError(
             400, "docker", f"Nothing says when service {own_name!r} is ready. Give it a healthcheck, or exactly one "
             "port under `expose` in the compose file, so that no call meets it half started.",
@@ -130,13 +131,6 @@ def _health(body: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ..
         if test:
             return () if test[0] == "NONE" else tuple(map(str, test))
     return ()
-
-
-def _only_port(source: Mapping[str, Any]) -> int | None:
-    """Return the TCP port that a request or an image exposes, if it exposes exactly one."""
-    ports = [entry.partition("/") for entry in source.get("ExposedPorts") or {}]
-    numbers = [number for number, _, protocol in ports if protocol in ("", "tcp") and number.isdigit()]
-    return int(numbers[0]) if len(numbers) == 1 else None
 
 
 def _ready_s(check: Mapping[str, Any]) -> float:

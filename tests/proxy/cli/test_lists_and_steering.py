@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from forkpoint.address import DEFAULT_URL
 from proxy.address import read_address, write_address
-from proxy.cli.client import proxy_url
+from proxy.cli.client import ControlClient, proxy_url
 from proxy.cli.commands import _COMMANDS, _OFFLINE
 from proxy.cli.completion import complete_node, complete_rollout, complete_task, description
 from proxy.cli.main import app
@@ -75,6 +76,25 @@ def test_columns_fit_any_terminal(width: int) -> None:
     shown = re.sub(r"\s", "", capture.get())
     assert "n" * 30 in shown
     assert ("because" in shown) == (width == 200)
+
+
+def test_tasks_that_did_not_move_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cluster rebalance` shows loads and moves, and exits with 1 if a task stays. A dry run moves none."""
+    requests = []
+
+    def request(_self: ControlClient, *path: str, **more: Any) -> dict[str, Any]:
+        requests.append((path, more["params"]))
+        move = {"task": "t", "from": "a", "to": "b", "load": 2, "moved": False}
+        loads = [{"name": "a", "before": 4, "after": 4}, {"name": "b", "before": 0, "after": 0}]
+        return {"dry_run": more["params"]["dry_run"] == "true", "members": loads, "moves": [move]}
+
+    monkeypatch.setattr(ControlClient, "request", request)
+    planned = CliRunner().invoke(app, ["cluster", "rebalance", "--dry-run", "--max", "2"])
+    assert (planned.exit_code, "planned" in planned.output) == (0, True), planned.output
+    made = CliRunner().invoke(app, ["cluster", "rebalance"])
+    assert (made.exit_code, "stays" in made.output) == (1, True), made.output
+    path = ("POST", "cluster", "rebalance")
+    assert requests == [(path, {"max": 2, "dry_run": "true"}), (path, {"max": 4, "dry_run": "false"})]
 
 
 def test_fork_begins_rollout_at_node(proxy: Running) -> None:

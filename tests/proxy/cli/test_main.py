@@ -14,7 +14,6 @@ from proxy.cli.main import app
 from proxy.cli.rendering.tree import render_tree
 from proxy.cli.replay import first_difference
 from proxy.cli.text import printable, shortened
-from proxy.workloads.ephemeral_proxy import free_port
 from proxy.workloads.report import CallId, Difference, ToolAnswer
 from tests.proxy.stub import stub_proxy
 
@@ -176,7 +175,7 @@ def test_error_of_proxy_is_printed_escaped() -> None:
 
 
 def test_unreachable_proxy_error_names_remedy() -> None:
-    code, output = typed("tree", "demo", "--url", f"http://127.0.0.1:{free_port()}")
+    code, output = typed("tree", "demo", "--url", "http://127.0.0.1:1")
     assert code == 1
     assert "Start one with `forkpoint serve`" in output
 

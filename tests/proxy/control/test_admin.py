@@ -1,25 +1,12 @@
 """The REST API of tasks, trees, nodes, rollouts and forks, and its refusals."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.proxy.serving import Running, serving
+from tests.proxy.serving import Running, get
 
 SPEC = {"driver": "memory"}
-
-
-@pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("data")) as running:
-        yield running
-
-
-def get(proxy: Running, path: str, status: int = 200) -> Any:
-    answer = proxy.client.get(f"/api/v1/{path}")
-    assert answer.status_code == status, answer.text
-    return answer.json()
 
 
 def test_task_is_put_shown_listed_and_deleted(proxy: Running) -> None:

@@ -1,23 +1,8 @@
 """Large trees, one page at a time: children, folded chains, totals, search, answers and past rollouts."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
-from tests.proxy.serving import Running, serving
-
-
-@pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("data")) as running:
-        yield running
-
-
-def get(proxy: Running, path: str, status: int = 200) -> Any:
-    answer = proxy.client.get(f"/api/v1/{path}")
-    assert answer.status_code == status, answer.text
-    return answer.json()
+from tests.proxy.serving import Running, get
 
 
 def walk(proxy: Running, task: str, rollout: str, *commands: str) -> list[str]:

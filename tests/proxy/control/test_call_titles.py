@@ -10,6 +10,7 @@ from sandboxes.calls import ToolCall
     ("call", "expected"),
     [
         (ToolCall("shell", "exec", {"command": "ls -l", "timeout_s": 9.0}), "ls -l"),
+        (ToolCall("shell", "exec", {"command": "ls", "service": "db"}), "db: ls"),
         (ToolCall("sql", "query", {"sql": "SELECT 1"}), "SELECT 1"),
         (ToolCall("shell", "get", {"path": "/f"}), 'shell/get {"path":"/f"}'),
         (

@@ -43,7 +43,7 @@ def test_no_request_causes_a_server_error(proxy: Running) -> None:
 def attempt(operation: Any, mode: schemathesis.GenerationMode) -> None:
     """Send what the description allows (positive) or forbids (negative)."""
 
-    @settings(max_examples=15, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=5, suppress_health_check=list(HealthCheck))
     @given(operation.as_strategy(generation_mode=mode), st.booleans())
     def send(case: schemathesis.Case[Any], known: bool) -> None:
         if known and case.path_parameters:

@@ -161,8 +161,9 @@ def test_log_lines_name_task_rollout_and_node(tmp_path: Path, monkeypatch: pytes
     handlers, level = logging.getLogger().handlers[:], logging.getLogger().level
 
     async def go() -> str:
+        # First, as in a proxy that starts: the engine's loggers are bound to it.
+        setup("debug", json=True)
         async with engine(tmp_path) as running:
-            setup("debug", json=True)
             task = await running.tasks.open("demo")
             rollout = running.tasks.rollouts.begin(task, "r7", task.tree, task.tree.root)
             await ask(running, rollout, "echo 1 > f")

@@ -14,7 +14,7 @@ from websockets.sync.client import ClientConnection, connect
 from sandboxes.linux.files import remove_tree
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.machine import require_sandboxes, wait_until
-from tests.proxy.serving import Running, serving
+from tests.proxy.serving import Running, get, serving
 from tests.sandboxes.box import local_driver
 from tests.sandboxes.docker import BASH_IMAGE, container_driver, require_docker
 
@@ -49,12 +49,6 @@ def real(request: pytest.FixtureRequest) -> tuple[Running, dict[str, str]]:
     """A proxy with real sandboxes, and the spec of such a sandbox."""
     running: Running = request.getfixturevalue(request.param)
     return running, {"driver": "local"} if request.param == "local" else {"driver": "container", "image": BASH_IMAGE}
-
-
-def get(proxy: Running, path: str, status: int = 200) -> Any:
-    answer = proxy.client.get(f"/api/v1/{path}")
-    assert answer.status_code == status, answer.text
-    return answer.json()
 
 
 def at(proxy: Running, task: str, *commands: str, rollout: str = "r") -> list[str]:
@@ -226,7 +220,8 @@ def test_fork_closes_when_terminal_disconnects(real: tuple[Running, dict[str, st
     with terminal(proxy, "left", node) as socket:
         socket.send(b"echo ready-$((1+1))\n")
         until(socket, "ready-2")
-        assert proxy.control.scratch_forks.open == 1
+        # The fork of another test's terminal may still be closing.
+        wait_until(lambda: proxy.control.scratch_forks.open == 1, "the terminal has no fork")
     wait_until(
         lambda: not any(box["why"].startswith("scratch fork") for box in get(proxy, "sandboxes")["items"]),
         "the fork of a closed terminal is still open",
@@ -248,5 +243,5 @@ def test_driver_without_terminals_is_refused(proxy: Running) -> None:
 def until(socket: ClientConnection, *words: str) -> None:
     text = ""
     while not all(word in text for word in words):
-        message = socket.recv(timeout=20)
+        message = socket.recv(timeout=30)
         text += message if isinstance(message, str) else message.decode(errors="replace")

@@ -22,7 +22,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def talk(proxy: Running, sent: bytes) -> bytes:
     """Send raw bytes, the last request of which asks to close; return all that comes back."""
-    with socket.create_connection(proxy.address, timeout=5) as connection:
+    with socket.create_connection(proxy.address, timeout=30) as connection:
         connection.sendall(sent)
         answer = b""
         while chunk := connection.recv(65536):
@@ -111,6 +111,9 @@ BAD: dict[str, tuple[str, str, bytes | str | None, int]] = {
     "a day and a bit": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "timeout_s": 86401}', 422),
     "time as truth": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "timeout_s": true}', 422),
     "a session with a slash": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "session": "a/b"}', 422),
+    "a service that is not there": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "service": "db"}', 422),
+    "a service that is no name": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "service": ["db"]}', 422),
+    "a user of no service": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "user": "root"}', 422),
     "a session with a newline": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "session": "a\\n"}', 422),
     "an unknown endpoint": ("POST", "/t/bad/r/a/nonsense/exec", b"{}", 404),
     "an unknown tool": ("POST", "/t/bad/r/a/shell/nonsense", b"{}", 404),
@@ -222,11 +225,38 @@ def test_too_many_calls_are_refused_with_retry_after(tmp_path: Path) -> None:
 
     with serving(tmp_path, gate=gate, max_requests=1) as small, ThreadPoolExecutor() as threads:
         first = threads.submit(small.exec, "a", "pwd")
-        came.wait(10)
+        assert came.wait(30)
         refused = small.exec("b", "pwd")
         go.set()
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert first.result().status_code == 200
+
+
+def test_a_tenant_at_its_quota_slows_no_other(tmp_path: Path) -> None:
+    """Its next call is refused, leaves no record, and succeeds later. Its hits and other tasks are not affected."""
+    came, go = threading.Event(), threading.Event()
+
+    async def gate(call: ToolCall) -> None:
+        if call.arguments["command"] == "hold":
+            came.set()
+            await asyncio.to_thread(go.wait)
+
+    quotas = {"team-*": 1}
+    with serving(tmp_path, gate=gate, quotas=quotas, sandbox_patience_s=0.1) as small, ThreadPoolExecutor() as threads:
+        assert small.exec("a", "pwd", task="team-1").status_code == 200
+        first = threads.submit(small.exec, "b", "hold", task="team-1")
+        came.wait(30)
+        refused = small.exec("c", "pwd", task="team-2")
+        hit = small.exec("c", "pwd", task="team-1")
+        other = small.exec("c", "pwd", task="other")
+        metrics = small.client.get("/metrics").text
+        go.set()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "team-* have a quota of 1 calls" in refused.json()["detail"]
+        assert (hit.headers["cache-status"], other.status_code) == ("forkpoint; hit", 200)
+        assert 'forkpoint_quota_calls{state="running",tasks="team-*"} 1.0' in metrics
+        assert first.result().status_code == 200
+        assert small.exec("c", "pwd", task="team-2").headers["cache-status"] == "forkpoint; fwd=miss; stored"
 
 
 def test_names_of_real_tasks_are_accepted(proxy: Running) -> None:

@@ -140,15 +140,19 @@ def test_idle_connections_make_room_for_others(proxy: Running) -> None:
             connection.close()
 
 
-def test_busy_connections_are_never_closed_for_others(tmp_path: Path) -> None:
+def test_busy_connections_are_never_closed_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit, with all connections in the middle of a request, a new one gets 503, and no request is lost."""
     with serving(tmp_path, max_connections=16) as running:
         # The client of `serving` has a connection of its own.
         running.client.close()
+        monkeypatch.setattr(connection_limits, "BODY_S", 60.0)
         busy = [opened(running) for _ in range(16)]
         for number, connection in enumerate(busy):
-            connection.sendall(POST % b"busy%d" % number + b"content-length: %d\r\n\r\n" % len(CALL) + CALL[:5])
-        time.sleep(0.5)
+            # The server answers that it waits for the body, so it has read the head.
+            head = POST % b"busy%d" % number + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(CALL)
+            connection.sendall(head)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 100 ")
+            connection.sendall(CALL[:5])
         assert exchanged(running).startswith(b"HTTP/1.1 503 ")
         for connection in busy:
             connection.sendall(CALL[5:])

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from proxy.dialects import BuiltIn
+from proxy.dialects.base import Call, Request
 from proxy.http.answer_cache import Answers, PreparedAnswer
 from proxy.storage.errors import StoreError
 from proxy.tree.tree import Record
@@ -30,3 +32,19 @@ def test_a_failed_read_takes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
             broken.clear()
             assert proxy.exec("second", "echo 1 >> log").headers["cache-status"] == "forkpoint; hit"
         assert proxy.exec("second", "cat log").json() == last.json()
+
+
+def test_a_miss_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The regular path takes what the hit path has read of the same request."""
+    read, requests = BuiltIn.read, list[Request]()
+
+    def noted(dialect: BuiltIn, request: Request) -> Call:
+        requests.append(request)
+        return read(dialect, request)
+
+    with serving(tmp_path) as proxy:
+        proxy.exec("first", "echo 1")
+        monkeypatch.setattr(BuiltIn, "read", noted)
+        # The first call has made the rollout's address known, so the hit path reads the second one.
+        assert "hit" not in proxy.exec("first", "echo 2").headers["cache-status"]
+    assert len(requests) == 1

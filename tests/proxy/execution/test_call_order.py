@@ -17,7 +17,7 @@ async def send(running: Engine, rollout: Rollout, command: str, *, commutes: boo
     key = call_key(call)
     if running.step.known(rollout, key) is not None:
         return Outcome.HIT
-    return (await running.step.run(rollout, call, key, commutes=commutes)).outcome
+    return (await running.step.begin(rollout, call, key, commutes=commutes)).outcome
 
 
 def test_commuting_calls_have_one_recorded_order(tmp_path: Path) -> None:

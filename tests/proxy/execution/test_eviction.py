@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy import engine as engines
 from proxy.audit import prover
 from proxy.engine import Engine
 from proxy.execution import replay
@@ -25,6 +26,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "PROOF_AGE_S", -1.0)
     monkeypatch.setattr(prover, "PROOF_AGE_S", -1.0)
     monkeypatch.setattr(prover, "_PAUSE_SHARE", 0)
+    # No round of the engine's own runs beside those of the tests.
+    monkeypatch.setattr(engines, "_AUDIT_EVERY_S", 1e6)
 
 
 async def squeeze(running: Engine) -> None:

@@ -103,10 +103,10 @@ def test_a_directorys_time_is_replayed(folder: Path) -> None:
         rollout = await engine.tasks.rollout("task", "one")
         make = "[ out -nt src ] && echo current || { mkdir -p out; touch out; echo built; }"
         for command, answer in (
-            ("touch src", ""),
+            ("touch src; sleep .1", ""),
             (make, "built\n"),
             (make, "current\n"),
-            ("sleep .01; touch src", ""),
+            ("sleep .1; touch src", ""),
         ):
             assert await out(engine, rollout, command) == answer
         assert await out(engine, rollout, make) == "built\n"

@@ -17,6 +17,7 @@ from proxy.tree.tree import Node
 from sandboxes.calls import ToolCall
 from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.pool.lifecycle import SandboxState
+from tests.machine import wait_until
 from tests.proxy.rig import ask, engine
 from tests.proxy.serving import serving
 from tests.sandboxes.memory_driver import Gate, MemoryDriver
@@ -132,23 +133,15 @@ def test_new_rollouts_find_a_sandbox_at_their_node(tmp_path: Path) -> None:
 
     with serving(tmp_path, warm_sandboxes=4, memory_reserve_bytes=0) as proxy:
         begun = proxy.client.post("/api/v1/tasks/task/rollouts", json={"rollout": "a"}).json()
-        patiently(lambda: warm() == [begun["node"]])
+        wait_until(lambda: warm() == [begun["node"]], "no sandbox is at the root")
         node = proxy.exec("a", "echo 1 > f").headers["x-forkpoint-node"]
         proxy.exec("a", "echo 2 > f")
         forked = proxy.client.post("/api/v1/tasks/task/rollouts/a/fork", json={"name": "b", "node": node}).json()
         assert forked["node"] == node
-        patiently(lambda: node in warm())
+        wait_until(lambda: node in warm(), "no sandbox is at the node of the fork")
         assert proxy.exec("b", "cat f").json()["stdout"] == "1\n"
         stats = proxy.client.get("/api/v1/stats").json()
         assert stats["warm_used"] >= 2
-
-
-def patiently(true: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if true():
-            return
-        time.sleep(0.01)
-    pytest.fail("the condition never held")
 
 
 def test_a_freeze_in_progress_counts_as_ready(tmp_path: Path) -> None:

@@ -164,6 +164,27 @@ def test_every_route_of_the_control_plane_refuses_it(proxy: Running, tokens: dic
     assert others(proxy) == before
 
 
+def test_no_route_shows_the_tasks_of_other_tokens(proxy: Running) -> None:
+    """Alice's token names a task of somebody else on every route, and asks for every view of all tasks."""
+    foreign = "bob-box"
+    respond(proxy, "PUT", f"/api/v1/tasks/{foreign}", ROOT, json={"driver": "local"}).raise_for_status()
+    write = {"command": f"echo {SECRET}"}
+    respond(proxy, "POST", f"/t/{foreign}/r/other/shell/exec", ROOT, json=write).raise_for_status()
+    before = respond(proxy, "GET", f"/api/v1/tasks/{foreign}/rollouts/other", ROOT).json()
+    for method, known in sorted(set(routes(proxy))):
+        path = known.replace(TASK, foreign)
+        if method == "WEBSOCKET" or path.startswith(("/ui", "/manual")):
+            continue
+        for query in ("", f"?task={foreign}", f"?q={foreign}", f"?run={foreign}", "?limit=1000"):
+            answer = respond(proxy, method, f"{path}{query}", ALICE, json={"spec": {"driver": "local"}})
+            if foreign in path:
+                assert answer.status_code == 403, (method, path, answer.text)
+            asked = answer.text.replace(f"{path}{query}", "")
+            assert SECRET not in asked, (method, path)
+            assert foreign not in asked or answer.status_code >= 400, (method, path, query, answer.text)
+    assert respond(proxy, "GET", f"/api/v1/tasks/{foreign}/rollouts/other", ROOT).json() == before
+
+
 def agents_requests(base: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield requests for agents' endpoints below a base URL: method, path, and more."""
     yield "POST", f"{base}/shell/exec", {"json": SHELL}

@@ -68,10 +68,3 @@ async def speculated(running: Engine, *rollouts: Rollout) -> None:
     running.speculator.round()
     await running.speculator._tasks.wait()
     await running.capture.drain()
-
-
-async def until(true: Any) -> None:
-    """Wait for a condition."""
-    async with asyncio.timeout(30):
-        while not true():  # noqa: ASYNC110 - conditions of a test
-            await asyncio.sleep(0.001)

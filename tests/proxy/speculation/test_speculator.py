@@ -17,8 +17,9 @@ from sandboxes.calls import ToolCall
 from sandboxes.errors import SandboxError
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.spec import EnvironmentSpec
+from tests.machine import until
 from tests.proxy.rig import ask, engine, shell
-from tests.proxy.speculation.rig import MeteredSandbox, speculated, speculating, think, until
+from tests.proxy.speculation.rig import MeteredSandbox, speculated, speculating, think
 from tests.sandboxes.memory_driver import MemoryDriver
 
 Test = Callable[[Engine, MemoryDriver], Awaitable[None]]

@@ -1,22 +1,15 @@
 """The page's own files: what others wrote is what it was when it was read, and every page has the page's headers."""
 
 import re
-from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from proxy.ui.static_files import HEADERS
-from tests.proxy.serving import Running, serving
+from tests.proxy.serving import Running
 
 STATIC = Path(__file__).parents[3] / "proxy" / "ui" / "static"
-
-
-@pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("data")) as running:
-        yield running
 
 
 def test_files_of_others_have_their_digests() -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from proxy.workloads.ephemeral_proxy import free_port
 from proxy.workloads.format import RecordedRollout, RecordedTask, Workload
 from proxy.workloads.report import (
     CallId,
@@ -126,7 +125,7 @@ def test_comparison_lists_only_different_answers() -> None:
 
 
 def test_unreachable_proxy_error_names_remedy() -> None:
-    nowhere = Stub(url=f"http://127.0.0.1:{free_port()}")
+    nowhere = Stub(url="http://127.0.0.1:1")
     with pytest.raises(ReplayError, match=r"no proxy answers at .* Start one with `forkpoint serve`"):
         run(nowhere, workload(["ls"]))
 

@@ -36,7 +36,7 @@ def start(running: Answering, rollout: str, exec_id: str) -> tuple[int, dict[int
     """Start an exec as the command line does; return the status and the output by stream."""
     body = b'{"Detach":false,"Tty":false}'
     head = f"POST /t/task/r/{rollout}/docker/exec/{exec_id}/start HTTP/1.1\r\nHost: 127.0.0.1\r\n{UPGRADE}"
-    with socket.create_connection(running.address, timeout=20) as connection:
+    with socket.create_connection(running.address, timeout=30) as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         connection.shutdown(socket.SHUT_WR)
         answer = b""

@@ -1,0 +1,204 @@
+"""Quotas: how many calls of a tenant's tasks run in sandboxes at once. A tenant is a pattern of task names.
+
+Only calls that are executed count: a hit takes no part in this. A call beyond the quota waits, in the order of arrival,
+and is refused with 429 when it has waited too long or too many others wait. It leaves no record then.
+
+Members of a cluster divide each quota by what they use: every member publishes how many calls run and wait (`Usage`),
+reads the others' figures, and computes its share (`share_of`). A call that is answered waits for none of this.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from proxy.lifecycle import BackgroundWork
+from proxy.refusals import RefusalError
+
+EXCHANGE_S = 0.6
+"""Interval at which members tell each other what they use, in seconds: that of their leases. Doubled, a quota is
+exceeded for twice as long when calls move to another member."""
+
+PAUSE_S = 0.2
+"""Least time between two exchanges, in seconds. A call that has to wait brings the next exchange forward. Halved, a
+member at its share sends the database twice as many statements; doubled, the calls of a burst wait twice as long."""
+
+
+class Usage(NamedTuple):
+    """What one proxy uses of a quota.
+
+    Attributes:
+        running: How many calls run.
+        waiting: How many calls wait.
+    """
+
+    running: int
+    waiting: int
+
+
+def share_of(bound: int, own: Usage, others: Sequence[Usage]) -> int:
+    """Return how many calls a member may run at once.
+
+    If the calls of all members fit into the bound, it is the member's own calls and an equal part of the rest. If not,
+    it is the part of the bound that its calls are of all calls. It is no more than others leave free, and 1 at least,
+    so that no member waits for another one for ever. Members that know the same exceed the bound by one call for each
+    at most.
+
+    Args:
+        bound: The quota.
+        own: What this member uses.
+        others: What the others use.
+    """
+    calls, all_calls = sum(own), sum(own) + sum(map(sum, others))
+    if all_calls <= bound:
+        part = calls + (bound - all_calls) // (1 + sum(any(other) for other in others))
+    else:
+        part = bound * calls // all_calls
+    return max(1, min(part, bound - sum(other.running for other in others)))
+
+
+class Quota:
+    """One quota at this proxy.
+
+    Attributes:
+        bound: The quota.
+        share: How many calls may run here at once.
+        running: How many run.
+        others: What other members use, as far as is known.
+    """
+
+    def __init__(self, bound: int) -> None:
+        self.bound = self.share = bound
+        self.running = 0
+        self.others: Sequence[Usage] = ()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def usage(self) -> Usage:
+        """What this proxy uses."""
+        return Usage(self.running, len(self._waiting))
+
+    def divide(self, others: Sequence[Usage]) -> None:
+        """Compute the share anew, from what the other members use."""
+        self.others, self.share = others, share_of(self.bound, self.usage, others)
+        self._admit()
+
+    async def begin(self, patience_s: float) -> bool:
+        """Wait until one more call may run, and count it; return False if that took too long. `end` must follow."""
+        if self.running < self.share and not self._waiting:
+            self.running += 1
+            return True
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(patience_s):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():
+                # It was admitted in the same moment.
+                self.end()
+            with suppress(ValueError):
+                self._waiting.remove(turn)
+            if isinstance(error, TimeoutError):
+                return False
+            raise
+        return True
+
+    def end(self) -> None:
+        """Note that a call which was counted is over."""
+        self.running -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self.running < self.share:
+            turn = self._waiting.popleft()
+            # A call that has just given up is still in the line.
+            if not turn.done():
+                self.running += 1
+                turn.set_result(None)
+
+
+Exchange = Callable[[Mapping[str, Usage]], Awaitable[Mapping[str, Sequence[tuple[int, int]]] | None]]
+"""Publishes what this member uses of each quota, and returns what the others use, as the values of a `Usage`; None if
+that is not known now."""
+
+
+class Quotas:
+    """All quotas at this proxy.
+
+    Attributes:
+        each: The quotas, by pattern.
+    """
+
+    def __init__(self, bounds: Mapping[str, int], *, patience_s: float, max_waiting: int) -> None:
+        """Begin with quotas that this proxy has for itself.
+
+        Args:
+            bounds: Most calls that run at once, by pattern. A task belongs to the first pattern that fits.
+            patience_s: How long a call waits before it is refused.
+            max_waiting: How many calls may wait for all quotas together; each has an equal part.
+        """
+        self.each = {pattern: Quota(bound) for pattern, bound in bounds.items()}
+        self._patience_s, self._max_waiting = patience_s, max(1, max_waiting // len(bounds))
+        self._exchange: Exchange | None = None
+        self._published: Mapping[str, Usage] = {}
+        self._crowded = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self, task: str) -> AsyncIterator[None]:
+        """Wait until a call of a task may run, and count it while the context lasts.
+
+        Raises:
+            RefusalError: 429, it has waited too long, or too many calls wait.
+        """
+        pattern = next((pattern for pattern in self.each if fnmatchcase(task, pattern)), None)
+        if pattern is None:
+            yield
+            return
+        quota = self.each[pattern]
+        if quota.running >= quota.share:
+            self._crowded.set()
+        if quota.usage.waiting >= self._max_waiting or not await quota.begin(self._patience_s):
+            raise RefusalError(
+                429, "quota",
+                f"the tasks named {pattern} have a quota of {quota.bound} calls at once, which are running. Run fewer "
+                "rollouts at once, or try again later.",
+            )  # fmt: skip
+        try:
+            yield
+        finally:
+            quota.end()
+
+    def divide(self, exchange: Exchange) -> BackgroundWork:
+        """Divide the quotas with other members from now on; return the work that does it, for ever."""
+        self._exchange = exchange
+        for quota in self.each.values():
+            # The first call runs at once. The next one waits for the first exchange.
+            quota.share = 1
+        return BackgroundWork("quotas", PAUSE_S, self._divide)
+
+    async def refresh(self) -> None:
+        """Publish what this member uses, and compute the shares anew."""
+        if self._exchange is None:
+            return
+        used = {pattern: quota.usage for pattern, quota in self.each.items()}
+        others = await self._exchange(used)
+        if others is None:
+            return
+        self._published = used
+        for pattern, quota in self.each.items():
+            quota.divide([Usage(*calls) for calls in others.get(pattern, ())])
+            if not any(used[pattern]):
+                # A member without calls reads nothing more, and others may use what is free now.
+                quota.share = 1
+
+    async def _divide(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXCHANGE_S):
+                await self._crowded.wait()
+        self._crowded.clear()
+        # What was published last must not stay: the others count it.
+        if any(any(quota.usage) for quota in self.each.values()) or any(map(any, self._published.values())):
+            await self.refresh()
