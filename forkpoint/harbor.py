@@ -7,6 +7,7 @@ repeats, and what Harbor itself does before and after it, is answered from the t
 import io
 import json
 import re
+import shlex
 import tarfile
 from asyncio import to_thread
 from contextlib import suppress
@@ -24,6 +25,7 @@ from forkpoint.client import AsyncClient, AsyncRollout
 from forkpoint.compose_file import ComposeFileError, spec_of
 from forkpoint.errors import ForkpointError
 from forkpoint.own_shell import line_of
+from forkpoint.results import ShellResult
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 """Matches what names of rollouts and labels do without."""
@@ -65,8 +67,8 @@ class ForkpointEnvironment(BaseEnvironment):
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
-        """What the environment can do: nothing in a sandbox reaches the network."""
-        return EnvironmentCapabilities(disable_internet=True)
+        """What the environment can do: nothing in a sandbox reaches the network, and services are part of it."""
+        return EnvironmentCapabilities(disable_internet=True, docker_compose=True)
 
     def _validate_definition(self) -> None:
         if self.network_policy.network_mode == NetworkMode.PUBLIC and not self._offline:
@@ -74,6 +76,8 @@ class ForkpointEnvironment(BaseEnvironment):
                 "This task may use the network, and Forkpoint's sandboxes have none. If the task works without, pass "
                 "--environment-kwarg offline=true."
             )
+        if self.extra_docker_compose_paths:
+            raise ValueError("Forkpoint has no --extra-docker-compose. Write its members into docker-compose.yaml.")
         compose = self.environment_dir / "docker-compose.yaml"
         if self._spec is None and compose.exists():
             # Its services become those of the sandbox: without them the task would be another one.
@@ -135,15 +139,31 @@ class ForkpointEnvironment(BaseEnvironment):
             env=self._merge_env(env),
             user=None if name is None else str(name),
         )
-        result = await self.rollout.exec(line, timeout_s=timeout_sec)
-        if result.timed_out:
-            raise RuntimeError(f"Command timed out after {timeout_sec} seconds")
+        result = _finished(await self.rollout.exec(line, timeout_s=timeout_sec), timeout_sec)
         callback = self._output_callback()
         if callback is not None and result.stdout:
             await callback(result.stdout, "stdout")
         if callback is not None and result.stderr:
             await callback(result.stderr, "stderr")
-        return ExecResult(stdout=result.stdout or None, stderr=result.stderr or None, return_code=result.exit_code)
+        return result
+
+    async def service_exec(
+        self,
+        command: str,
+        *,
+        service: str | None = None,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_sec: int | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult:
+        """Run a command in a service of the task's compose file, with the variables and the user of that service."""
+        if self.is_main_service(service):
+            return await self.exec(command, cwd, env, timeout_sec, user)
+        name = None if user is None else str(user)
+        line = line_of(["/bin/sh", "-c", command], cwd=cwd, env=env)
+        result = await self.rollout.exec(line, timeout_s=timeout_sec, service=service, user=name)
+        return _finished(result, timeout_sec)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         """Write a file with the content and the permissions of a local one."""
@@ -176,6 +196,45 @@ class ForkpointEnvironment(BaseEnvironment):
         """
         await self._download(source_dir, Path(target_dir), exclude)
 
+    async def service_download_file(
+        self, source_path: str, target_path: Path | str, *, service: str | None = None
+    ) -> None:
+        """Copy a file of a service, which needs `cat`."""
+        if self.is_main_service(service):
+            await self.download_file(source_path, target_path)
+            return
+        # Through a file in the service's root directory, which no link of the service leads elsewhere.
+        copy = f"/.forkpoint-{sha256(source_path.encode()).hexdigest()[:16]}"
+        await self._in_service(service, f"cat -- {shlex.quote(source_path)} >{copy}")
+        content = (await self.rollout.read(f"/.services/{service}{copy}")).content
+        await self.rollout.remove(f"/.services/{service}{copy}")
+        await to_thread(_write, Path(target_path), content)
+
+    async def service_download_dir(
+        self, source_dir: str, target_dir: Path | str, *, service: str | None = None
+    ) -> None:
+        """Copy the content of a directory of a service."""
+        await self.service_download_dir_with_exclusions(
+            source_dir=source_dir, target_dir=target_dir, exclude=[], service=service
+        )
+
+    async def service_download_dir_with_exclusions(
+        self, *, source_dir: str, target_dir: Path | str, exclude: list[str], service: str | None = None
+    ) -> None:
+        """Copy the content of a directory of a service, without what patterns of tar exclude."""
+        if not self.is_main_service(service):
+            # Without links, because the main container's tar would follow them in its own root directory.
+            place = await self._in_service(service, f"cd -- {shlex.quote(source_dir)} && pwd -P")
+            source_dir = f"/.services/{service}{place.removesuffix(chr(10))}"
+        await self._download(source_dir, Path(target_dir), exclude)
+
+    async def _in_service(self, service: str | None, command: str) -> str:
+        """Return what a command of this provider prints in a service, as root."""
+        result = await self.rollout.exec(command, service=service, user="root")
+        if result.exit_code:
+            raise RuntimeError(f"{command!r} failed in service {service!r}: {result.output}")
+        return result.stdout
+
     async def _download(self, source: str, target: Path, exclude: list[str]) -> None:
         path = f"/var/tmp/.forkpoint-{sha256(source.encode()).hexdigest()[:16]}.tar"  # noqa: S108 - in the sandbox
         patterns = [f"--exclude={pattern}" for pattern in exclude]
@@ -189,6 +248,13 @@ class ForkpointEnvironment(BaseEnvironment):
         result = await self.rollout.exec(line_of(["/bin/bash", "-c", script, "bash", *arguments]))
         if result.exit_code:
             raise RuntimeError(f"{script!r} failed for {arguments}: {result.output}")
+
+
+def _finished(result: ShellResult, timeout_s: int | None) -> ExecResult:
+    """Return a command's result in Harbor's form; a command that ran out of time raises, as with Docker."""
+    if result.timed_out:
+        raise RuntimeError(f"Command timed out after {timeout_s} seconds")
+    return ExecResult(stdout=result.stdout or None, stderr=result.stderr or None, return_code=result.exit_code)
 
 
 def _named(text: str) -> str:

@@ -3,8 +3,8 @@
 The docstrings speak of what a method returns; a method of an async object returns it when it is awaited.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 from forkpoint.exchange import PAGE, ApiRequest, Operation, Reply, given, listed, path_of, with_json
@@ -28,6 +28,7 @@ from forkpoint.results import (
 )
 from forkpoint.trees import Tree
 
+V = TypeVar("V")
 Json = Mapping[str, Any]
 Labels = Mapping[str, str | int | float | bool]
 """Labels of a rollout by name, such as `run`, `step`, `epoch`, `group`, `policy` and `reward`."""
@@ -37,6 +38,14 @@ _API = ("api", "v1")
 
 def _nothing(reply: Reply) -> None:
     del reply
+
+
+def _made(kind: type[V]) -> Callable[[Reply], V]:
+    return lambda reply: made_of(kind, reply.payload)
+
+
+def _answer_as(kind: type[V]) -> Callable[[Reply], V]:
+    return lambda reply: made_of(kind, reply.payload, **how_answered(reply))
 
 
 class ProxyOperations:
@@ -92,12 +101,12 @@ class TaskOperations:
         Args:
             spec: The environment, as `docs/tasks.md` describes it; None for the default one.
         """
-        return ApiRequest("PUT", self._path(), lambda reply: made_of(TaskInfo, reply.payload), **with_json(spec or {}))
+        return ApiRequest("PUT", self._path(), _made(TaskInfo), **with_json(spec or {}))
 
     @Operation
     def info(self) -> ApiRequest[TaskInfo]:
         """Return the task's environment and its numbers of nodes and rollouts."""
-        return ApiRequest("GET", self._path(), lambda reply: made_of(TaskInfo, reply.payload))
+        return ApiRequest("GET", self._path(), _made(TaskInfo))
 
     @Operation
     def delete(self) -> ApiRequest[None]:
@@ -121,7 +130,7 @@ class TaskOperations:
     @Operation
     def node(self, node: str) -> ApiRequest[Node]:
         """Return a node with the recorded answer of the call that led to it."""
-        return ApiRequest("GET", self._path("nodes", node), lambda reply: made_of(Node, reply.payload))
+        return ApiRequest("GET", self._path("nodes", node), _made(Node))
 
     @Operation
     def diff(self, a: str, b: str) -> ApiRequest[Diff]:
@@ -134,15 +143,12 @@ class TaskOperations:
     @Operation
     def snapshot(self, node: str) -> ApiRequest[Node]:
         """Take a node's snapshot now, if it has none."""
-        return ApiRequest("POST", self._path("nodes", node, "snapshot"), lambda reply: made_of(Node, reply.payload))
+        return ApiRequest("POST", self._path("nodes", node, "snapshot"), _made(Node))
 
     @Operation
     def pin(self, node: str, *, pinned: bool = True) -> ApiRequest[Node]:
         """Pin a node's snapshot, so that it is never evicted, or unpin it."""
-        return ApiRequest(
-            "POST", self._path("nodes", node, "pin"), lambda reply: made_of(Node, reply.payload),
-            **with_json({"pinned": pinned}),
-        )  # fmt: skip
+        return ApiRequest("POST", self._path("nodes", node, "pin"), _made(Node), **with_json({"pinned": pinned}))
 
     @Operation
     def forget(self, node: str, *, end_rollouts: bool = False) -> ApiRequest[int]:
@@ -177,10 +183,7 @@ class TaskOperations:
             limit: Maximum number of rollouts; None for all.
         """
         sort = "-created_at" if newest else "created_at"
-        query: dict[str, str | list[str]] = {
-            **given(sort=sort, finished=finished),
-            "label": label_pairs(labels or {}),
-        }
+        query: dict[str, str | list[str]] = {**given(sort=sort, finished=finished), "label": label_pairs(labels or {})}
         return listed(self._path("rollouts"), _rollout, most=limit, query=query)
 
     def _path(self, *segments: str) -> str:
@@ -207,7 +210,7 @@ class RolloutOperations:
         The first call of a rollout that was not begun does the same; a `with` block begins its rollout.
         """
         return ApiRequest(
-            "POST", path_of(*_API, "tasks", self.task_name, "rollouts"), lambda reply: _rollout(reply.payload),
+            "POST", path_of(*_API, "tasks", self.task_name, "rollouts"), _rollout_view,
             **with_json({"rollout": self.name, "labels": dict(self.labels)}),
         )  # fmt: skip
 
@@ -219,16 +222,12 @@ class RolloutOperations:
             cursor: `next_steps` of the page before; None for the first page.
             limit: Maximum number of steps, up to 1,000.
         """
-        return ApiRequest(
-            "GET", self._control_path(), lambda reply: _rollout(reply.payload), query=given(cursor=cursor, limit=limit)
-        )
+        return ApiRequest("GET", self._control_path(), _rollout_view, query=given(cursor=cursor, limit=limit))
 
     @Operation
     def label(self, /, **labels: str | float | bool | None) -> ApiRequest[RolloutInfo]:
         """Change the rollout's labels, also after its end, for example `reward=1.0`; None removes a label."""
-        return ApiRequest(
-            "PATCH", self._control_path("labels"), lambda reply: _rollout(reply.payload), **with_json(labels)
-        )
+        return ApiRequest("PATCH", self._control_path("labels"), _rollout_view, **with_json(labels))
 
     @Operation
     def finish(self) -> ApiRequest[None]:
@@ -237,7 +236,13 @@ class RolloutOperations:
 
     @Operation
     def exec(
-        self, command: str, *, timeout_s: float | None = None, session: str | None = None
+        self,
+        command: str,
+        *,
+        timeout_s: float | None = None,
+        session: str | None = None,
+        service: str | None = None,
+        user: str | None = None,
     ) -> ApiRequest[ShellResult]:
         """Run a command in the rollout's shell.
 
@@ -245,12 +250,11 @@ class RolloutOperations:
             command: The command for bash.
             timeout_s: Seconds after which the command is ended; None for the task's limit.
             session: One of several shells over the same files; None for `main`.
+            service: A side service of the task that runs the command, in a new `/bin/sh`; None for the main container.
+            user: User of the service, or `user:group`; None for the service's own.
         """
-        body = {"command": command, "timeout_s": timeout_s, "session": session}
-        return self._call(
-            "POST", ("shell", "exec"), lambda reply: made_of(ShellResult, reply.payload, **how_answered(reply)),
-            body=body, timeout_s=timeout_s,
-        )  # fmt: skip
+        body = {"command": command, "timeout_s": timeout_s, "session": session, "service": service, "user": user}
+        return self._call("POST", ("shell", "exec"), _answer_as(ShellResult), body=body, timeout_s=timeout_s)
 
     @Operation
     def write(self, path: str, content: bytes | str, *, mode: str | None = None) -> ApiRequest[FileResult]:
@@ -332,10 +336,7 @@ class RolloutOperations:
     ) -> ApiRequest[ComparedQueries]:
         """Return whether two queries have the same rows at the rollout's state, which stays as it is."""
         body = {"sql": statement, "gold": gold, "ordered": ordered, "database": database}
-        return self._call(
-            "POST", ("sql", "compare"), lambda reply: made_of(ComparedQueries, reply.payload, **how_answered(reply)),
-            body=body,
-        )  # fmt: skip
+        return self._call("POST", ("sql", "compare"), _answer_as(ComparedQueries), body=body)
 
     @Operation
     def video(self, tool: str, /, **arguments: Any) -> ApiRequest[VideoResult]:
@@ -378,7 +379,7 @@ class RolloutOperations:
         body: dict[str, Any] = {"name": name, "labels": dict(labels or {})}
         if node is not None:
             body["node"] = node
-        return ApiRequest("POST", self._control_path("fork"), lambda reply: _rollout(reply.payload), **with_json(body))
+        return ApiRequest("POST", self._control_path("fork"), _rollout_view, **with_json(body))
 
     def _file(self, path: str) -> str:
         return f"{self._tools_path()}/shell/files{path_of(*path.strip('/').split('/'))}"
@@ -386,7 +387,7 @@ class RolloutOperations:
     def _sql(self, tool: str, **body: object) -> ApiRequest[SqlResult]:
         timeout_s = body.get("timeout_s")
         return self._call(
-            "POST", ("sql", tool), lambda reply: made_of(SqlResult, reply.payload, **how_answered(reply)), body=body,
+            "POST", ("sql", tool), _answer_as(SqlResult), body=body,
             timeout_s=timeout_s if isinstance(timeout_s, int | float) else None,
         )  # fmt: skip
 
@@ -426,6 +427,10 @@ def _rollout(payload: Json) -> RolloutInfo:
     steps = [made_of(Step, step, title=(step["call"] or {}).get("title", "")) for step in page["items"]]
     members = {name: value for name, value in payload.items() if name != "steps"}
     return made_of(RolloutInfo, members, steps=steps, next_steps=page["next"])
+
+
+def _rollout_view(reply: Reply) -> RolloutInfo:
+    return _rollout(reply.payload)
 
 
 def _file(reply: Reply) -> FileResult:

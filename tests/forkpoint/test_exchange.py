@@ -82,5 +82,7 @@ def test_segments_of_paths_are_quoted() -> None:
 def test_operations_keep_signature_and_docstring() -> None:
     """`help` and editors show an operation as the method that it is, on both kinds of objects."""
     for kind in (Rollout, AsyncRollout):
-        assert list(inspect.signature(kind.exec).parameters) == ["self", "command", "timeout_s", "session"]
+        assert list(inspect.signature(kind.exec).parameters) == [
+                "self", "command", "timeout_s", "session", "service", "user",
+            ]  # fmt: skip
         assert (inspect.getdoc(kind.exec) or "").startswith("Run a command in the rollout's shell.")
