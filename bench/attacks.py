@@ -25,7 +25,7 @@ from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.linux.files import remove_tree
 from sandboxes.spec import EnvironmentSpec, Limits
 from tests.sandboxes import attack_list
-from tests.sandboxes.box import file, local_driver, opened, run
+from tests.sandboxes.box import file, is_stopped, local_driver, opened, run
 from tests.sandboxes.checkpoint_attacks import REFUSED
 
 LIMITS = Limits(memory_mb=256, pids=64, disk_mb=64, timeout_s=60)
@@ -63,6 +63,9 @@ async def attack_machine(ground: Ground, folder: Path) -> list[Outcome]:
             found.append(Outcome("trees of files", name, await _survives(driver, command)))
         for name, command in attack_list.HOLDERS.items():
             found.append(Outcome("what is shared", name, await _leaves_neighbours(driver, command)))
+        for name, command in attack_list.FILLERS.items():
+            stopped = await is_stopped(await driver.start(SPEC), command)
+            found.append(Outcome("what is shared", f"the disk, by {name}", stopped))
     found.append(Outcome("what is shared", "the canary is whole", canary.read_text() == CANARY, "escape"))
     # What the sandboxes left must not keep the next driver from starting.
     restarted = False

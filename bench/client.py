@@ -6,11 +6,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpx
 
 from bench.machine import cpu_seconds
 
@@ -40,6 +44,24 @@ class Server:
         return str(parts.hostname), int(parts.port or 80)
 
 
+@contextmanager
+def running(command: Sequence[str], port: int, path: str = "") -> Iterator[Server]:
+    """Run a server on a port, and wait until it answers `GET path`."""
+    process = subprocess.Popen(command)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(200):
+            try:
+                httpx.get(url + path, trust_env=False)
+                break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        yield Server(url, process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """The result of a measurement. cpu_us: CPU time of the server per request, which does not depend on the client."""
@@ -66,7 +88,7 @@ def measure(server: Server, requests: Sequence[bytes], *, connections: int, seco
     """
     before = cpu_seconds(server.pid)
     used = [requests[number % len(requests)] for number in range(connections)]
-    result = _by_wrk(server, used, seconds) if WRK else _by_own(server, used, seconds)
+    result = _by_wrk(server, used, seconds) if WRK else by_own(server, used, seconds)
     cpu_s = cpu_seconds(server.pid) - before
     if result["failed"]:
         raise RuntimeError(f"{result['failed']} of {result['sent']} answers of {server.url} were not 200")
@@ -79,13 +101,14 @@ def walk(server: Server, requests: Sequence[bytes]) -> list[float]:
     Raises:
         RuntimeError: The status of a response was not 200.
     """
-    result = _by_own(server, requests, 0)
+    result = by_own(server, requests, 0)
     if result["failed"] or result["sent"] != len(requests):
         raise RuntimeError(f"{result['failed']} of {result['sent']} answers of {server.url} were not 200")
     return list(result["walk_us"])
 
 
-def _by_own(server: Server, requests: Sequence[bytes], seconds: float) -> dict[str, Any]:
+def by_own(server: Server, requests: Sequence[bytes], seconds: float) -> dict[str, Any]:
+    """Put load on a server with `bench.load`, and return its results."""
     host, port = server.address
     given = json.dumps([base64.b64encode(request).decode() for request in requests])
     command = [sys.executable, "-m", "bench.load", host, str(port), str(seconds)]

@@ -6,6 +6,7 @@
 3. The time from `kill -9` of an owner to the first answer of another member, for a rollout of that member.
 4. With `--sandboxes`, which needs root: a call in a sandbox on another member, and its restore there.
 5. With `--scale`: CPU of a call while one, two or four members are busy, each with a task of its own.
+6. With `--log`: a row of the log, beside the time of an fsync.
 """
 
 import os
@@ -17,11 +18,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
 
 from bench.client import Server, measure, post
+from bench.cluster_log import fsync_ms, show_log
 from bench.hosting import hosting_members, show_calls, show_restores
 from bench.machine import console, cpu_seconds, median, table
 from proxy.workloads.ephemeral_proxy import EphemeralProxyError, ephemeral_proxy
@@ -30,6 +33,10 @@ CONNECTIONS = (1, 64)
 TASK = "bench"
 SECRET = "the secret of a benchmark"  # noqa: S105 - of processes that end with the benchmark
 WRITE = "CREATE TABLE entry (value TEXT)"
+BLOCK = 25
+"""Misses of one way before the next one's turn."""
+PACED = {"hit": ("SELECT 1", 75.0), "miss": ("INSERT INTO entry VALUES ('{}')", 10.0)}
+"""Calls of the comparison of one, two and four busy members, and how many each of them gets in a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,46 +131,70 @@ def show_hits(ways: Sequence[Way], rounds: int, seconds: float) -> None:
 
 def show_misses(ways: Sequence[Way], count: int) -> None:
     times: dict[str, list[float]] = {way.name: [] for way in ways}
-    spent = {way.name: -sum(map(cpu_seconds, way.pids)) for way in ways}
-    for number in range(count):
+    spent = dict.fromkeys(times, 0.0)
+    # In blocks: the kernel shows CPU time in steps of 10 ms, and the owner works for two of the ways.
+    for first in range(0, count, BLOCK):
         for way in ways:
-            times[way.name].append(miss(way.server, f"{way.name.replace(' ', '-')}-miss", number))
+            before = sum(map(cpu_seconds, way.pids))
+            for number in range(first, min(count, first + BLOCK)):
+                times[way.name].append(miss(way.server, f"{way.name.replace(' ', '-')}-miss", number))
+            spent[way.name] += sum(map(cpu_seconds, way.pids)) - before
     shown = table("A miss that changes the state, one after the other", "", "p50 ms", "p90 ms", "CPU ms")
     for way in ways:
-        cpu_ms = (spent[way.name] + sum(map(cpu_seconds, way.pids))) / count * 1000
+        cpu_ms = spent[way.name] / count * 1000
         ordered = sorted(times[way.name])
         shown.add_row(way.name, f"{median(ordered):.2f}", f"{ordered[int(count * 0.9)]:.2f}", f"{cpu_ms:.2f}")
     console.print(shown)
 
 
-def show_scale(servers: Sequence[Server], source: Path, rounds: int, seconds: float, misses: int) -> None:
-    """Show what a call costs while more and more members are busy, which share no core only on a larger machine."""
+def paced(way: Way, rollout: str, sql: str, per_s: float, seconds: float) -> int:
+    """Make calls at a steady rate for a while; return how many. `{}` in the SQL is the number of the call."""
+    began, number = time.perf_counter(), 0
+    with httpx.Client(base_url=way.server.url, timeout=60) as client:
+        while (now := time.perf_counter() - began) < seconds:
+            time.sleep(max(0.0, number / per_s - now))
+            path, body = f"/t/{way.task}/r/{rollout}/sql/query", {"sql": sql.replace("{}", str(number))}
+            client.post(path, json=body).raise_for_status()
+            number += 1
+    return number
+
+
+def show_scale(servers: Sequence[Server], source: Path, rounds: int, seconds: float) -> None:
+    """Show what a call costs while one, two or four of the members are busy, and what a member costs that is not.
+
+    The load is far below what the cores can do, and each busy member has the same. With longer pauses between its
+    calls, a process finds less in the caches of its core, which has nothing to do with the number of members.
+    """
     ways = [Way(f"member {number}", server, (server.pid,), f"own-{number}") for number, server in enumerate(servers)]
     for way in ways:
         put(way.server, source, way.task)
-        miss(way.server, "first", 0, way.task)
-
-    def missed(way: Way) -> float:
-        before = sum(map(cpu_seconds, way.pids))
-        for number in range(misses):
-            miss(way.server, f"miss-{time.monotonic_ns()}", number, way.task)
-        return (sum(map(cpu_seconds, way.pids)) - before) / misses * 1e6
-
+        for kind, (sql, _) in PACED.items():
+            paced(way, f"first-{kind}", sql, 20, 1)
     counts = [1 << power for power in range(len(ways).bit_length())]
-    hits: dict[int, list[float]] = {count: [] for count in counts}
-    other: dict[int, list[float]] = {count: [] for count in counts}
+    measured: dict[tuple[str, int], list[float]] = {(kind, count): [] for kind in PACED for count in counts}
+    idle: list[float] = []
+
+    def spent(chosen: Sequence[Way]) -> float:
+        return sum(cpu_seconds(pid) for way in chosen for pid in way.pids)
+
     with ThreadPoolExecutor(len(ways)) as threads:
-        for _ in range(rounds):
-            for count in counts:
-                measured = threads.map(lambda way: hit(way, 16, seconds).cpu_us, ways[:count])
-                hits[count].append(sum(measured) / count)
-                other[count].append(sum(threads.map(missed, ways[:count])) / count)
+        for number in range(rounds):
+            before = spent(ways)
+            time.sleep(seconds)
+            idle.append((spent(ways) - before) / seconds / len(ways))
+            for (kind, count), costs in measured.items():
+                sql, per_s = PACED[kind]
+                before = spent(ways[:count])
+                work = partial(paced, rollout=f"{kind}-{number}-{count}", sql=sql, per_s=per_s, seconds=seconds)
+                calls = sum(threads.map(work, ways[:count]))
+                costs.append((spent(ways[:count]) - before) / calls * 1e6)
     shown = table("CPU of a call by the number of busy members", "", "hit µs", "miss µs", "hit, 1 = 1", "miss, 1 = 1")
     for count in counts:
-        row = [f"{median(each[count]):,.0f}" for each in (hits, other)]
-        ratios = [[a / b for a, b in zip(each[count], each[1], strict=True)] for each in (hits, other)]
+        row = [f"{median(measured[kind, count]):,.0f}" for kind in PACED]
+        ratios = [[a / b for a, b in zip(measured[kind, count], measured[kind, 1], strict=True)] for kind in PACED]
         shown.add_row(str(count), *row, *(f"{median(each):.2f}" for each in ratios))
     console.print(shown)
+    console.print(f"A member without calls takes {median(idle) * 1000:.1f} ms of CPU a second.")
 
 
 def takeover(owner: Server, other: Server) -> float:
@@ -186,6 +217,7 @@ def main() -> None:
     parser.add_argument("--misses", type=int, default=200)
     parser.add_argument("--sandboxes", action="store_true", help="only sandboxes on another member")
     parser.add_argument("--scale", action="store_true", help="only one, two and four busy members")
+    parser.add_argument("--log", action="store_true", help="only rows of the log")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="forkpoint-bench-", dir="/var/tmp") as directory:
         folder = Path(directory)
@@ -194,9 +226,12 @@ def main() -> None:
                 show_calls(owner, options.misses)
                 show_restores(owner)
             return
+        if options.log:
+            show_log(options.cluster, SECRET.encode(), folder, options.rounds)
+            return
         if options.scale:
             with members(options.cluster, folder, 4) as servers:
-                show_scale(servers, folder / "source.sql", options.rounds, options.seconds, options.misses)
+                show_scale(servers, folder / "source.sql", options.rounds, options.seconds)
             return
         with ephemeral_proxy(settings={"drivers": ["sqlite"]}) as alone:
             single = Server(alone.url, alone.pid)
@@ -209,6 +244,7 @@ def main() -> None:
                     through = Way("through another", other, (owner.pid, other.pid))
                     show_hits([own, direct, through], options.rounds, options.seconds)
                     show_misses([own, direct, through], options.misses)
+                    console.print(f"An fsync of 8 kB on this disk takes {fsync_ms(folder):.2f} ms.")
                     console.print(f"\nTakeover after kill -9 of the owner: {takeover(owner, other):.2f} s")
             except EphemeralProxyError as error:
                 console.print(str(error))

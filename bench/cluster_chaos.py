@@ -20,10 +20,10 @@ from pathlib import Path
 import httpx
 
 from bench.machine import console, table
-from tests.machine import data_directory
+from tests.machine import data_directory, until
 from tests.network import Impairment, Machine
 from tests.proxy.cluster.machines import DATABASE, Machines, machines
-from tests.proxy.cluster.nodes import Agent, LogReading, Truth, put_task, read_logs, until
+from tests.proxy.cluster.nodes import Agent, LogReading, Truth, put_task, read_logs
 from tests.sandboxes.postgres_cluster import Cluster, cluster
 
 PAUSE_S = 0.05
@@ -214,7 +214,7 @@ async def meet(run: Run, name: str, seconds: float) -> Outcome:
         healed = time.monotonic()
         seen = {agent.name: agent.answers for agent in agents}
         with contextlib.suppress(TimeoutError):
-            await until(lambda: all(agent.answers > seen[agent.name] for agent in agents), AGAIN_S)
+            await until(lambda: all(agent.answers > seen[agent.name] for agent in agents), within_s=AGAIN_S)
             outcome.again_s = time.monotonic() - healed
         stop.set()
         await asyncio.gather(*running)

@@ -254,7 +254,7 @@ class Comparison:
                 # The web server's own answer: the proxy failed, and may have recorded the call.
                 unsure, problem = True, f"{response.status_code} without problem details"
                 with self._tally.lock:
-                    self._tally.strikes[f"told {problem}"] += 1
+                    self._tally.strikes[f"answered {problem}"] += 1
                 continue
             problem = f"{response.status_code} {response.json()['type'].rpartition(':')[2]}"
             if response.status_code not in RETRIED:

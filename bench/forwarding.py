@@ -8,17 +8,16 @@ proxy's memory is measured.
 import http.client
 import itertools
 import json
-import subprocess
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
 
-from bench.client import Server
+from bench.client import Server, running
 from bench.machine import console, median, table
 from proxy.workloads.ephemeral_proxy import ephemeral_proxy, free_port
 
@@ -26,22 +25,9 @@ PROGRAM = Path(__file__).parents[1] / "tests" / "agents" / "tool_server.py"
 MB = 1 << 20
 
 
-@contextmanager
-def direct() -> Iterator[Server]:
+def direct() -> AbstractContextManager[Server]:
     port = free_port()
-    process = subprocess.Popen([sys.executable, str(PROGRAM), str(port)])
-    try:
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(200):
-            try:
-                httpx.get(f"{url}/echo", trust_env=False)
-                break
-            except httpx.TransportError:
-                time.sleep(0.05)
-        yield Server(url, process.pid)
-    finally:
-        process.terminate()
-        process.wait()
+    return running([sys.executable, str(PROGRAM), str(port)], port, "/echo")
 
 
 class Client:

@@ -6,17 +6,13 @@ calls. A walk follows recorded calls that change the state, and moves by a node 
 """
 
 import json
-import subprocess
 import sys
-import time
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import httpx
-
-from bench.client import WRK, Measured, Server, measure, post, walk
+from bench.client import WRK, Measured, Server, measure, post, running, walk
 from bench.machine import console, median, table
 from proxy.workloads.ephemeral_proxy import ephemeral_proxy, free_port
 
@@ -35,23 +31,10 @@ class Contender:
     requests: Sequence[bytes]
 
 
-@contextmanager
-def echo() -> Iterator[Server]:
+def echo() -> AbstractContextManager[Server]:
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "bench.echo:app", "--port", str(port), "--loop", "uvloop"]
-    process = subprocess.Popen([*command, "--http", "httptools", "--no-access-log", "--log-level", "warning"])
-    try:
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(200):
-            try:
-                httpx.get(url, trust_env=False)
-                break
-            except httpx.TransportError:
-                time.sleep(0.05)
-        yield Server(url, process.pid)
-    finally:
-        process.terminate()
-        process.wait()
+    return running([*command, "--http", "httptools", "--no-access-log", "--log-level", "warning"], port)
 
 
 def shell(server: Server, rollout: str, command: str) -> bytes:

@@ -24,10 +24,11 @@ PARTS = {
     "the tree: nodes, records, keys, digests of states": (
         "proxy/tree/", "proxy/execution/executor.py", "sandboxes/ipc/codec.py", "sandboxes/guest/",
     ),
+    "URLs of calls, up to 8,192": ("proxy/http/address.py", "proxy/dataplane/"),
     "answers that were sent lately, up to their budget": ("proxy/http/",),
     "snapshots and layers, until they are evicted": ("snapshots/", "sandboxes/local/", "/secrets.py", "/uuid.py"),
     "rollouts: steps, times, labels": ("proxy/step.py", "proxy/telemetry/", "proxy/tasks/", "proxy/execution/"),
-    "numbers of rows in the store": ("proxy/storage/",),
+    "numbers of rows, and trees that were imported or read back": ("proxy/storage/",),
 }  # fmt: skip
 """Parts by the source files that allocate for them; the first match counts."""
 ROLLOUT_CALLS = 50

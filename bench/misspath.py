@@ -38,6 +38,7 @@ from bench import sandboxes
 from bench.client import Server, post
 from bench.machine import console, median, table
 from bench.shells import CpuGroup, alternatives
+from proxy.priority import raise_session
 from tests.machine import Proxy, data_directory
 
 CORES = os.cpu_count() or 1
@@ -52,7 +53,7 @@ PAUSE_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The answer to a call. restore_ms: what the proxy tells of its way to a sandbox in the right state."""
+    """The answer to a call. restore_ms: what the proxy reports about its way to a sandbox in the right state."""
 
     hit: bool
     seconds: float
@@ -258,7 +259,8 @@ def measure_think(options: Namespace) -> None:
 
 
 def hits_client(url: str, seconds: float) -> None:
-    """Make hits for a while with a pause between them, and print their latencies. Runs in a process of its own."""
+    """Make hits for a while with a pause between them, and print their latencies. Runs in a session of its own."""
+    raise_session()
     with suppress(OSError):
         os.nice(-10)
     client = Client(Server(url, 0), "hits")
@@ -301,7 +303,9 @@ def measure_hits(options: Namespace) -> None:
                     works = [] if name == "alone" else [threads.submit(work, n) for n in range(options.missing)]
                     began = time.perf_counter()
                     try:
-                        run = subprocess.run(command, capture_output=True, text=True, check=True)
+                        run = subprocess.run(
+                            command, capture_output=True, text=True, check=True, start_new_session=True
+                        )
                     finally:
                         stop.set()
                     calls = sum(len(done.result()) for done in works)

@@ -34,6 +34,63 @@ os.open("box", os.O_RDWR)
 open("ready", "w").close()
 time.sleep(1000)
 """,
+    "/root/daemon.py": r"""
+import fcntl, mmap, os, signal, socket, sys, time
+
+def timer():
+    count = 0
+    def tick(*_):
+        nonlocal count
+        count += 1
+        open("/tmp/ticks", "w").write(f"{count}")
+    signal.signal(signal.SIGALRM, tick)
+    signal.signal(signal.SIGUSR1, lambda *_: signal.setitimer(signal.ITIMER_REAL, 0.05))
+
+def lease():
+    fd = os.open("/tmp/leased", os.O_CREAT | os.O_RDWR)
+    def give_up(*_):
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        open("/tmp/broken", "w").close()
+    signal.signal(signal.SIGIO, give_up)
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+
+def words():
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("/tmp/words.sock")
+    listener.listen()
+    open("/tmp/daemon.words", "w").close()
+    known = []
+    while True:
+        connection, _ = listener.accept()
+        known.append(connection.recv(99).decode())
+        connection.send(repr(known).encode())
+        connection.close()
+
+def shared():
+    file = open("/dev/shm/box", "w+b")
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 0)
+    open("/tmp/daemon.shared", "w").close()
+    while True:
+        time.sleep(0.02)
+        if memory[0]:
+            memory[1] += 1
+            memory[0] = 0
+
+def writer():
+    import sqlite3
+    base = sqlite3.connect("/tmp/live.db", isolation_level=None)
+    base.execute("create table if not exists t(a)")
+    base.execute("begin immediate")
+    base.execute("insert into t values (5)")
+    signal.signal(signal.SIGUSR2, lambda *_: (base.execute("commit"), open("/tmp/committed", "w").close()))
+    return base
+
+kept = globals()[sys.argv[1]]()
+open(f"/tmp/daemon.{sys.argv[1]}", "w").close()
+while True:
+    signal.pause()
+""",
     "/root/repo/data.csv": "name,count\npear,3\nfig,9\nplum,5\n",
     "/root/repo/app.py": """
 def total(path):
@@ -61,7 +118,8 @@ alias -p; trap -p; shopt; set -o; umask; ulimit -a; dirs; pwd -P; echo "$#:$*:$-
 PATH=/usr/bin:/bin
 shown() { find /root /tmp -name .git -prune -o -name __pycache__ -prune -o "$@"; }
 shown -printf '%p %m %y %u:%g %l\n' | sort; shown ! -type d -printf '%p %n %s\n' | sort
-shown -type f ! -name '*.tar' ! -name t.db -print0 | sort -z | xargs -0 md5sum; ls -t /root/d /root/repo; pgrep -c sleep
+shown -type f ! -name '*.tar' ! -name t.db ! -name 'live.db*' -print0 | sort -z | xargs -0 md5sum
+ls -t /root/d /root/repo; pgrep -c sleep
 """
 """Shows what a state holds, without files whose bytes contain times or counters: of git, tar and SQLite."""
 SMALLER = {"cd ..": "[ $PWD = /root ] || cd ..", "OLDPWD=/usr": "OLDPWD=/tmp"}
@@ -131,7 +189,8 @@ def shell_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length
     weighted: list[tuple[Sequence[str], int]] = [
         (shell_calls.FILES, 4), (shell_calls.LOOKS, 4), (shell_calls.SESSIONS, 3), (shell_calls.ENDS, 1),
         (shell_calls.PROCESSES, 1),
-        (known["agent"], 6), (known["live"], 3), (known["attributes"], 2),
+        (known["agent"], 6), (known["live"], 3), (known["attributes"], 2), (known["shell"], 3), (known["files"], 3),
+        (known["daemons"], 2), (known["habits"], 5),
         (known["large"], 1 if dice.random() < 0.05 else 0),
     ]  # fmt: skip
     pools, weights = zip(*weighted, strict=True)
@@ -160,7 +219,7 @@ def shell_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length
 def sql_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length: int) -> Group:
     """Return a group of SQL programs for the driver that the spec names."""
     if spec["driver"] == "sqlite":
-        statements: Sequence[str] = sqlite_calls.SQL
+        statements: Sequence[str] = sqlite_calls.SQL + sqlite_calls.MORE_SQL
         end: Sequence[str] = (
             "ROLLBACK",
             "SELECT * FROM item",
@@ -170,7 +229,7 @@ def sql_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length: 
     else:
         calls = postgres_calls
         statements, end = (
-            (*calls.READS, *calls.READS, *calls.WRITES, *calls.WRITES, *calls.SCHEMA, *calls.SESSIONS),
+            (*calls.READS, *calls.READS, *calls.WRITES, *calls.WRITES, *calls.SCHEMA, *calls.SESSIONS, *calls.RARE),
             calls.END,
         )
     trunk, suffixes = _shape(dice, lambda: dice.choice(statements), rollouts, length)

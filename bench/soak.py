@@ -3,8 +3,9 @@
 Rollouts whose every answer a model predicts run beside hang-ups, deletes, PUTs, forks, imports, audits and collections.
 Meanwhile the disk fills up, descriptors and memory run out, and processes are stopped or killed. The proxy's memory,
 descriptors, mounts, processes and disk are sampled; the slopes of the second half say what grows, and with what. The
-proxy's allocations are traced, so the growth of its memory is told by the parts that made it, and what is left over.
-Exits with 1 if an answer was wrong or lost, or if something is left. Needs root.
+growth of its private memory is divided into parts that add up to it (`bench.resident`). `--traced` names the source
+files behind them, and needs memory itself. `--hits` sends recorded calls only, without chores and faults: nothing may
+grow. Exits with 1 if an answer was wrong or lost, or if something is left. Needs root.
 """
 
 import json
@@ -16,6 +17,7 @@ import shutil
 import signal
 import statistics
 import sys
+import threading
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -27,9 +29,10 @@ from typing import Any
 
 import httpx
 
-from bench import traced_serve
+from bench import measured_serve
 from bench.machine import console, table
 from bench.memory import PARTS, ROOT
+from bench.resident import TRACER, UNKNOWN
 from tests.machine import Proxy, data_directory, is_sandbox, mounts_below, process, serving
 from tests.storm import Storm
 from tests.test_machine_faults import fill, small_disk
@@ -40,6 +43,8 @@ SAMPLE_S = 2.0
 KEPT = {"snapshot_bytes": "20000000", "checkpoint_bytes": "60000000", "sandbox_idle_s": "5", "max_sandboxes": "16"}
 """Budgets that a few minutes of load exceed."""
 FAULTS = ("disk", "descriptors", "memory", "stopped", "sandbox")
+KNOWN = 8
+"""Trajectories of each task that `--hits` repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +99,29 @@ def sample(proxy: Proxy, began: float) -> Sample:
     )
 
 
-class TracedProxy(Proxy):
-    """A proxy whose allocations are traced."""
+@dataclass
+class MeasuredProxy(Proxy):
+    """A proxy that reports the parts of its memory, by source files if it is traced."""
+
+    traced: bool = field(default=False, kw_only=True)
 
     @property
     def command(self) -> list[str]:
-        """The command, with the module that traces."""
-        return ["bench.traced_serve" if word == "forkpoint" else word for word in super().command]
+        """The command, with the module that measures."""
+        return ["bench.measured_serve" if word == "forkpoint" else word for word in super().command]
 
     @property
     def settings(self) -> dict[str, str]:
         """The settings, and what the module needs."""
-        return {**super().settings, "PYTHONPATH": str(ROOT), traced_serve.FILE: str(self._parts)}
+        own = {"PYTHONPATH": str(ROOT), measured_serve.FILE: str(self._parts)}
+        return {**super().settings, **own, **({measured_serve.TRACED: "1"} if self.traced else {})}
 
     @property
     def _parts(self) -> Path:
         return self.folder / "parts.json"
 
-    def parts(self) -> dict[str, Any]:
-        """Return where the proxy's memory is (`bench.traced_serve`); empty if it does not tell within a minute."""
+    def parts(self) -> dict[str, int]:
+        """Return the parts of the proxy's memory (`bench.resident.parts`); empty after a minute without an answer."""
         assert self.process is not None
         with suppress(OSError):
             self._parts.unlink(missing_ok=True)
@@ -133,14 +142,20 @@ class Soak(Storm):
         samples: Samples since the start.
         chores: Number of chores by kind and status code.
         disk: The mount point of the small file system with the data directory.
-        memory: Where a `TracedProxy` has its memory, in the middle of the time and at its end.
+        memory: Where a `MeasuredProxy` has its memory, in the middle of the time and at its end.
+        hits: Whether recorded calls alone are sent, without chores and faults.
     """
 
     disk: Path = Path("/nonexistent")
     minutes: float = 1.0
     samples: list[Sample] = field(default_factory=list)
     chores: dict[str, int] = field(default_factory=dict)
-    memory: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[dict[str, int]] = field(default_factory=list)
+    hits: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._calm = threading.Lock()
 
     def run(self) -> None:
         """Run load, chores and faults until the time is over; then repeat some trajectories without faults."""
@@ -149,20 +164,18 @@ class Soak(Storm):
         with self._client:
             for number in range(self.tasks):
                 self._put(f"local-{number}", "local")
-            workers: list[Callable[[], None]] = [*[lambda: self._load(end)] * self.at_once, lambda: self._chore(end)]
-            with ThreadPoolExecutor(len(workers) + 1) as threads:
-                # The first look takes memory that stays with the process.
-                self._note_memory()
-                self.memory.clear()
+            workers: list[Callable[[], None]] = [lambda: self._load(end)] * self.at_once
+            if not self.hits:
+                workers += [lambda: self._chore(end), lambda: self._fault(end)]
+            with ThreadPoolExecutor(len(workers)) as threads:
                 running = [threads.submit(worker) for worker in workers]
-                faults = threads.submit(self._fault, end)
                 while time.monotonic() < end:
                     with suppress(httpx.HTTPError, OSError):
                         self.samples.append(sample(self.proxy, began))
                     if not self.memory and time.monotonic() > (began + end) / 2:
                         self._note_memory()
                     time.sleep(SAMPLE_S)
-                for worker in [faults, *running]:
+                for worker in running:
                     worker.result()
             for number in range(self.tasks):
                 self._walk(f"again{number}", f"local-{number}", self.seed + number, choices(number, self.length))
@@ -170,8 +183,10 @@ class Soak(Storm):
             self._note_memory()
 
     def _note_memory(self) -> None:
-        if isinstance(self.proxy, TracedProxy):
-            self.memory.append(self.proxy.parts())
+        if isinstance(self.proxy, MeasuredProxy):
+            # A proxy without descriptors or memory cannot measure itself.
+            with self._calm:
+                self.memory.append(self.proxy.parts())
 
     def _load(self, end: float) -> None:
         """Run rollouts, one after another. Some end with DELETE, others are left behind."""
@@ -180,8 +195,9 @@ class Soak(Storm):
                 number = self._dice.randrange(1 << 40)
             dice = random.Random(number)  # noqa: S311 - dice of a test
             task, rollout = f"local-{number % self.tasks}", f"s{number}"
-            self._walk(rollout, task, self.seed + number % self.tasks, choices(number, self.length))
-            if dice.random() < 0.8:
+            chosen = number % KNOWN if self.hits else number
+            self._walk(rollout, task, self.seed + number % self.tasks, choices(chosen, self.length))
+            if self.hits or dice.random() < 0.8:
                 with suppress(httpx.TransportError):
                     self._client.delete(f"/api/v1/tasks/{task}/rollouts/{rollout}")
 
@@ -237,7 +253,8 @@ class Soak(Storm):
         while time.monotonic() < end - 10:
             time.sleep(self._dice.uniform(0.5, 1.5) * self.every_s)
             kind = self._dice.choice(FAULTS)
-            actions[kind]()
+            with self._calm:
+                actions[kind]()
             self.kills[kind] += 1
             self._note()
 
@@ -302,28 +319,36 @@ def slope(samples: list[Sample], name: str, of: str = "at_s") -> float:
     )
 
 
-def growth(memory: list[dict[str, Any]]) -> dict[str, int]:
-    """Return by how many bytes each part of a proxy's memory has grown between two looks; empty without them (pure).
+def growth(memory: list[dict[str, int]]) -> dict[str, int]:
+    """Return by how many bytes each part of a proxy's private memory has grown between two looks (pure).
 
-    The last entry is what all others leave over of the growth of its private memory.
+    They add up to its whole growth. Empty without two looks.
     """
     if len(memory) < 2 or not all(memory):
         return {}
     first, last = memory[0], memory[-1]
-    grown = {name: last["parts"].get(name, 0) - first["parts"].get(name, 0) for name in (*PARTS, "other")}
-    grown["tracing itself"] = last["tracing_bytes"] - first["tracing_bytes"]
-    whole = last["private_bytes"] - first["private_bytes"]
-    rest = whole - sum(grown.values())
-    return {**grown, "growth of the private memory": whole, "not explained: C libraries, stacks, free memory": rest}
+    names = [*(name for name in PARTS if name in last), *(name for name in last if name not in PARTS)]
+    return {name: last.get(name, 0) - first.get(name, 0) for name in names}
 
 
-def report_memory(soak: Soak, recorded: int) -> None:
-    """Print what the growth of the second half consists of; recorded: how many calls were recorded in it."""
-    if grown := growth(soak.memory):
-        shown = table("Growth of the proxy's memory in the second half", "part", "bytes", "for each recorded call")
-        for name, size in grown.items():
-            shown.add_row(name, f"{size:+,}", f"{size / max(1, recorded):+,.0f}")
-        console.print(shown)
+def report_memory(soak: Soak, calls: int) -> None:
+    """Print what the growth of the second half consists of; calls: how many were made in it."""
+    grown = growth(soak.memory)
+    if not grown:
+        return
+    shown = table(
+        "Growth of the proxy's private memory in the second half", "part", "bytes", "for each call", "at its end"
+    )
+    for name, size in grown.items():
+        shown.add_row(name, f"{size:+,}", f"{size / max(1, calls):+,.0f}", f"{soak.memory[-1].get(name, 0):,}")
+    whole = sum(grown.values())
+    shown.add_row("all parts", f"{whole:+,}", f"{whole / max(1, calls):+,.0f}", f"{sum(soak.memory[-1].values()):,}")
+    console.print(shown)
+    own = whole - grown.get(TRACER, 0)
+    console.print(
+        f"Without what the bench itself takes: {own:+,} bytes, {own / max(1, calls):+,.0f} for each call. "
+        f"Not explained: {abs(grown[UNKNOWN]) / max(1, abs(whole)):.1%} of the growth."
+    )
 
 
 def report(soak: Soak, left: list[str], settled: list[Sample]) -> None:
@@ -337,6 +362,7 @@ def report(soak: Soak, left: list[str], settled: list[Sample]) -> None:
         "mounts",
         "processes",
         "disk_bytes",
+        "calls",
         "recorded",
     ):
         values = [getattr(one, name) for one in soak.samples]
@@ -346,12 +372,13 @@ def report(soak: Soak, left: list[str], settled: list[Sample]) -> None:
         )
     console.print(shown)
     grown = settled[-1].anonymous_bytes - middle.anonymous_bytes
-    recorded = settled[-1].recorded - middle.recorded
+    kind = "calls" if soak.hits else "recorded"
+    calls = getattr(settled[-1], kind) - getattr(middle, kind)
     console.print(
-        f"Second half: {recorded:,} calls recorded, {grown:+,} bytes of heap, "
-        f"{slope(settled, 'anonymous_bytes', 'recorded'):+,.0f} bytes for each recorded call."
+        f"Second half: {calls:,} {'calls' if soak.hits else 'calls recorded'}, {grown:+,} bytes of private memory, "
+        f"by least squares {slope(settled, 'anonymous_bytes', kind):+,.0f} bytes for each."
     )
-    report_memory(soak, recorded)
+    report_memory(soak, calls)
     shown = table("Soak", "", "")
     for name, value in {
         "seed": f"{soak.seed}",
@@ -381,14 +408,16 @@ def main() -> None:
     parser.add_argument("--every-s", type=float, default=10.0, help="mean seconds between faults")
     parser.add_argument("--disk-mb", type=int, default=1500, help="size of the file system with the data directory")
     parser.add_argument("--seed", type=int, default=secrets.randbits(31))
+    parser.add_argument("--traced", action="store_true", help="name the source files whose objects the memory holds")
+    parser.add_argument("--hits", action="store_true", help="send recorded calls only, without chores and faults")
     parser.add_argument("--log", type=Path, help="file to which the proxy's log is copied")
     options = parser.parse_args()
     with data_directory() as folder, small_disk(folder, options.disk_mb) as disk:
-        proxy = TracedProxy(disk, KEPT)
+        proxy = MeasuredProxy(disk, KEPT, traced=options.traced)
         with serving(proxy):
             soak = Soak(
                 proxy, None, {"local": 0}, options.seed,
-                every_s=options.every_s, length=20, disk=disk, minutes=options.minutes,
+                every_s=options.every_s, length=20, disk=disk, minutes=options.minutes, hits=options.hits,
             )  # fmt: skip
             try:
                 soak.run()

@@ -5,10 +5,6 @@ pages (overview, trees, tables) are open in one browser and follow the load that
 browser shows empty pages. Both are measured in turn, and the ratio is the median over the pairs.
 """
 
-import base64
-import json
-import subprocess
-import sys
 import tempfile
 from argparse import ArgumentParser
 from pathlib import Path
@@ -16,7 +12,7 @@ from typing import Any
 
 from playwright.sync_api import Page
 
-from bench.client import Server
+from bench.client import Server, by_own
 from bench.hotpath import standing_at
 from bench.machine import console, median, table
 from proxy.workloads.ephemeral_proxy import ephemeral_proxy
@@ -93,13 +89,10 @@ def _show(pages: list[Page], base: str) -> None:
 
 
 def _load(server: Server, requests: Any, seconds: float) -> dict[str, Any]:
-    host, port = server.address
-    given = json.dumps([base64.b64encode(request).decode() for request in requests])
-    command = [sys.executable, "-m", "bench.load", host, str(port), str(seconds)]
-    result = json.loads(subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout)
+    result = by_own(server, requests, seconds)
     if result["failed"]:
         raise RuntimeError(f"{result['failed']} answers were not 200")
-    return dict(result)
+    return result
 
 
 def _print_hits(pairs: list[tuple[dict[str, Any], dict[str, Any]]], connections: int) -> None:
