@@ -1,11 +1,13 @@
 """Runs the proxy as a process, and checks what it leaves on the machine, for tests with real sandboxes."""
 
+import asyncio
 import fcntl
 import functools
 import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,9 @@ from sandboxes.linux.files import remove_tree
 from snapshots.criu.binary import CriuBinary, CriuMissingError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which needs root")
+
+PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients of plain HTTP (`verify=PLAIN`): it has no certificates, whose loading takes 20 ms of CPU a client."""
 
 Process = tuple[int, str]
 """A pid and its start time, because the kernel reuses pids."""
@@ -139,7 +144,7 @@ class Served:
         assert self.process is not None
         assert self.process.poll() is None, self.log()
         try:
-            return httpx.get(f"{self.url}/readyz", timeout=30).is_success
+            return httpx.get(f"{self.url}/readyz", timeout=30, verify=PLAIN).is_success
         except httpx.TransportError:
             return False
 
@@ -153,7 +158,7 @@ class Served:
         """Stop the process with SIGTERM, as a service manager does."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) in (0, -signal.SIGTERM), self.log()
+        assert self.process.wait(120) in (0, -signal.SIGTERM), self.log()
 
     def processes(self) -> set[Process]:
         """Return all descendants of the proxy, including those in sandboxes."""
@@ -191,7 +196,7 @@ class Proxy(Served):
         return [Path(group) for group in json.loads(instance.read_bytes())["cgroups"]] if instance.exists() else []
 
     def view(self, path: str) -> Any:
-        return httpx.get(f"{self.url}/api/v1/{path}", timeout=30).raise_for_status().json()
+        return httpx.get(f"{self.url}/api/v1/{path}", timeout=30, verify=PLAIN).raise_for_status().json()
 
 
 @contextmanager
@@ -216,11 +221,18 @@ def serving(proxy: Proxy) -> Iterator[None]:
             wait_until(lambda: not alive(processes), f"{alive(processes)} are still running", within_s=90)
 
 
-def wait_until(true: Callable[[], bool], otherwise: str, *, within_s: float = 30.0) -> None:
+def wait_until(true: Callable[[], bool], otherwise: str = "it does not come true", *, within_s: float = 30.0) -> None:
     deadline = time.monotonic() + within_s
     while not true():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.01)
+
+
+async def until(true: Callable[[], object], *, within_s: float = 60.0) -> None:
+    """Wait for a condition while other tasks run."""
+    async with asyncio.timeout(within_s):
+        while not true():  # noqa: ASYNC110 - it depends on processes too
+            await asyncio.sleep(0.01)
 
 
 def alive(processes: set[Process]) -> set[Process]:

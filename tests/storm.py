@@ -146,7 +146,8 @@ class Storm:
             except httpx.TransportError:
                 self._count("connection")
                 unsure = True
-                time.sleep(0.05)
+                # Not sooner: the clients take the CPU with which the proxy starts again.
+                time.sleep(0.2)
                 continue
             if answer.is_success:
                 return answer

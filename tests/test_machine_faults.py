@@ -129,7 +129,11 @@ def test_failing_restores_of_processes_cost_no_answer(folder: Path) -> None:
     require_criu()
     start = "sleep 1000 >/dev/null 2>&1 & echo $! > pid"
     look = "kill -0 $(cat pid) && echo alive"
-    with small_disk(folder, 320) as disk, served(disk, sandbox_idle_s="1") as proxy, client_of(proxy) as client:
+    with (
+        small_disk(folder, 320) as disk,
+        served(disk, sandbox_idle_s="1", warm_sandboxes="0") as proxy,
+        client_of(proxy) as client,
+    ):
         exec_(client, "r", start)
         # The state is kept when its sandbox is closed.
         wait_until(lambda: proxy.view("sandboxes")["total"] == 0, "the sandbox is not closed", within_s=90)

@@ -74,6 +74,6 @@ def test_wrong_name_is_missing(name: str) -> None:
 
 
 def test_every_kind_of_definition_counts() -> None:
-    page = "`proxy/step.py`, `proxy/step.py::log`, `proxy/tree/tree.py::Record.id`, `proxy/engine.py::build_engine`"
+    page = "`proxy/app.py`, `proxy/lifecycle.py::log`, `proxy/tree/tree.py::Record.id`, `proxy/engine.py::build_engine`"
     assert len(names_of(page)) == 4
     assert missing(page) == []

@@ -1,8 +1,8 @@
 """Harbor runs trials of one task with Forkpoint's provider, a scripted agent and its own verifier.
 
 argv: the proxy's URL, a directory, for each trial the agent's commands, as a JSON list, and the task's compose file or
-an empty text. Prints for each trial what
-the agent was shown, and the reward.
+an empty text. Prints for each trial what the agent was shown, the reward, what the verifier printed, and the files that
+were collected from a service.
 """
 
 # mypy: disable-error-code="import-not-found, unused-ignore, misc, no-any-return"
@@ -51,6 +51,21 @@ def task(folder: Path, environment: str = "") -> None:
     (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}")
 
 
+COLLECTED = """
+[[artifacts]]
+source = "/rows"
+service = "db"
+exclude = ["left-out.txt"]
+[[artifacts]]
+source = "/link.txt"
+service = "db"
+[[verifier.collect]]
+service = "db"
+command = "echo $KIND $(cat rows/count) > rows/seen.txt; touch rows/left-out.txt; ln -s /rows/seen.txt link.txt"
+"""
+"""What Harbor collects from a service after the agent."""
+
+
 async def compose_is_refused(url: str, folder: Path) -> None:
     """A task whose services cannot be those of a sandbox does not run without them."""
     task(folder, '[environment]\ndocker_image = "main"\n')
@@ -86,11 +101,13 @@ async def trial(url: str, folder: Path, number: int, commands: list[str], *, com
     assert result.exception_info is None, result.exception_info
     shown = result.agent_result.metadata["shown"]
     output = (folder / "trials" / f"trial-{number}" / "verifier" / "test-stdout.txt").read_text()
-    return [shown, result.verifier_result.rewards, output]
+    collected = folder / "trials" / f"trial-{number}" / "artifacts"
+    files = {path.name: path.read_text() for path in sorted(collected.rglob("*")) if path.suffix == ".txt"}
+    return [shown, result.verifier_result.rewards, output, files]
 
 
 async def main(url: str, folder: Path, group: list[list[str]], compose: str) -> list[Any]:
-    task(folder / "task")
+    task(folder / "task", COLLECTED if compose else "")
     if compose:
         (folder / "task" / "environment" / "docker-compose.yaml").write_text(compose)
     else:

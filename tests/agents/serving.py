@@ -22,6 +22,7 @@ from sandboxes.driver import Driver
 from sandboxes.linux.files import remove_tree
 from sandboxes.sqlite.driver import SqliteDriver
 from sandboxes.task_owner import waits_at
+from tests.machine import PLAIN
 from tests.proxy.rig import KEEPS_ALL
 from tests.sandboxes.box import local_driver
 from tests.sandboxes.docker import container_driver
@@ -57,6 +58,11 @@ class Proxy:
         """How each call of a rollout was answered."""
         steps = self.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]["items"]
         return [step["outcome"] for step in steps]
+
+    def is_kept(self, task: str) -> bool:
+        """Return whether the state at which each rollout of a task is has a snapshot."""
+        running = list(self.engine.tasks.rollouts.running.items())
+        return all(rollout.node.snapshot is not None for (name, _), rollout in running if name == task)
 
     @property
     def recorded(self) -> int:
@@ -105,7 +111,9 @@ def real_proxy(
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
-        with httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=60, trust_env=False) as client:
+        with httpx.Client(
+            base_url=f"http://{address[0]}:{address[1]}", timeout=60, trust_env=False, verify=PLAIN
+        ) as client:
             # The socket listens, so this waits until it is served.
             client.get("/readyz").raise_for_status()
             yield Proxy(client, made[0][0].engine, address)

@@ -8,11 +8,11 @@ from tests.agents.serving import Proxy, real_proxy
 from tests.machine import require_criu, require_sandboxes
 
 SERVER = """
-import http.server, time
-time.sleep(0.7)
+import http.server, sys, time
+time.sleep(float(sys.argv[1]))
 http.server.HTTPServer(("127.0.0.1", 8000), http.server.SimpleHTTPRequestHandler).serve_forever()
 """
-THINKS_S = 1.5
+THINKS_S = 2.0
 WAYS = ("with checkpoints", "by replay")
 
 
@@ -40,7 +40,7 @@ def test_slow_server_is_ready_after_equal_thinking(way: str) -> None:
     with real_proxy(checkpoints=way == WAYS[0], keeps_all=False) as proxy:
         proxy.put("b", files={"/root/server.py": SERVER})
         for rollout in ("a", "b", "c"):
-            assert run(proxy, rollout, "python3 server.py >/dev/null 2>&1 &") == ("", rollout != "a")
+            assert run(proxy, rollout, "python3 server.py 0.3 >/dev/null 2>&1 &") == ("", rollout != "a")
             time.sleep(THINKS_S)
             # Every rollout diverges here, right after the server was started.
             assert run(proxy, rollout, ask(f"server.py?{rollout}")) == ("200\n", False)
@@ -56,7 +56,7 @@ def test_nth_poll_is_shared_between_rollouts(way: str) -> None:
         proxy.put("b")
         polls = {}
         for rollout in ("a", "b"):
-            run(proxy, rollout, "(sleep 1; echo it is done > done; sleep 1000) >/dev/null 2>&1 &")
+            run(proxy, rollout, "(sleep 2; echo it is done > done; sleep 1000) >/dev/null 2>&1 &")
             answers = [run(proxy, rollout, poll)]
             while answers[-1][0] == "not yet\n" and len(answers) < 100:
                 if rollout == "a":
@@ -77,7 +77,7 @@ def test_early_answer_is_not_reused_late(way: str) -> None:
         proxy.put("b", files={"/root/server.py": SERVER})
         answers = {}
         for rollout, thinks_s in (("hasty", 0.0), ("slow", 4.0), ("slower", 4.5)):
-            run(proxy, rollout, "python3 server.py >/dev/null 2>&1 &")
+            run(proxy, rollout, "python3 server.py 2 >/dev/null 2>&1 &")
             time.sleep(thinks_s)
             answers[rollout] = run(proxy, rollout, ask("server.py"))
         assert "refused" in answers["hasty"][0]

@@ -24,9 +24,9 @@ SOCKETS = Path(__file__).with_name("socket_server.py").read_text()
 def proxy() -> Iterator[Proxy]:
     with real_proxy(max_body_bytes=1 << 18) as running:
         both = {
-            "api": {"command": "exec python3 /srv.py 9000", "port": 9000, "timeout_s": 3},
-            "ws": {"command": "exec python3 /ws.py 9001", "port": 9001, "timeout_s": 3, "ready": "/"},
-            "gone": {"command": "echo no such luck; exit 3", "port": 9002, "ready_s": 2},
+            "api": {"command": "exec python3 /srv.py 9000", "port": 9000},
+            "ws": {"command": "exec python3 /ws.py 9001", "port": 9001, "ready": "/"},
+            "gone": {"command": "echo no such luck; exit 3", "port": 9002},
         }
         running.put("t", files={"/srv.py": HTTP, "/ws.py": SOCKETS}, servers=both)
         yield running
@@ -34,7 +34,7 @@ def proxy() -> Iterator[Proxy]:
 
 def send_bytes(proxy: Proxy, data: bytes, *, half_close: bool = True) -> bytes:
     """Send bytes; return what is received until the connection ends."""
-    with socket.create_connection(proxy.address, timeout=10) as connection:
+    with socket.create_connection(proxy.address, timeout=30) as connection:
         connection.sendall(data)
         if half_close:
             connection.shutdown(socket.SHUT_WR)
@@ -97,7 +97,7 @@ def test_http_1_0_is_answered_and_closed(proxy: Proxy) -> None:
 
 def opened(proxy: Proxy, path: str, **more: Any) -> ClientConnection:
     url = f"ws://{proxy.address[0]}:{proxy.address[1]}/t/t/{path}"
-    connection: ClientConnection = connect(url, proxy=None, open_timeout=20, **more)
+    connection: ClientConnection = connect(url, proxy=None, open_timeout=30, **more)
     return connection
 
 

@@ -3,7 +3,6 @@
 import json
 import socket
 import struct
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.machine import wait_until
 
 def send_bytes(proxy: Proxy, data: bytes, *, half_close: bool = True) -> bytes:
     """Send bytes; return what is received until the connection ends."""
-    with socket.create_connection(proxy.address, timeout=20) as connection:
+    with socket.create_connection(proxy.address, timeout=30) as connection:
         connection.sendall(data)
         if half_close:
             connection.shutdown(socket.SHUT_WR)
@@ -51,7 +50,7 @@ def test_upgraded_and_plain_connections_become_streams(proxy: Proxy, task: str, 
         request = start_request(task, rollout, exec_id, headers=headers)
         # Stdin may arrive in one packet with the request.
         extra = b"with it, " if headers else b""
-        with socket.create_connection(proxy.address, timeout=20) as connection:
+        with socket.create_connection(proxy.address, timeout=30) as connection:
             connection.sendall(request + extra)
             head = connection.recv(65536)
             connection.sendall(b"after it\n" if headers else b"with it, after it\n")
@@ -82,7 +81,7 @@ def test_request_may_arrive_in_pieces(proxy: Proxy, task: str) -> None:
     for headers in (UPGRADE, ""):
         rollout = f"r{len(headers)}"
         _, exec_id = create_exec(proxy, task, rollout, "echo", "hi")
-        with socket.create_connection(proxy.address, timeout=20) as connection:
+        with socket.create_connection(proxy.address, timeout=30) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             request = start_request(task, rollout, exec_id, headers=headers)
             for start in range(0, len(request), 40):
@@ -157,10 +156,8 @@ def test_containers_belong_to_their_url(proxy: Proxy, task: str) -> None:
 
 def test_ping_needs_no_task(proxy: Proxy) -> None:
     """A ping is answered for a task that does not exist, and does not create it."""
-    started_at = time.monotonic()
     answer = proxy.client.get("/t/unheard-of/r/x/docker/_ping")
     assert (answer.text, answer.headers["api-version"]) == ("OK", "1.44")
-    assert time.monotonic() - started_at < 0.15
     assert proxy.client.get("/api/v1/tasks/unheard-of").status_code == 404
 
 
@@ -169,9 +166,10 @@ def test_execs_of_one_container_run_in_order(proxy: Proxy, task: str) -> None:
     container_id, first = create_exec(proxy, task, "a", "sh", "-c", "sleep 0.3; echo first >> /tmp/order")
     body = {"Cmd": ["sh", "-c", "echo second >> /tmp/order; cat /tmp/order"], "AttachStdout": True}
     second = proxy.client.post(f"/t/{task}/r/a/docker/containers/{container_id}/exec", json=body).json()["Id"]
-    with socket.create_connection(proxy.address, timeout=20) as connection:
+    with socket.create_connection(proxy.address, timeout=30) as connection:
         connection.sendall(start_request(task, "a", first, headers=UPGRADE))
-        wait_until(lambda: proxy.engine.tasks.rollouts.running[task, "a"].waiting > 0, "it does not begin")
+        rollout = proxy.engine.tasks.rollouts.running[task, "a"]
+        wait_until(lambda: rollout.waiting + rollout.calls > 0, "it does not begin")
         answer = send_bytes(proxy, start_request(task, "a", second, headers=UPGRADE))
         while connection.recv(65536):
             pass

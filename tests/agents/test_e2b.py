@@ -83,7 +83,8 @@ def check_group(proxy: Proxy, packages_dir: Path, script: str, spec: dict[str, A
         steps = steps_of(proxy, "cached", part)
         assert calls_before(proxy, "cached", part, f"echo {part} >/work/part") == prefix
         assert {step["outcome"] for step in steps[:prefix]} == {"hit"}
-    assert proxy.client.get("/api/v1/stats").json()["failures"] == {}
+    # A copy that is not as it was taken is refused, and a replay takes its place: the answers above are right then too.
+    assert proxy.client.get("/api/v1/stats").json()["failures"] in ({}, {"restore": 1})
 
 
 @pytest.mark.parametrize("version", PYTHON_SDKS)

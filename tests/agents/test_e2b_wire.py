@@ -15,7 +15,7 @@ from tests.machine import wait_until
 def test_retried_start_joins_the_first(proxy: Proxy) -> None:
     """A start whose stream was cut, sent again, runs nothing twice and gets the first run's output."""
     client = Client(proxy, "again")
-    command = "echo ran >>/root/runs; sleep 0.7; wc -l </root/runs"
+    command = "echo ran >>/root/runs; sleep 3; wc -l </root/runs"
     for _ in range(2):
         with client.start(command) as stream:
             assert "start" in next(stream)
@@ -26,11 +26,11 @@ def test_retried_start_joins_the_first(proxy: Proxy) -> None:
 def test_retry_after_the_end_is_answered(proxy: Proxy) -> None:
     """A process that ended while its client was gone answers the retry; the next equal start is a new call."""
     client = Client(proxy, "unheard")
-    with client.start("echo ran >>/root/runs; wc -l </root/runs; sleep 0.2") as stream:
+    with client.start("echo ran >>/root/runs; wc -l </root/runs; sleep 1") as stream:
         next(stream)
     wait_until(lambda: bool(calls(proxy, "unheard", client.sandbox)), "it does not end")
-    assert client.run("echo ran >>/root/runs; wc -l </root/runs; sleep 0.2") == "1\n"
-    assert client.run("echo ran >>/root/runs; wc -l </root/runs; sleep 0.2") == "2\n"
+    assert client.run("echo ran >>/root/runs; wc -l </root/runs; sleep 1") == "1\n"
+    assert client.run("echo ran >>/root/runs; wc -l </root/runs; sleep 1") == "2\n"
 
 
 def test_lost_client_detaches_its_process(proxy: Proxy) -> None:
@@ -183,7 +183,7 @@ def test_equal_writes_arrive_twice(proxy: Proxy) -> None:
 
 def test_polls_beside_a_process_make_progress(proxy: Proxy) -> None:
     """Repeated calls beside a background process see its effects, and a second rollout gets them from the tree."""
-    command = "until [ -p /root/gate ]; do sleep 0.01; done; read -r line </root/gate; sleep 0.3; echo done >/root/told"
+    command = "until [ -p /root/gate ]; do sleep 0.01; done; read -r line </root/gate; sleep 1; echo done >/root/told"
     polls = []
     for _ in range(2):
         client = Client(proxy, "polls")
@@ -258,7 +258,7 @@ def test_invalid_requests_are_not_recorded(proxy: Proxy) -> None:
 def test_deadline_ends_the_command(proxy: Proxy) -> None:
     """The output before the deadline arrives, then the error; the process is killed."""
     client = Client(proxy, "deadline")
-    with client.start("sleep 0.2; echo soon; sleep 60; echo never", **{"connect-timeout-ms": "700"}) as stream:
+    with client.start("echo soon; sleep 60; echo never", **{"connect-timeout-ms": "2000"}) as stream:
         printed, last = joined(stream)
     assert (printed, last["last"]["error"]["code"]) == ("soon\n", "deadline_exceeded")
     assert client.run("ps ax | grep -c '[s]leep 60' || true") == "0\n"

@@ -30,12 +30,12 @@ def test_harbor_trials_share_their_prefix(tmp_path: Path) -> None:
         task = proxy.client.get("/api/v1/tasks").json()["items"][0]["task"]
         rollouts: list[Any] = proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()["items"]
         outcomes = [proxy.outcomes(task, row["rollout"]) for row in rollouts]
-    shown, rewards, verified = first
+    shown, rewards, verified, _ = first
     drawn = shown[0][0]
     assert drawn.endswith(" me\n")
     assert (shown[1], rewards, verified) == ([None, None, 0], {"reward": 1.0}, drawn)
     assert second == first
-    assert third == [[shown[0], [f"{drawn}drawn\n", None, 0]], {"reward": 0.0}, drawn]
+    assert third == [[shown[0], [f"{drawn}drawn\n", None, 0]], {"reward": 0.0}, drawn, {}]
     assert set(outcomes[0]) == {"miss"}
     assert set(outcomes[1]) == {"hit"}
     # What Harbor prepares, what the agent prepares, and the agent's first command.
@@ -62,6 +62,7 @@ services:
                 self.wfile.write(b"row " + open("/rows/count", "rb").read())
         open("/rows/count", "w").write("0\\n")
         socketserver.TCPServer(("0.0.0.0", 5432), Answer).serve_forever()
+    environment: {{KIND: side}}
     ports: ["15432:5432"]
     volumes: [shared:/rows]
 volumes: {{shared: {{}}}}
@@ -69,7 +70,10 @@ volumes: {{shared: {{}}}}
 
 
 def test_harbor_task_with_a_compose_file(tmp_path: Path) -> None:
-    """The agent meets the service of the task's compose file, and the second trial makes only hits."""
+    """The agent meets the service of the task's compose file, and the second trial makes only hits.
+
+    After the agent, a hook runs in the service, and files of the service are collected. Links lead to files of its own.
+    """
     require_docker()
     make_agent_image()
     python = newer_python()
@@ -86,4 +90,5 @@ def test_harbor_task_with_a_compose_file(tmp_path: Path) -> None:
         outcomes = [set(proxy.outcomes(task, row["rollout"])) for row in rollouts]
     assert first[0] == [["row 0\n", None, 0], ["row 1\n", None, 0]]
     assert (first[1], second) == ({"reward": 1.0}, first)
+    assert first[3] == {"link.txt": "side 1\n", "seen.txt": "side 1\n"}
     assert outcomes[1] == {"hit"}

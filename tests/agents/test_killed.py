@@ -1,5 +1,6 @@
 """The proxy is killed during calls of several protocols: IDs, states and processes return, and no call runs twice."""
 
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -42,10 +43,13 @@ class Killable:
 
     def kill(self) -> None:
         """Kill the proxy and start it again. The processes in its sandboxes must end with it."""
+        assert self.machine.process is not None
+        # The call during which it is killed must not end while its processes are looked for.
+        self.machine.process.send_signal(signal.SIGSTOP)
         processes_before = self.machine.processes()
         self.machine.kill()
         assert processes_before
-        wait_until(lambda: not alive(processes_before), f"{alive(processes_before)} outlive the proxy", within_s=5)
+        wait_until(lambda: not alive(processes_before), f"{alive(processes_before)} outlive the proxy")
         self.processes |= processes_before
         self.machine.start()
 

@@ -180,17 +180,19 @@ def test_request_without_rollout_explains_how_to_name_it(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "ready_s", "words"),
     [
-        (["bash", "-c", "echo broken >&2; exit 3"], "broken"),
-        (["bash", "-c", "while read -r; do echo no JSON; done"], "no JSON"),
-        (["sleep", "60"], "says nothing"),
+        (["bash", "-c", "echo broken >&2; exit 3"], 30, "broken"),
+        (["bash", "-c", "while read -r; do echo no JSON; done"], 30, "no JSON"),
+        (["sleep", "60"], 1, "says nothing"),
     ],
 )
-def test_broken_server_is_an_error_of_the_protocol(proxy: Proxy, command: list[str], words: str) -> None:
+def test_broken_server_is_an_error_of_the_protocol(
+    proxy: Proxy, command: list[str], ready_s: float, words: str
+) -> None:
     """A server that does not work is reported as an error of the protocol."""
     name = f"broken-{words.replace(' ', '-')}"
-    proxy.put(name, mcp_servers={"x": {"command": command[0], "args": command[1:], "ready_s": 1.5}})
+    proxy.put(name, mcp_servers={"x": {"command": command[0], "args": command[1:], "ready_s": ready_s}})
     answer = Agent(proxy, f"/t/{name}/r/a/mcp").tool("anything")
     assert answer.status_code == 200
     error = answer.json()["error"]
@@ -382,7 +384,7 @@ def test_who_waits_long_is_sent_comments(proxy: Proxy, monkeypatch: pytest.Monke
     monkeypatch.setattr("proxy.http.exchange.COMMENT_S", 0.05)
     proxy.put("slow")
     agent = Agent(proxy, "/t/slow/r/a/mcp")
-    told = agent.tool("exec", command="sleep 0.5; echo done").text
+    told = agent.tool("exec", command="sleep 2; echo done").text
     assert told.startswith(": still at it")
     assert json.loads(told.splitlines()[-2][6:])["result"]["structuredContent"]["stdout"] == "done\n"
     agent.headers["accept"] = "application/json"

@@ -73,6 +73,11 @@ def test_local_group_gets_the_results_of_one(place: Path, tmp_path: Path, way: s
     with real_proxy(checkpoints=not steady) as proxy:
         proxy.put("mini", workdir="/root")
         _, told = group(proxy, place, tmp_path, GROUP if not steady else GROUP[:3], steady=steady)
+        if steady:
+            # Without live processes no answer has an age: a rollout that does what the first one did runs nothing.
+            again = f"tcp://{proxy.address[0]}:{proxy.address[1]}/t/mini/r/again/docker"
+            assert agent(place, again, GROUP[0], tmp_path, steady=steady)[1] == told[GROUP[0]]
+            assert set(outcomes(proxy, "again")) == {"hit"}
     with real_proxy(checkpoints=False) as proxy:
         proxy.put("mini", workdir="/root", cache="never")
         host = f"tcp://{proxy.address[0]}:{proxy.address[1]}/t/mini/r/p0/docker"

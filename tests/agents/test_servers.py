@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,21 @@ def proxy() -> Iterator[Proxy]:
 def task(proxy: Proxy, request: pytest.FixtureRequest) -> str:
     """A task of its own for each test."""
     name = request.node.name.split("[")[0][-100:]
-    proxy.put(name, files={"/srv.py": PROGRAM}, servers=serve(timeout_s=3))
+    proxy.put(name, files={"/srv.py": PROGRAM}, servers=serve())
     return str(name)
+
+
+@pytest.fixture
+def limited(proxy: Proxy, task: str) -> str:
+    """A task whose server may say nothing for three seconds."""
+    name = f"{task}-limited"
+    proxy.put(name, files={"/srv.py": PROGRAM}, servers=serve(timeout_s=3))
+    return name
 
 
 def raw(proxy: Proxy, sent: bytes) -> bytes:
     """Send bytes; return all that comes back until the connection ends."""
-    with socket.create_connection(proxy.address, timeout=10) as connection:
+    with socket.create_connection(proxy.address, timeout=30) as connection:
         connection.sendall(sent)
         answer = b""
         while chunk := connection.recv(65536):
@@ -116,7 +123,7 @@ def test_checkpoint_restores_a_random_value_in_memory() -> None:
         running.put("random", files={"/srv.py": PROGRAM}, servers=serve())
         base = "/t/random/r/{}/api"
         drawn = [running.client.post(base.format(r) + "/draw") for r in ("a", "b", "c")]
-        wait_until(lambda: running.engine.counts.snapshots_taken > 1, "no checkpoint was taken")
+        wait_until(lambda: running.is_kept("random"), "no checkpoint was taken")
         for n, rollout in enumerate(("a", "b", "c")):
             running.client.post(base.format(rollout) + "/put", json={"own": str(n)})
         read = [running.client.get(base.format(r) + "/get?key=drawn").json()["value"] for r in ("a", "b", "c")]
@@ -137,9 +144,9 @@ def test_server_of_the_root_state_is_running() -> None:
     assert "processes" in json.dumps(snapshots)
 
 
-def test_stream_is_passed_on_live_and_recorded(proxy: Proxy, task: str) -> None:
+def test_stream_is_passed_on_live_and_recorded(proxy: Proxy, limited: str) -> None:
     """A stream reaches its client as it is produced, and other rollouts from the record."""
-    base = f"/t/{task}/r/{{}}"
+    base = f"/t/{limited}/r/{{}}"
     proxy.client.post(base.format("a") + "/shell/exec", json={"command": "touch gate"})
     proxy.client.post(base.format("b") + "/shell/exec", json={"command": "touch gate"})
     with proxy.client.stream("GET", base.format("a") + "/api/stream?n=3") as answer:
@@ -189,10 +196,10 @@ FAILS = {
 
 
 @pytest.mark.parametrize("path", FAILS)
-def test_failing_server_records_nothing(proxy: Proxy, task: str, path: str) -> None:
+def test_failing_server_records_nothing(proxy: Proxy, task: str, limited: str, path: str) -> None:
     """A failure of the server is an error for the client, and nothing is recorded."""
     status, words = FAILS[path]
-    base = f"/t/{task}/r/a/api"
+    base = f"/t/{limited if path == '/silent' else task}/r/a/api"
     proxy.client.post(f"{base}/put", json={"x": "1"})
     recorded = proxy.recorded
     answer = proxy.client.get(base + path)
@@ -204,13 +211,15 @@ def test_failing_server_records_nothing(proxy: Proxy, task: str, path: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("command", "status", "words"),
-    [("echo no such luck; exit 3", 502, "no such luck"), ("echo waits; sleep 60", 504, "waits")],
+    ("command", "ready_s", "status", "words"),
+    [("echo no such luck; exit 3", 30, 502, "no such luck"), ("echo waits; sleep 60", 2, 504, "waits")],
 )
-def test_failed_server_start_shows_its_output(proxy: Proxy, command: str, status: int, words: str) -> None:
+def test_failed_server_start_shows_its_output(
+    proxy: Proxy, command: str, ready_s: float, status: int, words: str
+) -> None:
     """A server that does not start is an error that contains the server's output."""
     name = f"start-{status}"
-    proxy.put(name, servers={"api": {"command": command, "port": 9000, "ready_s": 1}})
+    proxy.put(name, servers={"api": {"command": command, "port": 9000, "ready_s": ready_s}})
     answer = proxy.client.get(f"/t/{name}/r/a/api/x")
     assert (answer.status_code, answer.headers["retry-after"]) == (status, "1")
     assert words in answer.json()["detail"]
@@ -242,7 +251,7 @@ def test_ambiguous_request_is_refused(proxy: Proxy, task: str, case: str) -> Non
     sent, status = SMUGGLED[case]
     recorded = proxy.recorded
     sent = sent.replace(b"/t/T", f"/t/{task}".encode())
-    with socket.create_connection(proxy.address, timeout=5) as connection:
+    with socket.create_connection(proxy.address, timeout=30) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -341,7 +350,9 @@ def test_killed_server_is_started_again(proxy: Proxy, task: str) -> None:
     """A server that a command has killed is started again."""
     base = f"/t/{task}/r/a"
     proxy.client.post(f"{base}/api/put", json={"x": "1"})
-    proxy.client.post(f"{base}/shell/exec", json={"command": "pkill -f srv.py; sleep .2"})
+    proxy.client.post(
+        f"{base}/shell/exec", json={"command": "pkill -f srv.py; while pgrep -f srv.py; do sleep .01; done"}
+    )
     assert proxy.client.get(f"{base}/api/get?key=x").json() == {"value": None}
 
 
@@ -378,15 +389,18 @@ def test_unknown_endpoints_are_told_which_there_are(proxy: Proxy, task: str) -> 
     assert "rollout" in nameless.json()["detail"]
 
 
-def test_busy_rollout_does_not_block_others(proxy: Proxy, task: str) -> None:
+def test_busy_rollout_does_not_block_others(proxy: Proxy, limited: str) -> None:
     """A request that waits for a busy rollout does not block requests of other rollouts."""
+    for rollout in ("busy", "free"):
+        assert proxy.client.post(f"/t/{limited}/r/{rollout}/api/put", json={"of": rollout}).is_success
+    answers: list[httpx.Response] = []
 
     def silent() -> None:
-        httpx.get(f"{proxy.url}/t/{task}/r/busy/api/silent", timeout=30)
+        answers.append(httpx.get(f"{proxy.url}/t/{limited}/r/busy/api/silent", timeout=30))
 
     thread = threading.Thread(target=silent)
     thread.start()
-    start = time.monotonic()
-    assert proxy.client.get(f"/t/{task}/r/free/api/echo").is_success
-    assert time.monotonic() - start < 2.5
+    wait_until(lambda: proxy.engine.tasks.rollouts.running[limited, "busy"].waiting > 0, "the rollout is not busy")
+    assert proxy.client.get(f"/t/{limited}/r/free/api/echo").is_success
+    assert not answers
     thread.join()

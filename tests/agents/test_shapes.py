@@ -57,7 +57,7 @@ def test_the_authors_wire_is_shared_forked_and_stopped(proxy: Proxy) -> None:
     assert result.startswith("task_aaa: film 0.")
     assert second.execute("load", "film") == result.replace("task_aaa", "task_bbb")
     assert second.hit
-    wait_until(lambda: proxy.engine.counts.snapshots_taken > 1, "no checkpoint was taken")
+    wait_until(lambda: proxy.is_kept("video"), "no checkpoint was taken")
     forked = Video(proxy, second.post("/fork")["sandbox_id"])
     assert forked.sandbox not in ("task_aaa", "task_bbb")
     assert forked.execute("cut", "x").startswith(f"{forked.sandbox}: film x 0.")
@@ -91,7 +91,7 @@ def test_cookie_names_the_gym_servers_session(proxy: Proxy) -> None:
     assert [answer.json()["sum"] for answer in answers] == [6, 6, 6]
     assert len({answer.json()["luck"] for answer in answers}) == 1
     assert [answer.headers["cache-status"] == HIT for answer in answers] == [False, True, True]
-    wait_until(lambda: proxy.engine.counts.snapshots_taken > 2, "no checkpoint was taken")
+    wait_until(lambda: proxy.is_kept("gym"), "no checkpoint was taken")
     sums = [client.post("/add", json={"n": n * 10}).json()["sum"] for n, client in enumerate(clients)]
     assert sums == [6, 16, 26]
     nobody = httpx.post(f"{proxy.url}/t/gym/tool/add", json={"n": 1}, trust_env=False)

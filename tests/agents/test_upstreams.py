@@ -38,7 +38,7 @@ def proxy(tmp_path: Path) -> Iterator[Running]:
 
 
 def put(proxy: Running, there: Elsewhere, **server: Any) -> None:
-    spec = {"driver": "http", "servers": {"api": {"upstream": f"{there.url}/api", "timeout_s": 2, **server}}}
+    spec = {"driver": "http", "servers": {"api": {"upstream": f"{there.url}/api", "timeout_s": 30, **server}}}
     answer = proxy.client.put("/api/v1/tasks/t", json=spec)
     assert answer.is_success, answer.text
 
@@ -167,7 +167,13 @@ def test_upstream_failure_is_never_recorded(
     proxy: Running, there: Elsewhere, path: str, status: int, words: str, mode: str
 ) -> None:
     """A failure of the server elsewhere is reported to the client and never recorded."""
-    put(proxy, there, rules=[{"on": "* /{any}", "effect": "read"}], mode=mode, timeout_s=0.5)
+    put(
+        proxy,
+        there,
+        rules=[{"on": "* /{any}", "effect": "read"}],
+        mode=mode,
+        timeout_s=0.5 if path == "/silent" else 30,
+    )
     for _ in range(2):
         answer = proxy.client.post(f"/t/t/r/a/api{path}", json={})
         assert (answer.status_code, answer.headers["cache-status"]) == (status, "forkpoint; fwd=miss; detail=error")
@@ -225,7 +231,7 @@ ESCAPES = ["/../x", "/%2e%2e/x", "/a/..%2fx", "/..;/x", "/a%5c..%5cx", "/./x"]
 @pytest.mark.parametrize("path", ESCAPES)
 def test_no_path_leaves_the_prefix(proxy: Running, there: Elsewhere, path: str) -> None:
     put(proxy, there)
-    with socket.create_connection(proxy.address, timeout=5) as connection:
+    with socket.create_connection(proxy.address, timeout=30) as connection:
         connection.sendall(f"GET /t/t/r/a/api{path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 400")
@@ -245,7 +251,7 @@ def test_no_path_leaves_the_prefix(proxy: Running, there: Elsewhere, path: str) 
 def test_request_cannot_choose_its_server(proxy: Running, there: Elsewhere, target: str, asked: str | None) -> None:
     """A request chooses the path and the body, but not the server that gets them."""
     put(proxy, there)
-    with socket.create_connection(proxy.address, timeout=5) as connection:
+    with socket.create_connection(proxy.address, timeout=30) as connection:
         line = f"GET /t/t/r/a/api{target} HTTP/1.1\r\nhost: evil.test\r\nconnection: close\r\n\r\n"
         connection.sendall(line.encode())
         b"".join(iter(lambda: connection.recv(65536), b""))
@@ -294,7 +300,7 @@ def test_large_upload_is_spooled_to_disk(tmp_path: Path, there: Elsewhere) -> No
         chunks = (body[n : n + 4096] for n in range(0, len(body), 4096))
         assert proxy.client.post("/t/t/r/a/api/length", content=chunks).json()["length"] == len(body)
         assert proxy.client.post("/t/t/r/a/api/length", content=bytes((1 << 22) + 1)).status_code == 413
-        with socket.create_connection(proxy.address, timeout=5) as connection:
+        with socket.create_connection(proxy.address, timeout=30) as connection:
             connection.sendall(
                 b"POST /t/t/r/a/api/length HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + bytes(150_000)
             )

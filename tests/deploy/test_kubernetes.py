@@ -4,7 +4,6 @@ helm itself is on no package registry, so the templates are rendered by Go's own
 package `py-go-template`. `python -m tests.deploy.test_kubernetes` writes the manifests.
 """
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -55,8 +55,6 @@ json.dump([go_template.render(Path(template), context).decode() for template in 
 
 def rendered(chosen: dict[str, Any]) -> list[str]:
     """Return the output of each template that has any."""
-    if importlib.util.find_spec("go_template") is None:
-        pytest.skip("the package py-go-template is not installed")
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     context = {
         "Values": chosen,
@@ -102,9 +100,8 @@ def manifests() -> str:
 )
 def test_objects_are_valid(changed: dict[str, Any]) -> None:
     """Against the schema of Kubernetes' own API, in which unknown members are errors."""
-    checker = pytest.importorskip("kubernetes_validate")
     for each in objects(**changed).values():
-        checker.validate(each, KUBERNETES, strict=True)
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
 
 
 def test_manifests_are_the_charts_output() -> None:
@@ -175,13 +172,12 @@ def test_members_have_what_a_cluster_needs(kind: str, monkeypatch: pytest.Monkey
 
 def test_workers_of_kuberay_use_the_service() -> None:
     """Its own objects have no schema here, but their pods are Kubernetes'."""
-    checker = pytest.importorskip("kubernetes_validate")
     ray = yaml.safe_load((DEPLOY / "kubernetes" / "kuberay.yaml").read_text())["spec"]
     service = objects()["Service"]
     url = f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
     for group in (ray["headGroupSpec"], *ray["workerGroupSpecs"]):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, **group["template"]}
-        checker.validate(pod, KUBERNETES, strict=True)
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
         assert {"name": "FORKPOINT_URL", "value": url} in pod["spec"]["containers"][0]["env"]
 
 

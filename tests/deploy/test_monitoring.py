@@ -12,6 +12,9 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from proxy.workloads.ephemeral_proxy import free_port
 from tests.machine import wait_until
@@ -71,12 +74,8 @@ def lost_members(written: Any, understood: Any, place: str = "") -> list[str]:
 
 def understood(dashboard: Any) -> Any:
     """Return a dashboard as the models that Grafana Labs generates from its schema read and write it."""
-    encoder, plugins, models = (
-        pytest.importorskip(f"grafana_foundation_sdk.{name}")
-        for name in ("cog.encoder", "cog.plugins", "models.dashboard")
-    )
-    plugins.register_default_plugins()
-    return json.loads(encoder.JSONEncoder(sort_keys=True).encode(models.Dashboard.from_json(dashboard)))
+    register_default_plugins()
+    return json.loads(JSONEncoder(sort_keys=True).encode(Dashboard.from_json(dashboard)))
 
 
 def test_dashboard_follows_grafanas_schema() -> None:

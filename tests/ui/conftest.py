@@ -6,9 +6,10 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import BrowserContext, ConsoleMessage, Page, Request, expect
 
+from tests.proxy.conftest import proxy  # noqa: F401 - a fixture
 from tests.ui.browser import chromium, missing
 
-PATIENCE_MS = 15_000
+PATIENCE_MS = 30_000
 expect.set_options(timeout=PATIENCE_MS)
 
 

@@ -1,5 +1,6 @@
 """Every page passes axe-core, in light and dark and as a phone shows it."""
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -87,7 +88,7 @@ def test_phone_shows_tree_as_table(proxy: Running, page: Page) -> None:
     expect(page.get_by_role("treegrid")).to_be_visible()
     page.get_by_role("button", name="Map").click()
     expect(page.get_by_role("treegrid")).to_be_hidden()
-    assert "view=map" in page.url
+    expect(page).to_have_url(re.compile("view=map"))
 
 
 def test_pause_holds_the_view_until_resumed(proxy: Running, page: Page) -> None:

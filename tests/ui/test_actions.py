@@ -1,20 +1,12 @@
 """What can be done at a node, done by buttons."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.proxy.serving import Running, serving
-
-
-@pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("data")) as running:
-        yield running
+from tests.proxy.serving import Running
 
 
 def at(proxy: Running, page: Page, task: str, *commands: str) -> tuple[str, Locator]:
@@ -105,7 +97,7 @@ def test_tried_command_is_not_recorded(proxy: Running, page: Page) -> None:
     after = proxy.client.get("/api/v1/tasks/try/columns").json()
     assert (before["columns"]["id"], before["columns"]["seen"]) == (after["columns"]["id"], after["columns"]["seen"])
     assert proxy.exec("agent", "cat f", task="try").json()["stdout"] == "1\n"
-    assert node in page.url
+    expect(page).to_have_url(re.compile(node))
 
 
 def test_forget_asks_first_and_rollouts_continue(proxy: Running, page: Page) -> None:

@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from sandboxes.calls import ToolResult
+from tests.machine import wait_until
 from tests.proxy.serving import Running, serving
 from tests.ui.planting import plant_answers
 
@@ -131,11 +132,11 @@ def test_line_of_five_megabytes_is_shown_in_part(planted: Planted, page: Page) -
     page.evaluate("performance.mark('asked')")
     shown(planted, page, "line")
     took = page.evaluate("performance.now() - performance.getEntriesByName('asked').at(-1).startTime")
-    assert took < 5000
+    assert took < 20_000
     expect(page.get_by_text("cut: download the whole answer")).to_be_visible()
     assert len(page.locator(".answer .output").inner_text()) == 20_000
     page.get_by_role("button", name=re.compile("Show more")).click()
-    assert len(page.locator(".answer .output").inner_text()) > 60_000
+    wait_until(lambda: len(page.locator(".answer .output").inner_text()) > 60_000, "no more is shown")
 
 
 def test_invalid_utf8_is_shown_and_marked(planted: Planted, page: Page) -> None:

@@ -1,18 +1,11 @@
 """The page's own routes: columns and their news, labels, failures, calls and their answers."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from proxy.storage.records import RecordStore
-from tests.proxy.serving import Running, serving
-
-
-@pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("data")) as running:
-        yield running
+from tests.proxy.serving import Running
 
 
 def get(proxy: Running, path: str, status: int = 200) -> Any:

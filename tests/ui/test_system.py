@@ -1,5 +1,6 @@
 """The proxy itself on the page: its last day, budgets, warnings, settings and runs; and the palette that finds all."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def test_history_has_steps_and_wrong_answers_bounds(proxy: Running) -> None:
 def test_range_is_in_the_address(ui: Page) -> None:
     ui.get_by_role("button", name="24 h").click()
     expect(ui.get_by_text("12 h ago")).to_be_visible()
-    assert "span=86400" in ui.url
+    expect(ui).to_have_url(re.compile("span=86400"))
 
 
 def test_families_sum_up_tasks(ui: Page) -> None:

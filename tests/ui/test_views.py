@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from sandboxes.calls import EgressExchange
 from tests.proxy.serving import Running, serving
@@ -35,19 +35,19 @@ def go(ui: Page, address: str) -> Page:
     return ui
 
 
-def figure(ui: Page, title: str) -> str:
-    return ui.locator(".figure", has=ui.get_by_text(title, exact=True)).locator(".value").inner_text()
+def figure(ui: Page, title: str) -> Locator:
+    return ui.locator(".figure", has=ui.get_by_text(title, exact=True)).locator(".value")
 
 
 def test_overview_shows_tasks_live(proxy: Running, ui: Page) -> None:
     row = ui.locator("tr[data-task=demo]")
     expect(row).to_contain_text("25 %")
     expect(ui.locator(".figure", has_text="Calls").first).to_contain_text("8")
-    before = figure(ui, "Calls")
+    before = figure(ui, "Calls").inner_text()
     for rollout in ("third", "fourth"):
         proxy.exec(rollout, "echo 1 > f", task="live")
     expect(ui.locator("tr[data-task=live]")).to_contain_text("50 %")
-    assert int(figure(ui, "Calls")) == int(before) + 2
+    expect(figure(ui, "Calls")).to_have_text(str(int(before) + 2))
     expect(ui.locator("svg.timeline rect").first).to_be_attached()
 
 
@@ -74,8 +74,8 @@ def test_filter_and_order_are_in_the_address(ui: Page) -> None:
     expect(ui.locator("tbody tr")).to_have_count(1)
     ui.get_by_role("button", name="Hit rate").click()
     expect(ui.locator("th[aria-sort]")).to_have_text("Hit rate")
-    assert "q=dem" in ui.url
-    assert "sort=rate" in ui.url
+    expect(ui).to_have_url(re.compile("q=dem"))
+    expect(ui).to_have_url(re.compile("sort=rate"))
     ui.reload()
     expect(ui.get_by_label("Filter tasks")).to_have_value("dem")
     expect(ui.locator("tbody tr")).to_have_count(1)

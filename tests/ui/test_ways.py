@@ -62,7 +62,7 @@ def test_lanes_are_grouped_by_labels(ui: Page) -> None:
     expect(pair.locator(".lane")).to_have_count(2)
     expect(pair.locator(".lane").first.locator(".cells i").nth(1)).to_have_class(re.compile("parts"))
     expect(lanes.filter(has_text="<b>lone</b>")).to_have_count(1)
-    assert "lanes=1" in ui.url
+    expect(ui).to_have_url(re.compile("lanes=1"))
 
 
 def test_lane_lights_way_of_its_rollout(ui: Page, proxy: Running) -> None:
@@ -122,6 +122,6 @@ def test_colour_is_in_the_address_and_legend(ui: Page) -> None:
     ui.locator("label", has_text="Colour").locator("select").select_option("reward")
     expect(ui.locator(".key .scale")).to_contain_text("Colour: reward")
     expect(ui.locator(".key .scale")).to_contain_text("no reward")
-    assert "colour=reward" in ui.url
+    expect(ui).to_have_url(re.compile("colour=reward"))
     ui.locator("label", has_text="Colour").locator("select").select_option("label:group")
     expect(ui.locator(".key .scale")).to_contain_text("<b>lone</b>")
