@@ -154,9 +154,13 @@ class Owned:
         Raises:
             DroppedError: They never will be.
         """
-        if self._noted is not None:
-            await asyncio.shield(self._noted)
-            self._noted = None if self._noted.done() else self._noted
+        noted = self._noted
+        if noted is None:
+            return
+        await asyncio.shield(noted)
+        # Another answer that waited may have been here first, and other lines may have been noted since.
+        if self._noted is noted:
+            self._noted = None
 
     @contextmanager
     def cutting(self, cut: Callable[[], None]) -> Iterator[None]:

@@ -1,0 +1,60 @@
+"""A task that a member owns: what waits for lines that are written to its log."""
+
+import asyncio
+
+from proxy.cluster.owned import Owned
+from proxy.cluster.protocol import Ended, OwnedTask
+
+
+class Log:
+    """A log whose rows are written one by one, when a test lets them."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.gate = asyncio.Semaphore(0)
+
+    async def append(self, _task: str, row: int, _body: bytes) -> bool:
+        await self.gate.acquire()
+        self.rows.append(row)
+        return True
+
+    def owned(self) -> Owned:
+        return Owned("t", OwnedTask(1), self.append, lambda owned, _reason: owned.drop())
+
+
+def test_answers_wait_together_for_what_was_noted() -> None:
+    """The output of a container and its exit code wait for the same line, in two responses."""
+
+    async def go() -> None:
+        log = Log()
+        owned = log.owned()
+        owned.note([Ended(7)])
+        waiting = [asyncio.create_task(owned.settled()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert not any(answer.done() for answer in waiting)
+        log.gate.release()
+        await asyncio.gather(*waiting)
+        assert len(log.rows) == 1
+
+    asyncio.run(go())
+
+
+def test_lines_that_are_noted_meanwhile_hold_up_later_answers() -> None:
+    async def go() -> None:
+        log = Log()
+        owned = log.owned()
+        owned.note([Ended(7)])
+        earlier = asyncio.create_task(owned.settled())
+        await asyncio.sleep(0)
+        owned.note([Ended(8)])
+        log.gate.release()
+        await earlier
+        later = asyncio.create_task(owned.settled())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (later.done(), len(log.rows)) == (False, 1)
+        log.gate.release()
+        await later
+        assert len(log.rows) == 2
+
+    asyncio.run(go())
