@@ -40,6 +40,7 @@ class Exchange:
         self._dialect: Dialect | None = None
         self._request: Request | None = None
         self._relay: ResponseRelay | None = None
+        self._is_streamed = False
         self.events: ServerEvents | None = None
         self.extra: Headers = ()
 
@@ -111,10 +112,16 @@ class Exchange:
     ) -> None:
         """Send a response piece by piece, until it ends or the client disconnects.
 
+        If its content fails, the response stays without its end, so that no client takes a part of it for the whole.
+
         Args:
             headers: The headers of the response, which has status 200 and no length.
             content: Sends the pieces with the function that it is given.
+
+        Raises:
+            Exception: What `content` has raised.
         """
+        self._is_streamed = True
         await self.send({"type": "http.response.start", "status": 200, "headers": raw(headers)})
 
         async def send(data: bytes) -> None:
@@ -127,6 +134,8 @@ class Exchange:
             for task in (sending, hangup):
                 task.cancel()
         await asyncio.gather(sending, hangup, return_exceptions=True)
+        if not sending.cancelled():
+            sending.result()
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def local(self, local: Local) -> None:
@@ -135,7 +144,7 @@ class Exchange:
 
     async def problem(self, problem: Problem) -> None:
         """Report a problem. A client that already has half a response is cut off instead."""
-        if self._relay is not None and self._relay.started:
+        if self._is_streamed or (self._relay is not None and self._relay.started):
             return
         local = None
         if self._dialect is not None and self._request is not None:
