@@ -358,6 +358,9 @@ class ClusterPlane(DataPlane):
         await send_response(send, 200, [(b"content-type", b"application/json")], orjson.dumps(value))
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, refusal: RefusalError) -> None:
+        if scope["type"] == "http":
+            await self._refuse_request(scope, receive, send, refusal)
+            return
         problem = problem_of(refusal)
         self._count(problem)
         await send_problem(scope, receive, send, problem)

@@ -70,7 +70,7 @@ class DataPlane:
         elif scope["type"] == "websocket":
             await self._converse(scope, receive, send, refusal)
         elif refusal is not None:
-            await self._dispatch.refuse(scope, _address_of(scope), refusal, Exchange(send, receive))
+            await self._refuse_request(scope, receive, send, refusal)
         else:
             exchange = Exchange(send, receive, scope.get(EXPECTED))
             try:
@@ -131,6 +131,10 @@ class DataPlane:
         except RefusalError as refusal:
             return refusal
         return None
+
+    async def _refuse_request(self, scope: Scope, receive: Receive, send: Send, refusal: RefusalError) -> None:
+        """Answer a request with a refusal, in the form that clients of its endpoint read."""
+        await self._dispatch.refuse(scope, _address_of(scope), refusal, Exchange(send, receive))
 
     async def _converse(self, scope: Scope, receive: Receive, send: Send, refusal: RefusalError | None) -> None:
         # WebSocket scopes of ASGI have no method, but the check for foreign pages reads one. A handshake is a GET

@@ -186,6 +186,9 @@ def test_without_database_503(server: Cluster, dsn: str, tmp_path: Path) -> None
             refused = call(node, "1", "y")
             assert refused.status_code == 503, refused.text
             assert refused.headers["retry-after"] == "1"
+            # In the form that the client's SDK reads.
+            refused = httpx.get(f"{node.url}/t/t/docker/containers/json", timeout=60)
+            assert (refused.status_code, "no member" in refused.json()["message"]) == (503, True)
         finally:
             server.start()
         wait_until(lambda: call(node, "1", "y").status_code == 200, "the call is not answered")
