@@ -96,6 +96,8 @@ def _start(worker: _Worker, workers: Iterable[_Worker], work: Work, mask: Iterab
         for each in (ready, *(other.ready for other in workers if other.ready >= 0)):
             os.close(each)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # A shell that starts a command in the background has it ignore SIGINT, which must end a worker: see `_end`.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
         def is_serving() -> None:
             os.write(serving, b"1")

@@ -18,7 +18,9 @@ WITHIN_S = 30.0
 @contextmanager
 def supervised(folder: Path, mode: str = "") -> Iterator["subprocess.Popen[bytes]"]:
     """Run a parent with two workers; it is killed at the end if it still runs, and its workers end with it."""
-    command = [sys.executable, "-m", "tests.proxy.workers.supervised", mode, str(folder)]
+    # As a shell starts a command in the background: it ignores SIGINT.
+    shell = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    command = [*shell, sys.executable, "-m", "tests.proxy.workers.supervised", mode, str(folder)]
     parent = subprocess.Popen(command, cwd=REPOSITORY)
     try:
         yield parent
