@@ -4,6 +4,7 @@ That is the Python that sandboxes of the base `host` see, so the same packages s
 of this project is on their path.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -66,14 +67,17 @@ def _installed(kind: str, steps: list[tuple[list[str], tuple[str, ...]]]) -> Pat
     words = [word for _, wanted in steps for word in wanted]
     name = hashlib.blake2b(" ".join([kind, *words]).encode(), digest_size=8).hexdigest()
     place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "forkpoint-clients" / name
-    if not place.exists():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=place.parent))
-        for command, wanted in steps:
-            if wanted:
-                _install([*command, str(made), *wanted], made)
-        made.chmod(0o755)
-        made.rename(place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    # Other processes run tests that want the same packages. They wait, and find them.
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            made = Path(tempfile.mkdtemp(dir=place.parent))
+            for command, wanted in steps:
+                if wanted:
+                    _install([*command, str(made), *wanted], made)
+            made.chmod(0o755)
+            made.rename(place)
     return place
 
 
