@@ -176,6 +176,7 @@ class Proxy(Served):
     options: dict[str, str] = field(default_factory=dict)
     wrapper: tuple[str, ...] = ()
     python: str = sys.executable
+    module: str = "forkpoint"
 
     @property
     def data(self) -> Path:
@@ -183,12 +184,13 @@ class Proxy(Served):
 
     @property
     def command(self) -> list[str]:
-        command = [*self.wrapper, self.python, "-m", "forkpoint", "serve", "--port", str(self.port)]
+        command = [*self.wrapper, self.python, "-m", self.module, "serve", "--port", str(self.port)]
         return [*command, "--data", str(self.data)]
 
     @property
     def settings(self) -> dict[str, str]:
-        return {f"FORKPOINT_{name.upper()}": value for name, value in self.options.items()}
+        own = {} if self.module == "forkpoint" else {"PYTHONPATH": str(Path(__file__).parents[1])}
+        return own | {f"FORKPOINT_{name.upper()}": value for name, value in self.options.items()}
 
     def groups(self) -> list[Path]:
         """Return the control groups of this instance of the local driver."""
@@ -208,11 +210,11 @@ def served(data: Path, **options: str) -> Iterator[Proxy]:
 
 
 @contextmanager
-def serving(proxy: Proxy) -> Iterator[None]:
+def serving(proxy: Proxy) -> Iterator[Proxy]:
     """Run this proxy for the duration of the block; all of its processes must end with it."""
     proxy.start()
     try:
-        yield
+        yield proxy
     finally:
         if proxy.process is not None and proxy.process.poll() is None:
             processes = proxy.processes()

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.machine import (
     data_directory,
     require_sandboxes,
     served,
+    serving,
     wait_until,
 )
 from tests.sandboxes.box import local_driver, opened, run
@@ -92,7 +94,7 @@ class Load:
                 return exec_(client, rollout, command).raise_for_status().json()
             except httpx.TransportError:
                 # The proxy is down. After its restart, `_taken` shows whether it recorded the call.
-                continue
+                time.sleep(0.05)
 
     def _taken(self, client: httpx.Client, rollout: str) -> int:
         """Return the number of the rollout's calls that the proxy recorded."""
@@ -122,7 +124,7 @@ def test_kill_under_load_loses_no_answer(folder: Path) -> None:
     moments = sorted(random.Random(seed).sample(range(5, calls - 10), KILLS))  # noqa: S311
     groups: list[Path] = []
     processes: set[Process] = set()
-    with served(folder) as proxy:
+    with serving(Proxy(folder, module="tests.patient")) as proxy:
         load = Load(proxy)
         threads = [threading.Thread(target=load.walk, args=(number,), daemon=True) for number in range(ROLLOUTS)]
         for thread in threads:

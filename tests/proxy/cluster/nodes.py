@@ -24,6 +24,8 @@ REPOSITORY = Path(__file__).parents[3]
 SECRET = "the secret of the tests"
 PATIENT = "tests.proxy.cluster.patient"
 """The module of a member whose leases and links outlast any pause of a busy machine."""
+MORTAL = {"module": PATIENT, "TESTS_LEASE_S": "12"}
+"""Options of such a member for tests in which it is killed: others take its tasks over 12 s later."""
 READ = "SELECT group_concat(value, '') AS history FROM entry"
 """Reads what a rollout has written."""
 WITNESS = f"SELECT hex(randomblob(8)) AS witness, ({READ})"

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from tests.machine import until, wait_until
-from tests.proxy.cluster.nodes import PATIENT, Agent, Node, Truth, check_log, nodes, put_task, until_answered
+from tests.proxy.cluster.nodes import MORTAL, PATIENT, Agent, Node, Truth, check_log, nodes, put_task, until_answered
 from tests.proxy.workers.test_workers import workers
 from tests.sandboxes.postgres_cluster import Cluster
 
@@ -115,7 +115,7 @@ def test_what_an_audit_withholds_stays_withheld_after_a_takeover(dsn: str, tmp_p
         url = f"{node.url}/t/t/r/{rollout}/sql/query"
         return history(httpx.post(url, json={"sql": "SELECT hex(randomblob(8))"}, timeout=60))
 
-    with nodes(tmp_path, dsn, "ab", FORKPOINT_AUDIT_SHARE="1") as members:
+    with nodes(tmp_path, dsn, "ab", FORKPOINT_AUDIT_SHARE="1", **MORTAL) as members:
         a, b = members.values()
         put_task(a, "t", volatile="once")
         first, numbers = drawn(a, "1"), itertools.count(2)
@@ -123,7 +123,7 @@ def test_what_an_audit_withholds_stays_withheld_after_a_takeover(dsn: str, tmp_p
         # Each hit is audited soon. The answer to the first call that is no hit is behind the finding in the log.
         wait_until(lambda: drawn(b, str(next(numbers))) != first, "the audit finds nothing")
         a.kill()
-        wait_until(lambda: call(b, "writer", "x").status_code == 200, "the task is not taken over")
+        wait_until(lambda: call(b, "writer", "x").status_code == 200, "the task is not taken over", within_s=60)
         assert drawn(b, "last") != first
 
 

@@ -21,7 +21,7 @@ from tests.agents.mcp_requests import spec as mcp_spec
 from tests.agents.test_e2b import KEY, PYTHON_SDKS, plain
 from tests.agents.test_sockets import spec as socket_spec
 from tests.machine import require_criu, wait_until
-from tests.proxy.cluster.nodes import Node, nodes
+from tests.proxy.cluster.nodes import MORTAL, Node, nodes
 from tests.sandboxes.postgres_cluster import Cluster
 
 
@@ -34,7 +34,7 @@ def members(server: Cluster) -> Iterator[dict[str, Node]]:
     folder.chmod(0o755)
     options = {"FORKPOINT_DRIVERS": '["local"]', "FORKPOINT_WARM_SANDBOXES": "0"}
     try:
-        with nodes(folder, f"{server.dsn} dbname=streams", "ab", **options) as running:
+        with nodes(folder, f"{server.dsn} dbname=streams", "ab", **options, **MORTAL) as running:
             yield running
             for node in running.values():
                 node.stop()
@@ -160,7 +160,7 @@ def test_killed_owner_ends_streams(members: dict[str, Node]) -> None:
                 return False
             return True
 
-        wait_until(goes_on, "no other member takes the container over", within_s=30)
+        wait_until(goes_on, "no other member takes the container over", within_s=60)
         assert found == [b"kept\n"]
         with opened(b, "sockets/r/2/api/x") as again:
             assert ask(again, "get")["shared"] == ["1", "2"]

@@ -19,7 +19,7 @@ from proxy.cluster.link.opener import PendingCall
 from proxy.cluster.protocol import Position
 from proxy.http.access import GRANT
 from proxy.http.address import Address
-from tests.proxy.cluster.nodes import Node, nodes, put_task
+from tests.proxy.cluster.nodes import PATIENT, Node, nodes, put_task
 
 if TYPE_CHECKING:
     from proxy.cluster.link.channels import LinkChannel
@@ -235,7 +235,7 @@ def test_both_ways_and_the_owner_answer_alike(dsn: str, tmp_path: Path) -> None:
     """The same program directly, in frames, and on the regular way, after one rollout has recorded it."""
     chosen = random.Random(5)  # noqa: S311 - the same program each time
     program = [chosen.choice(CALLS) for _ in range(40)]
-    with nodes(tmp_path, dsn, "ab") as members:
+    with nodes(tmp_path, dsn, "ab", module=PATIENT) as members:
         a, b = members.values()
         put_task(a, "t")
         walk(Raw(a), "recorded", program)

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 
 from tests.machine import require_sandboxes, wait_until
-from tests.proxy.cluster.nodes import Node, nodes
+from tests.proxy.cluster.nodes import MORTAL, Node, nodes
 
 WALK = [f"sleep 0.3; echo {number} >> /tmp/f" for number in range(3)]
 
@@ -26,7 +26,7 @@ def metric(node: Node, name: str) -> float:
 def test_next_owner_restores_after_a_kill(dsn: str, tmp_path: Path) -> None:
     """Equal answers, in a sandbox whose base another member made."""
     require_sandboxes()
-    with nodes(tmp_path, dsn, "ab", FORKPOINT_DRIVERS='["local"]') as members:
+    with nodes(tmp_path, dsn, "ab", FORKPOINT_DRIVERS='["local"]', **MORTAL) as members:
         a, b = members.values()
         assert all(call(a, "1", command).status_code == 200 for command in WALK)
         wait_until(lambda: metric(a, "states_sent") >= 4, "not all states were sent", within_s=60)
