@@ -45,6 +45,8 @@ def chromium(width: int = 1360, height: int = 860, scheme: str = "light", scale:
             profile,
             executable_path=CHROMIUM,
             headless=True,
+            # A busy disk may take half a minute for the first start of a program of this size.
+            timeout=120_000,
             args=list(QUIET),
             viewport={"width": width, "height": height},
             color_scheme=scheme,  # type: ignore[arg-type]
