@@ -177,8 +177,8 @@ class ProcessesSuite:
         """A background process is killed at its time limit; the processes that it started continue."""
 
         async def test(sandbox: Sandbox) -> None:
-            text = "(sleep 1.3; echo on >/tmp/on) >/dev/null 2>&1 & echo up; sleep 1000"
-            assert (await leave(sandbox, text, tty=False, stdin=False, timeout_s=1.0)).ending.exit_code is None
+            text = "(sleep 3.3; echo on >/tmp/on) >/dev/null 2>&1 & echo up; sleep 1000"
+            assert (await leave(sandbox, text, tty=False, stdin=False, timeout_s=3.0)).ending.exit_code is None
             request = {"process": 7, "until": {"1": 0, "2": 0, "ended": True}}
             ended = await sandbox.execute(ToolCall("process", "attend", request))
             assert ending(ended.result.body).signal == 9
@@ -249,7 +249,7 @@ class ProcessesSuite:
         """A process that exceeds its time limit is killed together with all processes that it started."""
 
         async def test(sandbox: Sandbox) -> None:
-            result = await ran(sandbox, "sh", "-c", "echo on; sleep 1000 & sleep 1000", timeout_s=1.0)
+            result = await ran(sandbox, "sh", "-c", "echo on; sleep 1000 & sleep 1000", timeout_s=3.0)
             assert (result.out, result.ending.timed_out, result.shareable) == (b"on\n", True, False)
             assert (await run(sandbox, "grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1")).out == "0\n"
 

@@ -221,7 +221,7 @@ def test_overdue_call_is_killed_with_its_children(data_dir: Path) -> None:
             "echo begun; while :; do :; done",
             "echo begun; (setsid sleep 60 &) ; sleep 60",
         ):
-            answer = await run(sandbox, command, timeout_s=1.0)
+            answer = await run(sandbox, command, timeout_s=3.0)
             assert (answer.timed_out, answer.code, answer.out) == (True, 124, "begun\n")
             assert "Killed" not in answer.err
         assert (await run(sandbox, "echo $x; ps -e -o comm= | grep -c sleep")).out == "1\n0\n"
@@ -232,7 +232,7 @@ def test_overdue_call_is_killed_with_its_children(data_dir: Path) -> None:
 
 def test_a_timeout_is_not_for_other_rollouts(data_dir: Path) -> None:
     """How far a call comes in its time depends on the machine, so only a task that says so shares its result."""
-    slow = ToolCall("shell", "exec", {"command": "echo part > f; sleep 60", "timeout_s": 1.0, "session": "main"})
+    slow = ToolCall("shell", "exec", {"command": "echo part > f; sleep 60", "timeout_s": 3.0, "session": "main"})
     limited = ToolCall("shell", "exec", {"command": "ulimit -t 1; false", "timeout_s": 9.0, "session": "main"})
 
     async def body() -> None:
