@@ -46,7 +46,8 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
     try:
         yield disk
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        # The kernel lets go of the files of a process only after it has ended.
+        wait_until(lambda: subprocess.run(["umount", str(disk)], check=False).returncode == 0, f"{disk} stays in use")
 
 
 def fill(disk: Path, *, but_for: int = 0) -> Path:
