@@ -131,8 +131,8 @@ def test_node_routes_accept_nodes_of_any_tree(proxy: Running) -> None:
     for name in ("forked", "again"):
         assert proxy.exec(name, "cat f", task="nodes").headers["cache-status"] == "forkpoint; hit"
     address = f"ws://127.0.0.1:{proxy.address[1]}/api/v1/tasks/nodes/nodes/{node}/terminal"
-    with connect(address, open_timeout=10) as line:
-        assert "no-terminal" in str(line.recv(timeout=10)), "the node exists; the in-memory driver has no terminals"
+    with connect(address, open_timeout=30) as line:
+        assert "no-terminal" in str(line.recv(timeout=30)), "the node exists; the in-memory driver has no terminals"
     gone = proxy.client.delete(f"/api/v1/tasks/nodes/nodes/{node}?end_rollouts=true").json()
     assert (gone["nodes"], gone["rollouts"]) == (1, ["again", "forked", "other"])
     get(proxy, f"nodes/nodes/{node}", 404)

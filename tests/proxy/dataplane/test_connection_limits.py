@@ -134,7 +134,7 @@ def test_idle_connections_make_room_for_others(proxy: Running) -> None:
             with contextlib.suppress(OSError):
                 connection.sendall((b"", GET, GET + b"\r\n")[number % 3])
         for _ in range(5):
-            assert httpx.get(f"http://{proxy.address[0]}:{proxy.address[1]}/healthz", timeout=10).status_code == 200
+            assert httpx.get(f"http://{proxy.address[0]}:{proxy.address[1]}/healthz", timeout=30).status_code == 200
     finally:
         for connection in held:
             connection.close()

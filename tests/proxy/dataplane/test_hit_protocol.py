@@ -110,7 +110,7 @@ class Server:
         return await self.settled()
 
     async def settled(self) -> bytes:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while self.state.tasks:
                 await asyncio.wait(self.state.tasks)
         return self.client.received

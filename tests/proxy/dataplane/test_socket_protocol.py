@@ -45,7 +45,7 @@ def frame(opcode: int, payload: bytes = b"", *, fin: bool = True) -> bytes:
 
 @pytest.fixture
 def client(address: tuple[str, int]) -> Iterator[socket.socket]:
-    with socket.create_connection(address, timeout=10) as connection:
+    with socket.create_connection(address, timeout=30) as connection:
         connection.sendall(HANDSHAKE)
         assert connection.recv(4096).startswith(b"HTTP/1.1 101")
         yield connection

@@ -57,7 +57,7 @@ def respond(proxy: Running, method: str, path: str, token: str = "", **more: Any
 def raw(proxy: Running, *lines: str, body: bytes = BODY) -> tuple[int, str]:
     """Send a request as it is written, all in one packet as the way of a hit has it; return its status and body."""
     head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode()
-    with socket.create_connection(proxy.address, timeout=10) as connection:
+    with socket.create_connection(proxy.address, timeout=30) as connection:
         connection.sendall(head + body)
         connection.shutdown(socket.SHUT_WR)
         answer = b""
