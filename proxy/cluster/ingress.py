@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ class TaskIngress:
         regular: How many calls of a rollout, by its name, take the regular way and are not over. No later call of
             these rollouts may overtake them.
         looking: Held while the owner is looked up, or while this member takes the task over.
+        failed_at: When that failed last, as a time of the event loop.
     """
 
     name: str
@@ -75,6 +77,7 @@ class TaskIngress:
     waiting: dict[int, WaitingCall] = field(default_factory=dict)
     regular: dict[str, int] = field(default_factory=dict)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    failed_at: float = -math.inf
 
     @property
     def oldest(self) -> int:

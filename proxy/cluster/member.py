@@ -20,7 +20,7 @@ import structlog
 
 from proxy.cluster.compaction import LogCompactor, read_task
 from proxy.cluster.gate import ClusterGate
-from proxy.cluster.ingress import Ingress
+from proxy.cluster.ingress import Ingress, TaskIngress
 from proxy.cluster.leaving import Leaving
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.links import Links
@@ -135,26 +135,41 @@ class Member:
         task = self.ingress.task(name)
         if task.owner is not None:
             return task.owner
+        clock = asyncio.get_running_loop().time
+        came_at = clock()
         async with task.looking:
-            while True:
-                if name in self.gate.owned:
-                    return self.gate.owned[name]
-                owner = await self.database.owner(name)
-                if owner is None and not creates:
-                    return None
-                # A row of this start that is not owned here was dropped, and must be taken over again.
-                if owner is not None and owner.peer.alive and owner.peer.number != self.number:
-                    self._note_peer(owner.peer)
-                    self.adopt(name, owner.view)
-                    task.owner = owner
-                    return owner
-                if self.is_leaving:
-                    if not await self.give(name, 0 if owner is None else owner.view):
-                        raise DatabaseError("this member takes no task over, and no other one does")
-                    continue
-                claimed = await self.claim(name)
-                if claimed is not None:
-                    return claimed
+            # One look answers for all calls that wait behind it: one after the other, they would each wait for a
+            # database that does not answer.
+            if task.failed_at > came_at:
+                raise DatabaseError(f"the owner of task {name!r} could not be found")
+            try:
+                return await self._look(task, creates=creates)
+            except DatabaseError:
+                task.failed_at = clock()
+                raise
+
+    async def _look(self, task: TaskIngress, *, creates: bool) -> Owned | Ownership | None:
+        """Look up the owner of a task, or become it; see `locate`."""
+        name = task.name
+        while True:
+            if name in self.gate.owned:
+                return self.gate.owned[name]
+            owner = await self.database.owner(name)
+            if owner is None and not creates:
+                return None
+            # A row of this start that is not owned here was dropped, and must be taken over again.
+            if owner is not None and owner.peer.alive and owner.peer.number != self.number:
+                self._note_peer(owner.peer)
+                self.adopt(name, owner.view)
+                task.owner = owner
+                return owner
+            if self.is_leaving:
+                if not await self.give(name, 0 if owner is None else owner.view):
+                    raise DatabaseError("this member takes no task over, and no other one does")
+                continue
+            claimed = await self.claim(name)
+            if claimed is not None:
+                return claimed
 
     def adopt(self, name: str, view: int) -> bool:
         """Accept no answer of an older view of a task any more; return False if a newer one is known."""

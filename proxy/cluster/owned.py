@@ -235,12 +235,18 @@ class Owned:
 
     async def _send(self) -> None:
         """Write rows until no line waits."""
-        while self._outbox.waiting:
-            async with self._sending:
-                row = self._outbox.next_row()
-                # Without lines the task was dropped meanwhile.
-                if row is None or not await self._send_row(row):
-                    return
+        try:
+            while self._outbox.waiting:
+                async with self._sending:
+                    row = self._outbox.next_row()
+                    # Without lines the task was dropped meanwhile.
+                    if row is None or not await self._send_row(row):
+                        return
+        except BaseException:
+            # Nothing else would write these lines, and calls would wait for them for ever.
+            if not self.is_dropped:
+                self.fail("its log could not be written")
+            raise
 
     async def _send_row(self, row: int) -> bool:
         """Write the lines that are on their way; return whether they are in the log and the task is still owned."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import struct
@@ -17,6 +18,11 @@ Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 
 PATIENCE_S = 2.0
 """How long a statement may take before its connection is given up, in seconds. Shorter than a lease."""
+GRACE_S = 1.0
+"""How long after that the statement may take to notice, in seconds: some milliseconds, or longer on a busy machine."""
+QUEUED = 4
+"""How long a statement waits for those before it, as a multiple of `PATIENCE_S`. Halved, a member that takes very many
+tasks over at once begins some of them anew. Doubled, an agent waits that much longer for 503."""
 _DURABLE = """
 SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
 """
@@ -25,13 +31,20 @@ SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('sync
 _ARRAY, _SIZE = struct.Struct("!iiIii"), struct.Struct("!i")
 """Head of an array (dimensions, whether it has nulls, type, items, first index), and of each of its items."""
 
+_SILENT = "the cluster's database failed: it did not answer in time"
+
 
 class DatabaseError(RuntimeError):
     """The database did not answer. Whether the statement ran is not known."""
 
 
 class SteadyConnection:
-    """One connection, opened again after it broke. Its statements run one after the other."""
+    """One connection, opened again after it broke. Its statements run one after the other.
+
+    However silent the server is, a caller waits for `QUEUED + 1` times `PATIENCE_S` at most. When a statement was not
+    answered in time, the callers that wait behind it get the same error. One after the other, a hundred of them would
+    wait for minutes.
+    """
 
     def __init__(self, dsn: str, prepare: str = "") -> None:
         """Connect nothing yet.
@@ -42,6 +55,8 @@ class SteadyConnection:
         """
         self._dsn, self._prepare, self._lock = dsn, prepare, asyncio.Lock()
         self._connection: Connection | None = None
+        # When a statement was last given up, as a time of the event loop.
+        self._silent_at = -math.inf
 
     async def run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
         """Run statements; after an error the connection is given up.
@@ -49,31 +64,51 @@ class SteadyConnection:
         Raises:
             DatabaseError: The database did not answer in time, or refused the statement.
         """
-        async with self._lock:
-            loop = asyncio.get_running_loop()
-            until, is_new = loop.time() + PATIENCE_S, self._connection is None
+        loop = asyncio.get_running_loop()
+        came_at = loop.time()
+        try:
+            async with asyncio.timeout_at(came_at + QUEUED * PATIENCE_S):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise DatabaseError(_SILENT) from None
+        try:
+            if self._silent_at > came_at:
+                raise DatabaseError(_SILENT)
+            until = loop.time() + PATIENCE_S
             try:
-                if self._connection is None:
-                    async with asyncio.timeout_at(until):
-                        self._connection = await self._connect()
-                # A task that is cancelled in a statement makes psycopg ask the server to cancel it, and wait for that.
-                # Behind a partition this takes ten seconds.
-                impatience = loop.call_at(until, _shut_down, self._connection)
-                try:
+                return await self._run(work, until)
+            except (psycopg.Error, OSError, TimeoutError) as error:
+                # A timer of uvloop may come a millisecond early.
+                if loop.time() >= until - 0.01:
+                    self._silent_at = loop.time()
+                raise DatabaseError(f"the cluster's database failed: {_sentence(error)}") from error
+        finally:
+            self._lock.release()
+
+    async def _run(self, work: Callable[[Connection], Awaitable[T]], until: float) -> T:
+        """Run statements until a time of the event loop; after any error the connection is given up."""
+        try:
+            is_new = self._connection is None
+            if self._connection is None:
+                async with asyncio.timeout_at(until):
+                    self._connection = await self._connect()
+            # A task that is cancelled in a statement makes psycopg ask the server to cancel it, and wait for that.
+            # Behind a partition this takes ten seconds. So the socket is ended first, and that ends the statement; a
+            # cancellation follows only for what this did not end.
+            impatience = asyncio.get_running_loop().call_at(until, _shut_down, self._connection)
+            try:
+                async with asyncio.timeout_at(until + GRACE_S):
                     if is_new:
                         await self._connection.execute(_DURABLE)
                         if self._prepare:
                             await self._connection.execute(self._prepare)
                     return await work(self._connection)
-                finally:
-                    impatience.cancel()
-            except (psycopg.Error, OSError, TimeoutError) as error:
-                await self._give_up()
-                raise DatabaseError(f"the cluster's database failed: {_sentence(error)}") from error
-            except asyncio.CancelledError:
-                # A statement that was cut off leaves the connection in an unknown state.
-                await self._give_up()
-                raise
+            finally:
+                impatience.cancel()
+        except BaseException:
+            # A statement that was cut off leaves the connection in an unknown state.
+            await self._give_up()
+            raise
 
     async def aclose(self) -> None:
         """Close the connection."""
@@ -139,7 +174,7 @@ async def run_prepared(connection: Connection, name: bytes, values: Sequence[byt
     Raises:
         psycopg.Error: The server refused it, or the connection broke.
     """
-    results = await _Exchange(connection.pgconn).run(name, values)
+    results = await _exchange(connection.pgconn, name, values)
     rows = list[tuple[bytes | None, ...]]()
     for result in results:
         if result.status != pq.ExecStatus.TUPLES_OK:
@@ -149,45 +184,49 @@ async def run_prepared(connection: Connection, name: bytes, values: Sequence[byt
     return rows
 
 
-class _Exchange:
-    """A prepared statement on its way to the server, and its results on their way back."""
+async def _exchange(server: "pq.abc.PGconn", name: bytes, values: Sequence[bytes]) -> "list[pq.abc.PGresult]":
+    """Run a prepared statement; return its results.
 
-    def __init__(self, server: "pq.abc.PGconn") -> None:
-        self._server, self._results = server, list[pq.abc.PGresult]()
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    The event loop watches libpq's descriptor anew for each read, and only while libpq is not called:
 
-    async def run(self, name: bytes, values: Sequence[bytes]) -> "list[pq.abc.PGresult]":
-        loop, descriptor = asyncio.get_running_loop(), self._server.socket
-        formats = [pq.Format.BINARY] * len(values)
-        self._server.send_query_prepared(name, values, formats, result_format=pq.Format.BINARY)
-        loop.add_reader(descriptor, self._guarded, self._read)
-        try:
-            if self._server.flush():
-                loop.add_writer(descriptor, self._guarded, self._write)
-            await self._done
-        finally:
-            loop.remove_reader(descriptor)
+    1. uvloop stops to watch a descriptor after the first event with an error. A server that dies with words for its
+       clients leaves both: the words are read, and without another watch the end that follows would never be noticed.
+    2. libpq closes its descriptor as soon as it reads the end, and the next connection of the process gets the same
+       number. The end of an older watch would end the next connection's too, which would then never be read.
+
+    Raises:
+        psycopg.Error: The connection broke.
+    """
+    formats, results = [pq.Format.BINARY] * len(values), list[pq.abc.PGresult]()
+    server.send_query_prepared(name, values, formats, result_format=pq.Format.BINARY)
+    while True:
+        await _until_ready(server.socket, writing=bool(server.flush()))
+        # The server may answer before it has read everything, and reads no more until its answer is read.
+        server.consume_input()
+        while not server.is_busy():
+            if (result := server.get_result()) is None:
+                return results
+            results.append(result)
+
+
+async def _until_ready(descriptor: int, *, writing: bool) -> None:
+    """Wait until a descriptor can be read, or also written; it is not watched any more afterwards."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def note() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(descriptor, note)
+    try:
+        if writing:
+            loop.add_writer(descriptor, note)
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+        if writing:
             loop.remove_writer(descriptor)
-        return self._results
-
-    def _read(self) -> None:
-        self._server.consume_input()
-        while not self._done.done() and not self._server.is_busy():
-            if (result := self._server.get_result()) is None:
-                self._done.set_result(None)
-            else:
-                self._results.append(result)
-
-    def _write(self) -> None:
-        if not self._server.flush():
-            asyncio.get_running_loop().remove_writer(self._server.socket)
-
-    def _guarded(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except psycopg.Error as error:
-            if not self._done.done():
-                self._done.set_exception(error)
 
 
 def packed_array(kind: int, items: Sequence[bytes]) -> bytes:

@@ -388,11 +388,15 @@ class ClusterDatabase:
         return await self._reads.run(lambda connection: second_row(connection, _COMPACT, values)) == (True,)
 
     async def _write(self) -> None:
-        """Write what is queued, until nothing is."""
-        while self._queue:
-            group, self._queue = self._queue[:MAX_ROWS], self._queue[MAX_ROWS:]
-            await self._write_group(group)
-        self._writing = False
+        """Write what is queued, until nothing is. However it ends, each row that was queued is answered."""
+        try:
+            while self._queue:
+                group, self._queue = self._queue[:MAX_ROWS], self._queue[MAX_ROWS:]
+                await self._write_group(group)
+        finally:
+            self._writing = False
+            left, self._queue = self._queue, []
+            _fail([future for *_, future in left], DatabaseError("the rows before this one were not written"))
 
     async def _write_group(self, group: list[tuple[str, int, bytes, asyncio.Future[bool]]]) -> None:
         tasks, rows, bodies, futures = zip(*group, strict=True)
@@ -406,14 +410,23 @@ class ClusterDatabase:
         waiting = [(number, future) for number, future in enumerate(futures) if not future.done()]
         try:
             written = set(await self._appends.run(lambda connection: run_prepared(connection, b"append", values)))
-        except DatabaseError as error:
-            for _, future in waiting:
-                if not future.done():
-                    future.set_exception(error)
+        except BaseException as error:
+            is_known = isinstance(error, DatabaseError)
+            _fail(futures, error if is_known else DatabaseError(f"the log was not written: {error!r}"))
+            # A defect is reported, and a cancellation goes on. Neither may leave a caller without an answer.
+            if not is_known:
+                raise
         else:
             for number, future in waiting:
                 if not future.done():
                     future.set_result(keys[number] in written)
+
+
+def _fail(futures: Iterable[asyncio.Future[bool]], error: BaseException) -> None:
+    """Complete futures with an error, except those of callers that have given up."""
+    for future in futures:
+        if not future.done():
+            future.set_exception(error)
 
 
 def _bigint(value: int) -> bytes:

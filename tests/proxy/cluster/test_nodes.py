@@ -8,14 +8,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 
 from tests.machine import until, wait_until
 from tests.proxy.cluster.nodes import MORTAL, PATIENT, Agent, Node, Truth, check_log, nodes, put_task, until_answered
+from tests.proxy.cluster.relay import Relay
 from tests.proxy.workers.test_workers import workers
 from tests.sandboxes.postgres_cluster import Cluster
+
+UNLIMITED = httpx.Limits(max_connections=None)
 
 
 def call(node: Node, rollout: str, value: str, task: str = "t") -> httpx.Response:
@@ -192,3 +196,37 @@ def test_without_database_503(server: Cluster, dsn: str, tmp_path: Path) -> None
         finally:
             server.start()
         wait_until(lambda: call(node, "1", "y").status_code == 200, "the call is not answered")
+
+
+def test_a_silent_database_503(server: Cluster, dsn: str, tmp_path: Path) -> None:
+    """The database accepts connections and says nothing. Forty calls of a task get 503 in the time of one."""
+
+    async def run() -> None:
+        async with Relay(server.port).running() as relay, httpx.AsyncClient(timeout=40, limits=UNLIMITED) as client:
+
+            async def calls(value: str) -> list[httpx.Response]:
+                """Let forty rollouts write something different each."""
+                return await asyncio.gather(
+                    *(
+                        client.post(
+                            f"{node.url}/t/t/r/{number}/sql/script",
+                            json={"sql": f"INSERT INTO entry VALUES ('{value}{number}')"},
+                        )
+                        for number in range(40)
+                    )
+                )
+
+            with ExitStack() as stack:
+                members = await asyncio.to_thread(stack.enter_context, nodes(tmp_path, relay.dsn(dsn), "a"))
+                (node,) = members.values()
+                await asyncio.to_thread(put_task, node, "t")
+                relay.left_bytes = 0
+                refused = await calls("x")
+                assert {each.status_code for each in refused} == {503}
+                assert {each.headers["retry-after"] for each in refused} == {"1"}
+                relay.left_bytes = None
+                ending = asyncio.get_running_loop().time() + 60
+                while {each.status_code for each in await calls("x")} != {200}:
+                    assert asyncio.get_running_loop().time() < ending, "calls are not answered again"
+
+    asyncio.run(run())

@@ -1,8 +1,10 @@
-"""A task that a member owns: what waits for lines that are written to its log."""
+"""A task that a member owns: what waits for lines that are written to its log, and what if the log fails."""
 
 import asyncio
 
-from proxy.cluster.owned import Owned
+import pytest
+
+from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.protocol import Ended, OwnedTask
 
 
@@ -58,3 +60,27 @@ def test_lines_that_are_noted_meanwhile_hold_up_later_answers() -> None:
         assert len(log.rows) == 2
 
     asyncio.run(go())
+
+
+def test_lines_are_answered_whatever_fails() -> None:
+    """The log fails by a defect: calls that wait for their lines get an error, and the task is owned no more."""
+    reasons = list[str]()
+
+    async def append(_task: str, _row: int, _body: bytes) -> bool:
+        raise RuntimeError("a defect")
+
+    def failed(owned: Owned, reason: str) -> None:
+        reasons.append(reason)
+        owned.drop()
+
+    async def run() -> None:
+        owned = Owned("t", OwnedTask(1), append, failed)
+        written = [owned.write([Ended(number)]) for number in range(3)]
+        async with asyncio.timeout(10):
+            for each in written:
+                with pytest.raises(DroppedError):
+                    await each
+        await owned.tasks.wait()
+
+    asyncio.run(run())
+    assert reasons == ["its log could not be written"]

@@ -16,7 +16,8 @@ from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase, LogRow, rows_digest
 from proxy.cluster.postgres.joining import ClusterError, Membership
 from proxy.execution.quotas import Quotas
-from sandboxes.task_owner import TaskOwner, start
+from sandboxes.task_owner import start
+from tests.proxy.cluster.relay import Relay
 from tests.sandboxes.postgres_cluster import Cluster
 
 T = TypeVar("T")
@@ -305,45 +306,16 @@ def test_a_partition_does_not_hold_a_statement(server: Cluster, dsn: str, monkey
     """Behind a partition, the statement is given up, and nobody waits for the server to hear that it is cancelled."""
 
     async def run() -> None:
-        is_cut, connections = False, 0
-        tasks = TaskOwner()
-
-        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.closing(writer):
-                while data := await reader.read(65536):
-                    if not is_cut:
-                        writer.write(data)
-
-        async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.closing(writer):
-                back, forth = await asyncio.open_connection("127.0.0.1", server.port)
-                tasks.spawn("back", carry(back, writer))
-                await carry(reader, forth)
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal connections
-            connections += 1
-            tasks.spawn("connection", connect(reader, writer))
-
-        relay = await asyncio.start_server(accept, "127.0.0.1", 0)
-        port = relay.sockets[0].getsockname()[1]
-        try:
-            async with member(dsn.replace(f"port={server.port}", f"port={port}"), "a") as first:
-                assert await first.owner("task") is None
-                before, is_cut = connections, True
-                monkeypatch.setattr("proxy.cluster.postgres.connection.PATIENCE_S", 1.0)
-                with pytest.raises(DatabaseError):
-                    await first.owner("task")
-                assert connections == before
-                is_cut = False
-                monkeypatch.setattr("proxy.cluster.postgres.connection.PATIENCE_S", 30.0)
-                assert await first.owner("task") is None
-        finally:
-            relay.close()
-            tasks.cancel()
-            await tasks.wait()
-            # The transports that were closed end in the next turn of the loop.
-            await asyncio.sleep(0)
+        async with Relay(server.port).running() as relay, member(relay.dsn(dsn), "a") as first:
+            assert await first.owner("task") is None
+            before, relay.left_bytes = relay.accepted, 0
+            monkeypatch.setattr("proxy.cluster.postgres.connection.PATIENCE_S", 1.0)
+            with pytest.raises(DatabaseError):
+                await first.owner("task")
+            assert relay.accepted == before
+            relay.left_bytes = None
+            monkeypatch.setattr("proxy.cluster.postgres.connection.PATIENCE_S", 30.0)
+            assert await first.owner("task") is None
 
     asyncio.run(run())
 
