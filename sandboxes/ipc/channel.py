@@ -13,6 +13,8 @@ from sandboxes.ipc.messages import Failed
 
 _MOST_EARLY, _MOST_EARLY_BYTES = 256, 64 << 20
 """Messages, and bytes in them, that wait for a caller to receive them. With more, nothing is read until one does."""
+_PIECES = 16
+"""Most reads of one socket before others have their turn."""
 
 
 class ChannelClosedError(ConnectionError):
@@ -201,18 +203,26 @@ class Channel:
             self._room.set_result(None)
 
     def _readable(self) -> None:
+        # Up to the last piece: uvloop stops to watch a socket after the first event with an error, as when the peer
+        # died before it read a request. Its end, behind what it had sent, would never be noticed.
+        for _ in range(_PIECES):
+            if self.lost is not None or self._paused or not self._read():
+                return
+        self._loop.call_soon(self._readable)
+
+    def _read(self) -> bool:
+        """Read what there is, up to one piece; return whether there may be more."""
         try:
             data, fds = receive(self._socket)
-        # A readiness that was withdrawn again, which the kernel may do; the loop calls once more.
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError as error:
             self._lose(f"{error.strerror}")
-            return
+            return False
         # An empty read is the end: the peer has closed its socket, or it died and the kernel closed the socket.
         if not data:
             self._lose("it ended")
-            return
+            return False
         self._inbox.feed(data, fds)
         try:
             # One read may hold several frames, and several reads one frame.
@@ -221,6 +231,7 @@ class Channel:
         # The boundaries between frames are lost, so is the channel.
         except MalformedFrameError as error:
             self._lose(str(error))
+        return True
 
     def _deliver(self, message: Message) -> None:
         if self._waiting:

@@ -6,8 +6,9 @@ import socket
 from pathlib import Path
 
 import pytest
+import uvloop
 
-from sandboxes.ipc.channel import Channel
+from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.codec import encode
 from sandboxes.ipc.frames import HEADER, pack
 from sandboxes.ipc.messages import Done
@@ -29,6 +30,31 @@ def test_a_close_ends_the_wait_of_a_sender() -> None:
             assert sending.done()
 
     asyncio.run(go())
+
+
+def test_the_end_behind_the_last_answer_is_noticed() -> None:
+    """A peer is killed after one answer and before it reads the next request.
+
+    The answer and the end arrive as one event, after which uvloop watches the socket no more.
+    """
+
+    async def go() -> None:
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours)
+        first, second = (asyncio.ensure_future(channel.request({"op": "run"})) for _ in range(2))
+        await asyncio.sleep(0)
+        assert theirs.recv(1)
+        theirs.send(pack({"done": True}))
+        # What it has not read makes the kernel reset the connection.
+        theirs.close()
+        async with asyncio.timeout(10):
+            assert (await first).fields == {"done": True}
+            with pytest.raises(ChannelClosedError):
+                await second
+            with pytest.raises(ChannelClosedError):
+                await channel.request({"op": "run"})
+
+    uvloop.run(go())
 
 
 # -- a peer that was taken over --------------------------------------------------------------------------------------
