@@ -26,6 +26,8 @@ PATIENT = "tests.proxy.cluster.patient"
 """The module of a member whose leases and links outlast any pause of a busy machine."""
 MORTAL = {"module": PATIENT, "TESTS_LEASE_S": "12"}
 """Options of such a member for tests in which it is killed: others take its tasks over 12 s later."""
+OUTSIDE = "tests.proxy.cluster.outside"
+"""The module of a member whose sandboxes reach a host of the test."""
 READ = "SELECT group_concat(value, '') AS history FROM entry"
 """Reads what a rollout has written."""
 WITNESS = f"SELECT hex(randomblob(8)) AS witness, ({READ})"
@@ -37,7 +39,7 @@ class Node(Served):
     """`forkpoint serve --cluster`: one member, whose data lies in a directory of its name.
 
     Attributes:
-        module: What is run: `forkpoint`, or `PATIENT`.
+        module: What is run: `forkpoint`, or a module of the tests, such as `PATIENT`.
     """
 
     name: str
@@ -63,7 +65,7 @@ class Node(Served):
     @property
     def settings(self) -> dict[str, str]:
         settings = {"FORKPOINT_CLUSTER_SECRET": SECRET, "FORKPOINT_DRIVERS": '["sqlite"]', "FORKPOINT_LOG": "json"}
-        settings |= {"PYTHONPATH": str(REPOSITORY)} if self.module == PATIENT else {}
+        settings |= {"PYTHONPATH": str(REPOSITORY)} if self.module != "forkpoint" else {}
         return settings | self.options
 
 

@@ -1,13 +1,17 @@
 """Whole members with real sandboxes: the owner is killed, and the next one restores what it had sent."""
 
+import asyncio
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 
 from tests.machine import require_sandboxes, wait_until
-from tests.proxy.cluster.nodes import MORTAL, Node, nodes
+from tests.proxy.cluster.nodes import MORTAL, OUTSIDE, Node, nodes
+from tests.sandboxes.egress.origin import Origin, response
 
+FETCH = "python3 -c \"import urllib.request as u; print(u.urlopen('http://example.org/').read().decode())\""
 WALK = [f"sleep 0.3; echo {number} >> /tmp/f" for number in range(3)]
 
 
@@ -38,3 +42,39 @@ def test_next_owner_restores_after_a_kill(dsn: str, tmp_path: Path) -> None:
         # A busy machine may have replayed before a state arrived; the fetch goes on all the same.
         wait_until(lambda: metric(b, "states_fetched") > 0, "no state was fetched", within_s=60)
         assert metric(b, "divergences") == 0
+
+
+def test_next_owner_does_not_ask_a_host_again(dsn: str, tmp_path: Path) -> None:
+    """The host answers each request differently. After a kill of the owner, its first answer is the only one.
+
+    The next owner replays the call that asked the host, and lets a new call ask it.
+    """
+    require_sandboxes()
+
+    def go(port: int) -> None:
+        with ExitStack() as stack:
+            settings = {"FORKPOINT_DRIVERS": '["local"]', "FORKPOINT_EGRESS": '["example.org"]'}
+            members = stack.enter_context(nodes(tmp_path, dsn, "ab", module=OUTSIDE, **settings))
+            a, b = members.values()
+            for node in members.values():
+                (node.data / "local" / "origin-port").write_text(str(port))
+            spec = {"driver": "local", "egress": {"hosts": ["example.org"]}}
+            put = httpx.put(f"{a.url}/api/v1/tasks/t", json=spec, timeout=60)
+            assert put.is_success, put.text
+            command = f"{FETCH} > /tmp/page; cat /tmp/page"
+            asked = call(a, "1", command)
+            assert asked.json()["stdout"] == "answer 1\n", asked.text
+            a.kill()
+            wait_until(lambda: call(b, "2", command).status_code == 200, "the task is not taken over", within_s=60)
+            again = call(b, "2", f"cat /tmp/page; {FETCH}")
+            assert again.json()["stdout"] == "answer 1\nanswer 1\n", again.text
+            shown = httpx.get(f"{b.url}/api/v1/egress", params={"task": "t"}, timeout=30).json()["items"]
+            assert {each["outcome"] for each in shown} == {"repeated"}
+            assert metric(b, "divergences") == 0
+
+    async def run() -> None:
+        async with Origin(lambda count: response(f"answer {count}".encode())).running() as origin:
+            await asyncio.to_thread(go, origin.port)
+            assert len(origin.received) == 1
+
+    asyncio.run(run())
