@@ -1,4 +1,4 @@
-"""Faults of machines and networks while agents use a cluster: `python -m bench.cluster_chaos`. About seven minutes.
+"""Faults of machines and networks while agents use a cluster: `python -m bench.cluster_chaos`. About eight minutes.
 
 Three members and a PostgreSQL server run on machines of their own (`tests.network`), and agents make calls through each
 of them. Each answer is compared with a model, and the logs with all answers. Needs root, PostgreSQL and libfaketime.
@@ -23,16 +23,18 @@ from bench.machine import console, table
 from tests.machine import data_directory, until
 from tests.network import Impairment, Machine
 from tests.proxy.cluster.machines import DATABASE, Machines, machines
-from tests.proxy.cluster.nodes import Agent, LogReading, Truth, put_task, read_logs
+from tests.proxy.cluster.nodes import SLOW_STORE, Agent, LogReading, Truth, put_task, read_logs
 from tests.sandboxes.postgres_cluster import Cluster, cluster
 
 PAUSE_S = 0.05
 """How long an agent thinks before each third call."""
 AGAIN_S = 60.0
 """How long agents may take to be answered after a fault."""
-PLAIN = str.maketrans(dict.fromkeys(" ,|%>", "-"))
+PLAIN = str.maketrans(dict.fromkeys(" ,;|%>", "-"))
 """Makes the name of a fault a part of a task's name."""
-STORE_BYTES = 4_000_000
+SLOW = "store-is-slow"
+"""The file whose presence makes the store slow."""
+STORE_BYTES = 32_000_000
 """Size of the file system of the store."""
 
 
@@ -155,6 +157,21 @@ async def full_store(run: Run, _: float) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def slow_store(run: Run, seconds: float) -> AsyncIterator[None]:
+    """A request to the store takes up to 45 s. Other members need the states of an owner meanwhile.
+
+    After a third of the time the owner and the database are cut off from each other.
+    """
+    owner = run.members["a"]
+    slow = owner.folder / SLOW
+    slow.touch()
+    await asyncio.sleep(seconds / 3)
+    run.network.cut([owner.machine], [run.database])
+    yield
+    slow.unlink()
+
+
+@asynccontextmanager
 async def failover(run: Run, seconds: float) -> AsyncIterator[None]:
     """The database's server is cut off, its synchronous standby is promoted, and takes its address over."""
     with run.server.connect() as connection:
@@ -184,6 +201,7 @@ FAULTS: dict[str, Fault] = {
     "clocks 10 min apart": clocks,
     "database killed": database_restart,
     "store full": full_store,
+    "store slow; owner | database": slow_store,
     "database fail-over": failover,
 }
 
@@ -249,7 +267,9 @@ def main() -> None:
     with ExitStack() as stack:
         folder = stack.enter_context(data_directory())
         stack.enter_context(small_store(folder))
-        cluster_of, spares = stack.enter_context(machines(folder, "abc", "standby", clocks=True))
+        cluster_of, spares = stack.enter_context(
+            machines(folder, "abc", "standby", clocks=True, module=SLOW_STORE, SLOW_STORE=str(folder / SLOW))
+        )
         spare = spares["standby"]
         standby = stack.enter_context(cluster(spare.prefix, spare.address, cluster_of.server))
         run = Run(**vars(cluster_of), spare=spare, standby=standby)

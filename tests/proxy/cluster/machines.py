@@ -94,7 +94,7 @@ class Machines:
 
 @contextmanager
 def machines(
-    folder: Path, names: str, *spare: str, clocks: bool = False, **options: str
+    folder: Path, names: str, *spare: str, clocks: bool = False, module: str = "forkpoint", **options: str
 ) -> Iterator[tuple[Machines, dict[str, Machine]]]:
     """Run a member for each character of names; yield them, and the machines without a member by name.
 
@@ -103,6 +103,7 @@ def machines(
         names: Names of the members.
         spare: Names of further machines.
         clocks: Whether their clocks can be set.
+        module: What a member runs; see `Node`.
         options: Environment variables of the members.
     """
     with ExitStack() as stack:
@@ -115,7 +116,9 @@ def machines(
         for name in names:
             clock = folder / f"{name}.clock" if clocks else None
             dsn = f"{server.dsn} dbname=chaos"
-            members[name] = MachineNode(folder, name, dsn, options, machine=all_machines[name], clock=clock)
+            members[name] = MachineNode(
+                folder, name, dsn, options, module=module, machine=all_machines[name], clock=clock
+            )
             stack.callback(_end, members[name])
             if clock is not None:
                 members[name].set_clock(0)

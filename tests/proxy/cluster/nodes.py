@@ -28,6 +28,8 @@ MORTAL = {"module": PATIENT, "TESTS_LEASE_S": "12"}
 """Options of such a member for tests in which it is killed: others take its tasks over 12 s later."""
 OUTSIDE = "tests.proxy.cluster.outside"
 """The module of a member whose sandboxes reach a host of the test."""
+SLOW_STORE = "tests.proxy.cluster.slow_store"
+"""The module of a member whose store is slow while a file exists."""
 READ = "SELECT group_concat(value, '') AS history FROM entry"
 """Reads what a rollout has written."""
 WITNESS = f"SELECT hex(randomblob(8)) AS witness, ({READ})"
