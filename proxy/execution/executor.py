@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import structlog
@@ -153,11 +153,15 @@ class Executor:
             built = call if isinstance(call, ToolCall) else call(node, key, flight.detach)
             timing.endpoint = built.endpoint
             async with flight.turn():
-                timing.wait_s += time.perf_counter() - began
+                waited_s = time.perf_counter() - began
+                timing.wait_s += waited_s
                 # Look again: another rollout may have recorded the call while this one waited for the lock.
                 record, outcome = node.records.get(key), Outcome.WAIT
                 if record is None:
-                    record = await self._execute_here_if_live(rollout, node, built, key, timing, listener)
+                    # A call that waited for another one of its kind in vain has no new patience, or equal calls would
+                    # be refused one after the other.
+                    async with self._within_quota(rollout.task, 0.0 if flight.apart else waited_s):
+                        record = await self._execute_here_if_live(rollout, node, built, key, timing, listener)
                     outcome = Outcome.BYPASS if record is not None and record.private else Outcome.MISS
                     flight.apart |= outcome is Outcome.BYPASS
         if record is not None:
@@ -212,6 +216,9 @@ class Executor:
                 self._restorer.moved(slot, record.target)
                 return record
 
+    def _within_quota(self, task: str, waited_s: float) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self.quotas is None else self.quotas.running(task, waited_s)
+
     async def _execute_here_if_live(
         self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, timing: Timing, listener: Listener | None
     ) -> Record | None:
@@ -226,8 +233,7 @@ class Executor:
         self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, timing: Timing, listener: Listener | None
     ) -> Record | None:
         # 2. A sandbox at the node. If the block fails or is cancelled, the lease closes it: its state is unknown.
-        quota = nullcontext() if self.quotas is None else self.quotas.running(rollout.task)
-        async with quota, self._restorer.lease_at(rollout, node, timing) as slot:
+        async with self._restorer.lease_at(rollout, node, timing) as slot:
             assert slot.sandbox is not None
             # Taken before the call runs: the answer shows the sandbox as it was after this long.
             age_s = rollout.age_s(time.monotonic())

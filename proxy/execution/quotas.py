@@ -143,12 +143,17 @@ class Quotas:
         self.each = {pattern: Quota(bound) for pattern, bound in bounds.items()}
         self._patience_s, self._max_waiting = patience_s, max(1, max_waiting // len(bounds))
         self._exchange: Exchange | None = None
-        self._published: Mapping[str, Usage] = {}
+        # None if an exchange failed: the others may count what it told them, or what was told before.
+        self._published: Mapping[str, Usage] | None = {}
         self._crowded = asyncio.Event()
 
     @asynccontextmanager
-    async def running(self, task: str) -> AsyncIterator[None]:
+    async def running(self, task: str, waited_s: float = 0.0) -> AsyncIterator[None]:
         """Wait until a call of a task may run, and count it while the context lasts.
+
+        Args:
+            task: Name of the task.
+            waited_s: How long the call has waited before, which shortens its wait here.
 
         Raises:
             RefusalError: 429, it has waited too long, or too many calls wait.
@@ -160,7 +165,7 @@ class Quotas:
         quota = self.each[pattern]
         if quota.running >= quota.share:
             self._crowded.set()
-        if quota.usage.waiting >= self._max_waiting or not await quota.begin(self._patience_s):
+        if quota.usage.waiting >= self._max_waiting or not await quota.begin(max(0.0, self._patience_s - waited_s)):
             raise RefusalError(
                 429, "quota",
                 f"the tasks named {pattern} have a quota of {quota.bound} calls at once, which are running. Run fewer "
@@ -185,9 +190,9 @@ class Quotas:
             return
         used = {pattern: quota.usage for pattern, quota in self.each.items()}
         others = await self._exchange(used)
+        self._published = None if others is None else used
         if others is None:
             return
-        self._published = used
         for pattern, quota in self.each.items():
             quota.divide([Usage(*calls) for calls in others.get(pattern, ())])
             if not any(used[pattern]):
@@ -200,5 +205,6 @@ class Quotas:
                 await self._crowded.wait()
         self._crowded.clear()
         # What was published last must not stay: the others count it.
-        if any(any(quota.usage) for quota in self.each.values()) or any(map(any, self._published.values())):
+        is_told = self._published is None or any(map(any, self._published.values()))
+        if is_told or any(any(quota.usage) for quota in self.each.values()):
             await self.refresh()

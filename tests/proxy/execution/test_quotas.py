@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.execution.quotas import Quotas, Usage, share_of
+from proxy.execution.quotas import Quota, Quotas, Usage, share_of
 from proxy.refusals import RefusalError
+from tests.proxy.rig import ask, engine
 
 USAGES = st.lists(st.builds(Usage, st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=6)
 
@@ -131,5 +133,55 @@ def test_members_divide_a_quota_by_what_they_use() -> None:
         count = len(told)
         await work()
         assert len(told) == count
+
+    asyncio.run(go())
+
+
+def test_what_a_failed_exchange_has_told_is_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange whose answer was lost may have been written, and other members count it until the next one."""
+    monkeypatch.setattr("proxy.execution.quotas.EXCHANGE_S", 0.0)
+
+    async def go() -> None:
+        told: list[Usage] = []
+        answers: list[Mapping[str, Sequence[tuple[int, int]]] | None] = [None, None, {}]
+        own = quotas()
+
+        async def exchange(used: Mapping[str, Usage]) -> Mapping[str, Sequence[tuple[int, int]]] | None:
+            told.append(used["a-*"])
+            return answers.pop(0)
+
+        work = own.divide(exchange).work
+        async with own.running("a-1"):
+            await work()
+        # The first of these fails too.
+        for _ in range(3):
+            await work()
+        assert told == [Usage(1, 0), Usage(0, 0), Usage(0, 0)]
+
+    asyncio.run(go())
+
+
+def test_equal_calls_are_not_refused_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first of them waits in the line: what the others have waited for it counts as their own wait."""
+    patience = list[float]()
+    begin = Quota.begin
+
+    async def noted(quota: Quota, patience_s: float) -> bool:
+        patience.append(patience_s)
+        return await begin(quota, patience_s)
+
+    async def go() -> None:
+        async with engine(tmp_path, quotas={"task": 1}, sandbox_patience_s=1.0) as running:
+            task, quotas = await running.tasks.open("task"), running.executor.quotas
+            assert quotas is not None
+            rollouts = [running.tasks.rollouts.begin(task, name, task.tree, task.tree.root) for name in "abc"]
+            async with quotas.running("task"):
+                monkeypatch.setattr(Quota, "begin", noted)
+                calls = [asyncio.create_task(ask(running, rollout, "echo x > y")) for rollout in rollouts]
+                refused = await asyncio.gather(*calls, return_exceptions=True)
+            assert [getattr(error, "status", error) for error in refused] == [429] * 3
+            assert patience[0] > 0.5
+            assert max(patience[1:]) < 0.5
+            assert (await ask(running, rollouts[0], "echo x > y"))[1].name == "MISS"
 
     asyncio.run(go())
