@@ -121,8 +121,9 @@ class SteadyConnection:
             DatabaseError: The DSN is malformed.
         """
         try:
+            # The encoding is that of `run_prepared`, whatever the database, the URL or the environment says.
             return await psycopg.AsyncConnection.connect(
-                self._dsn, autocommit=True, row_factory=tuple_row, application_name="forkpoint"
+                self._dsn, autocommit=True, row_factory=tuple_row, application_name="forkpoint", client_encoding="UTF8"
             )
         except psycopg.ProgrammingError:
             # The error shows parts of the DSN, which may be its password.

@@ -217,8 +217,26 @@ async def compacted(database: ClusterDatabase, gone: list[int], body: bytes, rea
     return await database.compact("task", gone, digest, body)
 
 
-async def log_of(database: ClusterDatabase) -> list[LogRow]:
-    return [row async for rows in database.read("task") for row in rows]
+async def log_of(database: ClusterDatabase, task: str = "task") -> list[LogRow]:
+    return [row async for rows in database.read(task) for row in rows]
+
+
+@pytest.mark.parametrize("encoding", ["UTF8", "LATIN1", "SQL_ASCII"])
+def test_a_row_is_found_whatever_the_encoding(server: Cluster, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    """Neither the encoding of the database nor that of clients in the environment changes the names of tasks."""
+    monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
+    name = f"encoding-{encoding.lower()}"
+    with server.connect() as connection:
+        connection.execute(f"CREATE DATABASE \"{name}\" ENCODING '{encoding}' TEMPLATE template0 LOCALE 'C'")
+
+    async def run() -> None:
+        async with member(f"{server.dsn} dbname={name}", "a") as first:
+            assert await first.append("tâche", 1, None)
+            assert await first.append("tâche", 2, b"line")
+            assert await log_of(first, "tâche") == [(1, 1, None), (2, 1, b"line")]
+            assert await first.use({"tâche-*": (1, 0)}) == {}
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("page_bytes", [1, 100, 1 << 20])
