@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 import orjson
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from proxy.control.views.report import Arm, ReportRow, ReportView
 from proxy.storage.blobs import whole_bytes
@@ -59,6 +59,8 @@ class ReportRequest:
 class _Group:
     """One group while it is summed: seconds are (value, number of calls) of all calls, and of those as they were."""
 
+    # The sum of finite rewards may be infinite, which JSON cannot say.
+    __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants")
     totals: CallTotals = field(default_factory=CallTotals)
     seconds: list[tuple[float, int]] = field(default_factory=list)
     paid: list[tuple[float, int]] = field(default_factory=list)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from proxy.cli.main import app
 from proxy.cli.rendering.report_page import page
-from proxy.control.reports import quantile
+from proxy.control.reports import ReportPart, quantile, report_of
 from tests.proxy.serving import Running, serving
 
 ATTACK = "<script>alert(1)</script>"
@@ -95,6 +95,19 @@ def test_other_caches_are_computed_from_the_records(proxy: Running) -> None:
 @pytest.mark.parametrize("query", ["by=a%20b", "by=%24.x", "label=run", "label=step=x", "price=-1"])
 def test_malformed_report_is_refused(proxy: Running, query: str) -> None:
     assert proxy.client.get(f"/api/v1/report?{query}").status_code == 422
+
+
+def test_sum_of_finite_rewards_may_be_infinite(tmp_path: Path) -> None:
+    """The worker that makes the report of all gets it, and shows no mean."""
+    with serving(tmp_path) as running:
+        for rollout in ("a", "b"):
+            way = f"/t/demo/r/{rollout}/shell/exec"
+            labels = {"x-forkpoint-labels": "run=huge,reward=1.5e308"}
+            running.client.post(way, json={"command": "ls"}, headers=labels).raise_for_status()
+        part = ReportPart.unpacked(running.client.get("/api/v1/report/part").raise_for_status().content)
+        (row,) = report_of([part, part]).rows
+        assert (row.rewarded, row.reward) == (4, float("inf"))
+        assert report(running)["rows"][0]["reward"] is None
 
 
 def test_token_of_one_task_reports_that_task(tmp_path: Path) -> None:
