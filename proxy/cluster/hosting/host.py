@@ -246,9 +246,13 @@ class _Serving:
                 self._sending = self._tasks.spawn("send a state", self._answer(self._send_lacking(frozen, lacks)))
             case _ if len(self._tasks) >= MAX_TASKS:
                 raise HostingError("the owner asks for two things at once")
-            case _:
+            case message:
+                listener = None
+                if isinstance(message, RunHosted) and message.streamed:
+                    # Already now: the owner may cancel the call before it begins.
+                    listener = self._listener = _ChannelListener(self._conversation)
                 # In a task: the channel may end, or the call be cancelled, while it runs.
-                work = self._answer(self._perform(envelope, self._work))
+                work = self._answer(self._perform(envelope, self._work, listener))
                 self._work = self._tasks.spawn("work for an owner", work)
                 self.used_at = time.monotonic()
 
@@ -266,13 +270,15 @@ class _Serving:
             log.exception("a sandbox of another member failed")
             self._conversation.channel.abort()
 
-    async def _perform(self, envelope: Envelope[IpcMessage], before: asyncio.Task[None] | None) -> None:
+    async def _perform(
+        self, envelope: Envelope[IpcMessage], before: asyncio.Task[None] | None, listener: "_ChannelListener | None"
+    ) -> None:
         if before is not None:
             # Its answer may have gone, while this end still waits for units behind it to go.
             await asyncio.wait([before])
         match envelope.message:
             case RunHosted() as run:
-                await self._run(run, envelope.body)
+                await self._run(run, envelope.body, listener)
             case RestHosted(dwell_s=dwell_s):
                 await rest(self.sandbox, dwell_s)
                 await self._conversation.send(Rested())
@@ -286,12 +292,11 @@ class _Serving:
         # The owner has it now, and may want another sandbox at this state here.
         self._units.keep(frozen)
 
-    async def _run(self, run: RunHosted, body: bytes) -> None:
+    async def _run(self, run: RunHosted, body: bytes, listener: "_ChannelListener | None") -> None:
         call = ToolCall(run.endpoint, run.tool, run.arguments, body)
-        await expect_order(self.sandbox, run.order)
-        self._listener = _ChannelListener(self._conversation) if run.streamed else None
         try:
-            execution = await execute(self.sandbox, call, self._listener)
+            await expect_order(self.sandbox, run.order)
+            execution = await execute(self.sandbox, call, listener)
         finally:
             self._listener = None
         await self._conversation.send(*pack_execution(execution))

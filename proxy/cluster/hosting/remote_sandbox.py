@@ -102,12 +102,13 @@ class RemoteSandbox:
         order, self._order = self._order, None
         run = RunHosted(call.endpoint, call.tool, dict(call.arguments), listener is not None, order)
         signals = []
-        if isinstance(listener, Cancellable):
-            signals.append(start(self._signal(listener.cancelled(), CancelHosted())))
-        if isinstance(listener, Detachable):
-            signals.append(start(self._signal(listener.detached(), DetachHosted())))
         try:
             await self._send(run, call.body)
+            # Behind the call that they are about.
+            if isinstance(listener, Cancellable):
+                signals.append(start(self._signal(listener.cancelled(), CancelHosted())))
+            if isinstance(listener, Detachable):
+                signals.append(start(self._signal(listener.detached(), DetachHosted())))
             while True:
                 envelope = await self._answer(HostedHead, HostedData, HostedDone)
                 match envelope.message:
