@@ -191,6 +191,6 @@ def _options(query: str) -> tuple[int, bool]:
     """
     given = {name: values[-1] for name, values in parse_qs(query).items()}
     most, dry_run = given.get("max", str(MAX_MOVES)), given.get("dry_run", "false")
-    if not (most.isdecimal() and 1 <= int(most) <= MOST_MOVES and dry_run in ("true", "false")):
+    if not (most.isdecimal() and len(most) <= 3 and 1 <= int(most) <= MOST_MOVES and dry_run in ("true", "false")):
         raise RefusalError(422, "query", f"max is a number from 1 to {MOST_MOVES}, and dry_run is true or false.")
     return int(most), dry_run == "true"

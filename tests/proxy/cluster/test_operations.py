@@ -92,6 +92,7 @@ def test_a_dry_run_moves_nothing() -> None:
         (Cluster(load("a"), None), "", 503, "member 'm2' does not say which tasks it owns"),
         (Cluster(load("a"), load()), "max=0", 422, "max is a number"),
         (Cluster(load("a"), load()), "max=x", 422, "max is a number"),
+        (Cluster(load("a"), load()), f"max={'9' * 5000}", 422, "max is a number"),
         (Cluster(load("a"), load()), "dry_run=1", 422, "dry_run is true or false"),
     ],
 )
