@@ -227,6 +227,7 @@ def test_a_row_is_found_whatever_the_encoding(server: Cluster, monkeypatch: pyte
     monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
     name = f"encoding-{encoding.lower()}"
     with server.connect() as connection:
+        connection.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
         connection.execute(f"CREATE DATABASE \"{name}\" ENCODING '{encoding}' TEMPLATE template0 LOCALE 'C'")
 
     async def run() -> None:
