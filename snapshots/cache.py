@@ -351,9 +351,12 @@ class SnapshotCache:
 
     async def _collect(self) -> int:
         """Have the drivers free storage that no snapshot uses; return the bytes that remain."""
-        # Parts of live sandboxes stay as well; the drivers know them.
-        parts = [part for snapshot in self._store for part in snapshot.parts]
-        return sum([await driver.collect(parts) for driver in self._drivers.values()])
+        size_bytes = 0
+        for driver in self._drivers.values():
+            # Parts of live sandboxes stay as well; the drivers know them. Listed anew for each driver: while the one
+            # before it deletes, a sandbox may freeze, go on and freeze again, and only this list has its first state.
+            size_bytes += await driver.collect([part for snapshot in self._store for part in snapshot.parts])
+        return size_bytes
 
 
 def _hard_bound(budget_bytes: int) -> float:

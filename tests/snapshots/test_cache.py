@@ -1,6 +1,7 @@
 """The snapshot cache: a snapshot belongs to one node, is lent for restores, and is evicted by value within budgets."""
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,25 @@ def test_all_snapshots_of_a_tree_can_be_leased(tmp_path: Path) -> None:
         assert rig.fit() == 0
         assert {snapshot.node for snapshot in snapshots} == {1, 2}
     assert rig.fit() == 2
+
+
+def test_snapshots_taken_during_a_collection_stay(tmp_path: Path) -> None:
+    """Each driver keeps the parts of all snapshots of that moment, also of those taken while another driver deletes."""
+    rig, kept = Rig(tmp_path), []
+
+    class Collecting(MemoryDriver):
+        async def collect(self, keep: Iterable[str]) -> int:
+            kept.append(set(keep))
+            await asyncio.sleep(0)
+            rig.add(len(kept), 100)
+            return 0
+
+    rig.cache = SnapshotCache(
+        rig.store, {"first": Collecting(), "second": Collecting()}, rig.tally,
+        budget_bytes=1 << 30, checkpoint_bytes=1 << 30,
+    )  # fmt: skip
+    rig.fit()
+    assert kept == [set(), {"part1-100"}]
 
 
 def test_a_node_has_at_most_one_snapshot(tmp_path: Path) -> None:
