@@ -295,7 +295,11 @@ class ContainerDriver:
         size = await asyncio.to_thread(self.states.size_bytes, kept)
         size += await asyncio.to_thread(self.checkpointer.size_bytes, wanted)
         unneeded = present - wanted - in_use - self.sandboxes.parts_in_use()
-        await asyncio.to_thread(self.states.drop, unneeded - self.checkpointer.names())
+        copies = unneeded - self.checkpointer.names()
+        # Without an await in between: a restore that begins while the thread deletes must find its copy missing, and
+        # not lay the rest of one that is half deleted over its container.
+        self.states.disown(copies)
+        await asyncio.to_thread(self.states.drop, copies)
         await asyncio.to_thread(self.checkpointer.drop, unneeded)
         needed = {sandbox.image for sandbox in self.sandboxes}
         # Docker refuses to remove an image that a container uses. Open sandboxes are left out all the same, because

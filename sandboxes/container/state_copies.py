@@ -65,12 +65,17 @@ class StateCopies:
         """Return the names of all states."""
         return {path.name for path in self.folder.iterdir() if path.suffix != ".part"}
 
+    def disown(self, names: Iterable[str]) -> None:
+        """Make states that will be deleted missing from now on."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                (self.folder / name / "meta.json").unlink()
+
     def drop(self, names: Iterable[str]) -> None:
         """Delete states."""
         for name in names:
-            # meta.json first: after a crash in between, `open` recognizes the state as deleted halfway.
-            with contextlib.suppress(FileNotFoundError):
-                (self.folder / name / "meta.json").unlink()
+            # First: after a crash in between, `open` recognizes the state as deleted halfway.
+            self.disown([name])
             remove_tree(self.folder / name)
             self._inodes.pop(name, None)
 
