@@ -146,10 +146,10 @@ class ContainerSandbox(MachineSandbox):
         if answer.fds:
             self.egress = await self._outlets.open_outlet(self.id, self._spec, answer.fds[0])
         begun = answer.message
-        if begun.damaged:
+        if begun.damaged is not None:
             self.link.die("its files are not what was frozen")
             raise StateGoneError(
-                f"sandbox {self.id}: the stored files have changed on disk. Replay their path instead."
+                f"sandbox {self.id}: the stored files have changed on disk: {begun.damaged}. Replay their path instead."
             )
         # Without its listening socket the agent would have no egress, and would get no error that says so.
         if order.egress and self.egress is None:

@@ -217,11 +217,11 @@ class SandboxBegun(IpcMessage, op="sandbox_begun", descriptors=(0, 1)):
 
     Attributes:
         shell_error: Why its shell does not start; None if it does.
-        damaged: Whether the copy is not what was frozen, so that the sandbox is of no use.
+        damaged: In what the copy is not what was frozen, so that the sandbox is of no use; None if it is.
     """
 
     shell_error: str | None = None
-    damaged: bool = False
+    damaged: str | None = None
 
 
 # No descriptors without a checkpoint: the container exists already, with its mounts.

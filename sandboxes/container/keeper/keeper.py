@@ -262,8 +262,8 @@ class Keeper:
         # The files come before any shell: no process may run over files that are being replaced.
         try:
             self._changes.begin(order.born_ns, order.copy)
-        except DamagedCopyError:
-            self._report(SandboxBegun(damaged=True))
+        except DamagedCopyError as error:
+            self._report(SandboxBegun(damaged=str(error)))
             return
         if order.checkpoint is not None:
             self._freezer.restore(order.checkpoint, order.criu_arguments, fds, self._await_restored)

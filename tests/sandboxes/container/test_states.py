@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -109,10 +109,14 @@ def test_state_costs_what_it_added(container_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "large", [":", "mkdir m; cd m; seq 6000 | xargs touch; cd ..; head -c 70000000 /dev/zero > big"]
+    ("large", "named"),
+    [
+        (":", r"/f' was [0-9a-f]{32} with the clock time \d+ ns and is .*; 0 other paths differ"),
+        ("mkdir m; cd m; seq 6000 | xargs touch; cd ..; head -c 70000000 /dev/zero > big", "too many files"),
+    ],
 )
-def test_a_damaged_copy_is_never_served(container_dir: Path, large: str) -> None:
-    """States of any size are restored with their digest, and a copy that was changed on disk is refused."""
+def test_a_damaged_copy_is_never_served(container_dir: Path, large: str, named: str) -> None:
+    """States of any size are restored with their digest; a copy that was changed on disk is refused, with its path."""
 
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
@@ -125,8 +129,36 @@ def test_a_damaged_copy_is_never_served(container_dir: Path, large: str) -> None
         status = damaged.stat()
         damaged.write_text("alphb\n")
         os.utime(damaged, ns=(status.st_atime_ns, status.st_mtime_ns))
-        with pytest.raises(StateGoneError):
+        with pytest.raises(StateGoneError, match=named):
             await driver.restore(SPEC, frozen)
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+def test_a_copy_that_is_being_deleted_is_gone(container_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore that begins while a collection deletes finds the state missing, and lays no part of it anywhere."""
+
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "echo alpha > f")
+        frozen = await sandbox.freeze()
+        await sandbox.close()
+        deletes, goes_on, drop = threading.Event(), threading.Event(), driver.states.drop
+
+        def drop_later(names: Iterable[str]) -> None:
+            deletes.set()
+            assert goes_on.wait(30)
+            drop(names)
+
+        monkeypatch.setattr(driver.states, "drop", drop_later)
+        collecting = asyncio.create_task(driver.collect([]))
+        await asyncio.to_thread(deletes.wait, 30)
+        try:
+            with pytest.raises(StateGoneError, match="is gone"):
+                await driver.restore(SPEC, frozen)
+        finally:
+            goes_on.set()
+            await collecting
 
     driven(OnImage(container_dir, spares=0), test)
 
