@@ -48,6 +48,8 @@ MAX_NAMES = 20_000
 
 The value is an estimate: programs hold some hundred names, and CRIU itself takes longer for each of them.
 """
+_MAX_NOTED_BYTES = 1 << 18
+"""Limits the paths whose times are noted. The proxy reads and writes them on its event loop."""
 _SIOCUNIXFILE = 0x89E0
 """An ioctl that opens the file which a Unix socket is bound to (linux/un.h)."""
 _NAMESPACES = ("mnt", "pid", "user")
@@ -80,7 +82,7 @@ class HeldNames:
         self._plain: set[bytes] = set()
         self._mounts: dict[bytes, int] = {}
         self._descriptors: list[tuple[int, int, bytes]] = []
-        self._count = 0
+        self._count = self._noted_bytes = 0
         # Pid 1 is ours, and its mount namespace is the sandbox's.
         self._namespaces = [os.readlink(f"/proc/1/ns/{name}") for name in _NAMESPACES]  # noqa: PTH115
         with open("/proc/1/mountinfo", "rb") as file:  # noqa: PTH123
@@ -163,9 +165,14 @@ class HeldNames:
             self._note_times(os.path.dirname(path) or b"/")  # noqa: PTH120
 
     def _note_times(self, path: bytes) -> None:
+        if (name := path.decode(errors="surrogateescape")) in self.times:
+            return
+        self._noted_bytes += len(path)
+        if self._noted_bytes > _MAX_NOTED_BYTES:
+            raise UnsafeNameError("the processes hold deleted files or sockets in too many places")
         # As it is now: nothing runs that could change it until the dump is complete.
         status = os.lstat(path)
-        self.times[path.decode(errors="surrogateescape")] = [status.st_atime_ns, status.st_mtime_ns]
+        self.times[name] = [status.st_atime_ns, status.st_mtime_ns]
 
     def _sockets(self) -> None:
         """Look at the names that Unix sockets are bound to: unlike other names, they are the agent's own words.

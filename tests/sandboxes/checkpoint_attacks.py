@@ -85,6 +85,11 @@ REFUSED = {
         "( for i in $(seq 30); do n=$(printf '%0200d' $i); mkdir $n; cd $n; done; : > /root/ready; exec sleep 1000 ) & "
         + WAIT, "",
     ),
+    "deleted files in many long places": (
+        _python("os.chdir('/root')\nkept = []\nfor number in range(300):\n"
+                "    d = '/'.join([f'{number:0200}'] * 6); os.makedirs(d)\n"
+                "    kept.append(open(d + '/f', 'w')); os.unlink(d + '/f')"), "",
+    ),
     "a descriptor under way": ("mkdir -p d/e; " + _python(_UNDER_WAY), "rmdir d/e d; ln -s {out} d"),
 }  # fmt: skip
 """What a process comes to hold, and what the agent does then. Such a state must not be dumped."""
