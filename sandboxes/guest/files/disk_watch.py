@@ -1,10 +1,12 @@
 """The watch over a sandbox's disk use: whether it has written too much, or the disk has too little room."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
 
 from sandboxes.guest.files import deleted_files, delta
+from sandboxes.guest.files.deleted_files import TooManyDescriptorsError
 from sandboxes.linux.trees import MAX_DEPTH, MAX_PATH_BYTES, TreeTooDeepError
 
 WATCH_S = 0.1
@@ -66,6 +68,8 @@ class DiskWatch:
         # Free space is one cheap system call; a walk of the upper directory is not. Other writers on the same disk only
         # make it measure earlier.
         self._free, self._looked = free_of(upper), time.monotonic()
+        # What was free at the last look that could not measure; None if the last one could.
+        self._tried: tuple[int, int] | None = None
 
     def over(self, pids: Callable[[], Iterable[int]]) -> str | None:
         """Return a reason if the sandbox has used too much disk. Called often, it looks now and then.
@@ -78,7 +82,7 @@ class DiskWatch:
 
         Returns:
             "disk" over the limit, "depth" if directories are nested too deeply to be measured, "host" if the reserve is
-            touched, and None otherwise.
+            touched, or if the disk has lost more than the limit beside too many descriptors, and None otherwise.
         """
         if time.monotonic() - self._looked < WATCH_S / 2:
             return None
@@ -96,21 +100,44 @@ class DiskWatch:
         """Return what `over` returns, by the free bytes now. They are kept if there is no reason."""
         if min(now) < self._reserve:
             return "host"
-        before = self._free
-        if before[0] - now[0] < self._step and before[1] - now[1] < self._step:
+        if not self._has_fallen(self._free, now):
             # What others free must not hide what this sandbox takes.
-            self._free = max(before[0], now[0]), max(before[1], now[1])
+            self._free = max(self._free[0], now[0]), max(self._free[1], now[1])
             return None
-        reason = self._measured(now, pids)
+        exceeded = max(self._free[0] - now[0], self._free[1] - now[1]) > self._limit
+        if self._tried is not None and not exceeded and not self._has_fallen(self._tried, now):
+            return None
+        try:
+            reason = self._measured(now, pids)
+        except TooManyDescriptorsError:
+            # Others may have written it as well, so it is no answer of the call's. What was free before is kept.
+            self._tried = now
+            return "host" if exceeded else None
+        self._tried = None
         if reason is None:
             self._free = now
         return reason
 
+    def _has_fallen(self, before: tuple[int, int], now: tuple[int, int]) -> bool:
+        """Return whether so much less is free that it is worth a measurement."""
+        return max(before[0] - now[0], before[1] - now[1]) >= self._step
+
     def _measured(self, now: tuple[int, int], pids: Callable[[], Iterable[int]]) -> str | None:
+        """Return "disk", "depth" or None, by the files.
+
+        Raises:
+            TooManyDescriptorsError: The files that are not deleted are within the limit, and the others are not known.
+        """
         if self.unmeasured_free is not None:
             return "disk" if self.below_bytes + self.unmeasured_free - now[0] > self._limit else None
+        deleted: int | None = None
+        with contextlib.suppress(TooManyDescriptorsError):
+            deleted = deleted_files.size_bytes(pids())
         try:
-            room = self._limit - self.below_bytes - deleted_files.size_bytes(pids())
-            return "disk" if room < 0 or delta.size_bytes(self.upper, room) > room else None
+            room = self._limit - self.below_bytes - (deleted or 0)
+            over = room < 0 or delta.size_bytes(self.upper, room) > room
         except TreeTooDeepError:
             return "depth"
+        if deleted is None and not over:
+            raise TooManyDescriptorsError
+        return "disk" if over else None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.guest.files import disk_watch
+from sandboxes.guest.files import deleted_files, disk_watch
 
 
 @pytest.fixture
@@ -87,6 +87,37 @@ def test_deleted_files_count_as_long_as_they_are_open(upper: int, tmp_path: Path
         assert over() == "disk"
     disk[0] -= 6 << 20
     assert over() is None
+
+
+def test_disk_decides_where_descriptors_are_too_many(
+    upper: int, tmp_path: Path, disk: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that share many descriptors would keep pid 1 busy for minutes, while others of the sandbox write on."""
+    over = watch(upper, 8 << 20, 0)
+    monkeypatch.setattr(deleted_files, "MAX_DESCRIPTORS", 0)
+    assert deleted_files.are_hidden([os.getpid()])
+    for reason in (None, None, "host", "host"):
+        disk[0] -= 3 << 20
+        assert over() == reason
+    (tmp_path / "upper/file").write_bytes(bytes(9 << 20))
+    assert over() == "disk"
+    (tmp_path / "upper/file").unlink()
+    monkeypatch.undo()
+    monkeypatch.setattr(disk_watch, "free_of", lambda _: (disk[0], disk[1]))
+    monkeypatch.setattr(disk_watch, "WATCH_S", -1.0)
+    assert over() is None
+
+
+def test_many_descriptors_are_looked_at_once_in_a_while(
+    upper: int, disk: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    monkeypatch.setattr(deleted_files, "MAX_DESCRIPTORS", 0)
+    watched = disk_watch.DiskWatch(upper, 8 << 20, 0)
+    disk[0] -= 3 << 20
+    for _ in range(5):
+        assert watched.over(lambda: looks.append(1) or [os.getpid()]) is None  # type: ignore[func-returns-value]
+    assert len(looks) == 1
 
 
 def test_growth_in_small_steps_is_noticed(upper: int, tmp_path: Path, disk: list[int]) -> None:
