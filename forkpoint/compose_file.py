@@ -3,32 +3,38 @@
 What a sandbox cannot be is refused, because a task without one of its parts would be another task.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAIN = "main"
-"""The service in which the agent works, as harnesses name it."""
+"""The main container's name in a spec, and in the compose files of most harnesses."""
 _IGNORED = frozenset({
-    "container_name", "deploy", "expose", "hostname", "init", "labels", "logging", "networks", "platform", "ports",
-    "pull_policy", "restart", "stdin_open", "stop_grace_period", "stop_signal", "tty",
+    "container_name", "cpus", "deploy", "expose", "hostname", "init", "labels", "logging", "mem_limit",
+    "mem_reservation", "memswap_limit", "networks", "platform", "ports", "pull_policy", "restart", "stdin_open",
+    "stop_grace_period", "stop_signal", "tty",
 })  # fmt: skip
-"""Members that do not change what programs meet: all services share one network, whose ports are all open inside."""
+"""Members that do not change what programs meet: all services share one network, whose ports are all open inside. The
+limits of a spec hold instead of those of a file."""
 _MAIN = frozenset({"command", "depends_on", "environment", "image", "volumes", "working_dir"})
 """Members of the main service that have a meaning. Its command only keeps it running."""
 _SIDE = _MAIN | {"entrypoint", "healthcheck", "user"}
 """Members of a side service that have a meaning."""
+_IDLE = re.compile(r"\b(sleep|tail|cat|wait|infinity)\b|\A(/bin/)?(ba)?sh\Z")
+"""Matches commands that only keep a container running."""
 
 
 class ComposeFileError(ValueError):
     """A compose file says something that a sandbox cannot be; the message says what helps."""
 
 
-def spec_of(file: Any, image: str | None) -> dict[str, Any]:
+def spec_of(file: Any, image: str | None, main: str = MAIN) -> dict[str, Any]:
     """Return the environment that a compose file describes, as a spec of the driver `container`.
 
     Args:
         file: The parsed file.
         image: The image of the main container if the file names none.
+        main: Name of the service in which the agent works.
 
     Raises:
         ComposeFileError: The file says something that a sandbox cannot be.
@@ -36,24 +42,46 @@ def spec_of(file: Any, image: str | None) -> dict[str, Any]:
     services = file.get("services") if isinstance(file, dict) else None
     if not isinstance(services, dict) or not services:
         raise ComposeFileError("The compose file has no services.")
-    main = services.get(MAIN) or {}
-    _check(MAIN, main, _MAIN | {"build"})
-    main_image = main.get("image") or image
-    if not main_image:
-        raise ComposeFileError("Nothing names the image of the main container. Build it, and name it as docker_image.")
-    sides = {name: side or {} for name, side in services.items() if name != MAIN}
+    agent, sides = services.get(main) or {}, {name: side or {} for name, side in services.items() if name != main}
+    if not sides and isinstance(agent, dict) and agent.get("network_mode") == "none":
+        # A sandbox of one service has no network either. A side service without one could not be reached.
+        agent = {key: value for key, value in agent.items() if key != "network_mode"}
+    _check(main, agent, _MAIN | {"build"})
+    if not (agent.get("image") or image):
+        raise ComposeFileError(f"Nothing names the image of service {main!r}. Build it, and name it with `image`.")
+    if (command := agent.get("command")) and not _IDLE.search(
+        command if isinstance(command, str) else " ".join(command)
+    ):
+        raise ComposeFileError(
+            f"Service {main!r} has a command of its own, which would not run: calls run in this service. Start the "
+            "command in a side service."
+        )
+    if MAIN in sides:
+        raise ComposeFileError(f"A service beside {main!r} is named {MAIN!r}, as sandboxes name {main!r}. Rename it.")
     spec = {
-        "driver": "container", "image": main_image, "env": _environment(MAIN, main),
-        "services": {name: _service(name, side) for name, side in sides.items()},
-        "volumes": _volumes({**sides, MAIN: main}),
+        "driver": "container", "image": agent.get("image") or image, "env": _environment(main, agent),
+        "services": {name: _service(name, side, main) for name, side in sides.items()},
+        "volumes": _volumes({**sides, MAIN: agent}),
     }  # fmt: skip
-    return spec | ({"workdir": main["working_dir"]} if main.get("working_dir") else {})
+    return spec | ({"workdir": agent["working_dir"]} if agent.get("working_dir") else {})
+
+
+def default_of(file: Any) -> str:
+    """Return the name of the service in which the agent works, by the rule of Inspect AI.
+
+    That is the service with `x-default: true`, else the one that is named `default`, else the first.
+    """
+    services = file.get("services") if isinstance(file, dict) else None
+    if not isinstance(services, dict) or not services:
+        raise ComposeFileError("The compose file has no services.")
+    marked = [str(name) for name, service in services.items() if isinstance(service, dict) and service.get("x-default")]
+    return (marked + ["default"] * ("default" in services) + [str(name) for name in services])[0]
 
 
 def _check(name: str, service: Any, known: frozenset[str]) -> None:
     if not isinstance(service, dict):
         raise ComposeFileError(f"Service {name!r} is not a mapping.")
-    if unknown := sorted(service.keys() - known - _IGNORED):
+    if unknown := sorted(key for key in service.keys() - known - _IGNORED if not key.startswith("x-")):
         raise ComposeFileError(
             f"Service {name!r} has {unknown[0]!r}, which services of a sandbox do not have. Write a "
             "spec (docs/services.md)."
@@ -62,7 +90,7 @@ def _check(name: str, service: Any, known: frozenset[str]) -> None:
         raise ComposeFileError(f"Service {name!r} uses a variable ($…). Write its value into the compose file.")
 
 
-def _service(name: str, service: Mapping[str, Any]) -> dict[str, Any]:
+def _service(name: str, service: Mapping[str, Any], main: str) -> dict[str, Any]:
     _check(name, service, _SIDE)
     if not service.get("image"):
         raise ComposeFileError(f"Service {name!r} names no image. Build it, and name it with `image`.")
@@ -76,7 +104,7 @@ def _service(name: str, service: Mapping[str, Any]) -> dict[str, Any]:
         members["port"] = port
     return {
         "image": service["image"], "environment": _environment(name, service),
-        "depends_on": [other for other in _depends_on(name, service) if other != MAIN], **members,
+        "depends_on": [other for other in _depends_on(name, service) if other != main], **members,
     }  # fmt: skip
 
 

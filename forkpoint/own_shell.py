@@ -22,8 +22,9 @@ def line_of(
     user: str | None = None,
     stdin: bytes | None = None,
     stdin_path: str | None = None,
+    posix: bool = False,
 ) -> str:
-    """Return a line for bash that runs a program in a subshell.
+    """Return a line for bash, or for any POSIX shell, that runs a program in a subshell.
 
     Args:
         argv: The program and its arguments.
@@ -32,6 +33,7 @@ def line_of(
         user: Name of its user; None for the session's user.
         stdin: Its standard input, which becomes part of the line; None for `stdin_path`.
         stdin_path: Path of a file in the sandbox that is its standard input; None for an empty one.
+        posix: Whether any POSIX shell can run the line. Such a line has no `user`.
     """
     words = list(argv)
     if user is not None and user not in _ROOT:
@@ -43,8 +45,11 @@ def line_of(
         # Most shells are root's already, and small images have no runuser. Nothing can change EUID in bash.
         steps.append(f"set -- && {{ ((EUID == 0)) || set -- {_RUNUSER} -u root --; }}")
         before = '"$@" '
-    steps.append(f"exec {before}{shlex.join(words)} <{_input(stdin, stdin_path)}")
-    return f"({' && '.join(steps)})"
+    piped = stdin is not None and posix
+    steps.append(f"exec {before}{shlex.join(words)}" + ("" if piped else f" <{_input(stdin, stdin_path)}"))
+    line = f"({' && '.join(steps)})"
+    # `printf` is part of every shell, and base64 is not in every image.
+    return f"printf '{_escaped(stdin or b'')}' | {line}" if piped else line
 
 
 def _input(stdin: bytes | None, path: str | None) -> str:
@@ -52,3 +57,12 @@ def _input(stdin: bytes | None, path: str | None) -> str:
         return shlex.quote(path or "/dev/null")
     # In base 64, bytes and line ends of any kind reach the program as they are.
     return f" <(exec base64 -d <<< '{base64.b64encode(stdin).decode()}')"
+
+
+def _escaped(content: bytes) -> str:
+    """Return bytes as a format of `printf` in single quotes, which prints them as they are."""
+    return "".join(_ESCAPES.get(byte, chr(byte)) for byte in content)
+
+
+_ESCAPES = {byte: f"\\{byte:03o}" for byte in range(256) if not 32 <= byte < 127 or chr(byte) in "'-%\\"}
+"""Bytes that mean something else in such a format or at its begin, or are no printable ASCII."""

@@ -34,6 +34,7 @@ def test_inspect_group_shares_its_prefix() -> None:
             env={"PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, "INSPECT_DISPLAY": "none"},
         )  # fmt: skip
         [task] = [each["task"] for each in proxy.client.get("/api/v1/tasks").json()["items"] if each["rollouts"] == 3]
+        spec = proxy.client.get(f"/api/v1/tasks/{task}").json()["spec"]
         rollouts: list[Any] = proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()["items"]
         outcomes = [proxy.outcomes(task, each["rollout"]) for each in rollouts]
     assert (result["checks"], result["failed"]) == (39, {})
@@ -48,3 +49,4 @@ def test_inspect_group_shares_its_prefix() -> None:
     assert outcomes[2][-2:] == ["miss", "miss"]
     assert set(outcomes[2][:-2]) == {"hit"}
     assert all(each["finished"] for each in rollouts)
+    assert spec["limits"]["output_bytes"] == 10 << 20

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from forkpoint.compose_file import ComposeFileError, spec_of
+from forkpoint.compose_file import ComposeFileError, default_of, spec_of
 from sandboxes.spec import EnvironmentSpec
 
 FILE = """
@@ -42,6 +42,55 @@ def test_compose_file_becomes_a_spec() -> None:
     assert (db.user, db.healthcheck, db.port) == ("postgres", ("CMD-SHELL", "pg_isready -h $HOST"), None)
 
 
+def test_agents_service_has_any_name() -> None:
+    """Other services may wait for it and share its volumes, as with `main`."""
+    agent = {"image": "a", "x-default": True, "x-local": True, "volumes": ["v:/a"], "cpus": 1.0, "mem_limit": "1g"}
+    file = {"services": {"side": {"image": "b", "depends_on": ["agent"], "volumes": ["v:/b"]}, "agent": agent}}
+    spec = EnvironmentSpec.model_validate(spec_of(file, None, default_of(file)))
+    assert (spec.image, list(spec.services), spec.services["side"].depends_on) == ("a", ["side"], ())
+    assert spec.volumes == {"v": {"side": "/b", "main": "/a"}}
+
+
+@pytest.mark.parametrize(
+    ("services", "name"),
+    [
+        ({"a": {}, "default": {}, "b": {"x-default": True}}, "b"),
+        ({"a": {}, "default": None}, "default"),
+        ({"a": {}, "b": {"x-default": False}}, "a"),
+    ],
+)
+def test_agents_service_is_the_one_of_inspect(services: dict[str, Any], name: str) -> None:
+    assert default_of({"services": services}) == name
+
+
+@pytest.mark.parametrize(
+    "command", ["tail -f /dev/null", ["sh", "-c", "sleep infinity"], "/bin/bash", "sh", ["cat"], "trap : TERM; wait"]
+)
+def test_command_that_keeps_running_is_left_out(command: Any) -> None:
+    assert "command" not in spec_of({"services": {"main": {"image": "i", "command": command}}}, None)
+
+
+def test_network_mode_none_of_one_service() -> None:
+    """A sandbox has no network. A second service could not be reached by one without a network."""
+    main = {"image": "i", "network_mode": "none"}
+    assert spec_of({"services": {"main": main}}, None)["image"] == "i"
+    with pytest.raises(ComposeFileError, match="network_mode"):
+        spec_of({"services": {"main": main, "db": {"image": "i"}}}, None)
+
+
+@pytest.mark.parametrize(
+    ("main", "others", "why"),
+    [
+        ({"image": "i", "command": "python server.py"}, {}, "would not run"),
+        ({"build": "."}, {}, "Build it"),
+        ({"image": "i"}, {"main": {"image": "i"}}, "Rename it"),
+    ],
+)
+def test_what_the_agents_service_cannot_be_is_refused(main: dict[str, Any], others: dict[str, Any], why: str) -> None:
+    with pytest.raises(ComposeFileError, match=why):
+        spec_of({"services": {"agent": main, **others}}, None, "agent")
+
+
 @pytest.mark.parametrize(
     ("service", "why"),
     [
@@ -70,3 +119,9 @@ def test_malformed_file_is_refused(file: Any) -> None:
     """Also a file without an image of the main container, if the task names none."""
     with pytest.raises(ComposeFileError):
         spec_of(file, None)
+
+
+@pytest.mark.parametrize("file", [None, [], {}, {"services": []}])
+def test_file_without_services_has_no_service_for_the_agent(file: Any) -> None:
+    with pytest.raises(ComposeFileError, match="no services"):
+        default_of(file)

@@ -1,6 +1,7 @@
 """Lines that run a command in a shell of its own: what bash makes of them."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,22 @@ def test_input_is_empty_unless_given(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("from a file")
     assert bash(line_of(["cat"]), tmp_path) == bash(line_of(["cat"], stdin=b""), tmp_path) == f"{tmp_path}\n"
     assert bash(line_of(["cat"], stdin_path="in"), tmp_path) == f"from a file{tmp_path}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash --posix", "dash", "busybox sh"])
+def test_line_for_any_shell(tmp_path: Path, shell: str) -> None:
+    """Bytes of any kind reach the program, also such as `printf` reads as options or formats."""
+    if shutil.which(shell.split(maxsplit=1)[0]) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "a b").mkdir()
+    for content in (bytes(range(256)), b"-n %s\\101'", HOSTILE.encode(), b""):
+        line = line_of(
+            ["sh", "-c", "cat; echo $WORD; pwd; exit 3"], cwd="a b", env={"WORD": "it's"}, stdin=content, posix=True
+        )
+        command = [*shell.split(), "-c", f"{line}; echo $?"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+        assert done.stdout == content + f"it's\n{tmp_path}/a b\n3\n".encode()
+    assert list(tmp_path.iterdir()) == [tmp_path / "a b"]
 
 
 @pytest.mark.parametrize("user", ["root", "0"])
