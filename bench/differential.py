@@ -109,6 +109,7 @@ def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
                 list(threads.map(comparison.group, range(len(groups)), groups))
         finally:
             if plan.logs:
+                plan.logs.mkdir(parents=True, exist_ok=True)
                 for subject in subjects:
                     shutil.copy(subject.log_file, plan.logs / f"{driver}-{mode}-{seed}-{subject.log_file.name}")
         seconds = time.monotonic() - began
