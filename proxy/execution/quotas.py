@@ -205,6 +205,6 @@ class Quotas:
                 await self._crowded.wait()
         self._crowded.clear()
         # What was published last must not stay: the others count it.
-        is_told = self._published is None or any(map(any, self._published.values()))
-        if is_told or any(any(quota.usage) for quota in self.each.values()):
+        is_published = self._published is None or any(map(any, self._published.values()))
+        if is_published or any(any(quota.usage) for quota in self.each.values()):
             await self.refresh()

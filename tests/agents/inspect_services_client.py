@@ -95,21 +95,21 @@ async def checks(left_out: list[str]) -> dict[str, str]:
 
 
 async def refusals(folder: Path) -> list[str]:
-    """Return what is said about configurations that no sandbox can be."""
+    """Return the errors of configurations that no sandbox can be."""
     texts = {
         "build/compose.yaml": "services: {default: {image: a}, web: {build: .}}",
         "host/compose.yaml": "services: {default: {image: a, network_mode: host}}",
         "Dockerfile": "FROM debian:12",
     }
-    said = []
+    errors = []
     for name, text in texts.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
         try:
             await ForkpointSandbox.task_init("refused", str(folder / name))
         except ValueError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 if __name__ == "__main__":

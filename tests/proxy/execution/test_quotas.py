@@ -104,12 +104,12 @@ def test_members_divide_a_quota_by_what_they_use() -> None:
     """A member begins with one call, hears what others use, and gives its share back when it has no calls."""
 
     async def go() -> None:
-        told: list[Mapping[str, Usage]] = []
+        published: list[Mapping[str, Usage]] = []
         others: list[tuple[int, int]] = []
         own = quotas()
 
         async def exchange(used: Mapping[str, Usage]) -> Mapping[str, Sequence[tuple[int, int]]]:
-            told.append(dict(used))
+            published.append(dict(used))
             return {"a-*": others}
 
         work, calls = own.divide(exchange).work, Calls(own)
@@ -128,11 +128,11 @@ def test_members_divide_a_quota_by_what_they_use() -> None:
         assert await calls.settle("a-2") == ["a-3"]
         await calls.settle("a-3", "a-4")
         await work()
-        assert (told[-1]["a-*"], own.each["a-*"].share) == (Usage(0, 0), 1)
-        # Without calls, nothing more is told.
-        count = len(told)
+        assert (published[-1]["a-*"], own.each["a-*"].share) == (Usage(0, 0), 1)
+        # Without calls, nothing more is published.
+        count = len(published)
         await work()
-        assert len(told) == count
+        assert len(published) == count
 
     asyncio.run(go())
 
@@ -142,12 +142,12 @@ def test_what_a_failed_exchange_has_told_is_told_anew(monkeypatch: pytest.Monkey
     monkeypatch.setattr("proxy.execution.quotas.EXCHANGE_S", 0.0)
 
     async def go() -> None:
-        told: list[Usage] = []
+        published: list[Usage] = []
         answers: list[Mapping[str, Sequence[tuple[int, int]]] | None] = [None, None, {}]
         own = quotas()
 
         async def exchange(used: Mapping[str, Usage]) -> Mapping[str, Sequence[tuple[int, int]]] | None:
-            told.append(used["a-*"])
+            published.append(used["a-*"])
             return answers.pop(0)
 
         work = own.divide(exchange).work
@@ -156,7 +156,7 @@ def test_what_a_failed_exchange_has_told_is_told_anew(monkeypatch: pytest.Monkey
         # The first of these fails too.
         for _ in range(3):
             await work()
-        assert told == [Usage(1, 0), Usage(0, 0), Usage(0, 0)]
+        assert published == [Usage(1, 0), Usage(0, 0), Usage(0, 0)]
 
     asyncio.run(go())
 

@@ -179,9 +179,9 @@ def test_no_route_shows_the_tasks_of_other_tokens(proxy: Running) -> None:
             answer = respond(proxy, method, f"{path}{query}", ALICE, json={"spec": {"driver": "local"}})
             if foreign in path:
                 assert answer.status_code == 403, (method, path, answer.text)
-            asked = answer.text.replace(f"{path}{query}", "")
-            assert SECRET not in asked, (method, path)
-            assert foreign not in asked or answer.status_code >= 400, (method, path, query, answer.text)
+            shown = answer.text.replace(f"{path}{query}", "")
+            assert SECRET not in shown, (method, path)
+            assert foreign not in shown or answer.status_code >= 400, (method, path, query, answer.text)
     assert respond(proxy, "GET", f"/api/v1/tasks/{foreign}/rollouts/other", ROOT).json() == before
 
 

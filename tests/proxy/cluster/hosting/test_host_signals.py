@@ -12,7 +12,7 @@ from sandboxes.ipc.codec import Envelope, IpcMessage
 from sandboxes.listener import Cancellable, Detachable
 
 
-class Said(Conversation):
+class Owner(Conversation):
     """What an owner says at once; it ends when it has an answer."""
 
     def __init__(self, *messages: IpcMessage) -> None:
@@ -38,21 +38,22 @@ class Waiting:
         assert isinstance(listener, Detachable)
         signals = [asyncio.ensure_future(listener.cancelled()), asyncio.ensure_future(listener.detached())]
         await asyncio.wait(signals, return_when=asyncio.FIRST_COMPLETED)
-        said = " ".join(name for name, signal in zip(("cancelled", "detached"), signals, strict=True) if signal.done())
+        names = zip(("cancelled", "detached"), signals, strict=True)
+        signalled = " ".join(name for name, signal in names if signal.done())
         for signal in signals:
             signal.cancel()
-        raise SandboxError(said)
+        raise SandboxError(signalled)
 
 
-@pytest.mark.parametrize(("signal", "said"), [(CancelHosted(), "cancelled"), (DetachHosted(), "detached")])
-def test_signal_reaches_a_call_that_has_not_begun(signal: IpcMessage, said: str) -> None:
+@pytest.mark.parametrize(("signal", "name"), [(CancelHosted(), "cancelled"), (DetachHosted(), "detached")])
+def test_signal_reaches_a_call_that_has_not_begun(signal: IpcMessage, name: str) -> None:
     async def go() -> None:
-        owner = Said(RunHosted("mcp", "call", {}, streamed=True, order=None), signal)
+        owner = Owner(RunHosted("mcp", "call", {}, streamed=True, order=None), signal)
         serving = _Serving(owner, cast("Any", Waiting()), cast("Any", None))
         async with asyncio.timeout(10):
             await serving.serve()
         (failed,) = owner.answers
         assert isinstance(failed, HostedFailed)
-        assert failed.text == said
+        assert failed.text == name
 
     asyncio.run(go())

@@ -62,8 +62,8 @@ def test_next_owner_does_not_ask_a_host_again(dsn: str, tmp_path: Path) -> None:
             put = httpx.put(f"{a.url}/api/v1/tasks/t", json=spec, timeout=60)
             assert put.is_success, put.text
             command = f"{FETCH} > /tmp/page; cat /tmp/page"
-            asked = call(a, "1", command)
-            assert asked.json()["stdout"] == "answer 1\n", asked.text
+            response = call(a, "1", command)
+            assert response.json()["stdout"] == "answer 1\n", response.text
             a.kill()
             wait_until(lambda: call(b, "2", command).status_code == 200, "the task is not taken over", within_s=60)
             again = call(b, "2", f"cat /tmp/page; {FETCH}")
