@@ -8,7 +8,8 @@ One run prints these tables. All contenders of a table take turns in it, so that
 2. Latency of a file call with many rollouts that think between their calls.
 3. Latency of hits alone and beside rollouts that miss. The client that makes the hits has a high priority, so that
    the proxy's delay is measured and not the client's.
-4. Latency of a call that leaves the tree without a pause, by the depth at which it does.
+4. Latency of a call that leaves the tree without a pause, by the depth at which it does. The next rollout leaves
+   `--between` seconds later: with 0, a container that Docker has to start is part of it.
 5. Start, freeze and restore of a sandbox (`bench.sandboxes`).
 
 CPU time needs a writable `cpuacct` control group (cgroup version 1). Elsewhere it is the whole machine's.
@@ -168,7 +169,7 @@ def measure_calls(options: Namespace) -> None:
         ways = stack.enter_context(alternatives(count, options.beside.split(",")))
         cpu = CpuGroup("proxy")
         stack.callback(cpu.close)
-        spec = container_spec(options.drivers)
+        spec = container_spec(options.drivers, options.image)
         server, proxy = stack.enter_context(served(cpu, drivers='["local"]' if spec is None else BOTH))
         clients = [Client(server, f"calls-{number}") for number in range(count)]
         contenders = [Contender("Forkpoint", cpu, lambda number, command: clients[number].run(command))]
@@ -211,15 +212,15 @@ def show_calls(kind: str, contenders: Sequence[Contender], count: int) -> None:
     console.print(shown)
 
 
-def container_spec(drivers: str) -> dict[str, str] | None:
+def container_spec(drivers: str, image: str | None) -> dict[str, str] | None:
     """Return the environment of a container; None if none is wanted, or with a line on the console if none can be."""
     if "container" not in drivers.split(","):
         return None
-    image, why = sandboxes.docker_image(None)
-    if image is None:
+    found, why = sandboxes.docker_image(image)
+    if found is None:
         console.print(f"containers are left out: {why}.")
         return None
-    return {"driver": "container", "image": image}
+    return {"driver": "container", "image": found}
 
 
 def put_task(proxy: Proxy, name: str, spec: dict[str, str]) -> None:
@@ -329,7 +330,7 @@ def measure_depths(options: Namespace) -> None:
     """Print table 4."""
     depths = [int(depth) for depth in options.depths.split(",")]
     shown = table(
-        "4. A call that leaves the tree without a pause",
+        f"4. A call that leaves the tree without a pause, {options.between} s between two of them",
         "driver",
         "depth",
         "runs",
@@ -338,7 +339,7 @@ def measure_depths(options: Namespace) -> None:
         "to the state, p50 ms",
     )
     for driver in options.drivers.split(","):
-        spec = {"driver": "local"} if driver == "local" else container_spec(driver)
+        spec = {"driver": "local"} if driver == "local" else container_spec(driver, options.image)
         if spec is None:
             continue
         with closing(CpuGroup(f"depths-{driver}")) as cpu, served(cpu, drivers=f'["{driver}"]') as (server, proxy):
@@ -362,6 +363,7 @@ def measure_depths(options: Namespace) -> None:
                     took.append(response.seconds * 1e3)
                     restored.append(response.restore_ms)
                     httpx.delete(f"{proxy.url}/api/v1/tasks/depths/rollouts/r{depth}-{number}", timeout=60)
+                    time.sleep(options.between)
                 shown.add_row(
                     driver,
                     f"{depth:,}",
@@ -402,6 +404,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--missing", type=int, default=16, help="rollouts that miss in table 3")
     parser.add_argument("--seconds", type=float, default=6.0, help="duration of each turn in table 3")
     parser.add_argument("--depths", default="1,10,100,1000")
+    parser.add_argument("--between", type=float, default=0.0, help="seconds between two calls of table 4")
+    parser.add_argument("--image", help="image of the containers; default: the first local image")
     parser.add_argument("--drivers", default="local,container", help="drivers of tables 1 and 4")
     parser.add_argument("--divergences", type=int, default=10, help="divergences at each depth")
     parser.add_argument("--count", type=int, default=20, help="sandboxes of table 5")

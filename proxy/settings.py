@@ -83,7 +83,7 @@ class Settings(BaseSettings):
     container_spares: int = Field(
         default=2,
         ge=0,
-        description="Started containers kept ready for each image in use; up to four times as many after bursts.",
+        description="Started containers kept ready for each image in use; up to eight times as many after bursts.",
     )
     postgres_spares: int = Field(
         default=2,

@@ -1,6 +1,6 @@
 """Containers with their keepers, from start to removal, and spare ones that wait at an image's root state.
 
-Docker takes 0.4 s to start a container, so `Spares` keeps some started for each combination of image and limits that
+Docker takes 0.15 s to start a container, so `Spares` keeps some started for each combination of image and limits that
 was used last: as many as sandboxes begin at once. Taking one starts another in the background.
 
 A container is made in three steps, each of which can fail or be cancelled (`Spares._make`). `Spares.throw_away`
@@ -46,12 +46,12 @@ MAX_KINDS = 4
 The value is an estimate.
 """
 
-_MOST = 4
-"""The most spares of a kind after a burst, as a multiple of `container_spares`: 8 by default, each with about 15 MB of
-Docker's and our processes. A group of rollouts of one task begins at once, and groups of 8 are usual."""
+_MOST = 8
+"""The most spares of a kind after a burst, as a multiple of `container_spares`: 16 by default, each with about 15 MB of
+Docker's and our processes. A group of rollouts of one task begins at once, and groups of 8 to 16 are usual."""
 
 _BURST_S = 2.0
-"""Containers that are taken within so many seconds count as taken at once: Docker starts about ten in that time."""
+"""Containers that are taken within so many seconds count as taken at once: Docker starts about 14 in that time."""
 
 _INITS = ("docker-init", "tini-static")
 """Names of a static `tini` on the host; Docker's packages bring the first, Debian's the second."""
@@ -208,7 +208,7 @@ class Spares:
                     waiting.append(box)
 
     async def make(self, image: str, limits: Limits) -> Box:
-        """Start a container and its keeper, in 0.4 s on an idle machine; at most `MAX_STARTS` run at once.
+        """Start a container and its keeper, in 0.15 s on an idle machine; at most `MAX_STARTS` run at once.
 
         Raises:
             SpecError: The image cannot be used.
@@ -286,7 +286,7 @@ class Spares:
         box.channel.close()
         # The driver's sweep removes later what Docker refuses to remove now.
         with contextlib.suppress(SandboxError):
-            await asyncio.to_thread(self.daemon.remove, box.container)
+            await asyncio.to_thread(self.daemon.remove, box.container, is_ending=True)
         self.names.discard(box.id)
         # The box comes last: processes of the container use it until the container is gone.
         await asyncio.to_thread(remove_tree, box.folder)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container.keeper import cgroup_processes, mounts, terminal
+from sandboxes.container.keeper import cgroup_processes, mounts, network, terminal
 from sandboxes.container.keeper.anchor import ContainerAnchor
 from sandboxes.container.keeper.background import ContainerBackgroundProcess
 from sandboxes.container.keeper.changes import ContainerChanges, DamagedCopyError
@@ -96,7 +96,7 @@ def run(channel: int, order: ForkKeeper) -> None:
         # In the container's IPC namespace /proc/sysvipc shows the container's objects.
         _enter(members.pid, "ipc", kernel.CLONE_NEWIPC)
         # The container's tool servers listen on its loopback. The keeper has no other use for a network.
-        _enter(members.pid, "net", kernel.CLONE_NEWNET)
+        network.enter(members.pid)
         # In a child, because `mounts.narrow` changes the namespaces of the process that calls it.
         processes.run_in_child(lambda: mounts.narrow(members.pid), "the container's mounts could not be narrowed")
         # This process stays in the launcher's mount namespace, where the view is mounted.
@@ -113,11 +113,8 @@ def run(channel: int, order: ForkKeeper) -> None:
 
 def _enter(pid: int, name: str, kind: int) -> None:
     """Move this process into a namespace of another process."""
-    namespace = os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        kernel.setns(namespace, kind)
-    finally:
-        os.close(namespace)
+    with open(f"/proc/{pid}/ns/{name}") as namespace:  # noqa: PTH123
+        kernel.setns(namespace.fileno(), kind)
 
 
 def _message_queues() -> int | None:
