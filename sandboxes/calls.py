@@ -29,6 +29,8 @@ class ToolCall:
 
 MODEL_TOKENS = "x-model-tokens"
 """The header of a result with the number of tokens that models counted while its call ran."""
+_MAX_DIGITS = 15
+"""The longest number of tokens that counts. A server may send any text; sums of these fit into 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class ToolResult:
     def model_tokens(self) -> int:
         """The tokens that models counted while the call ran; 0 without the header, or where it is no number."""
         value = next((value for name, value in self.headers if name == MODEL_TOKENS), "")
-        return int(value) if value.isdecimal() else 0
+        return int(value) if value.isdecimal() and len(value) <= _MAX_DIGITS else 0
 
 
 def content_type(headers: Iterable[tuple[str, str]]) -> str:

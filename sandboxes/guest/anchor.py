@@ -274,9 +274,9 @@ class Anchor(ABC):
             raise AnchorLostError(str(error)) from error
         answer, _, self._buffer = self._buffer.partition(b"\n")
         # The agent may have written to the pipe of a bash through /proc. What is no number is not trusted.
-        if not answer.isdigit():
+        if (number := session_texts.number(answer.decode("latin-1"))) is None:
             raise AnchorLostError("it answers nonsense")
-        return int(answer)
+        return number
 
 
 class BashAnchor(Anchor):

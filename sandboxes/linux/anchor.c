@@ -149,7 +149,8 @@ static void collect(void) {
     while ((pid = (int)CALL(wait4, -1, &status, WNOHANG, 0)) > 0) {
         int code = (status & 0x7f) ? 128 + (status & 0x7f) : (status >> 8) & 0xff;
         for (unsigned i = 0; i < STARTED; i++)
-            if (started[i].pid == pid) started[i].code = code;
+            /* A code that is known stays: a pid may be used again by an orphan, before pid 1 asks for the code. */
+            if (started[i].pid == pid && started[i].code < 0) started[i].code = code;
         if (pid == wanted) {
             wanted = 0;
             answer((unsigned)code);

@@ -112,21 +112,24 @@ static void see_shell(struct facts *facts, int pid) {
     put_place(facts, "/proc", 1);
 }
 
-/* The state of a process in /proc/PID/stat: `R`, `S` and so on; 0 if there is no such process. */
+/* The state of a process in /proc/PID/stat: `R`, `S` and so on; 0 if there is no such process, and `?` if it cannot be
+ * read: a command may have lowered the descriptors of pid 1. */
 static char state_of(int pid, int *threads) {
     char path[32], text[1024];
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return 0;
+    if (fd < 0) return errno == ENOENT || errno == ESRCH ? 0 : '?';
     long size = read(fd, text, sizeof text - 1);
+    int error = errno;
     close(fd);
-    if (size <= 0) return 0;
+    if (size < 0 && error == ESRCH) return 0;
+    if (size <= 0) return '?';
     text[size] = 0;
     char *fields = strrchr(text, ')');
-    if (!fields || !fields[1]) return 0;
+    if (!fields || strlen(fields) < 3) return '?';
     char state = fields[2];
     /* The name ends with the parenthesis; the number of threads is field 20, and the state is field 3. */
-    for (int field = 3; fields && field < 20; field++) fields = strchr(fields + (field == 3 ? 3 : 1), ' ');
+    for (int field = 2; fields && field < 20; field++) fields = strchr(fields + 1, ' ');
     *threads = fields ? atoi(fields) : 2;
     return state;
 }
@@ -139,7 +142,7 @@ static void see_anchor(struct facts *facts, const struct shell *shell) {
     if (ioctl(shell->requests, FIONREAD, &unread[0]) < 0 || ioctl(shell->replies, FIONREAD, &unread[1]) < 0 || unread[0] || unread[1])
         facts->failed = 1;
     char state = state_of(shell->anchor, &threads);
-    if (!state || state == 'T' || state == 't') facts->failed = 1;
+    if (!state || state == '?' || state == 'T' || state == 't') facts->failed = 1;
 }
 
 /* What a command may change of the pipes and texts that the next shell gets (`shell_kit.changeable`). */
@@ -310,7 +313,8 @@ static int take_status(struct shell *shell) {
     shell->status = 0;
     while (at < 3 && at < shell->dump_size && shell->dump_data[at] >= '0' && shell->dump_data[at] <= '9')
         shell->status = 10 * shell->status + shell->dump_data[at++] - '0';
-    return at && shell->dump_size - at == shell->last_dump.size &&
+    /* A command may have written a number of its own, which the regular way refuses. */
+    return at && shell->status <= 255 && shell->dump_size - at == shell->last_dump.size &&
            !memcmp(shell->dump_data + at, shell->last_dump.data, (size_t)shell->last_dump.size);
 }
 

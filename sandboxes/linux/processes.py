@@ -4,7 +4,8 @@ Theory of operation. The kernel offers no snapshot of all processes, so everythi
 end or fork between two reads. Three rules keep the answers right:
 
 1. A process is named by its pid and its start time, because pids are used again.
-2. A process that cannot be read has ended, and counts as not there.
+2. A process whose files are gone has ended, and counts as not there. Any other error is one of this process: a
+   command may have lowered the descriptors of pid 1 (`prlimit`), and a process must not hide behind that.
 3. To kill many, they are stopped first, then killed, and the list is read again until it is empty.
 
 Files of /proc are read with `os.read`, which takes 5 microseconds; a file object takes more than twice as long, and
@@ -75,12 +76,15 @@ def stat_fields(process: int | str) -> list[bytes] | None:
     Args:
         process: The pid; or `PID/task/TID` for a thread.
 
+    Raises:
+        OSError: It cannot be read although it is there.
+
     Returns:
         The fields from the third on. The second, the name in parentheses, may contain anything.
     """
     try:
         return shown(f"/proc/{process}/stat").rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
 
 
@@ -316,7 +320,7 @@ def ipc_objects() -> int:
         try:
             # The first line is a heading.
             count += shown(f"/proc/sysvipc/{kind}").count(b"\n") - 1
-        except OSError:
+        except FileNotFoundError:
             continue
     return count
 

@@ -23,6 +23,7 @@ from typing import Any
 from sandboxes.container.boot_scripts import FIFOS
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses, inner_of, kill, start_time
 from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.bash.session import number
 
 ANSWER_S = 10.0
 """Longest wait for the anchor's response, which takes milliseconds. The value is an estimate."""
@@ -195,7 +196,7 @@ class ContainerAnchor:
                 line, _, self._news = self._news.partition(b"\n")
                 fields = line.decode("latin-1").split()
                 # A process of the agent's may have written the line, so its form is checked.
-                if fields[:1] == [kind] and len(fields) == expected and all(f.isdigit() for f in fields[-2:]):
+                if fields[:1] == [kind] and len(fields) == expected and all(number(f) is not None for f in fields[-2:]):
                     return fields
             # The descriptor of pid 1 becomes readable when it ends (pidfd_open(2)). The anchor is polled by its start
             # time instead, five times a second.

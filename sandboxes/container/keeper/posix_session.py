@@ -11,7 +11,15 @@ import re
 from collections.abc import Collection, Mapping
 
 from sandboxes.container.boot_scripts import BOX
-from sandboxes.guest.bash.session import END, KEPT, LOST_MARK, LOST_STATUS, MAX_DUMP_BYTES, MalformedDumpError
+from sandboxes.guest.bash.session import (
+    END,
+    KEPT,
+    LOST_MARK,
+    LOST_STATUS,
+    MAX_DUMP_BYTES,
+    MalformedDumpError,
+    exit_status,
+)
 from sandboxes.shell_text import Jobs, ShellSession, quote
 
 _FIELDS = 11
@@ -87,7 +95,7 @@ def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
     status, options, traps, variables, exported, read_only, aliases, umask, cwd, _, last, *arguments = fields
     # `jobs` would make such a shell forget those that have ended. So the last one may always be waited for.
     # A command may write to the dump's FIFO itself. A wrong form ends the session's shell instead of becoming a state.
-    if not (status.isdigit() and re.fullmatch(r"[0-7]{3,4}\n", umask) and cwd.startswith("/")):
+    if (code := exit_status(status)) is None or not (re.fullmatch(r"[0-7]{3,4}\n", umask) and cwd.startswith("/")):
         raise MalformedDumpError("status, umask or directory")
     session: ShellSession = {
         "cwd": cwd.removesuffix("\n"),
@@ -101,7 +109,7 @@ def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
         "options": "".join(sorted(set(options) & set(_OPTIONS))),
         "limits": {},
     }
-    return int(status), session, ((f"[?] {last}", f"$! {last}") if last else ())
+    return code, session, ((f"[?] {last}", f"$! {last}") if last else ())
 
 
 def _statements(text: str) -> list[str]:

@@ -198,6 +198,8 @@ _DYNAMIC = {
 }  # fmt: skip
 """Variables that bash computes until they are unset, with an attribute that they have until then."""
 _JOB = re.compile(r"^(\[\d+\][-+ ]|) +(\d+) +(?:Running|Stopped|\|)", re.MULTILINE)
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_MAX_STATUS = 255
 DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -217,6 +219,20 @@ class MalformedDumpError(ValueError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the shell's dump cannot be read: {reason}")
+
+
+def number(text: str) -> int | None:
+    """Return a number that bash has printed; None for any other text, which a command may have written (pure).
+
+    `isdigit` is true of `²` and of any number of digits, and `int` accepts neither.
+    """
+    return int(text) if _NUMBER.fullmatch(text) else None
+
+
+def exit_status(text: str) -> int | None:
+    """Return an exit status that a shell has printed; None if the text is no number up to 255 (pure)."""
+    status = number(text)
+    return status if status is not None and status <= _MAX_STATUS else None
 
 
 def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
@@ -242,13 +258,13 @@ def _parse(data: bytes) -> tuple[int, ShellSession, Jobs]:
     fields = fields[:-1]
     # After a wary run there is one field more: the text of a function that replaces `builtin`.
     builtin = "" if fields[0].isdigit() else fields.pop(0)
-    if len(fields) < _FIELDS or not fields[13].isdigit() or len(fields) < _FIELDS + (depth := int(fields[13])):
+    if len(fields) < _FIELDS or (depth := number(fields[13])) is None or len(fields) < _FIELDS + depth:
         raise MalformedDumpError(f"{len(fields)} fields")
     status, name, flags, options, traps, shopts = fields[:6]
     printed, functions, marks, aliases, umask, cwd, here, _, *dirs = fields[6 : 14 + depth]
     disabled, jobs, last, _, *arguments = fields[14 + depth :]
     cwd = cwd.removesuffix("\n")
-    if not (status.isdigit() and re.fullmatch(r"[0-7]{4}\n", umask) and cwd.startswith("/")):
+    if (code := exit_status(status)) is None or not (re.fullmatch(r"[0-7]{4}\n", umask) and cwd.startswith("/")):
         raise MalformedDumpError("status, umask or directory")
     variables, unset = _statements(printed)
     # Only to see that it can be split, when the traps are set again.
@@ -281,7 +297,7 @@ def _parse(data: bytes) -> tuple[int, ShellSession, Jobs]:
         session["unset"] = unset
     if here != "0" or dirs[:1] != [cwd]:
         session[KEPT] = MOVED
-    return int(status), session, (*running, *([f"$! {last}"] if last else []))
+    return code, session, (*running, *([f"$! {last}"] if last else []))
 
 
 _parse_or_recall = functools.lru_cache(maxsize=8)(_parse)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ from sandboxes.guest.anchor import Anchor, AnchorLostError, BashAnchor, NativeAn
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.linux.processes import parent
 from tests.machine import wait_until
+from tests.sandboxes.box import needs_root
 
 
 @pytest.fixture(params=["native", "bash"])
@@ -125,3 +128,33 @@ def test_anchor_beside_processes_does_not_stay(anchor_helper: Path) -> None:
     anchor = NativeAnchor.start(str(anchor_helper))
     assert not anchor.stays
     anchor.close()
+
+
+_REUSED_PID = """
+import os, sys, time
+from sandboxes.guest.anchor import NativeAnchor
+
+def run(text):
+    pid = anchor.start_on({}, {0: null, 1: null, 2: null}, text)
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.001)
+    return pid
+
+anchor, null = NativeAnchor.start(sys.argv[1]), os.open("/dev/null", os.O_RDWR)
+pid = run("exit 7")
+run(f"echo {pid - 1} >/proc/sys/kernel/ns_last_pid; (sleep 0.1; exit 9) & [ $! = {pid} ] && touch {sys.argv[2]}")
+while os.path.exists(f"/proc/{pid}"):
+    time.sleep(0.001)
+print(anchor.wait(pid))
+anchor.close()
+"""
+
+
+@needs_root
+def test_exit_code_is_that_of_the_process_that_had_the_pid_first(anchor_helper: Path, tmp_path: Path) -> None:
+    """An orphan gets the pid before pid 1 asks, and the anchor collects it too."""
+    arguments = [sys.executable, "-c", _REUSED_PID, str(anchor_helper), str(tmp_path / "reused")]
+    root = Path(__file__).parents[3]
+    in_namespace = ["unshare", "--pid", "--mount-proc", "--fork", *arguments]
+    assert subprocess.check_output(in_namespace, cwd=root, timeout=60) == b"7\n"
+    assert (tmp_path / "reused").exists()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes.linux import processes
 from sandboxes.linux.processes import GRACE_S, Grace, run_in_child, wait_until_asleep
 
 _BUSY = "print(flush=True)\nwhile True: pass"
@@ -81,3 +82,15 @@ def test_error_of_a_child_is_raised_here(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="a directory could not be entered: ") as raised:
         run_in_child(lambda: os.chdir(tmp_path / "none"), "a directory could not be entered")
     assert raised.value.errno == errno.ENOENT
+
+
+def test_process_that_cannot_be_read_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pid 1 may have no descriptor left, which a command decides. Then it finds no process, and must not say so."""
+
+    def refuse(path: str) -> bytes:
+        raise OSError(errno.EMFILE, path)
+
+    monkeypatch.setattr(processes, "shown", refuse)
+    for look in (processes.list_processes, processes.ipc_objects):
+        with pytest.raises(OSError, match=r"stat|sysvipc"):
+            look()

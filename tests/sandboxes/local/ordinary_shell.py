@@ -1,10 +1,12 @@
 """Runs commands with the library of `ordinary_calls`, as pid 1 of a pid namespace: a program for its tests.
 
 For each command it prints null if the library did not end the call, and otherwise the exit status and the outputs.
+With the argument `few`, pid 1 has room for one more descriptor while the library runs.
 """
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -41,15 +43,32 @@ def await_dump(shell: Shell) -> None:
     os.set_blocking(shell.dump_fd, False)
 
 
-def main(library: str, program: str, commands: str) -> None:
+def leave_one_descriptor(ordinary: ordinary_calls.OrdinaryCalls) -> None:
+    """Lower the limit of this process, as `prlimit --pid 1` does, and have the library know it so."""
+    # `poll` fails below the number of descriptors that it is given, so free numbers below that are used up.
+    while (free := os.open("/dev/null", os.O_RDONLY)) < 10:
+        pass
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    facts = ordinary._see(ordinary_calls._SHELL)
+    assert facts
+    ordinary._kept.append(facts)
+    ordinary._shell.facts = ordinary_calls._Bytes(facts, len(facts))
+
+
+def main(library: str, program: str, commands: str, descriptors: str = "many") -> None:
     ordinary_calls._library = ordinary_calls.library(library)
     results: list[tuple[int, str, str] | None] = []
     for command in json.loads(commands):
         shells, ordinary, proxys = learnt(program)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if descriptors == "few":
+            leave_one_descriptor(ordinary)
         shell = ordinary.fresh_shell("main")
         assert isinstance(shell, LocalShell)
         ran = ordinary.run(shell, command.encode())
         assert ran is not None, "its first dump is another one"
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         ended = ran.status is not None
         results.append((ran.status or 0, ran.stdout.decode(), ran.stderr.decode()) if ended else None)
         os.kill(-1, signal.SIGKILL)

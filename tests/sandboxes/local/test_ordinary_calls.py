@@ -2,14 +2,23 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from hatch_build import ORDINARY_SOURCE
+from sandboxes.local.ordinary_calls import _DUMP as DUMP
+from sandboxes.local.ordinary_calls import _OUTPUT as OUTPUT
 from sandboxes.local.ordinary_calls import library
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import local_driver, needs_root, opened, run
+from tests.sandboxes.conftest import REPOSITORY
 from tests.sandboxes.local import ordinary_shell
 
 ORDINARY = [
@@ -43,16 +52,99 @@ LEAVES = {
 """Commands with which the library may not end a call, by what they leave or take."""
 
 
+_TO_DUMP = "for f in /proc/$$/fd/1?; do [[ $(readlink $f) == pipe:* ]] && {} >$f; done; exit 3"
+"""Writes to the pipes that a shell keeps for itself while a command runs, that of its dump among them."""
+LONG = "n" * 250
+_OF_ASAN = {"LD_PRELOAD": "", "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+ODD_AND_ORDINARY = {
+    "one byte less than the buffer of output": (f"printf %{OUTPUT - 1}s x", 0, " " * (OUTPUT - 2) + "x", ""),
+    "so much on both": (f"printf %{OUTPUT - 1}s; printf %9000s >&2", 0, " " * (OUTPUT - 1), " " * 9000),
+    "bytes of all kinds": (r"printf 'a\0b\177\0'", 0, "a\0b\x7f\0", ""),
+    "many that end": ("for i in {1..20}; do (:); done", 0, "", ""),
+    "a name like the fields of a process": ("(echo -n ') R 1 (' >/proc/$BASHPID/comm; exit 4)", 4, "", ""),
+    "signals for pid 1": ("kill -WINCH 1; kill -CHLD 1; kill -URG 1", 0, "", ""),
+    "the mark of a dump": (r"printf 'forkpoint-end-of-dump\0'", 0, "forkpoint-end-of-dump\0", ""),
+}
+"""Commands that leave nothing behind, with their exit code and output."""
+ODD = {
+    "as much output as the buffer": f"printf %{OUTPUT}s",
+    "one byte more": f"printf %{OUTPUT + 1}s >&2",
+    "a dump of the size of the buffer": f"v=$(printf %{DUMP}s); w=$(declare -p | wc -c)",
+    **{
+        f"{size} bytes for a dump": _TO_DUMP.format(f"head -c {size} /dev/zero")
+        for size in (1, DUMP - 1, DUMP, DUMP + 1)
+    },
+    "an end of a dump": _TO_DUMP.format(r"printf 'forkpoint-end-of-dump\0'"),
+    "a number for a status": _TO_DUMP.format(r"printf '99999999999999999999\0forkpoint-end-of-dump\0'"),
+    "a status without a dump": _TO_DUMP.format(r"printf '0forkpoint-end-of-dump\0'"),
+    "hundreds of descriptors": 'for i in {100..400}; do eval "exec $i</etc/passwd"; done; unset i',
+    "descriptors of long names": f"cd /tmp; n={LONG}; mkdir -p $n/$n; exec 50<$n/$n; rm -r $n; cd /; unset n",
+    "a directory of 4,000 bytes": f"cd /tmp; d={LONG}; for i in {{1..16}}; do mkdir -p $d; cd $d; done; unset i d",
+    "a process behind a name": "(bash -c 'echo -n \") Z 1 (\" >/proc/$$/comm; exec -a x sleep 60' >/dev/null 2>&1 &)",
+    "a sleeping process": "(sleep 60 >/dev/null 2>&1 &); :",
+    "a full pipe of orders": _TO_DUMP.format("head -c 70000 /dev/zero | timeout 1 cat"),
+    "a stopped shell": "kill -STOP $$",
+    "processes that come and go": "(while :; do /bin/true; done >/dev/null 2>&1 &)",
+    "the limit of pid 1": "prlimit --pid 1 --nofile=20:",
+    "the name of its directory": "mkdir -p /tmp/odd && cd /tmp/odd && rmdir /tmp/odd",
+}
+"""Commands that a hostile agent may send, with which the library may not end a call."""
+
+
+def ran_in_library(
+    helper: Path, anchor: Path, commands: list[str], *options: str, variables: Mapping[str, str] = {}
+) -> list[Any]:
+    """Return what the library says of commands, in a pid namespace where no process runs but those of the test."""
+    arguments = [str(helper), str(anchor), json.dumps(commands), *options]
+    script = ["unshare", "--pid", "--ipc", "--mount-proc", "--fork", sys.executable, "-m", ordinary_shell.__name__]
+    root, environment = Path(__file__).parents[3], {**os.environ, **variables}
+    printed = subprocess.run(
+        [*script, *arguments], cwd=root, env=environment, capture_output=True, timeout=240, check=False
+    )
+    assert printed.returncode == 0, printed.stderr.decode()
+    results: list[Any] = json.loads(printed.stdout)
+    return results
+
+
+@pytest.fixture(scope="session")
+def checked_helper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, str]]:
+    """The library with the checks of AddressSanitizer and UBSan, and the variables that a process with it needs."""
+    target = tmp_path_factory.mktemp("checked") / "libordinary.so"
+    flags = ["-g", "-O1", "-shared", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    try:
+        subprocess.run(["gcc", *flags, "-o", target, ORDINARY_SOURCE], cwd=REPOSITORY, check=True, capture_output=True)
+        runtime = subprocess.check_output(["gcc", "-print-file-name=libasan.so"], text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("gcc or libasan is missing")
+    return target, {**_OF_ASAN, "LD_PRELOAD": runtime}
+
+
+@needs_root
+def test_library_holds_against_hostile_commands(
+    checked_helper: tuple[Path, Mapping[str, str]], anchor_helper: Path
+) -> None:
+    """Each access to memory is checked while the library reads what commands made."""
+    helper, variables = checked_helper
+    commands = [*(command for command, *_ in ODD_AND_ORDINARY.values()), *ODD.values()]
+    results = ran_in_library(helper, anchor_helper, commands, variables=variables)
+    shown = dict(zip([*ODD_AND_ORDINARY, *ODD], results, strict=True))
+    # The library gives a call that takes 50 ms to the regular way, as it does on a busy machine.
+    ordinary = {name: None if shown[name] is None else result for name, (_, *result) in ODD_AND_ORDINARY.items()}
+    assert shown == {**ordinary, **dict.fromkeys(ODD)}
+
+
+@needs_root
+def test_process_does_not_hide_behind_a_limit_of_pid_1(ordinary_helper: Path, anchor_helper: Path) -> None:
+    """The list of processes can be opened there, and the file of none of them."""
+    commands = ["true", "(setsid sleep 60 >/dev/null 2>&1 &)"]
+    assert ran_in_library(ordinary_helper, anchor_helper, commands, "few") == [[0, "", ""], None]
+
+
 @needs_root
 def test_library_ends_ordinary_calls_only(ordinary_helper: Path, anchor_helper: Path) -> None:
     """In a pid namespace of its own, where no process runs but those of the test."""
     commands = [*ORDINARY, *LEAVES.values()]
-    arguments = [str(ordinary_helper), str(anchor_helper), json.dumps(commands)]
-    script = ["unshare", "--pid", "--ipc", "--mount-proc", "--fork", sys.executable, "-m", ordinary_shell.__name__]
-    root = Path(__file__).parents[3]
-    printed = subprocess.run([*script, *arguments], cwd=root, capture_output=True, timeout=240, check=False)
-    assert printed.returncode == 0, printed.stderr.decode()
-    results = dict(zip(commands, json.loads(printed.stdout), strict=True))
+    results = dict(zip(commands, ran_in_library(ordinary_helper, anchor_helper, commands), strict=True))
     assert {command for command, result in results.items() if result} == {*ORDINARY}
     assert [results[command] for command in ORDINARY[:3]] == [[0, "", ""], [3, "", ""], [0, "out\n", "err\n"]]
     assert results[ORDINARY[3]] == [0, Path("/etc/passwd").read_text(), ""]

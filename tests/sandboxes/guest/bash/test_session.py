@@ -4,6 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from sandboxes.guest.bash import session as sessions
 
 CALLS = 9_000
@@ -46,3 +48,16 @@ def test_a_dump_that_came_before_gives_an_equal_session_of_its_own(tmp_path: Pat
     assert (status, jobs) == (again[0], again[2])
     assert again[1] == {**session, "limits": {}}
     assert sessions.parse_dump(before)[1] != again[1]
+
+
+def test_a_number_that_bash_does_not_print_is_a_malformed_dump(tmp_path: Path) -> None:
+    """A command may write to the dump's pipe. `"²".isdigit()` is true, and `int` takes at most 4,300 digits."""
+    _, dumps = run_shell(tmp_path, "true", 1)
+    whole = dumps.split(sessions.END)[1] + sessions.END
+    assert sessions.parse_dump(whole)[0] == 0
+    for index in (0, 13):
+        for text in (b"\xb2", b"9" * 5000, b"-1", b"999"):
+            fields = whole.split(b"\0")
+            fields[index] = text
+            with pytest.raises(sessions.MalformedDumpError):
+                sessions.parse_dump(b"\0".join(fields))
