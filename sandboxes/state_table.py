@@ -15,6 +15,7 @@ def next_state(table: StateTable[StateT, EventT], state: StateT, event: EventT) 
     Raises:
         ValueError: The event is impossible in this state.
     """
-    if (state, event) not in table:
+    following = table.get((state, event))
+    if following is None:
         raise ValueError(f"{type(state).__name__}.{state.name} has no transition for {event.name}.")
-    return table[state, event]
+    return following
