@@ -8,7 +8,7 @@ side by side, or a group of rollouts would wait for one timeout after the other.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from proxy.tree.keys import CallKey
@@ -37,11 +37,16 @@ class Flight:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Wait until it is this rollout's turn to execute the call. The turn lasts for the block."""
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self.lock)
-            if self.apart:
-                await stack.aclose()
+        await self.lock.acquire()
+        # Of this moment: the execution in the block may set it.
+        apart = self.apart
+        if apart:
+            self.lock.release()
+        try:
             yield
+        finally:
+            if not apart:
+                self.lock.release()
 
 
 class SingleFlight:
