@@ -1,11 +1,15 @@
-"""The proxy's end of a socket to another process of ours: requests are answered in order, with descriptors."""
+"""The proxy's end of a socket to another process of ours: requests are answered in order, with descriptors.
+
+What a message leads to takes the event loop up to a millisecond. So one channel is read in each turn of the loop. Hits
+that have come meanwhile are answered before the next message, and not after the messages of all sandboxes.
+"""
 
 import asyncio
 import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest, answers_of, decode, encode, pack_message
 from sandboxes.ipc.frames import Inbox, MalformedFrameError, Message, pack, receive
@@ -32,6 +36,9 @@ class Channel:
         lost: Why the channel is closed; None while it is open.
     """
 
+    _turn_taken: ClassVar[asyncio.AbstractEventLoop | None] = None
+    """The event loop in whose present turn a channel was read; None if none was."""
+
     def __init__(self, end: socket.socket) -> None:
         # The event loop's descriptors must not block: one silent peer would stop every other sandbox.
         end.setblocking(False)
@@ -42,7 +49,7 @@ class Channel:
         # Messages that came unasked before a caller waited for them.
         self._early: deque[Message] = deque()
         self._early_bytes = 0
-        self._paused = False
+        self._paused = self._queued = False
         # Frames of two callers must not mix, and the queue of waiting callers must have the order on the wire.
         self._sending = asyncio.Lock()
         # Set when the socket takes more of the frame that is being sent, or is closed.
@@ -203,6 +210,23 @@ class Channel:
             self._room.set_result(None)
 
     def _readable(self) -> None:
+        if self._queued:
+            # The loop reports the socket in each turn until it is read.
+            return
+        if Channel._turn_taken is self._loop:
+            # Not left to the next report: uvloop reports an error once.
+            self._queued = True
+            self._loop.call_soon(self._read_in_turn)
+            return
+        Channel._turn_taken = self._loop
+        self._read_some()
+        self._loop.call_soon(_end_turn)
+
+    def _read_in_turn(self) -> None:
+        self._queued = False
+        self._readable()
+
+    def _read_some(self) -> None:
         # Up to the last piece: uvloop stops to watch a socket after the first event with an error, as when the peer
         # died before it read a request. Its end, behind what it had sent, would never be noticed.
         for _ in range(_PIECES):
@@ -251,3 +275,8 @@ class Channel:
         # The caller was cancelled, so nothing else would close its descriptors.
         for fd in message.fds:
             os.close(fd)
+
+
+def _end_turn() -> None:
+    """Let another channel be read. What the last message has woken runs before this."""
+    Channel._turn_taken = None

@@ -57,6 +57,37 @@ def test_the_end_behind_the_last_answer_is_noticed() -> None:
     uvloop.run(go())
 
 
+def test_other_sockets_have_their_turn_between_the_messages_of_channels() -> None:
+    """What a message leads to may take a millisecond. A request that comes meanwhile waits for one of them only."""
+    order: list[str] = []
+
+    async def handle(channel: Channel, request: socket.socket) -> None:
+        await channel.receive()
+        order.append("message")
+        request.send(b"x")
+
+    async def go() -> None:
+        ends = [socket.socketpair() for _ in range(3)]
+        client, server = socket.socketpair()
+        channels = [Channel(ours) for ours, _ in ends]
+        handled = [asyncio.ensure_future(handle(channel, client)) for channel in channels]
+        await asyncio.sleep(0)
+        server.setblocking(False)
+        asyncio.get_running_loop().add_reader(server, lambda: order.append("request") if server.recv(1) else None)
+        for _, theirs in ends:
+            theirs.send(pack(encode(Done())))
+        async with asyncio.timeout(10):
+            await asyncio.gather(*handled)
+        asyncio.get_running_loop().remove_reader(server)
+        for end in (client, server, *(theirs for _, theirs in ends)):
+            end.close()
+        for channel in channels:
+            channel.close()
+
+    uvloop.run(go())
+    assert order[:5] == ["message", "request", "message", "request", "message"]
+
+
 # -- a peer that was taken over --------------------------------------------------------------------------------------
 
 
