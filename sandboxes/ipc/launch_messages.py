@@ -29,6 +29,18 @@ class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(2, 2)):
     cgroups: list[str]
 
 
+# Once for each launcher: with each fork it would cost as much as a part of what it saves.
+@dataclass(frozen=True)
+class WritePages(IpcRequest[Done], op="write_pages"):
+    """Give each pid 1 that is forked from now on these pages before it is needed; see `fork_pages`.
+
+    Attributes:
+        runs: Runs of pages: of each the first and the number.
+    """
+
+    runs: list[list[int]]
+
+
 # A keeper stays outside its container, on the machine, where the container's processes cannot reach it.
 @dataclass(frozen=True)
 class ForkKeeper(IpcRequest[Forked], op="fork_keeper", descriptors=(1, 1)):

@@ -26,6 +26,7 @@ Between the proxy and pid 1 of a `local` sandbox only:
 | restored | proxy | sandbox_started | sandbox_started: the mount namespace, with egress the listening socket |
 | pause | proxy | not_freezable, process_tree or layer_state | |
 | inspect_held | proxy | layer_state | |
+| list_pages | proxy | pages_listed | |
 | layers_switched | launcher | done or failed, to the proxy | mounts of the new upper directory and of what is below; \
 the table of rows |
 
@@ -51,6 +52,7 @@ Between the proxy and a launcher (of pid 1s, or of keepers), and the process tha
 | launcher_ready | launcher, unasked | | |
 | fork | proxy | forked | the new pid 1's two sockets; forked: its process |
 | fork_keeper | proxy | forked | the new keeper's socket |
+| write_pages | proxy | done | |
 | mount | proxy | mounted | mounted: overlay, upper, lower and, with `root`, the root state |
 | switch | proxy | none; layers_switched or failed go to pid 1 | the sandbox's mount namespace, pid 1's second socket, \
 the table |

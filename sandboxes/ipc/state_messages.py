@@ -55,6 +55,23 @@ class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 2)):
     pristine: ShellSession | None
 
 
+# Asked once for each launcher, because all its forks have the same things at the same addresses.
+@dataclass(frozen=True)
+class PagesListed(IpcMessage, op="pages_listed"):
+    """The pages of memory that pid 1 shares with no other process.
+
+    Attributes:
+        runs: Runs of pages: of each the first and the number.
+    """
+
+    runs: list[list[int]]
+
+
+@dataclass(frozen=True)
+class ListPages(IpcRequest[PagesListed], op="list_pages"):
+    """List the pages of memory that are not shared."""
+
+
 # The second half is `FinishRestore`, because CRIU runs between the two under the proxy's control.
 @dataclass(frozen=True)
 class RestoreStarted(IpcMessage, op="restore_started"):

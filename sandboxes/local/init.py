@@ -13,12 +13,14 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Iterable
 
 from sandboxes.guest.checkpoint_restore import Restored, Restoring
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.ipc.codec import pack_message
+from sandboxes.ipc.fork_pages import write_pages
 from sandboxes.ipc.messages import (
     Failed,
 )
@@ -35,7 +37,9 @@ from sandboxes.local.platform import LocalPlatform, Switches, opened_root
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 
-def run(channel: int, switches: int, cgroups: list[str], *, privileged: bool) -> None:
+def run(
+    channel: int, switches: int, cgroups: list[str], pages: Iterable[tuple[int, int]] = (), *, privileged: bool
+) -> None:
     """Be a sandbox until the proxy closes its end.
 
     The first part needs no spec. It is done ahead, in spare sandboxes.
@@ -44,6 +48,7 @@ def run(channel: int, switches: int, cgroups: list[str], *, privileged: bool) ->
         channel: The socket to the proxy.
         switches: The socket on which the launcher reports that layers were switched.
         cgroups: Files of control groups that this process joins.
+        pages: What memory it will write to, by address and bytes.
         privileged: Whether the proxy is root; otherwise this is root of a user namespace.
     """
     # The kernel kills this process when the launcher dies, and with this pid 1 its whole pid namespace
@@ -71,9 +76,10 @@ def run(channel: int, switches: int, cgroups: list[str], *, privileged: bool) ->
     for stream in (0, 1, 2):
         os.dup2(null, stream)
     os.close(null)
-    link = DriverLink(socket.socket(fileno=channel))
+    link, reports = DriverLink(socket.socket(fileno=channel)), DriverLink(socket.socket(fileno=switches))
+    write_pages(pages)
     link.send(Ready())
-    _start(link, DriverLink(socket.socket(fileno=switches)))
+    _start(link, reports)
 
 
 def _start(link: DriverLink, switches: DriverLink) -> None:

@@ -23,6 +23,8 @@ import sys
 from sandboxes.guest.criu_launch import CriuFiles, operate
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
+from sandboxes.ipc.fork_pages import checked
+from sandboxes.ipc.frames import MalformedFrameError
 from sandboxes.ipc.launch_messages import (
     Forked,
     ForkSandbox,
@@ -32,6 +34,7 @@ from sandboxes.ipc.launch_messages import (
     MountLayers,
     RunCriu,
     SwitchLayers,
+    WritePages,
 )
 from sandboxes.ipc.messages import Done, Failed
 from sandboxes.ipc.state_messages import LayersSwitched
@@ -55,6 +58,7 @@ class Launcher:
         """
         self.driver = driver
         self.privileged = privileged
+        self.pages: list[tuple[int, int]] = []
         # Descriptors, not paths: in another mount namespace /proc is another one.
         self.own_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
@@ -71,6 +75,8 @@ class Launcher:
             match request := envelope.message:
                 case ForkSandbox():
                     answer, fds = Forked(), [self._fork(request, *envelope.fds)]
+                case WritePages():
+                    self.pages = checked(request.runs)
                 case MountLayers():
                     answer, fds = Mounted(), _mount(request.stack)
                 case SwitchLayers():
@@ -80,7 +86,7 @@ class Launcher:
                     self._run_criu(request, envelope.fds)
         # One request has failed, such as a mount with a missing layer. The launcher goes on, because all sandboxes
         # depend on it.
-        except OSError as error:
+        except (OSError, MalformedFrameError) as error:
             answer = Failed(str(error))
         frame = pack_message(answer, fds=len(fds))
         # The kernel passes the descriptors with the first byte (unix(7), SCM_RIGHTS), so the rest can follow without
@@ -115,7 +121,7 @@ class Launcher:
             self.driver.close()
             os.close(self.own_mounts)
             os.close(self.own_pids)
-            init.run(channel, switches, request.cgroups, privileged=self.privileged)
+            init.run(channel, switches, request.cgroups, self.pages, privileged=self.privileged)
             code = 0
         except SystemExit:
             code = 0

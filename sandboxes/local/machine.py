@@ -27,11 +27,12 @@ from pathlib import Path
 from sandboxes.checkpointing import Checkpointer
 from sandboxes.egress.gateway import EgressGateway
 from sandboxes.errors import SandboxError
+from sandboxes.host.guest_link import GuestLink
 from sandboxes.host.spare_demand import LEAST, SpareDemand
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
-from sandboxes.ipc.launch_messages import ForkSandbox
-from sandboxes.ipc.state_messages import Ready
+from sandboxes.ipc.launch_messages import ForkSandbox, WritePages
+from sandboxes.ipc.state_messages import ListPages, Ready
 from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers
@@ -118,6 +119,7 @@ class Machine:
         self._spares: deque[Spare] = deque()
         self._demand = SpareDemand()
         self._starting = 0
+        self._pages_of: int | None = None
         self._restocking: asyncio.Task[None] | None = None
         self._review: asyncio.TimerHandle | None = None
         self._refill: asyncio.TimerHandle | None = None
@@ -203,6 +205,24 @@ class Machine:
                 ) from error
             raise
         return spare
+
+    async def learn_pages(self, link: GuestLink) -> None:
+        """Have later spares given the pages that a sandbox has written to, once for each launcher. 2 ms.
+
+        Args:
+            link: The link to the sandbox's pid 1, which has run a call and is idle.
+
+        Raises:
+            SandboxError: The sandbox has died.
+        """
+        launcher = self.launcher.pid
+        if launcher is None or self._pages_of == launcher:
+            return
+        # First: what goes wrong with one sandbox may go wrong with each.
+        self._pages_of = launcher
+        listed = await link.ask(ListPages())
+        with contextlib.suppress(ChannelClosedError, PeerFailedError):
+            await self.launcher.ask(WritePages(listed.message.runs))
 
     def restock(self) -> None:
         """Note that a sandbox has started or failed, and make the spares in the background that are wanted."""

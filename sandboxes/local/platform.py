@@ -21,6 +21,7 @@ from sandboxes.guest.platform import Performed, not_started
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.supervisor import CallRequest, Supervisor
+from sandboxes.ipc.fork_pages import own_pages
 from sandboxes.ipc.messages import (
     CallDone,
     CommandOutcome,
@@ -38,7 +39,9 @@ from sandboxes.ipc.state_messages import (
     LayerManifest,
     LayersSwitched,
     LayerState,
+    ListPages,
     NotFreezable,
+    PagesListed,
     Pause,
     ProcessTree,
     SandboxStarted,
@@ -116,6 +119,8 @@ class LocalPlatform:
                     self._pause(root=request.root, checkpoint=request.checkpoint)
                 case InspectHeld():
                     self._inspect_held(request.paths)
+                case ListPages():
+                    self._link.send(PagesListed(own_pages()))
                 case OpenTerminal():
                     self._open_terminal(request)
                 case _ if isinstance(request, CallRequest):

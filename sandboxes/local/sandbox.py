@@ -321,6 +321,7 @@ class LocalSandbox(MachineSandbox):
             # The reported state is valid until the next call.
             paused = await self.link.next(LayerState, NotFreezable)
             self._sealed = await self._on_new_layer(paused.message, paused.body)
+            await self._machine.learn_pages(self.link)
 
     async def _on_new_layer(self, paused: LayerState | NotFreezable, table: bytes) -> LayerState:
         """Make a layer of the upper if anything was written; return the state.
