@@ -2,16 +2,16 @@
 
 # Theory of operation.
 #
-# A fork shares each page with its parent until one of the two writes to it. The kernel then stops the writer, copies
-# the page and lets it go on: 2 us on a virtual machine. Python writes to nearly each page that it uses, because it counts
-# references. So a pid 1 spent 3 ms on 800 such pages between the order for its sandbox and the first answer.
+# A fork shares each page with its parent until one of the two writes to it. The kernel then stops the writer and copies
+# the page. Python writes to nearly each page that it uses, because it counts references. So a pid 1 spent 3 ms on 800
+# such pages between the order for its sandbox and the first answer.
 #
 # All forks of one launcher have the same things at the same addresses. So one of them lists the pages of its own when
-# it has run a call, and each later one gets these pages while it waits as a spare. The kernel copies them in one go,
-# without a stop for each. The forks use no more memory than they would a moment later.
+# it has run a call, and each later one gets these pages while it waits as a spare. The kernel then copies them in one
+# go, without a stop for each. In the end a sandbox has as much memory of its own as before; a spare has more.
 #
-# The list comes from a process that is confined like an agent. What it says is only ever used as places that are written
-# to as they are, in a process that is confined in the end just like it, and for `MAX_PAGES` at the most.
+# The list comes from a process that is confined like an agent. It names places only. A later pid 1 gets copies of its
+# own pages there, with the content that they have, and of `MAX_PAGES` at the most.
 
 import contextlib
 import ctypes
@@ -25,6 +25,8 @@ MAX_PAGES = 4096
 """The most pages that a fork is given ahead. A sandbox that has run a call has some 1,300 of its own."""
 _OWN = 1 << 63 | 1 << 56
 """The bits of a page that is in memory, and in that of no other process (pagemap.rst)."""
+_NUMBERS = 2
+"""The numbers of a run: its first page, and how many they are."""
 _PAGE = mmap.PAGESIZE
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE: make pages as a write would make them, and change nothing in them (madvise(2), Linux 5.14)."""
@@ -36,16 +38,20 @@ def own_pages() -> list[list[int]]:
     Without a right to see them there are none.
     """
     runs: list[list[int]] = []
-    with contextlib.suppress(OSError), open("/proc/self/maps", "rb") as maps, open("/proc/self/pagemap", "rb") as map_of:
-        for line in maps.read().splitlines():
-            places, rights, *_ = line.split()
-            if rights == b"rw-p":
-                first, end = (int(place, 16) // _PAGE for place in places.split(b"-"))
-                map_of.seek(8 * first)
-                entries = map_of.read(8 * (end - first))
-                for page, (entry,) in enumerate(struct.iter_unpack("=Q", entries), first):
-                    if entry & _OWN == _OWN:
-                        _add(runs, page)
+    with contextlib.suppress(OSError):
+        # A file of /proc that lists needs several reads; pathlib is not loaded in pid 1.
+        with open("/proc/self/maps", "rb") as file:  # noqa: PTH123
+            lines = file.read().splitlines()
+        with open("/proc/self/pagemap", "rb") as file:  # noqa: PTH123
+            for line in lines:
+                places, rights, *_ = line.split()
+                if rights == b"rw-p":
+                    first, end = (int(place, 16) // _PAGE for place in places.split(b"-"))
+                    file.seek(8 * first)
+                    entries = file.read(8 * (end - first))
+                    for page, (entry,) in enumerate(struct.iter_unpack("=Q", entries), first):
+                        if entry & _OWN == _OWN:
+                            _add(runs, page)
     return runs
 
 
@@ -56,17 +62,22 @@ def _add(runs: list[list[int]], page: int) -> None:
         runs.append([page, 1])
 
 
-def checked(runs: Iterable[list[int]]) -> list[tuple[int, int]]:
-    """Return runs that have come from a sandbox, as addresses and bytes.
+def checked(runs: list[list[int]]) -> list[list[int]]:
+    """Return runs that have come from a sandbox.
 
     Raises:
         MalformedFrameError: They are no runs, or they are too many pages.
     """
-    runs = list(runs)
-    if any(len(run) != 2 or min(run) <= 0 or max(run) >= 1 << 51 for run in runs) or sum(  # noqa: PLR2004
-        count for _, count in runs
-    ) > MAX_PAGES:
-        raise MalformedFrameError("these are no pages of a pid 1")
+    # A page has a number of 52 bits at the most, so none of the sums is larger than an address.
+    if any(len(run) != _NUMBERS or not all(0 < number < 1 << 51 for number in run) for run in runs):
+        raise MalformedFrameError("these are no runs of pages")
+    if sum(count for _, count in runs) > MAX_PAGES:
+        raise MalformedFrameError(f"these are more than {MAX_PAGES} pages")
+    return runs
+
+
+def addresses(runs: Iterable[list[int]]) -> list[tuple[int, int]]:
+    """Return runs as addresses and bytes."""
     return [(first * _PAGE, count * _PAGE) for first, count in runs]
 
 

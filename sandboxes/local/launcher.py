@@ -23,7 +23,7 @@ import sys
 from sandboxes.guest.criu_launch import CriuFiles, operate
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
-from sandboxes.ipc.fork_pages import checked
+from sandboxes.ipc.fork_pages import addresses, checked, own_pages, write_pages
 from sandboxes.ipc.frames import MalformedFrameError
 from sandboxes.ipc.launch_messages import (
     Forked,
@@ -58,7 +58,8 @@ class Launcher:
         """
         self.driver = driver
         self.privileged = privileged
-        self.pages: list[tuple[int, int]] = []
+        # What this process writes to between two forks, and what pid 1s write to, by address and bytes.
+        self._written, self._pages = list[tuple[int, int]](), list[tuple[int, int]]()
         # Descriptors, not paths: in another mount namespace /proc is another one.
         self.own_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
@@ -76,7 +77,7 @@ class Launcher:
                 case ForkSandbox():
                     answer, fds = Forked(), [self._fork(request, *envelope.fds)]
                 case WritePages():
-                    self.pages = checked(request.runs)
+                    self._pages = addresses(checked(request.runs))
                 case MountLayers():
                     answer, fds = Mounted(), _mount(request.stack)
                 case SwitchLayers():
@@ -98,6 +99,12 @@ class Launcher:
                 self.driver.sendall(frame[sent:])
         # Sent descriptors are duplicates in the receiver. What stays open here would keep dead mounts alive.
         close_all([*fds, *envelope.fds])
+        match request:
+            case ForkSandbox():
+                # A fork takes the pages of this process too, and the next sandbox waits for its mounts.
+                write_pages(self._written)
+            case MountLayers() if not self._written:
+                self._written = addresses(own_pages())
 
     def _fork(self, request: ForkSandbox, channel: int, switches: int) -> int:
         """Fork a pid 1 and return its process descriptor. It sets itself up in parallel with the next requests."""
@@ -121,7 +128,7 @@ class Launcher:
             self.driver.close()
             os.close(self.own_mounts)
             os.close(self.own_pids)
-            init.run(channel, switches, request.cgroups, self.pages, privileged=self.privileged)
+            init.run(channel, switches, request.cgroups, self._pages, privileged=self.privileged)
             code = 0
         except SystemExit:
             code = 0

@@ -213,7 +213,7 @@ class Machine:
             link: The link to the sandbox's pid 1, which has run a call and is idle.
 
         Raises:
-            SandboxError: The sandbox has died.
+            SandboxError: The sandbox or the launcher has died, or the list is malformed.
         """
         launcher = self.launcher.pid
         if launcher is None or self._pages_of == launcher:
@@ -221,8 +221,7 @@ class Machine:
         # First: what goes wrong with one sandbox may go wrong with each.
         self._pages_of = launcher
         listed = await link.ask(ListPages())
-        with contextlib.suppress(ChannelClosedError, PeerFailedError):
-            await self.launcher.ask(WritePages(listed.message.runs))
+        await self.launcher.ask(WritePages(listed.message.runs))
 
     def restock(self) -> None:
         """Note that a sandbox has started or failed, and make the spares in the background that are wanted."""
