@@ -1,6 +1,7 @@
 """What all sandboxes of one local driver share: spares, and the launcher's reports."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
 from sandboxes.host.spare_demand import LEAST, SpareDemand
 from sandboxes.local.driver import LocalDriver
-from sandboxes.local.machine import ended
+from sandboxes.local.machine import _FIRST_CALL_S, ended
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import until
 from tests.sandboxes.box import opened, run
@@ -127,5 +128,38 @@ def test_a_restored_sandbox_without_a_shell_says_so(data_dir: Path) -> None:
             answer = await run(restored, "echo hi")
             assert answer.code == 127
             assert "does not start" in answer.out + answer.err
+
+    asyncio.run(go())
+
+
+def faults_of(process: int) -> int:
+    """Return how often the kernel had to stop a process, given by its descriptor, for a page."""
+    [pid] = re.findall(r"^Pid:\s*(\d+)", Path(f"/proc/self/fdinfo/{process}").read_text(), re.MULTILINE)
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
+
+
+def test_later_sandboxes_have_the_pages_that_they_write_to(data_dir: Path) -> None:
+    """After the first call that writes, the pid 1 of each new spare gets the pages that a sandbox writes to."""
+
+    async def faults(driver: LocalDriver) -> int:
+        spare = driver.machine._spares[0].process
+        before = faults_of(spare)
+        sandbox = await driver.start(SPEC)
+        assert (await run(sandbox, "echo text > file; cat file")).out == "text\n"
+        took = faults_of(spare) - before
+        await sandbox._settle()
+        await sandbox.close()
+        return took
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            took = []
+            # The spares that were made before the first call are used up first.
+            for _ in range(LEAST + 2):
+                took.append(await faults(driver))
+                await asyncio.sleep(_FIRST_CALL_S)
+                await until(lambda: len(driver.machine._spares) >= LEAST)
+            assert took[-1] < took[0] / 2, f"{took[-1]} instead of {took[0]}"
 
     asyncio.run(go())
