@@ -219,8 +219,15 @@ class Channel:
             self._loop.call_soon(self._read_in_turn)
             return
         Channel._turn_taken = self._loop
-        self._read_some()
-        self._loop.call_soon(_end_turn)
+        try:
+            self._read_some()
+        finally:
+            self._loop.call_soon(self._end_turn)
+
+    @staticmethod
+    def _end_turn() -> None:
+        """Let another channel be read. What the last message has woken runs before this."""
+        Channel._turn_taken = None
 
     def _read_in_turn(self) -> None:
         self._queued = False
@@ -275,8 +282,3 @@ class Channel:
         # The caller was cancelled, so nothing else would close its descriptors.
         for fd in message.fds:
             os.close(fd)
-
-
-def _end_turn() -> None:
-    """Let another channel be read. What the last message has woken runs before this."""
-    Channel._turn_taken = None

@@ -98,6 +98,12 @@ def wary_run(*, function: bool, disabled: bool) -> str:
     return f"{RUN}; __forkpoint=$?{mended}; {begin}; {AGAIN}"
 
 
+_READ = '-n x"${BASH_SUBSHELL-}${HISTCMD-}${LINENO-}${COMP_WORDBREAKS-}${BASH_ARGV0-}${GROUPS[@]-}"'
+"""Reads variables that bash computes, before each command; it is true.
+
+Bash remembers the value when one is read, and `declare -p` shows it from then on. So a call that only read one would
+show in a shell that stays, but not for a rollout that found this call's answer in the tree.
+"""
 _CALL = (
     " ".join(
         line.strip()
@@ -108,10 +114,11 @@ _CALL = (
     \builtin printf '\0%s' "$?" "${#DIRSTACK[@]}" "${DIRSTACK[@]}" ''; \builtin enable -n;
     \builtin printf '%s\0' "${__forkpoint_off-}"; \builtin unset -v __forkpoint_off; \builtin jobs -l;
     \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' forkpoint-end-of-dump; } >&33 &&
-    \builtin hash -r && [[ '' =~ ^ ]] && \builtin set +o posix; } >&29 2>&29 || @LOST@;
+    \builtin hash -r && [[ @READ@ && '' =~ ^ ]] && \builtin set +o posix; } >&29 2>&29 || @LOST@;
     \builtin read -t 2147483647 -r -u 32 __forkpoint || \builtin exit;
     \builtin eval "\builtin unset -v __forkpoint; \builtin shopt -s expand_aliases; \builtin : ''; $__forkpoint";
     """.replace("@LOST@", _LOST)
+        .replace("@READ@", _READ)
         .strip()
         .splitlines()
     )

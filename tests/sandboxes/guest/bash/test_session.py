@@ -61,3 +61,14 @@ def test_a_number_that_bash_does_not_print_is_a_malformed_dump(tmp_path: Path) -
             fields[index] = text
             with pytest.raises(sessions.MalformedDumpError):
                 sessions.parse_dump(b"\0".join(fields))
+
+
+def test_reading_a_computed_variable_leaves_no_trace(tmp_path: Path) -> None:
+    """Rollouts that find such a call in the tree do not run it, and see what those see that have run it."""
+    names = ["BASH_SUBSHELL", "HISTCMD", "LINENO", "COMP_WORDBREAKS", "BASH_ARGV0", "GROUPS", "DIRSTACK"]
+    reads = "".join(f"${{{name}[@]}}" for name in names)
+    command = f'declare -p | grep -E "^declare -[^ ]+ ({"|".join(names)})(=|$)"; : "{reads}"'
+    ended, _ = run_shell(tmp_path, command, 3)
+    shown = ended.stdout.splitlines()
+    assert len(shown) == 3 * len(names), shown
+    assert shown[: len(names)] == shown[len(names) : 2 * len(names)] == shown[2 * len(names) :]
