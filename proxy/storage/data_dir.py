@@ -6,6 +6,7 @@ It holds all calls and answers of all tasks, files of other users inside layers,
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,9 @@ WORKERS = "workers.json"
 
 _FORMAT = 1
 """Version of the rule that divides tasks, see `Share`."""
+
+_ENDING_S = 10.0
+"""How long the workers of a killed proxy may take to end: a second on an idle machine. The value is an estimate."""
 
 _MODE = 0o700
 """The mode of the data directory. What lies below needs no mode of its own: no other user reaches it by a path."""
@@ -114,6 +118,10 @@ def owning(data: Path) -> Iterator[None]:
     except SandboxError as error:
         raise StoreError(str(error)) from error
     try:
+        # Nobody has the directory itself. So these are workers whose proxy was killed, and which end too.
+        until_s = time.monotonic() + _ENDING_S
+        while not all(map(is_unowned, drivers)) and time.monotonic() < until_s:
+            time.sleep(0.05)
         if not all(map(is_unowned, drivers)):
             raise StoreError(f"{data} is in use by another process. Stop it, or choose another data directory.")
         yield

@@ -2,13 +2,15 @@
 
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 
-from proxy.storage.data_dir import make_private
+from proxy.storage.data_dir import make_private, owning
 from proxy.storage.errors import StoreError
 from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.dir_lock import DirLock, is_unowned
 from sandboxes.linux.file_flags import flags_of, spread_below
 from tests.proxy.serving import serving
 
@@ -55,3 +57,14 @@ def test_shared_directories_are_refused_as_data(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="belongs to other programs"):
             make_private(path)
         assert mode_of(path) == before
+
+
+def test_workers_of_a_killed_proxy_are_awaited(tmp_path: Path) -> None:
+    """Their proxy was killed, and its next one is started at once: they take a moment to end."""
+    worker = DirLock(tmp_path / "worker-0")
+    worker.acquire()
+    ending = threading.Timer(0.3, worker.release)
+    ending.start()
+    with owning(tmp_path):
+        assert is_unowned(tmp_path / "worker-0")
+    ending.join()
