@@ -149,6 +149,12 @@ def test_menu_closes_by_key_and_click(proxy: Running, page: Page) -> None:
     page.keyboard.press("Escape")
     expect(forget).to_be_hidden()
     expect(panel).to_be_visible()
+    # A key that comes at once.
+    summary.evaluate(
+        "it => { it.click(); it.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape', bubbles: true })); }"
+    )
+    expect(forget).to_be_hidden()
+    expect(panel).to_be_visible()
     summary.click()
     expect(forget).to_be_visible()
     panel.locator(".command").click()

@@ -4,25 +4,30 @@ import { h } from "./dom.js";
 
 export function menu(title, items) {
   const list = h("div", { class: "menu-items", role: "group", "aria-label": title }, items.filter(Boolean));
-  const element = h("details", { class: "menu" }, h("summary", { class: "button" }, title), list);
+  const summary = h("summary", { class: "button" }, title);
+  const element = h("details", { class: "menu" }, summary, list);
   const away = (event) => {
-    if (event.type === "keydown" ? event.key === "Escape" : !element.contains(event.target)) element.open = false;
-    if (!element.isConnected || !element.open) stop();
-    if (event.type === "keydown" && event.key === "Escape") {
-      event.stopPropagation();
-      element.querySelector("summary").focus();
-    }
+    if (!element.isConnected || !element.open) return stop();
+    const escaped = event.type === "keydown" && event.key === "Escape";
+    if (event.type === "keydown" ? !escaped : element.contains(event.target)) return;
+    element.open = false;
+    stop();
+    if (!escaped) return;
+    event.stopPropagation();
+    summary.focus();
   };
   const stop = () => {
     document.removeEventListener("pointerdown", away, true);
     document.removeEventListener("keydown", away, true);
   };
-  element.addEventListener("toggle", () => {
+  const listen = () => {
     stop();
-    if (!element.open) return;
     document.addEventListener("pointerdown", away, true);
     document.addEventListener("keydown", away, true);
-  });
+  };
+  // A moment before `toggle`, which comes later than the next key may: that key would close what is behind the menu.
+  summary.addEventListener("click", listen);
+  element.addEventListener("toggle", () => (element.open ? listen() : stop()));
   list.addEventListener("click", () => (element.open = false));
   return element;
 }
