@@ -37,16 +37,11 @@ class Flight:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Wait until it is this rollout's turn to execute the call. The turn lasts for the block."""
-        await self.lock.acquire()
-        # Of this moment: the execution in the block may set it.
-        apart = self.apart
-        if apart:
-            self.lock.release()
-        try:
-            yield
-        finally:
-            if not apart:
-                self.lock.release()
+        async with self.lock:
+            if not self.apart:
+                yield
+                return
+        yield
 
 
 class SingleFlight:

@@ -120,10 +120,10 @@ def owning(data: Path) -> Iterator[None]:
     try:
         # Nobody has the directory itself. So these are workers whose proxy was killed, and which end too.
         until_s = time.monotonic() + _ENDING_S
-        while not all(map(is_unowned, drivers)) and time.monotonic() < until_s:
+        while not all(map(is_unowned, drivers)):
+            if time.monotonic() > until_s:
+                raise StoreError(f"{data} is in use by another process. Stop it, or choose another data directory.")
             time.sleep(0.05)
-        if not all(map(is_unowned, drivers)):
-            raise StoreError(f"{data} is in use by another process. Stop it, or choose another data directory.")
         yield
     finally:
         ownership.release()

@@ -46,7 +46,6 @@ from sandboxes.local.layers import LayerMeta, Upper
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.local.sandbox_layers import SandboxLayers
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.task_owner import start
 
 if TYPE_CHECKING:
     from sandboxes.effects import StateDigest
@@ -132,9 +131,9 @@ class LocalSandbox(MachineSandbox):
         memory_bytes = limits.memory_mb << 20
         # Before the order: the spare has run without limits, and the agent's first process must not.
         cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
-        mounting = start(self._machine.launcher.ask(MountLayers(self._layers.mounted(root=True))))
-        # The launcher mounts while this process reads the tables.
-        await asyncio.sleep(0)
+        mounted = await self._machine.launcher.ask(MountLayers(self._layers.mounted(root=True)))
+        tables, table = self._machine.layers.tables.of_state(self._layers.above_root)
+        given = [*mounted.fds, table]
         order = StartSandbox(
             binds=list(self._base.binds),
             hidden=list(self._base.hidden) if self._base.binds else [],
@@ -156,13 +155,6 @@ class LocalSandbox(MachineSandbox):
             egress=self._spec.egress is not None,
         )
         try:
-            tables, table = self._machine.layers.tables.of_state(self._layers.above_root)
-        except BaseException:
-            mounting.cancel()
-            raise
-        given = [table]
-        try:
-            given[:0] = (await mounting).fds
             if images is None:
                 answer = await self.link.ask(order, tables, given)
                 started, handed_over = answer.message, answer.fds

@@ -96,7 +96,9 @@ def run(channel: int, order: ForkKeeper) -> None:
         # In the container's IPC namespace /proc/sysvipc shows the container's objects.
         _enter(members.pid, "ipc", kernel.CLONE_NEWIPC)
         # The container's tool servers listen on its loopback. The keeper has no other use for a network.
-        network.enter(members.pid)
+        _enter(members.pid, "net", kernel.CLONE_NEWNET)
+        network.require_loopback_only()
+        kernel.bring_up_loopback()
         # In a child, because `mounts.narrow` changes the namespaces of the process that calls it.
         processes.run_in_child(lambda: mounts.narrow(members.pid), "the container's mounts could not be narrowed")
         # This process stays in the launcher's mount namespace, where the view is mounted.

@@ -30,9 +30,9 @@ def in_fork(work: Callable[[], Any]) -> Any:
             os._exit(1)
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
-        said = file.read()
+        text = file.read()
     assert os.waitpid(pid, 0)[1] == 0
-    return json.loads(said)
+    return json.loads(text)
 
 
 def shared_memory() -> tuple[mmap.mmap, int]:

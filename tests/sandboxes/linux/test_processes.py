@@ -85,7 +85,7 @@ def test_error_of_a_child_is_raised_here(tmp_path: Path) -> None:
 
 
 def test_process_that_cannot_be_read_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pid 1 may have no descriptor left, which a command decides. Then it finds no process, and must not say so."""
+    """Pid 1 may have no descriptor left, which a command decides. Then it finds no process, and must raise."""
 
     def refuse(path: str) -> bytes:
         raise OSError(errno.EMFILE, path)

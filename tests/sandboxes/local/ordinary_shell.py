@@ -44,7 +44,7 @@ def await_dump(shell: Shell) -> None:
 
 
 def leave_one_descriptor(ordinary: ordinary_calls.OrdinaryCalls) -> None:
-    """Lower the limit of this process, as `prlimit --pid 1` does, and have the library know it so."""
+    """Lower the limit of this process, as `prlimit --pid 1` does, and let the library learn that."""
     # `poll` fails below the number of descriptors that it is given, so free numbers below that are used up.
     while (free := os.open("/dev/null", os.O_RDONLY)) < 10:
         pass

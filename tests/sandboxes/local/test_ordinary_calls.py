@@ -94,7 +94,7 @@ ODD = {
 def ran_in_library(
     helper: Path, anchor: Path, commands: list[str], *options: str, variables: Mapping[str, str] = {}
 ) -> list[Any]:
-    """Return what the library says of commands, in a pid namespace where no process runs but those of the test."""
+    """Return the library's results for commands, in a pid namespace that has the processes of the test alone."""
     arguments = [str(helper), str(anchor), json.dumps(commands), *options]
     script = ["unshare", "--pid", "--ipc", "--mount-proc", "--fork", sys.executable, "-m", ordinary_shell.__name__]
     root, environment = Path(__file__).parents[3], {**os.environ, **variables}
