@@ -228,7 +228,13 @@ class Engine:
         ending = EngineEnd(self.counts.failure)
         for close in self.lifecycle.before_close:
             await ending.stage("protocols", close(), within_s=STAGE_S if self.gate is None else HAND_OVER_S)
-        await ending.stage("background work", self._stop_background())
+        # In stages of their own: if one fails, the others must still end, because they make sandboxes.
+        await asyncio.gather(
+            ending.stage("background work", self.lifecycle.stop()),
+            ending.stage("audits", self.audit.aclose()),
+            ending.stage("speculation", self.speculator.aclose()),
+            ending.stage("warm forks", self.warm.aclose()),
+        )
         # Processes that can continue in the background do so, so that their calls end.
         self.executor.flights.detach_all()
         await ending.stage("calls in flight", self.step.calls.wait(), within_s=IN_FLIGHT_S)
@@ -248,13 +254,6 @@ class Engine:
         self.store.close()
         if ending.errors:
             raise ending.errors[0]
-
-    async def _stop_background(self) -> None:
-        """End what runs for no call."""
-        await self.lifecycle.stop()
-        await self.audit.aclose()
-        await self.speculator.aclose()
-        await self.warm.aclose()
 
     async def _keep_last_states(self) -> None:
         """Close the idle sandboxes, after freezing the states that are nowhere else."""

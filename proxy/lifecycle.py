@@ -81,9 +81,7 @@ class Lifecycle:
             end()
 
     async def stop(self) -> None:
-        """End what protocols have in flight, then the background work."""
-        for close in self.before_close:
-            await close()
+        """End the background work."""
         self._running.cancel()
         await self._running.wait()
 
