@@ -171,8 +171,28 @@ class Anchor(ABC):
         Raises:
             AnchorLostError: The anchor is gone, or cannot start it.
         """
+        self.request_shell(environment)
+        return self.started()
+
+    def request_shell(self, environment: Mapping[str, str]) -> None:
+        """Ask for a session's shell on the kit, which was lent; `started` waits for it.
+
+        Raises:
+            AnchorLostError: The anchor is gone.
+        """
         assert self.kit is not None
-        return self._started(self.request_on_kit(self.kit, environment))
+        self._send(self.request_on_kit(self.kit, environment))
+
+    def started(self) -> int:
+        """Return the pid of the bash that was asked for last, once it has opened its descriptors.
+
+        Raises:
+            AnchorLostError: The anchor is gone, or cannot start it.
+        """
+        pid = self._receive()
+        if not pid:
+            raise AnchorLostError("it cannot start bash")
+        return pid
 
     def start_on(self, environment: Mapping[str, str], fds: Mapping[int, int], program: str | None = None) -> int:
         """Start a bash and return its pid, once it has opened its descriptors.
@@ -188,8 +208,9 @@ class Anchor(ABC):
         holder = _hold(fds)
         try:
             paths = {number: f"/proc/{holder}/fd/{fd}" for number, fd in sorted(fds.items())}
+            self._send(self._request(environment, paths, session_texts.START if program is None else program))
             # The pid comes when all descriptors are open: then the holder can end.
-            return self._started(self._request(environment, paths, session_texts.START if program is None else program))
+            return self.started()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(holder, signal.SIGKILL)
@@ -248,18 +269,21 @@ class Anchor(ABC):
     @abstractmethod
     def _request_for_status(self, pid: int) -> bytes: ...
 
-    def _started(self, request: bytes) -> int:
-        pid = self._ask(request)
-        if not pid:
-            raise AnchorLostError("it cannot start bash")
-        return pid
-
     def _ask(self, request: bytes) -> int:
-        deadline = time.monotonic() + PATIENCE_S
+        self._send(request)
+        return self._receive()
+
+    def _send(self, request: bytes) -> None:
         try:
             if _unread_bytes(self.ends[1]):
                 raise AnchorLostError("it answers unasked")
             write_out(self.ends[0], request)
+        except OSError as error:
+            raise AnchorLostError(str(error)) from error
+
+    def _receive(self) -> int:
+        deadline = time.monotonic() + PATIENCE_S
+        try:
             poll = select.poll()
             poll.register(self.ends[1], select.POLLIN)
             while b"\n" not in self._buffer:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sandboxes.guest.anchor import Anchor, AnchorLostError
@@ -60,22 +60,47 @@ class LocalShell(Shell):
         # a dump is checked (`parse_dump`).
         kit = anchor.kit
         if kit is not None and not kit.lent:
-            return cls._start_on_kit(anchor, kit, name, session, script, environment)
+            return cls.begin(anchor, kit, name, session, script, environment)()
         return cls._start_on_own(anchor, name, session, script, environment)
 
     @classmethod
-    def _start_on_kit(
+    def begin(
         cls, anchor: Anchor, kit: ShellKit, name: str, session: ShellSession | None, script: bytes,
         environment: dict[str, str],
-    ) -> "LocalShell":  # fmt: skip
+    ) -> Callable[[], "LocalShell"]:  # fmt: skip
+        """Have the anchor start a bash on its kit, and do not wait for it.
+
+        Args:
+            anchor: Starts it. It may be asked for nothing else meanwhile.
+            kit: The anchor's kit, which is not lent.
+            name: The session's name.
+            session: The session; None for a new one.
+            script: What it sources to become that session.
+            environment: Its variables, before it has sourced the script.
+
+        Returns:
+            A function that waits for the bash, and returns it as a shell or raises `AnchorLostError`.
+
+        Raises:
+            AnchorLostError: The anchor is gone.
+        """
         ours = kit.lend(script)
+
+        def started() -> "LocalShell":
+            try:
+                shell = cls(name, session, anchor.started(), ours)
+            except AnchorLostError:
+                close_all(ours.values())
+                raise
+            shell.kit = kit
+            return shell
+
         try:
-            shell = cls(name, session, anchor.start_on_kit(environment), ours)
+            anchor.request_shell(environment)
         except AnchorLostError:
             close_all(ours.values())
             raise
-        shell.kit = kit
-        return shell
+        return started
 
     @classmethod
     def _start_on_own(

@@ -41,6 +41,7 @@ class LocalShells(Shells):
     ) -> None:
         super().__init__(environment, workdir, sessions, pristine)
         self.anchor: Anchor | None = None
+        self._begun: dict[str, Callable[[], LocalShell]] = {}
         self._anchor_runs: dict[processes.Process, int] = {}
         self._ended: dict[int, int] = {}
 
@@ -216,7 +217,23 @@ class LocalShells(Shells):
         """
         return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program))
 
+    def begin(self, name: str) -> None:
+        """Have a session's shell started while this process does other things, and before any other is asked for.
+
+        `renew` takes it over. If it cannot be started, `renew` finds out why.
+        """
+        session = self.sessions.get(name)
+        with contextlib.suppress(ShellStartError, AnchorLostError):
+            anchor = self._ready_anchor()
+            assert anchor.kit is not None, "a new anchor has one"
+            self._begun[name] = LocalShell.begin(anchor, anchor.kit, name, session, *self.origin(session))
+
     def _start(self, name: str, session: ShellSession | None) -> Shell:
+        if (begun := self._begun.pop(name, None)) is not None:
+            try:
+                return begun()
+            except AnchorLostError:
+                self._drop_anchor()
         script, environment = self.origin(session)
         return self._under_the_anchor(lambda anchor: LocalShell.start(anchor, name, session, script, environment))
 

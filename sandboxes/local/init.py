@@ -19,6 +19,7 @@ from sandboxes.guest.checkpoint_restore import Restored, Restoring
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.state_rows import StateRows
+from sandboxes.guest.local_shells import LocalShells
 from sandboxes.ipc.codec import pack_message
 from sandboxes.ipc.fork_pages import write_pages
 from sandboxes.ipc.messages import (
@@ -110,12 +111,18 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     # From here on this process has no right that the agent's processes lack.
     confine.limit_resources(order.disk_bytes, order.memory_bytes, order.pids)
     confine.confine()
+    shells = LocalShells(order.environment, order.workdir, order.sessions, order.pristine)
+    # A new session's first dump says what such a session looks like, so that one is waited for.
+    begun = order.pristine is not None and restored is None
+    if begun:
+        # Now: bash needs several milliseconds, in which this process reads tables and reports.
+        shells.begin("main")
     rows = StateRows(row_table.split(tables), row_table.mapped(table))
     roots = delta.DeltaRoots(opened_root(upper_mount), lower, root)
-    platform = LocalPlatform(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets)
+    platform = LocalPlatform(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets, shells)
     if restored is not None:
         platform.adopt(restored)
-    platform.serve([namespace, *listening])
+    platform.serve([namespace, *listening], begun=begun)
 
 
 def report_failure(channel: int, error: BaseException) -> None:

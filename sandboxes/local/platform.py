@@ -86,9 +86,10 @@ class LocalPlatform:
         order: StartSandbox,
         rows: StateRows,
         sockets: SocketQueues | None,
+        shells: LocalShells,
     ) -> None:
         self._link, self._switches, self._seals = link, switches, order.seals
-        self._shells = shells = LocalShells(order.environment, order.workdir, order.sessions, order.pristine)
+        self._shells = shells
         self._changes, self._background = Changes(roots, order, rows), BackgroundProcesses(order.output_bytes)
         self._servers = LocalServers(shells)
         self._ordinary = OrdinaryCalls(link, shells)
@@ -96,20 +97,18 @@ class LocalPlatform:
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
         self._held_from = 0.0
 
-    def serve(self, handed_over: list[int]) -> None:
+    def serve(self, handed_over: list[int], *, begun: bool) -> None:
         """Report that the sandbox has started, then answer requests until the proxy is gone.
 
         Args:
             handed_over: Descriptors that are closed here: the mount namespace, by which the launcher will switch
                 layers, and with egress the listening socket.
+            begun: Whether the first shell was begun. Then only the first call waits for it.
         """
-        # If it is known what a new session looks like, only the first call has to wait for a shell. Shells of a
-        # checkpoint are there already.
-        waits = self._shells.pristine is None or self._shells.anchor is not None
-        broken = self._shells.begin_first("main") if waits else None
+        broken = None if begun else self._shells.begin_first("main")
         started = SandboxStarted(broken, self._supervisor.state(), self._shells.pristine)
         self._link.hand_over(started, handed_over)
-        if not waits:
+        if begun:
             self._shells.renew(["main"])
         while (envelope := self._supervisor.next_request()) is not None:
             match request := envelope.message:

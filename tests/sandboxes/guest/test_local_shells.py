@@ -1,5 +1,7 @@
 """The shells of a local sandbox, and the anchor that starts them."""
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -50,6 +52,24 @@ def test_a_touched_anchor_changes_no_later_call(data_dir: Path, name: str) -> No
         assert (await run(sandbox, look)).outcome == before.outcome
 
     in_sandbox(data_dir, test)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["it runs", "its anchor is lost"])
+def test_a_shell_that_was_begun_is_taken_over(lost: bool) -> None:
+    shells = LocalShells({"PATH": os.environ["PATH"], "GIVEN": "x"}, "/", {}, None)
+    shells.begin("main")
+    begun = shells.anchor
+    assert begun is not None
+    if lost:
+        os.kill(begun.pid, signal.SIGKILL)
+    shells.renew(["main"])
+    shell = shells.ready("main")
+    assert (shells.anchor is begun) != lost
+    assert shell.baseline is not None
+    assert 'declare -x GIVEN="x"' in shell.baseline["variables"]
+    shells.end()
+    if shells.anchor is not None:
+        shells.anchor.close()
 
 
 def test_an_exit_code_that_nobody_knows_is_no_result() -> None:
