@@ -333,7 +333,8 @@ static int write_text(int fd, const char *text, long size) {
  * NOT_BEGUN: the command has not been given to the shell; what has come of its first dump is in `dump_data`.
  * BEGUN: it has; what has come of its output and its dump is in the buffers.
  * FAILED: it cannot be given to the shell; errno tells why.
- * ORDINARY: its dump is the known one but for `status`, and all that is known holds. Its output is in the buffers. */
+ * ORDINARY: its dump is the known one but for `status`, and all that is known holds. Its output is in the buffers, and
+ * the shell is ending. */
 int forkpoint_run(struct shell *shell, const char *go, long go_size, const char *text, long text_size, int within_ms) {
     int failed = 0, discarded;
     shell->out_size = shell->err_size = shell->dump_size = 0;
@@ -360,7 +361,10 @@ int forkpoint_run(struct shell *shell, const char *go, long go_size, const char 
     /* The writers are gone or idle now: what is still in the pipes is the last of the command's output. */
     if (!drain(shell->out, shell->out_data, &shell->out_size, OUTPUT)) return BEGUN;
     if (!drain(shell->err, shell->err_data, &shell->err_size, OUTPUT)) return BEGUN;
-    return nothing_survives(shell) ? ORDINARY : BEGUN;
+    if (!nothing_survives(shell)) return BEGUN;
+    /* It is replaced after every such call, and ends while Python looks at what was written. */
+    syscall(SYS_pidfd_send_signal, shell->death, SIGKILL, 0, 0);
+    return ORDINARY;
 }
 
 /* End the shell, whose exit status is not needed. Its kit is left for the next one.
