@@ -5,7 +5,8 @@ Theory of operation:
 1. Every sandbox has a slot in the roster from before its start until its close begins. While it closes it is counted
    separately (`_closing`), because its processes still use the machine.
 2. A caller that needs a new sandbox closes idle ones until there is room. If none is idle, it waits for `_changed`,
-   which is notified after each release, freeze and close.
+   which is notified after each release, freeze and close. A caller that needs one sandbox waits for that one alone:
+   the calls of a group would otherwise wake each other, sixteen at each release.
 3. A sandbox may be frozen after its lease. `begin_freeze` turns the lease into a freeze at once, so no other caller can
    lease it in between, and `freezing` may then wait for more calls of its rollout. A caller that waits, for this
    sandbox or for room, sets `freeze_now` and ends that wait.
@@ -163,8 +164,7 @@ class Pool:
         """
         if slot.state is SandboxState.FREEZING:
             slot.freeze_now.set()
-            async with self._changed:
-                await self._changed.wait_for(lambda: slot.state is not SandboxState.FREEZING)
+            await slot.freeze_over.wait()
             return False
         if slot.state is not SandboxState.IDLE or slot.position is not position:
             return False
@@ -184,6 +184,7 @@ class Pool:
         """Turn a lease into a freeze. `freezing` must follow."""
         slot.used_at = time.monotonic()
         slot.freeze_now.clear()
+        slot.freeze_over.clear()
         self.roster.apply(slot, LifecycleEvent.FREEZE)
 
     @asynccontextmanager
@@ -207,6 +208,7 @@ class Pool:
             await self.close(slot)
             raise
         self.roster.apply(slot, LifecycleEvent.FROZEN)
+        slot.freeze_over.set()
         await self._notify()
 
     async def close(self, slot: Slot) -> None:
@@ -214,6 +216,7 @@ class Pool:
         if slot.state is SandboxState.CLOSED:
             return
         self.roster.apply(slot, LifecycleEvent.CLOSE)
+        slot.freeze_over.set()
         # The budget is about the machine: until its processes have ended, the sandbox takes room.
         self._closing += not slot.elsewhere
         closing = start_task(self._close(slot))
@@ -297,8 +300,9 @@ class Pool:
         return slot
 
     async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        if self.waiting:
+            async with self._changed:
+                self._changed.notify_all()
 
 
 async def _need_not_keep(_slot: Slot) -> bool:

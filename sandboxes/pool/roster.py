@@ -38,6 +38,7 @@ class Slot:
         elsewhere: The sandbox runs on another machine, so it takes no room in the budget of this one.
         number: Number of the slot in the order of creation, unique in this process.
         freeze_now: Set when a caller waits for the end of the sandbox's freeze, which may have been delayed.
+        freeze_over: Set when the sandbox's last freeze has ended, or the sandbox is closed.
     """
 
     owner: int | None
@@ -53,6 +54,7 @@ class Slot:
     elsewhere: bool = False
     number: int = field(default_factory=itertools.count(1).__next__)
     freeze_now: asyncio.Event = field(default_factory=asyncio.Event)
+    freeze_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
