@@ -75,8 +75,8 @@ class ForkServer:
     @property
     def has_died(self) -> bool:
         """Whether the child exited without being closed, and everything that it forked with it."""
-        # `lost` is set by the reader as soon as the kernel closes the child's end.
-        return self._channel is not None and self._channel.lost is not None
+        # Asked and not only looked at: the end of what the child forked may be read before its own.
+        return self._channel is not None and self._channel.has_ended()
 
     async def start(self) -> dict[str, Any]:
         """Start the child.

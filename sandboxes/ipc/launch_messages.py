@@ -90,15 +90,18 @@ class Mounted(IpcMessage, op="mounted", descriptors=(2, 4)):
     """The layers are mounted; see the table in `messages` for the descriptors."""
 
 
+# The launcher answers to pid 1 and not to the proxy, here and for `SwitchLayers`: that saves a round trip.
 @dataclass(frozen=True)
-class MountLayers(IpcRequest[Mounted], op="mount"):
-    """Make a detached overlay mount."""
+class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
+    """Make a detached overlay mount for a spare sandbox, and give it to its pid 1: `Mounted`, or `Failed`.
+
+    The descriptor is the socket to that pid 1.
+    """
 
     stack: LayerStack
 
 
-# The namespace crosses as a descriptor, because a number could belong to another process by then. The launcher reports
-# to pid 1 and not to the proxy, which saves a round trip after each call that writes.
+# The namespace crosses as a descriptor, because a number could belong to another process by then.
 @dataclass(frozen=True)
 class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
     """Put a sandbox on other layers, and tell its pid 1 with `LayersSwitched`, or with `Failed`.

@@ -22,7 +22,8 @@ Between the proxy and pid 1 of a `local` sandbox only:
 | op | sent by | answer | descriptors |
 |---|---|---|---|
 | ready | pid 1, unasked | | |
-| start_sandbox | proxy | sandbox_started or restore_started | the mounts, the rows; with a checkpoint CRIU's files |
+| start_sandbox | proxy | sandbox_started or restore_started | the rows; with a checkpoint CRIU's files |
+| mounted | launcher | none | overlay, upper, lower and, with `root`, the root state |
 | restored | proxy | sandbox_started | sandbox_started: the mount namespace, with egress the listening socket |
 | pause | proxy | not_freezable, process_tree or layer_state | |
 | inspect_held | proxy | layer_state | |
@@ -53,7 +54,7 @@ Between the proxy and a launcher (of pid 1s, or of keepers), and the process tha
 | fork | proxy | forked | the new pid 1's two sockets; forked: its process |
 | fork_keeper | proxy | forked | the new keeper's socket |
 | write_pages | proxy | done | |
-| mount | proxy | mounted | mounted: overlay, upper, lower and, with `root`, the root state |
+| mount | proxy | none; mounted or failed go to pid 1 | pid 1's second socket |
 | switch | proxy | none; layers_switched or failed go to pid 1 | the sandbox's mount namespace, pid 1's second socket, \
 the table |
 | run_criu | proxy | done | the sandbox's process, then CRIU's files |

@@ -78,10 +78,10 @@ class RestoreStarted(IpcMessage, op="restore_started"):
     """CRIU was started, and the proxy may tell it to restore."""
 
 
-# Four descriptors are the mounts and one is the complete table of the state's rows; a restore from a checkpoint adds
-# `ns_last_pid` and CRIU's files. The body is the tables of the layers above that one.
+# One descriptor is the complete table of the state's rows; a restore from a checkpoint adds `ns_last_pid` and CRIU's
+# files. The body is the tables of the layers above that one. The mounts come from the launcher (`Mounted`).
 @dataclass(frozen=True)
-class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(5, 10)):
+class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(1, 6)):
     """Become a sandbox.
 
     Attributes:
@@ -196,7 +196,7 @@ class InspectHeld(IpcRequest[NotFreezable | LayerState], op="inspect_held"):
     paths: list[str]
 
 
-# The descriptors replace those of `StartSandbox`, which still lead to the old layers.
+# The descriptors replace those of `Mounted` and `StartSandbox`, which still lead to the old layers.
 @dataclass(frozen=True)
 class LayersSwitched(IpcMessage, op="layers_switched", descriptors=(3, 3)):
     """The sandbox has a fresh upper layer.

@@ -85,8 +85,12 @@ def run(
 
 def _start(link: DriverLink, switches: DriverLink) -> None:
     """Wait for a spec and its layers, move into them, confine this process, and serve."""
-    order, tables, (overlay, upper_mount, lower, root, table, *files) = link.wait()
+    order, tables, (table, *files) = link.wait()
     assert isinstance(order, StartSandbox), "nothing else is sent to a spare sandbox"
+    mounted = switches.wait()
+    if isinstance(mounted.message, Failed):
+        raise OSError(mounted.message.error)
+    overlay, upper_mount, lower, root = mounted.fds
     # Before any process of the agent, also of a checkpoint, could take the port.
     listening = [outlet.listen()] if order.egress else []
     for folder in order.binds:

@@ -79,7 +79,8 @@ class Launcher:
                 case WritePages():
                     self._pages = addresses(checked(request.runs))
                 case MountLayers():
-                    answer, fds = Mounted(), _mount(request.stack)
+                    self._mount(request, *envelope.fds)
+                    return
                 case SwitchLayers():
                     self._switch(request, *envelope.fds)
                     return
@@ -99,12 +100,9 @@ class Launcher:
                 self.driver.sendall(frame[sent:])
         # Sent descriptors are duplicates in the receiver. What stays open here would keep dead mounts alive.
         close_all([*fds, *envelope.fds])
-        match request:
-            case ForkSandbox():
-                # A fork takes the pages of this process too, and the next sandbox waits for its mounts.
-                write_pages(self._written)
-            case MountLayers() if not self._written:
-                self._written = addresses(own_pages())
+        if isinstance(request, ForkSandbox):
+            # A fork takes the pages of this process too, and the next sandbox waits for its mounts.
+            write_pages(self._written)
 
     def _fork(self, request: ForkSandbox, channel: int, switches: int) -> int:
         """Fork a pid 1 and return its process descriptor. It sets itself up in parallel with the next requests."""
@@ -137,6 +135,18 @@ class Launcher:
         finally:
             os._exit(code)
 
+    def _mount(self, request: MountLayers, pid_1: int) -> None:
+        """Mount the layers of a spare sandbox, and give them to its pid 1; see `MountLayers`."""
+        try:
+            mounts = _mount(request.stack)
+        except OSError as error:
+            _report(pid_1, Failed(str(error)), [])
+            return
+        _report(pid_1, Mounted(), mounts)
+        close_all(mounts)
+        if not self._written:
+            self._written = addresses(own_pages())
+
     def _switch(self, request: SwitchLayers, namespace: int, pid_1: int, table: int) -> None:
         """Move a sandbox, named by its mount namespace, to new layers, and report to its pid 1; see `SwitchLayers`."""
         report: IpcMessage = LayersSwitched(request.added_bytes)
@@ -145,10 +155,7 @@ class Launcher:
             overlay = self._move(request, namespace, mounts)
         except OSError as error:
             report, overlay = Failed(str(error)), None
-        fds = [] if overlay is None else [*mounts, table]
-        with socket.socket(fileno=pid_1) as end, contextlib.suppress(OSError):
-            # Never waits: one report at a time fits, and a pid 1 that reads none gives the proxy no answer either.
-            socket.send_fds(end, [pack_message(report, fds=len(fds))], fds, socket.MSG_DONTWAIT)
+        _report(pid_1, report, [] if overlay is None else [*mounts, table])
         # Pid 1 has these mounts now. Closing the last descriptor of one would wait for the kernel's readers (RCU).
         close_all([*mounts, namespace, table])
         if overlay is not None:
@@ -201,6 +208,17 @@ class Launcher:
             init.report_failure(files[0], error)
         finally:
             os._exit(1)
+
+
+def _report(pid_1: int, report: IpcMessage, fds: list[int]) -> None:
+    """Report to a pid 1 by its socket, which is closed here; the other descriptors stay open."""
+    # Never waits: one report at a time fits, and a pid 1 that reads none gives the proxy no answer either.
+    with socket.socket(fileno=pid_1) as end, contextlib.suppress(OSError):
+        try:
+            socket.send_fds(end, [pack_message(report, fds=len(fds))], fds, socket.MSG_DONTWAIT)
+        except OSError as error:
+            # Descriptors may be refused (unix(7), ETOOMANYREFS). Pid 1 would wait for this report for ever.
+            end.send(pack_message(Failed(str(error))), socket.MSG_DONTWAIT)
 
 
 def _mount(stack: LayerStack) -> list[int]:

@@ -6,15 +6,17 @@
     layers/<id>/table               instead of `rows`: a complete table, of all that its state changes
 
 Ids are random and never used twice. A layer exists if and only if it has `meta.json`. So freezing writes `meta.json`
-before it renames the upper, and deleting removes `meta.json` first; `open` removes what a crash left in between.
+last, and deleting removes it first; `open` removes what a crash left in between.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ from sandboxes.linux.file_flags import spread_below
 from sandboxes.linux.files import remove_tree, sync_path, write_file
 from sandboxes.local.layer_merge import lay_over
 from sandboxes.local.layer_tables import LayerTables
+from sandboxes.task_owner import TaskOwner
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +40,11 @@ MAX_DEPTH = 24
 MERGE_BYTES = 64 << 20
 """Largest total size of layers that are merged: merging copies them while a call waits. The value is an estimate."""
 
+_READY_UPPERS = 8
+"""How many are made ahead, of which half may be gone before more are made. With fewer, calls of a burst make theirs
+themselves. The value is an estimate."""
+_PAUSE_S = 0.01
+"""How long after one was taken more are made: after the steps of the call that has taken it."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -137,20 +145,32 @@ class Layers:
         Returns:
             The layer's id.
         """
-        path, layer = upper.folder, self._layers + upper.id
+        self.place(upper, meta.size_bytes, table)
+        self.describe(upper.id, meta, table)
+        return upper.id
+
+    def place(self, upper: Upper, size_bytes: int, table: bytes) -> None:
+        """Put an upper where its layer will be, so that it can be mounted as such; `describe` completes it.
+
+        Args:
+            upper: The upper.
+            size_bytes: The bytes that it occupies.
+            table: Its table of rows.
+        """
         complete = row_table.RowTable(memoryview(table)).complete
-        write_file(f"{path}/{'table' if complete else 'rows'}", table)
+        write_file(f"{upper.folder}/{'table' if complete else 'rows'}", table)
+        os.rename(upper.folder, self._layers + upper.id)  # noqa: PTH104
+        # A layer never changes, so its size is read from the disk at most once.
+        self._sizes[upper.id] = size_bytes
+
+    def describe(self, layer: str, meta: LayerMeta, table: bytes) -> None:
+        """Write what is known of a layer that was placed. From then on it exists."""
         stored = {
             "size_bytes": meta.size_bytes, "stats": meta.manifest.stats.hex(), "contents": meta.manifest.contents.hex(),
             "rows": hashlib.sha256(table).hexdigest(),
         }  # fmt: skip
-        # A kill -9 between these lines leaves an upper with meta.json, which `open` removes like any other upper.
-        write_file(f"{path}/meta.json", json.dumps(stored, separators=(",", ":")).encode())
-        os.rename(path, layer)  # noqa: PTH104
-        # A layer never changes, so its size is read from the disk at most once.
-        self._sizes[upper.id] = meta.size_bytes
-        self.intact.add(upper.id)
-        return upper.id
+        write_file(f"{self._layers}{layer}/meta.json", json.dumps(stored, separators=(",", ":")).encode())
+        self.intact.add(layer)
 
     def lowers(self, ids: Sequence[str]) -> list[str]:
         """Return the directories of layers, for a mount."""
@@ -164,10 +184,6 @@ class Layers:
         """Return what was stored with a layer; see `freeze`."""
         meta: dict[str, Any] = json.loads((self.frozen / layer / "meta.json").read_bytes())
         return meta
-
-    def mergeable_sizes(self, ids: Sequence[str]) -> dict[str, int]:
-        """Return the sizes of layers that may be merged: a complete table ends what is read, so it keeps its layer."""
-        return {layer: self.size_bytes(layer) for layer in ids if not self.tables.is_complete(layer)}
 
     def size_bytes(self, layer: str) -> int:
         """Return the bytes that a layer occupies; 0 if what is stored of it is damaged, so that no state can use it."""
@@ -201,12 +217,6 @@ class Layers:
     def drop(self, ids: Iterable[str]) -> list[Path]:
         """Delete layers; milliseconds for a thousand files. Return the directories of which something is left."""
         return [path for path in self.detach(ids) if not remove_tree(path)]
-
-    def undo(self, uppers: Iterable[Upper]) -> None:
-        """Delete uppers that were to become layers, whether or not they already have."""
-        for upper in uppers:
-            remove_tree(upper.path)
-            self.drop([upper.id])
 
     def sync(self, ids: Iterable[str]) -> None:
         """Wait until layers are on disk, which takes from 1 ms to minutes, depending on their size."""
@@ -251,6 +261,54 @@ class Layers:
         return self.freeze(upper, LayerMeta(size_bytes, read_manifest(upper.path, contents=True)), table)
 
 
+class ReadyUppers:
+    """Uppers that are made before they are needed: making one takes half a millisecond, while a call waits."""
+
+    def __init__(self, make: Callable[[], Upper], background: TaskOwner) -> None:
+        """Begin with none.
+
+        Args:
+            make: Makes one. It is also called in threads.
+            background: Owns the task that makes more.
+        """
+        self._make, self._background = make, background
+        self._ready: deque[Upper] = deque()
+        self._filling: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def take(self) -> Upper:
+        """Return a fresh upper: one that is ready, or a new one.
+
+        Raises:
+            OSError: None is ready, and none can be made.
+        """
+        if len(self._ready) <= _READY_UPPERS // 2 and self._filling is None and not self._closed:
+            self._filling = self._background.spawn("make uppers", self._fill())
+        return self._ready.popleft() if self._ready else self._make()
+
+    async def _fill(self) -> None:
+        await asyncio.sleep(_PAUSE_S)
+        # In a thread, because hits wait for the event loop, and making them waits for the disk at times.
+        self._ready += await asyncio.to_thread(self._several, _READY_UPPERS - len(self._ready))
+        self._filling = None
+
+    def _several(self, count: int) -> list[Upper]:
+        made: list[Upper] = []
+        # Whoever needs one then meets the failure himself, and reports it.
+        with contextlib.suppress(OSError):
+            for _ in range(count):
+                made.append(self._make())  # noqa: PERF401 - those before a failure are kept
+        return made
+
+    async def close(self) -> list[Upper]:
+        """Make none ahead from now on; return those that are left, which the caller has to remove."""
+        self._closed = True
+        if self._filling is not None:
+            await asyncio.wait([self._filling])
+        left, self._ready = [*self._ready], deque()
+        return left
+
+
 def copy_upper(live: Upper, upper: Upper) -> None:
     """Copy what a live sandbox wrote into another upper; 50 us a file, and the time for its bytes.
 
@@ -261,6 +319,13 @@ def copy_upper(live: Upper, upper: Upper) -> None:
         lay_over(live.path / "diff", upper.path / "diff")
     except trees.TreeTooDeepError as error:
         raise NotFreezableError(str(error)) from error
+
+
+def undo(layers: Layers, uppers: Iterable[Upper]) -> None:
+    """Delete uppers that were to become layers, whether or not they already have."""
+    for upper in uppers:
+        remove_tree(upper.path)
+        layers.drop([upper.id])
 
 
 def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:

@@ -35,7 +35,7 @@ from sandboxes.ipc.launch_messages import ForkSandbox, WritePages
 from sandboxes.ipc.state_messages import ListPages, Ready
 from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layer_check import LayerCheck
-from sandboxes.local.layers import Layers
+from sandboxes.local.layers import Layers, ReadyUppers
 from sandboxes.local.reaper import Reaper
 from sandboxes.open_sandboxes import Holding
 from sandboxes.task_owner import TaskOwner
@@ -72,7 +72,7 @@ class Spare:
         id: The sandbox's id, which also names its control groups.
         channel: The channel to its pid 1.
         process: The process descriptor (pidfd) of its pid 1.
-        switches: The socket on which the launcher reports to its pid 1; see `SwitchLayers`.
+        switches: The socket on which the launcher reports to its pid 1; see `MountLayers` and `SwitchLayers`.
     """
 
     id: str
@@ -107,6 +107,7 @@ class Machine:
         # Tools that an MCP server declares as read-only, for each server: its declaration holds for every sandbox.
         self.read_only: dict[str, frozenset[str]] = {}
         self.background = TaskOwner()
+        self.uppers = ReadyUppers(self.layers.allocate, self.background)
         self.egress = EgressGateway(data_dir / "egress")
         self.reaper = Reaper(self.background)
         self.launcher = ForkServer(
@@ -137,6 +138,7 @@ class Machine:
         """End the launcher and the spares, and wait for all background tasks. Idempotent."""
         # First the launcher: its death kills all pid 1s, so the spares below end together.
         self.launcher.disconnect()
+        self.reaper.remove([upper.folder for upper in await self.uppers.close()])
         self.reaper.close()
         for timer in (self._review, self._refill):
             if timer is not None:

@@ -28,7 +28,7 @@ from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.host.machine_sandbox import MachineSandbox
 from sandboxes.ipc.inherited import inherited
-from sandboxes.ipc.launch_messages import MountLayers, RunCriu
+from sandboxes.ipc.launch_messages import RunCriu
 from sandboxes.ipc.messages import CallDone
 from sandboxes.ipc.state_messages import (
     FinishRestore,
@@ -40,9 +40,8 @@ from sandboxes.ipc.state_messages import (
     SandboxStarted,
     StartSandbox,
 )
-from sandboxes.linux.descriptors import close_all
 from sandboxes.local.bases import Base
-from sandboxes.local.layers import LayerMeta, Upper
+from sandboxes.local.layers import LayerMeta, Upper, undo
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.local.sandbox_layers import SandboxLayers
 from sandboxes.spec import EnvironmentSpec
@@ -127,13 +126,13 @@ class LocalSandbox(MachineSandbox):
             SpecError: The base cannot run a shell.
             SandboxError: The sandbox or the machine failed.
         """
+        # Pid 1 gets the mounts from the launcher itself, and its order meanwhile.
+        await self._layers.mount()
         limits, cgroups = self._spec.limits, self._machine.cgroups
         memory_bytes = limits.memory_mb << 20
         # Before the order: the spare has run without limits, and the agent's first process must not.
         cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
-        mounted = await self._machine.launcher.ask(MountLayers(self._layers.mounted(root=True)))
         tables, table = self._machine.layers.tables.of_state(self._layers.above_root)
-        given = [*mounted.fds, table]
         order = StartSandbox(
             binds=list(self._base.binds),
             hidden=list(self._base.hidden) if self._base.binds else [],
@@ -156,20 +155,20 @@ class LocalSandbox(MachineSandbox):
         )
         try:
             if images is None:
-                answer = await self.link.ask(order, tables, given)
+                answer = await self.link.ask(order, tables, [table])
                 started, handed_over = answer.message, answer.fds
                 assert isinstance(started, SandboxStarted), "nothing is restored without a checkpoint"
             else:
                 # The order goes to pid 1 together with CRIU's program and descriptors. Pid 1 starts CRIU before it
                 # gives up its rights, and reports on `FinishRestore`, once CRIU has restored the processes.
                 async def start_criu(arguments: list[str], files: list[int]) -> None:
-                    await self.link.ask(replace(order, criu_arguments=arguments), tables, [*given, *files])
+                    await self.link.ask(replace(order, criu_arguments=arguments), tables, [table, *files])
 
                 await self._machine.checkpointer.restore(images, start_criu, inherited(state["checkpoint"]))
                 finished = await self.link.ask(FinishRestore())
                 started, handed_over = finished.message, finished.fds
         finally:
-            close_all(given)
+            os.close(table)
         # The mount namespace of pid 1, for moves to a fresh upper. Pid 1 itself passes it: after this it is confined.
         self._layers.enter(handed_over[0])
         if self._spec.egress is not None:
@@ -297,7 +296,7 @@ class LocalSandbox(MachineSandbox):
         except BaseException:
             self._held = ()
             # Nothing refers to the copies, so they go at once.
-            await asyncio.to_thread(layers.undo, copies)
+            await asyncio.to_thread(undo, layers, copies)
             raise
         layer = tuple(copy.id for copy in copies)
         # Held until the next freeze: the caller learns the names only when this method returns.

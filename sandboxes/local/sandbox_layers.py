@@ -10,7 +10,7 @@ from socket import socket
 
 from sandboxes.errors import SandboxError
 from sandboxes.host.guest_link import GuestLink
-from sandboxes.ipc.launch_messages import LayerStack, SwitchLayers
+from sandboxes.ipc.launch_messages import LayerStack, MountLayers, SwitchLayers
 from sandboxes.ipc.messages import Done
 from sandboxes.linux.descriptors import Opened
 from sandboxes.local.bases import Base
@@ -48,7 +48,7 @@ class SandboxLayers:
         self._machine, self._link, self._base = machine, link, base
         self._root_layers, self.stack = root_layers, layers
         self._switches = switches
-        self.upper: Upper = machine.layers.allocate()
+        self.upper: Upper = machine.uppers.take()
         self._namespace: int | None = None
         self._unkept: set[str] = set()
         # Held while the descriptors of the sandbox are in use for a move to other layers; `close` takes it before it
@@ -60,10 +60,17 @@ class SandboxLayers:
         """The layers above those of the root state."""
         return self.stack[: len(self.stack) - len(self._root_layers)]
 
-    def mounted(self, *, root: bool = False) -> LayerStack:
-        """Return what the launcher has to mount, on request with the root state beside it."""
-        below = self._lowers(self._root_layers) if root else None
-        return LayerStack(self._lowers(self.stack), self.upper.diff, self.upper.work, below)
+    async def mount(self) -> None:
+        """Have the launcher mount the layers for pid 1, with those of the root state beside them.
+
+        Raises:
+            SandboxError: There is no launcher.
+        """
+        order = MountLayers(self._mounted(self._lowers(self._root_layers)))
+        await self._machine.launcher.post(order, [self._switches.fileno()])
+
+    def _mounted(self, root: list[str] | None = None) -> LayerStack:
+        return LayerStack(self._lowers(self.stack), self.upper.diff, self.upper.work, root)
 
     def _lowers(self, layers: tuple[str, ...]) -> list[str]:
         return [*self._machine.layers.lowers(layers), *self._base.lowers]
@@ -105,19 +112,22 @@ class SandboxLayers:
             same_below = False
             if meta is not None:
                 # The sandbox still has the upper mounted, but pid 1 has paused: nothing writes to it any more.
-                frozen = layers.freeze(old, meta, table)
-                self.stack = (frozen, *self.stack)
-                self._unkept.add(frozen)
+                layers.place(old, meta.size_bytes, table)
+                self.stack = (old.id, *self.stack)
+                self._unkept.add(old.id)
                 # The layers that a merge replaces may be deleted, so the old root, which has them, must go.
                 same_below = not await self._merge_when_deep()
             # A kill -9 from here on leaves an upper without a sandbox; the next `Layers.open` removes it.
-            self.upper = layers.allocate()
+            self.upper = self._machine.uppers.take()
             added = 0 if meta is None else meta.size_bytes
-            order = SwitchLayers(self.mounted(), list(self._base.binds), added, same_below)
+            order = SwitchLayers(self._mounted(), list(self._base.binds), added, same_below)
             with Opened(layers.tables.open_complete(() if meta is None else (old.id,))) as complete:
                 # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor, and
                 # reports to pid 1, which then answers here.
                 await self._machine.launcher.post(order, [namespace, self._switches.fileno(), complete])
+            if meta is not None:
+                # While the launcher works.
+                layers.describe(old.id, meta, table)
             await self._link.next(Done)
         except (SandboxError, OSError) as error:
             # The sandbox is half moved, so it cannot continue. Its frozen layers are complete.
@@ -134,12 +144,15 @@ class SandboxLayers:
         above = self.above_root
         if len(above) <= MAX_DEPTH:
             return False
-        run = tuple(mergeable(above, self._machine.layers.mergeable_sizes(above)))
+        layers = self._machine.layers
+        # A complete table ends what is read of a state, so it keeps its layer.
+        sizes = {layer: layers.size_bytes(layer) for layer in above if not layers.tables.is_complete(layer)}
+        run = tuple(mergeable(above, sizes))
         if run:
-            upper = self._machine.layers.allocate()
+            upper = layers.allocate()
             # Held before it exists as a layer: a collection may run in between.
             with self._machine.holding((upper.id,)):
-                merged = await asyncio.to_thread(self._machine.layers.merge, run, upper)
+                merged = await asyncio.to_thread(layers.merge, run, upper)
                 self._unkept.add(merged)
                 at = self.stack.index(run[0])
                 self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])

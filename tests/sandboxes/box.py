@@ -54,6 +54,12 @@ class Answer:
         return *self.printed, self.effect
 
 
+def written_uppers(data_dir: Path) -> list[str]:
+    """Return the names of the uppers of a local driver that hold something; those of spares are empty."""
+    uppers = (data_dir / "uppers").iterdir()
+    return [upper.name for upper in uppers if any((upper / "diff").iterdir()) or len(list(upper.iterdir())) > 2]
+
+
 async def run(sandbox: Sandbox, command: str, *, session: str = "main", timeout_s: float = 30.0) -> Answer:
     arguments = {"command": command, "timeout_s": timeout_s, "session": session}
     return Answer(await sandbox.execute(ToolCall("shell", "exec", arguments)))

@@ -31,7 +31,7 @@ from tests.proxy.rig import KEEPS_ALL, ask, engine, opened
 from tests.proxy.serving import serving
 from tests.proxy.transfer.rig import chunks, walked
 from tests.sandboxes import sqlite_files
-from tests.sandboxes.box import local_driver, needs_root
+from tests.sandboxes.box import local_driver, needs_root, written_uppers
 from tests.sandboxes.egress.origin import Origin, response
 from tests.sandboxes.egress.test_gateway import FETCH
 from tests.sandboxes.local.test_states import small_base
@@ -215,9 +215,9 @@ def refusal(data: bytes, folder: Path, base: Path) -> str:
         assert len(there.snapshots) == 0
         assert list((folder / "imports").iterdir()) == []
         await collect_garbage(there)
-        for name in ("layers", "uppers"):
-            remaining = {path.name for path in (folder / "local" / name).iterdir()}
-            assert remaining <= {layer for root in _driver(there).roots.used() for layer in root.layers}
+        remaining = {path.name for path in (folder / "local" / "layers").iterdir()}
+        assert remaining <= {layer for root in _driver(there).roots.used() for layer in root.layers}
+        assert not written_uppers(folder / "local")
         return str(refused.value)
 
     message: str = on_local(folder, base, act)

@@ -8,11 +8,9 @@ import pytest
 from sandboxes.ipc.codec import pack_message
 from sandboxes.ipc.fork_child import requests
 from sandboxes.ipc.frames import pack
-from sandboxes.ipc.launch_messages import LayerStack, MountLayers
+from sandboxes.ipc.launch_messages import WritePages
 from sandboxes.local.launcher import Launcher
 from sandboxes.workers.zygote import Zygote
-
-MOUNT = pack_message(MountLayers(LayerStack(["/nothing", "/nothing"], "/nothing", "/nothing")))
 
 
 def test_a_driver_that_dies_before_it_reads_ends_the_requests() -> None:
@@ -30,7 +28,7 @@ def test_a_driver_that_dies_before_it_reads_ends_the_requests() -> None:
         (lambda child: Zygote(child, "sqlite").serve(), pack({"op": "end", "pid": 1})),
         (
             lambda child: Launcher(child, privileged=False).serve(),
-            MOUNT,
+            pack_message(WritePages([])),
         ),
     ],
     ids=["zygote", "launcher"],

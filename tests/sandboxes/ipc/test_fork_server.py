@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -90,6 +91,21 @@ def test_a_dead_child_is_replaced() -> None:
         assert server.has_died
         await server.ensure_running()
         assert (await server.request({})).fields["pid"] == server.pid != first
+
+    served(test)
+
+
+def test_death_shows_before_the_loop_has_read_it() -> None:
+    """The end of what the child has forked may be read first. Whether to try again is decided then."""
+
+    async def test(server: ForkServer) -> None:
+        assert server.pid is not None
+        assert not server.has_died
+        process = os.pidfd_open(server.pid)
+        os.kill(server.pid, signal.SIGKILL)
+        assert select.select([process], [], [], 10.0)[0]
+        os.close(process)
+        assert server.has_died
 
     served(test)
 
