@@ -1,5 +1,7 @@
 """Copies of layers: what merging and checkpoints write to the disk."""
 
+import asyncio
+import errno
 import os
 from pathlib import Path
 
@@ -10,8 +12,9 @@ from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host import layer_tar
 from sandboxes.linux.file_flags import flags_of, spread_below
-from sandboxes.local.layers import LayerMeta, Layers, Upper, copy_upper
+from sandboxes.local.layers import LayerMeta, Layers, ReadyUppers, Upper, copy_upper
 from sandboxes.local.portable_layers import FORM
+from sandboxes.task_owner import TaskOwner
 
 
 @pytest.fixture
@@ -51,6 +54,58 @@ def test_each_upper_has_a_place_of_its_own_on_ext4(layers: Layers, tmp_path: Pat
         placed.append(flags_of(fd))
         os.close(fd)
     assert placed[0] == placed[1]
+
+
+def test_a_kill_before_its_description_leaves_no_layer(layers: Layers, tmp_path: Path) -> None:
+    """It was placed, so that it could be mounted, and no state names it yet."""
+    upper = layers.allocate()
+    (upper.path / "diff/file").touch()
+    table = row_table.pack([], 0, 0, complete=False)
+    layers.place(upper, 1, table)
+    assert layers.missing([upper.id]) == [upper.id]
+    Layers(tmp_path).open()
+    assert not (layers.frozen / upper.id).exists()
+    complete = frozen(layers, layers.allocate())
+    Layers(tmp_path).open()
+    assert not layers.missing([complete])
+
+
+def test_uppers_are_ready_when_they_are_taken(layers: Layers) -> None:
+    """What cannot be made ahead is made, or refused, when it is needed. Those that are left are returned at the end."""
+    full, made = False, list[Upper]()
+
+    def make() -> Upper:
+        if full:
+            raise OSError(errno.ENOSPC, "no room")
+        made.append(layers.allocate())
+        return made[-1]
+
+    async def go() -> None:
+        nonlocal full
+        background = TaskOwner()
+        uppers = ReadyUppers(make, background)
+        first = uppers.take()
+        assert made == [first]
+        await background.wait()
+        ahead = made[1:]
+        assert len(ahead) > 1
+        assert uppers.take() is ahead[0]
+        full = True
+        assert [uppers.take() for _ in ahead[1:]] == ahead[1:]
+        with pytest.raises(OSError, match="no room"):
+            uppers.take()
+        await background.wait()
+        full = False
+        assert uppers.take() is made[-1]
+        left = await uppers.close()
+        assert len(left) > 1
+        assert {*left} <= {*made[1 + len(ahead) :]}
+        taken = uppers.take()
+        await background.wait()
+        assert taken is made[-1]
+        assert await uppers.close() == []
+
+    asyncio.run(go())
 
 
 def test_merging_keeps_holes(layers: Layers) -> None:
