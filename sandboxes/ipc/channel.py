@@ -6,7 +6,6 @@ that have come meanwhile are answered before the next message, and not after the
 
 import asyncio
 import os
-import select
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -132,18 +131,6 @@ class Channel:
         if self.lost is not None:
             raise ChannelClosedError(self.lost)
         return await self._expect()
-
-    def has_ended(self) -> bool:
-        """Return whether the other end is gone, even if the event loop has not read that yet. 2 us.
-
-        What it sent last is lost then.
-        """
-        if self.lost is None:
-            poll = select.poll()
-            poll.register(self._socket, select.POLLRDHUP)
-            if poll.poll(0):
-                self._lose("it ended")
-        return self.lost is not None
 
     def close(self, reason: str = "closed") -> None:
         """Close the socket; all waiting callers get a `ChannelClosedError`. Idempotent."""

@@ -6,6 +6,7 @@ launcher of keepers, and the zygote of query workers. Each has a module with a `
 
 import asyncio
 import contextlib
+import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -75,8 +76,22 @@ class ForkServer:
     @property
     def has_died(self) -> bool:
         """Whether the child exited without being closed, and everything that it forked with it."""
-        # Asked and not only looked at: the end of what the child forked may be read before its own.
-        return self._channel is not None and self._channel.has_ended()
+        # The kernel is asked too: the end of what the child has forked may be read before its own, and a process that
+        # it has just forked holds its end of the socket open.
+        return self._channel is not None and (self._channel.lost is not None or self._has_exited())
+
+    def _has_exited(self) -> bool:
+        """Return whether the child's process has ended, reaped or not. 1 us."""
+        if self._process is None:
+            return False
+        if self._process.returncode is not None:
+            return True
+        try:
+            # Not reaped here (WNOWAIT): that is the event loop's part.
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            # The loop has reaped it, and has yet to say so.
+            return True
 
     async def start(self) -> dict[str, Any]:
         """Start the child.
@@ -126,6 +141,9 @@ class ForkServer:
         async with self._restarting:
             # Looked at behind the lock: another sandbox may have started the child meanwhile.
             if self.has_died:
+                if self._channel is not None:
+                    # Whoever still waits for an answer is told.
+                    self._channel.close("it ended")
                 if self._process is not None:
                     # Reaped first, so that no zombie stays.
                     await self._process.wait()

@@ -165,8 +165,8 @@ class Machine:
         self._demand.note(time.monotonic())
         while self._spares:
             spare = self._spares.popleft()
-            # A spare dies with the launcher, which shows as a lost channel.
-            if spare.channel.lost is None:
+            # A spare dies with the launcher. Its channel may show that a little later.
+            if spare.channel.lost is None and not self.launcher.has_died:
                 return spare
             self._discard(spare)
         return await self._new_spare()
