@@ -1,3 +1,4 @@
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
@@ -63,3 +64,19 @@ def cluster() -> Iterator[postgres.Cluster]:
     postgres.require_postgres()
     with postgres.cluster() as running:
         yield running
+
+
+def checked_library(source: Path, target: Path) -> tuple[Path, dict[str, str]]:
+    """Compile a library with the checks of AddressSanitizer and UBSan.
+
+    Returns:
+        The library, and the environment variables that a process needs to load it.
+    """
+    flags = ["-g", "-O1", "-shared", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    try:
+        subprocess.run(["gcc", *flags, "-o", target, source], cwd=REPOSITORY, check=True, capture_output=True)
+        runtime = subprocess.check_output(["gcc", "-print-file-name=libasan.so"], text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("gcc or libasan is missing")
+    options = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    return target, {**options, "LD_PRELOAD": runtime}

@@ -18,7 +18,7 @@ from sandboxes.local.ordinary_calls import library
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import local_driver, needs_root, opened, run
-from tests.sandboxes.conftest import REPOSITORY
+from tests.sandboxes.conftest import checked_library
 from tests.sandboxes.local import ordinary_shell
 
 ORDINARY = [
@@ -55,7 +55,6 @@ LEAVES = {
 _TO_DUMP = "for f in /proc/$$/fd/1?; do [[ $(readlink $f) == pipe:* ]] && {} >$f; done; exit 3"
 """Writes to the pipes that a shell keeps for itself while a command runs, that of its dump among them."""
 LONG = "n" * 250
-_OF_ASAN = {"LD_PRELOAD": "", "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
 ODD_AND_ORDINARY = {
     "one byte less than the buffer of output": (f"printf %{OUTPUT - 1}s x", 0, " " * (OUTPUT - 2) + "x", ""),
     "so much on both": (f"printf %{OUTPUT - 1}s; printf %9000s >&2", 0, " " * (OUTPUT - 1), " " * 9000),
@@ -109,14 +108,7 @@ def ran_in_library(
 @pytest.fixture(scope="session")
 def checked_helper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, str]]:
     """The library with the checks of AddressSanitizer and UBSan, and the variables that a process with it needs."""
-    target = tmp_path_factory.mktemp("checked") / "libordinary.so"
-    flags = ["-g", "-O1", "-shared", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    try:
-        subprocess.run(["gcc", *flags, "-o", target, ORDINARY_SOURCE], cwd=REPOSITORY, check=True, capture_output=True)
-        runtime = subprocess.check_output(["gcc", "-print-file-name=libasan.so"], text=True).strip()
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("gcc or libasan is missing")
-    return target, {**_OF_ASAN, "LD_PRELOAD": runtime}
+    return checked_library(ORDINARY_SOURCE, tmp_path_factory.mktemp("checked") / "libordinary.so")
 
 
 @needs_root

@@ -1,0 +1,86 @@
+"""The native anchor answers each request or ends by itself, whatever the request says."""
+
+import os
+import re
+import select
+import struct
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sandboxes.guest.anchor import NativeAnchor
+
+PATIENCE_S = 20.0
+MAX_BYTES, MAX_TEXTS = 1 << 28, 1 << 20
+UNKNOWN = b"w0\0"
+"""A request for the exit code of a process that nobody has started."""
+# Whatever bash is started with, it ends at once and changes nothing: it gets no other words than these.
+PARTS = [b"\0", b"<", b">", b"a", b"e", b"w", b"c", b"00", b"01", b"09", b"63", b"/dev/null", b"/nowhere"]
+PARTS += [b"-c", b"exit 3", b":", b"PATH", b"=", b"\xff", b"1", b"99999999999"]
+BODIES = st.lists(st.sampled_from(PARTS), min_size=1, max_size=40).map(b"".join)
+SENSIBLE = st.tuples(
+    st.sampled_from([b"", b"<00/dev/null\0", b"<00/dev/null\0>01/dev/null\0>02/dev/null\0", b"<63/nowhere\0"]),
+    st.sampled_from([b"abash\0", b"abash\0a-c\0aexit 3\0", b"abash\0a-c\0a:\0" + 500 * b"ax\0"]),
+    st.sampled_from([b"", b"ePATH=/bin\0", 500 * b"ex=\0"]),
+).map(b"".join)
+COUNTS = st.one_of(st.integers(1, 9), st.sampled_from([1000, MAX_TEXTS]))
+ORDERS = st.lists(st.tuples(st.one_of(BODIES, SENSIBLE), st.one_of(st.none(), COUNTS)), max_size=6)
+"""Bodies, each with the number of texts that it claims to have; None for the number that it has."""
+ENDS = st.sampled_from(
+    [
+        (0, 1), (1, 0), (MAX_BYTES + 1, 1), (1, MAX_TEXTS + 1), (2**32 - 1, 2**32 - 1),
+        (MAX_BYTES, MAX_TEXTS), (4, 1), None,
+    ]
+)  # fmt: skip
+"""The head of a last request, which is refused or never comes whole; None for no such request."""
+
+
+def line_of(replies: int) -> bytes:
+    """Return the next answer; empty if the anchor has closed its end."""
+    line = b""
+    while not line.endswith(b"\n"):
+        assert select.select([replies], [], [], PATIENCE_S)[0], f"no answer after {line!r}"
+        part = os.read(replies, 1)
+        if not part:
+            return line
+        line += part
+    return line
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(orders=ORDERS, end=ENDS)
+def test_each_request_is_answered_or_ends_the_anchor(
+    anchor_helper: Path, orders: list[tuple[bytes, int | None]], end: tuple[int, int] | None
+) -> None:
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as empty:
+        # A bash that takes a word for the name of a script finds none.
+        os.chdir(empty)
+        try:
+            anchor = NativeAnchor.start(str(anchor_helper))
+        finally:
+            os.chdir(before)
+        requests, replies = anchor.ends
+        try:
+            for body, claimed in [*orders, (UNKNOWN, None)]:
+                count = max(1, body.count(b"\0")) if claimed is None else claimed
+                os.write(requests, struct.pack("=II", len(body), count) + body)
+                answer = line_of(replies)
+                assert re.fullmatch(rb"[0-9]{1,10}\n", answer), (body, claimed, answer)
+            assert answer == b"127\n"
+            if end is not None:
+                os.write(requests, struct.pack("=II", *end) + b"w")
+            else:
+                os.write(requests, b"\1\0\0")
+            # The pipe ends in the middle of a request, if the head was not refused before.
+            null = os.open("/dev/null", os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(null, requests, inheritable=False)
+            os.close(null)
+            assert line_of(replies) == b""
+            ended = os.waitid(os.P_PID, anchor.pid, os.WEXITED | os.WNOWAIT)
+            assert ended is not None
+            assert (ended.si_code, ended.si_status) == (os.CLD_EXITED, 1)
+        finally:
+            anchor.close()
