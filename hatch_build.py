@@ -5,8 +5,9 @@ collide with other packages (PyPI's `proxy.py` installs a top-level `proxy`, for
 `forkpoint/proxy/` and so on, and rewrites every import of them. An editable installation needs no copy: there the
 repository itself is on the path.
 
-The hook also compiles `vfork.c`, `anchor.c` and `ordinary.c` in `sandboxes/linux`. The wheel then is for this machine's
-architecture. Where no compiler works it is for every machine, and Forkpoint does without them, more slowly.
+The hook also compiles `vfork.c`, `anchor.c`, `preloaded.c` and `ordinary.c` in `sandboxes/linux`. The wheel then is for
+this machine's architecture. Where no compiler works it is for every machine, and Forkpoint does without them, more
+slowly.
 
 Where MkDocs is installed, the hook also builds the documentation site, which the proxy then serves below `/manual/`.
 """
@@ -35,18 +36,23 @@ NATIVE = Path("sandboxes", "linux")
 HELPER, LIBRARY = NATIVE / "vfork.c", NATIVE / "libvfork.so"
 ANCHOR_SOURCE, ANCHOR = NATIVE / "anchor.c", NATIVE / "anchor.elf"
 ORDINARY_SOURCE, ORDINARY = NATIVE / "ordinary.c", NATIVE / "libordinary.so"
-COMPILED = {HELPER: LIBRARY, ANCHOR_SOURCE: ANCHOR, ORDINARY_SOURCE: ORDINARY}
+PRELOADED_SOURCE, PRELOADED = NATIVE / "preloaded.c", NATIVE / "preloaded.so"
+COMPILED = {HELPER: LIBRARY, ANCHOR_SOURCE: ANCHOR, PRELOADED_SOURCE: PRELOADED, ORDINARY_SOURCE: ORDINARY}
 """The C files, and what they are compiled into."""
 COMPILED_NAMES = {target.name for target in COMPILED.values()}
-FLAGS = {
-    ".so": ("-O2", "-shared", "-fPIC"),
+_WITHOUT_LIBC = (
+    "-O2", "-nostdlib", "-ffreestanding", "-fno-stack-protector", "-fno-asynchronous-unwind-tables",
     # CRIU tells programs from each other by their build ID.
-    ".elf": (
-        "-O2", "-static", "-nostdlib", "-ffreestanding", "-fno-stack-protector", "-fno-pie", "-no-pie",
-        "-fno-asynchronous-unwind-tables", "-Wl,--build-id=sha1", "-Wl,-z,noseparate-code", "-s",
-    ),
-}  # fmt: skip
-"""The compiler's arguments, by the suffix of what it makes."""
+    "-Wl,--build-id=sha1", "-s",
+)  # fmt: skip
+_SHARED = ("-O2", "-shared", "-fPIC")
+FLAGS = {
+    LIBRARY: _SHARED,
+    ANCHOR: (*_WITHOUT_LIBC, "-static", "-fno-pie", "-no-pie", "-Wl,-z,noseparate-code"),
+    PRELOADED: (*_WITHOUT_LIBC, "-shared", "-fPIC", "-fvisibility=hidden"),
+    ORDINARY: _SHARED,
+}
+"""The compiler's arguments, by what it makes."""
 SITE = Path("proxy", "ui", "manual")
 Edit = tuple[int, int, str]
 """Begin and end of the bytes to replace, and the new text."""
@@ -105,10 +111,10 @@ def compile_helper(source: Path, target: Path) -> bool:
 
     Args:
         source: The file.
-        target: A shared library, or a program that needs no libc; its suffix tells which.
+        target: What is made; its name tells how.
     """
     target.unlink(missing_ok=True)
-    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS[target.suffix], "-o", str(target), str(source)]
+    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS[NATIVE / target.name], "-o", str(target), str(source)]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
     except OSError:

@@ -10,14 +10,16 @@ It starts the shells, tool servers and other processes, and it inherits their or
 # It is confined as the agent's processes are, and they may kill it. Then another one is started. What the old one left
 # behind has become pid 1's children and can no longer be checkpointed.
 #
-# There are two programs for it:
+# There are three programs for it:
 #
-# 1. `linux/anchor.c`, compiled when the package is built. Its file lies in the sandbox's /dev, which is no layer, so it
+# 1. A bash from copies of the host's files, with the library `linux/preloaded.c`. It forks session shells instead of
+#    executing them, and is otherwise as the second one (`local/shell_files.py`).
+# 2. `linux/anchor.c`, compiled when the package is built. Its file lies in the sandbox's /dev, which is no layer, so it
 #    holds nothing of the layers and stays when they change. The kernel moves its root and working directory along
 #    (pivot_root(2)). Nothing of the agent's may enter it, or an agent could keep a file of a layer open through it and
 #    change that layer after it was sealed. So it is not dumpable, from before the agent's first process on. One that
 #    was started beside such processes ends at the next change of layers.
-# 2. The sandbox's bash, where there was no compiler. It has the program's file of a layer, so it ends when layers
+# 3. The sandbox's bash, where there was no compiler. It has the program's file of a layer, so it ends when layers
 #    change.
 #
 # Pid 1 writes requests to the anchor, and reads lines of numbers from it, over two pipes. To those of a bash the agent
@@ -52,12 +54,12 @@ from typing import Any, ClassVar, Self
 
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.shell_kit import EXPORTS, ShellKit
-from sandboxes.linux import processes, spawn
+from sandboxes.linux import processes, shell_facts, spawn
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all, write_out
+from sandboxes.linux.spawn import BASH
 from sandboxes.shell_text import quote
 
-BASH = "/bin/bash"
 PATIENCE_S = 10.0
 """How long the anchor may take to answer. It takes a millisecond; an agent that stops it makes this time pass."""
 _REQUESTS, _REPLIES = 3, 4
@@ -147,7 +149,7 @@ class Anchor(ABC):
         self._buffer = b""
 
     @classmethod
-    def _start(cls, program: str, arguments: Sequence[str]) -> Self:
+    def _start(cls, program: str, arguments: Sequence[str], variables: Sequence[str] = ()) -> Self:
         theirs, ours = os.pipe2(os.O_CLOEXEC)
         answers, answering = os.pipe2(os.O_CLOEXEC)
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
@@ -156,7 +158,7 @@ class Anchor(ABC):
         descriptors |= {place: kit.theirs[number] for number, place in _KIT.items()}
         try:
             # A session and a process group of its own: signals to the group of pid 1 do not reach it.
-            pid = spawn.spawn_leader(program, arguments, descriptors)
+            pid = spawn.spawn_leader(program, arguments, descriptors, variables)
         except OSError:
             kit.close()
             close_all((ours, answers))
@@ -361,9 +363,14 @@ class BashAnchor(Anchor):
 
 
 class NativeAnchor(Anchor):
-    """The program `linux/anchor.c` as the anchor."""
+    """The program `linux/anchor.c` as the anchor.
+
+    Attributes:
+        digest: The digest of the program.
+    """
 
     hidden = True
+    digest = ""
 
     @classmethod
     def start(cls, program: str = spawn.ANCHOR) -> Self:
@@ -378,12 +385,33 @@ class NativeAnchor(Anchor):
         # An anchor that is started beside the agent's processes could be entered before it hides.
         alone = not processes.list_processes()
         anchor = cls._start(program, ["anchor"])
-        anchor.stays = alone
+        anchor.stays, anchor.digest = alone, spawn.anchor_digest()
+        return anchor
+
+    @classmethod
+    def start_with_bash(cls, files: str = spawn.SHELL_FILES) -> Self | None:
+        """Start a bash with `linux/preloaded.c` as the anchor. A millisecond of CPU, most of it the anchor's own.
+
+        Args:
+            files: The path in the sandbox of what `local.shell_files` has made.
+
+        Returns:
+            None if shells cannot be forks: without such files, if the sandbox's bash is another one, and beside
+            processes of the agent. What the loader of programs reads could change while it does.
+
+        Raises:
+            OSError: No process can be started.
+        """
+        if not os.access(f"{files}/bash", os.X_OK) or not _is_known_bash(files) or processes.list_processes():
+            return None
+        variables = [f"LD_LIBRARY_PATH={files}", f"LD_PRELOAD={files}/preloaded.so"]
+        anchor = cls._start(f"{files}/bash", _shell_arguments(session_texts.START), variables)
+        anchor.stays, anchor.digest = True, _contents(f"{files}/digest").decode()
         return anchor
 
     def remember(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep; a disk format. The program's digest is in it."""
-        return {**super().remember(), "program": spawn.anchor_digest()}
+        return {**super().remember(), "program": self.digest}
 
     def request_on_kit(self, kit: ShellKit, environment: Mapping[str, str]) -> bytes:  # noqa: ARG002
         """Return the request for a shell on the kit. It is the same for each shell with these variables."""
@@ -405,7 +433,20 @@ def start_anchor() -> Anchor:
     Raises:
         OSError: No process can be started.
     """
+    if (anchor := NativeAnchor.start_with_bash()) is not None:
+        return anchor
     return NativeAnchor.start() if os.access(spawn.ANCHOR, os.X_OK) else BashAnchor.start()
+
+
+def _is_known_bash(files: str) -> bool:
+    """Return whether the sandbox's bash, and all that loading it involves, is what the files were copied from."""
+    facts = _contents(f"{files}/facts")
+    return bool(facts) and facts == shell_facts.as_now(facts)
+
+
+def _contents(path: str) -> bytes:
+    with open(path, "rb") as file:  # noqa: PTH123
+        return file.read()
 
 
 def adopted_anchor(remembered: Mapping[str, Any], ends: tuple[int, int]) -> Anchor:
@@ -415,7 +456,11 @@ def adopted_anchor(remembered: Mapping[str, Any], ends: tuple[int, int]) -> Anch
         remembered: What `Anchor.remember` returned before the checkpoint.
         ends: Our descriptors of its new pipes.
     """
-    return NativeAnchor(remembered["pid"], ends) if "program" in remembered else BashAnchor.adopt(remembered, ends)
+    if "program" not in remembered:
+        return BashAnchor.adopt(remembered, ends)
+    anchor = NativeAnchor(remembered["pid"], ends)
+    anchor.digest = remembered["program"]
+    return anchor
 
 
 def _unread_bytes(pipe: int) -> int:
@@ -427,10 +472,14 @@ def _unread_bytes(pipe: int) -> int:
 def _packed_start(environment: tuple[tuple[str, str], ...], paths: tuple[tuple[int, str], ...], program: str) -> bytes:
     """Return the request for a bash. It is kept, because each call starts a shell on the same kit."""
     files = [f"{_sign(number)}{number:02}{path}" for number, path in paths]
-    arguments = [f"a{word}" for word in ("bash", "--noprofile", "--norc", "-c", program, "bash")]
+    arguments = [f"a{word}" for word in _shell_arguments(program)]
     # As if a bash had exported them: another one would take options and functions from the rest.
     variables = [f"e{name}={value}" for name, value in environment if _EXPORTABLE.fullmatch(name)]
     return _packed([*files, *arguments, *variables])
+
+
+def _shell_arguments(program: str) -> list[str]:
+    return ["bash", "--noprofile", "--norc", "-c", program, "bash"]
 
 
 def _packed(texts: Sequence[str]) -> bytes:

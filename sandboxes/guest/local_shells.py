@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError, start_anchor
+from sandboxes.guest.anchor import Anchor, AnchorLostError, ShellStartError, start_anchor
 from sandboxes.guest.bash.restore import NO_LOOKUP, restore_script
 from sandboxes.guest.local_shell import LocalShell, own_limits
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import READY_S, Shells
 from sandboxes.linux import processes
 from sandboxes.linux.live_state import inherited, passed_on, settings
+from sandboxes.linux.spawn import BASH
 from sandboxes.shell_text import ShellSession
 
 _MAX_KILL_S = 10.0

@@ -8,13 +8,14 @@ import os
 import termios
 from collections.abc import Callable
 
-from sandboxes.guest.anchor import BASH, ShellStartError
+from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import restore_script
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.shell_pool import Shells
 from sandboxes.ipc.messages import TerminalFailed, TerminalOpened
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.spawn import BASH
 from sandboxes.linux.tty import set_size
 from sandboxes.shell_text import ShellSession
 

@@ -2,7 +2,8 @@
  *
  * It starts bash for pid 1, inherits the orphans below it, collects all that end, and tells pid 1 exit codes. It needs
  * no libc and no loader, since it runs in sandboxes of every base, and because glibc's start alone takes 0.4 ms on a
- * virtual machine: it asks the CPU for its caches by an instruction that traps there.
+ * virtual machine: it asks the CPU for its caches by an instruction that traps there. The library preloaded.c has this
+ * code too, and starts most shells by a fork.
  *
  * It is confined as the agent's processes are. They can kill and stop it, but not trace it or open its descriptors.
  *
@@ -28,7 +29,7 @@ enum { REQUESTS = 3, REPLIES = 4, KIT = 40, MAX_TEXTS = 1 << 20, MAX_BYTES = 1 <
 #define NOT_FOUND 127 /* The exit code of a program that cannot be executed, and of one that is not known here. */
 
 #if defined(__x86_64__)
-__asm__(".globl _start\n_start: xor %ebp, %ebp\n and $-16, %rsp\n call serve\n");
+#define START "_start: xor %ebp, %ebp\n and $-16, %rsp\n call serve\n"
 static inline long invoke(long number, long a, long b, long c, long d, long e, long f) {
     register long r10 __asm__("r10") = d, r8 __asm__("r8") = e, r9 __asm__("r9") = f;
     long result;
@@ -37,7 +38,7 @@ static inline long invoke(long number, long a, long b, long c, long d, long e, l
     return result;
 }
 #elif defined(__aarch64__)
-__asm__(".globl _start\n_start: mov x29, #0\n bl serve\n");
+#define START "_start: mov x29, #0\n bl serve\n"
 static inline long invoke(long number, long a, long b, long c, long d, long e, long f) {
     register long x8 __asm__("x8") = number, x0 __asm__("x0") = a, x1 __asm__("x1") = b, x2 __asm__("x2") = c;
     register long x3 __asm__("x3") = d, x4 __asm__("x4") = e, x5 __asm__("x5") = f;
@@ -46,6 +47,9 @@ static inline long invoke(long number, long a, long b, long c, long d, long e, l
 }
 #else
 #error "no system calls of this machine are known here; bash is the anchor then"
+#endif
+#ifndef PRELOADED
+__asm__(".globl _start\n" START);
 #endif
 #define CALL(name, a, b, c, d) invoke(__NR_##name, (long)(a), (long)(b), (long)(c), (long)(d), 0, 0)
 
@@ -94,26 +98,37 @@ static void fail(void) {
     leave(NOT_FOUND);
 }
 
-/* In the child: open its descriptors, close all others, and become bash. It runs on its parent's memory and stack, so
- * it never returns, and the parent's frame stays as it is. */
-__attribute__((noinline, noreturn)) static void become(char **texts, char **arguments, char **environment) {
-    unsigned long no_signals = 0;
-    unsigned next = 0;
-    /* A process group of its own: `kill 0` in one session reaches no other. */
+/* In the child: lead a process group, and open its descriptors; return whether all could be opened. */
+static int open_descriptors(char **texts) {
+    /* A group of its own: `kill 0` in one session reaches no other. */
     CALL(setpgid, 0, 0, 0, 0);
     for (char **text = texts; is_descriptor(*text); text++) {
         /* Each is opened again, so the process shares no flags, offsets or locks with what is opened here. */
         long fd = CALL(openat, AT_FDCWD, *text + 3, **text == '<' ? O_RDONLY : O_WRONLY, 0);
-        if (fd < 0) fail();
+        if (fd < 0) return 0;
         if (fd == target_of(*text)) continue;
-        if (CALL(dup3, fd, target_of(*text), 0, 0) < 0) fail();
+        if (CALL(dup3, fd, target_of(*text), 0, 0) < 0) return 0;
         CALL(close, fd, 0, 0, 0);
     }
+    return 1;
+}
+
+/* In the child: close all other descriptors, and block no signal. */
+static void leave_the_anchor(char **texts) {
+    unsigned long no_signals = 0;
+    unsigned next = 0;
     /* They come in ascending order. */
     for (; is_descriptor(*texts); next = target_of(*texts++) + 1)
         if (target_of(*texts) > next) CALL(close_range, next, target_of(*texts) - 1, 0, 0);
     CALL(close_range, next, ~0U, 0, 0);
     CALL(rt_sigprocmask, SIG_SETMASK, &no_signals, 0, sizeof no_signals);
+}
+
+/* In the child: become bash. It runs on its parent's memory and stack, so it never returns, and the parent's frame
+ * stays as it is. */
+__attribute__((noinline, noreturn)) static void become(char **texts, char **arguments, char **environment) {
+    if (!open_descriptors(texts)) fail();
+    leave_the_anchor(texts);
     CALL(execve, PROGRAM, arguments, environment, 0);
     fail();
     __builtin_unreachable();
@@ -128,6 +143,10 @@ static void note(int pid) {
     started[next_started++ % STARTED] = (struct started){pid, -1};
 }
 
+#ifdef PRELOADED
+static int fork_shell(char **texts, char **words, char **environment);
+#endif
+
 /* Start bash, as vfork does: this process goes on when the child has executed it, or has ended. */
 static void start(char **texts, unsigned count, char **words) {
     unsigned first = 0, arguments = 0, variables = 0;
@@ -138,6 +157,9 @@ static void start(char **texts, unsigned count, char **words) {
     for (unsigned i = first + arguments; i < count && *texts[i] == 'e'; i++) environment[variables++] = texts[i] + 1;
     environment[variables] = 0;
     failed = 0;
+#ifdef PRELOADED
+    if (fork_shell(texts, words, environment)) return;
+#endif
     long pid = CALL(clone, CLONE_VM | CLONE_VFORK | SIGCHLD, 0, 0, 0);
     if (pid == 0) become(texts, words, environment);
     if (pid > 0) note((int)pid);

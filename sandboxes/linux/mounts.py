@@ -17,7 +17,7 @@ import os
 import stat
 
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.spawn import ANCHOR, anchor_program
+from sandboxes.linux.spawn import ANCHOR, SHELL_FILES, anchor_program
 
 _PROC_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
 _DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
@@ -39,16 +39,19 @@ _KERNEL_TYPES = {"proc", "sysfs", "devpts", "cgroup", "cgroup2"}
 """File systems of the kernel's own. No process can make a link there."""
 
 
-def prepare(*, devices_from_host: bool) -> None:
+def prepare(*, devices_from_host: bool, shell_files: str = "") -> None:
     """Mount the sandbox's own /dev and /proc over the host's, in this mount namespace; `switch` moves them along.
 
     Args:
         devices_from_host: Bind the device nodes from the host. In a user namespace, no process may make device nodes.
+        shell_files: The directory that `local.shell_files` has made; empty if there is none.
     """
+    # Taken hold of before /dev is another one: the directory may be below it.
+    shell = kernel.overlay([f"{shell_files}/files", f"{shell_files}/empty"], None, None) if shell_files else None
     nodes = {name: os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC) for name in _DEVICES} if devices_from_host else {}
     kernel.mount("tmpfs", "/dev", "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k,nr_inodes=64")
     os.chdir("/")
-    _fill_dev(nodes)
+    _fill_dev(nodes, shell)
     kernel.mount("proc", "/proc", "proc", _PROC_FLAGS)
     narrow_proc()
 
@@ -118,7 +121,7 @@ def _pivot() -> None:
     os.chdir("/")
 
 
-def _fill_dev(nodes: dict[str, int]) -> None:
+def _fill_dev(nodes: dict[str, int], shell: int | None) -> None:
     for name, (major, minor) in _DEVICES.items():
         path = f"dev/{name}"
         if name in nodes:
@@ -142,6 +145,11 @@ def _fill_dev(nodes: dict[str, int]) -> None:
         fd = os.open(f".{ANCHOR}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o755)
         os.write(fd, program)
         os.close(fd)
+    if shell is not None:
+        # An overlay without an upper is read-only.
+        os.mkdir(f".{SHELL_FILES}")  # noqa: PTH102
+        kernel.attach(shell, f".{SHELL_FILES}")
+        os.close(shell)
     # Read-only from here on: whatever a call leaves must be in the overlay.
     remount_read_only("dev", kernel.MS_NOSUID)
 

@@ -39,7 +39,13 @@ NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | ke
 
 
 def run(
-    channel: int, switches: int, cgroups: list[str], pages: Iterable[tuple[int, int]] = (), *, privileged: bool
+    channel: int,
+    switches: int,
+    cgroups: list[str],
+    pages: Iterable[tuple[int, int]] = (),
+    *,
+    privileged: bool,
+    shell_files: str = "",
 ) -> None:
     """Be a sandbox until the proxy closes its end.
 
@@ -51,6 +57,7 @@ def run(
         cgroups: Files of control groups that this process joins.
         pages: What memory it will write to, by address and bytes.
         privileged: Whether the proxy is root; otherwise this is root of a user namespace.
+        shell_files: The directory of `shell_files`; empty if there is none.
     """
     # The kernel kills this process when the launcher dies, and with this pid 1 its whole pid namespace
     # (pid_namespaces(7)). So even kill -9 of the proxy leaves no process.
@@ -71,7 +78,7 @@ def run(
     socket.sethostname("sandbox")
     kernel.bring_up_loopback()
     os.umask(0o022)
-    mounts.prepare(devices_from_host=not privileged)
+    mounts.prepare(devices_from_host=not privileged, shell_files=shell_files)
     # The proxy's own output may be a file of the host, and a process with all rights in the sandbox could write to it.
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for stream in (0, 1, 2):

@@ -34,6 +34,8 @@ from sandboxes.ipc.fork_server import ForkServer
 from sandboxes.ipc.launch_messages import ForkSandbox, WritePages
 from sandboxes.ipc.state_messages import ListPages, Ready
 from sandboxes.linux.cgroups import Cgroups
+from sandboxes.linux.spawn import anchor_digest
+from sandboxes.local import shell_files
 from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers, ReadyUppers
 from sandboxes.local.reaper import Reaper
@@ -113,13 +115,14 @@ class Machine:
         self.launcher = ForkServer(
             "the launcher of sandboxes",
             "sandboxes.local.launcher",
-            [str(host_view)],
+            [str(host_view), str(data_dir / "shell")],
             hint="Run `forkpoint doctor` to see why.",
             prepare=self.cgroups.put_behind,
         )
         self._spares: deque[Spare] = deque()
         self._demand = SpareDemand()
         self._starting = 0
+        self._shell_digest = ""
         self._pages_of: int | None = None
         self._restocking: asyncio.Task[None] | None = None
         self._review: asyncio.TimerHandle | None = None
@@ -131,8 +134,19 @@ class Machine:
         Raises:
             SandboxError: This machine cannot run sandboxes.
         """
+        await asyncio.to_thread(self._make_shell_files)
         await self.launcher.start()
         await self._fill_spares()
+
+    def _make_shell_files(self) -> None:
+        # Without them shells are executed, which takes longer.
+        with contextlib.suppress(shell_files.NoShellFilesError):
+            self._shell_digest = shell_files.make(self.data_dir / "shell")
+
+    @property
+    def anchors(self) -> set[str]:
+        """The digests of the programs that a restored anchor may be of."""
+        return {anchor_digest(), self._shell_digest} - {""}
 
     async def close(self) -> None:
         """End the launcher and the spares, and wait for all background tasks. Idempotent."""

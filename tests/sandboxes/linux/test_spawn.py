@@ -131,7 +131,7 @@ def test_building_needs_no_compiler(compiler: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(("source", "target"), COMPILED.items(), ids=[source.stem for source in COMPILED])
 def test_source_compiles_without_warnings(spawn_helper: Path, source: Path, target: Path) -> None:  # noqa: ARG001 - for the skip
     with TemporaryDirectory(prefix="forkpoint-helper-") as folder:
-        command = ["cc", *FLAGS[target.suffix], "-Wall", "-Wextra", "-Werror", "-o", f"{folder}/out"]
+        command = ["cc", *FLAGS[target], "-Wall", "-Wextra", "-Werror", "-o", f"{folder}/out"]
         subprocess.run([*command, str(REPOSITORY / source)], check=True)
 
 
