@@ -252,6 +252,11 @@ def assert_nothing_left(proxy: Proxy, processes: set[Process], groups: list[Path
     assert leftovers(proxy, processes, groups) == []
 
 
+def snapshot_files(folder: Path) -> list[Path]:
+    """Return the files of all snapshots in the folder of a `SnapshotStore`."""
+    return [path for share in _inside(folder) if share.is_dir() for path in share.iterdir()]
+
+
 def leftovers(proxy: Proxy, processes: set[Process], groups: list[Path]) -> list[str]:
     """Return what an ended proxy left behind: processes, mounts, control groups, locks and incomplete files."""
     data = proxy.data
@@ -263,8 +268,7 @@ def leftovers(proxy: Proxy, processes: set[Process], groups: list[Path]) -> list
     ]
     for folder, whole in (("local/layers", "meta.json"), ("container/states", "meta.json")):
         remains += [f"incomplete: {path}" for path in _inside(data / folder) if not (path / whole).exists()]
-    snapshots = [path for path in _inside(data / "snapshots") if path.name != "boot-id"]
-    remains += [f"incomplete: {path}" for path in snapshots if _manifest(path) is None]
+    remains += [f"incomplete: {path}" for path in snapshot_files(data / "snapshots") if _manifest(path) is None]
     return remains + [f"locked: {lock}" for lock in data.glob("*/lock") if _locked(lock)]
 
 
@@ -272,11 +276,10 @@ def unnamed(proxy: Proxy) -> list[Path]:
     """Return the parts of snapshots on disk that nothing refers to. Call it for a proxy that just started."""
     data = proxy.data
     named: set[str] = set()
-    for path in _inside(data / "snapshots"):
-        if path.name != "boot-id":
-            manifest = _manifest(path)
-            assert manifest is not None
-            named |= set(manifest["parts"])
+    for path in snapshot_files(data / "snapshots"):
+        manifest = _manifest(path)
+        assert manifest is not None
+        named |= set(manifest["parts"])
     for root in data.glob("local/roots/*.json"):
         named |= set(json.loads(root.read_bytes())["layers"])
     kinds = ("local/layers", "local/checkpoints", "container/states", "container/checkpoints")

@@ -11,6 +11,7 @@ from proxy.engine import Engine, build_engine
 from proxy.settings import Settings
 from proxy.tree.rollout import Outcome
 from sandboxes.task_owner import start
+from tests.machine import snapshot_files
 from tests.proxy.rig import KEEPS_ALL, SPEC, alone, ask, engine
 from tests.proxy.test_transparency import COMMANDS
 from tests.sandboxes.memory_driver import MemoryDriver
@@ -111,12 +112,11 @@ def test_a_half_written_snapshot_is_deleted(tmp_path: Path) -> None:
         async with engine(tmp_path) as running:
             rollout = await running.tasks.rollout("task", "first")
             await ask(running, rollout, "echo 1 > a")
-        for snapshot in (tmp_path / "snapshots").iterdir():
-            if snapshot.name != "boot-id":
-                snapshot.write_bytes(snapshot.read_bytes()[:-1])
+        for snapshot in snapshot_files(tmp_path / "snapshots"):
+            snapshot.write_bytes(snapshot.read_bytes()[:-1])
         async with engine(tmp_path) as again:
             assert len(again.snapshots) == 0
-            assert [entry.name for entry in (tmp_path / "snapshots").iterdir()] == ["boot-id"]
+            assert snapshot_files(tmp_path / "snapshots") == []
             rollout = await again.tasks.rollout("task", "first")
             assert (await ask(again, rollout, "cat a"))[0]["stdout"] == "1\n"
 

@@ -1,3 +1,4 @@
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -5,9 +6,10 @@ from tempfile import mkdtemp
 
 import pytest
 
-from hatch_build import ANCHOR_SOURCE, HELPER, ORDINARY_SOURCE, compile_helper
+from hatch_build import ANCHOR_SOURCE, HELPER, ORDINARY_SOURCE, PRELOADED_SOURCE, compile_helper
 from sandboxes.linux.files import remove_tree
-from tests.machine import wait_until
+from sandboxes.local import shell_files
+from tests.machine import require_sandboxes, wait_until
 from tests.sandboxes import postgres_cluster as postgres
 from tests.sandboxes.docker import containers, remove_images, require_docker
 
@@ -27,6 +29,23 @@ def data_dir() -> Iterator[Path]:
 def anchor_helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The native anchor, compiled from its source."""
     return _compiled(ANCHOR_SOURCE, tmp_path_factory.mktemp("anchor") / "anchor.elf")
+
+
+@pytest.fixture(scope="session")
+def preloaded_helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that makes a bash an anchor, compiled from its source."""
+    return _compiled(PRELOADED_SOURCE, tmp_path_factory.mktemp("preloaded") / "preloaded.so")
+
+
+@pytest.fixture(scope="session")
+def shell_folder(preloaded_helper: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a shell that can be forked; a mount namespace can have them at their place."""
+    require_sandboxes()
+    if os.geteuid() != 0:
+        pytest.skip("mounts the files of a shell, which needs root")
+    folder = tmp_path_factory.mktemp("shell") / "made"
+    shell_files.make(folder, preloaded_helper)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from snapshots.cache import SnapshotCache
 from snapshots.policy import Prospect
 from snapshots.snapshot import Snapshot
 from snapshots.store import SnapshotStore
+from tests.machine import snapshot_files
 from tests.sandboxes.memory_driver import MemoryDriver
 from tests.snapshots.nodes import FakeNode, Tally
 
@@ -146,7 +147,8 @@ def test_a_missing_snapshot_is_dropped_at_once(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     node = rig.add(1, 100)
     assert node.snapshot is not None
-    (tmp_path / node.snapshot).unlink()
+    [path] = snapshot_files(tmp_path)
+    path.unlink()
     with pytest.raises(StateGoneError, match="n1 is damaged") as caught, rig.cache.leased(node):
         pass
     rig.cache.failed(node, caught.value, 0.0, reproducible=False)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sandboxes.driver import Driver, FrozenState
 from sandboxes.effects import StateDigest
 from snapshots.store import SnapshotStore
+from tests.machine import snapshot_files
 from tests.sandboxes.memory_driver import MemoryDriver
 
 FROZEN = FrozenState("memory", "files", {"files": {}}, 7, StateDigest(b"e" * 32, b"c" * 32), ("p1", "p2"))
@@ -40,7 +41,7 @@ def opened(directory: Path) -> SnapshotStore:
 
 
 def entries(directory: Path) -> list[str]:
-    return sorted(entry.name for entry in directory.iterdir() if entry.name != "boot-id")
+    return sorted(path.name for path in snapshot_files(directory))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -97,7 +98,8 @@ def of_an_earlier_version(entry: Path) -> None:
 def test_damaged_snapshots_are_removed_at_start(tmp_path: Path, damage: Any) -> None:
     store = opened(tmp_path)
     kept, damaged = (store.save(FROZEN, tree=1, node=node, cost_s=0.1) for node in (1, 2))
-    damage(tmp_path / damaged.id)
+    [path] = (path for path in snapshot_files(tmp_path) if path.name == damaged.id)
+    damage(path)
     assert [snapshot.id for snapshot in opened(tmp_path)] == [kept.id]
     assert entries(tmp_path) == [kept.id]
 
@@ -108,7 +110,7 @@ def test_a_flipped_bit_is_never_loaded(tmp_path_factory: pytest.TempPathFactory,
     folder = tmp_path_factory.mktemp("snapshots")
     store = opened(folder)
     saved = store.save(replace(FROZEN, payload={"x": "abc"}), tree=1, node=1, cost_s=0.1)
-    path = folder / saved.id
+    [path] = snapshot_files(folder)
     content = bytearray(path.read_bytes())
     is_payload = at % len(content) >= len(content) - len(b'{"x":"abc"}')
     content[at % len(content)] ^= 1 << bit
@@ -174,3 +176,17 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
         store.save(too_large, tree=1, node=1, cost_s=0.1)
     assert list(store) == []
     assert entries(tmp_path) == []
+
+
+def test_snapshots_of_an_earlier_version_are_kept(tmp_path: Path) -> None:
+    """That version wrote all files into one directory."""
+    saved = opened(tmp_path).save(FROZEN, tree=1, node=1, cost_s=0.1)
+    [path] = snapshot_files(tmp_path)
+    path.rename(tmp_path / saved.id)
+    (tmp_path / "half").write_bytes(b"")
+    path.parent.rmdir()
+    store = opened(tmp_path)
+    assert [store.load(kept) for kept in store] == [FROZEN]
+    store.drop(saved)
+    assert entries(tmp_path) == []
+    assert not (tmp_path / "half").exists()

@@ -20,6 +20,7 @@ from snapshots.costs import KindCosts, Mean
 from snapshots.policy import Reuse
 from snapshots.snapshot import Snapshot
 from snapshots.store import SnapshotStore
+from tests.machine import snapshot_files
 from tests.proxy.rig import ask, engine
 from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox, _State
 
@@ -183,7 +184,9 @@ def test_the_only_way_is_given_up_if_it_fails_for_long(tmp_path: Path, monkeypat
 
 def test_a_snapshot_without_files_is_dropped_at_once(tmp_path: Path) -> None:
     async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
-        (tmp_path / "snapshots" / snapshot_of(running, rollout.node).id).write_text("{")
+        name = snapshot_of(running, rollout.node).id
+        [path] = (path for path in snapshot_files(tmp_path / "snapshots") if path.name == name)
+        path.write_text("{")
         assert (await ask(running, rollout, "cat f1"))[0]["exit_code"] == 0
         assert driver.executed == [WRITES[-1], "cat f1"], "restored one node before, and replayed the rest"
 
