@@ -1,16 +1,21 @@
-"""The native anchor answers each request or ends by itself, whatever the request says."""
+"""Both native anchors answer each request or end by themselves, whatever the request says."""
 
+import contextlib
 import os
 import re
 import select
 import struct
 import tempfile
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sandboxes.guest.anchor import NativeAnchor
+from sandboxes.guest.bash import session as session_texts
+from tests.sandboxes.guest import forking_anchor
 
 PATIENCE_S = 20.0
 MAX_BYTES, MAX_TEXTS = 1 << 28, 1 << 20
@@ -19,11 +24,13 @@ UNKNOWN = b"w0\0"
 # Whatever bash is started with, it ends at once and changes nothing: it gets no other words than these.
 PARTS = [b"\0", b"<", b">", b"a", b"e", b"w", b"c", b"00", b"01", b"09", b"63", b"/dev/null", b"/nowhere"]
 PARTS += [b"-c", b"exit 3", b":", b"PATH", b"=", b"\xff", b"1", b"99999999999"]
+SHELL = b"abash\0a--noprofile\0a--norc\0a-c\0a%b\0abash\0" % session_texts.START.encode()
+"""The arguments of a session's shell, which may be a fork. It has no text to run."""
 BODIES = st.lists(st.sampled_from(PARTS), min_size=1, max_size=40).map(b"".join)
 SENSIBLE = st.tuples(
     st.sampled_from([b"", b"<00/dev/null\0", b"<00/dev/null\0>01/dev/null\0>02/dev/null\0", b"<63/nowhere\0"]),
-    st.sampled_from([b"abash\0", b"abash\0a-c\0aexit 3\0", b"abash\0a-c\0a:\0" + 500 * b"ax\0"]),
-    st.sampled_from([b"", b"ePATH=/bin\0", 500 * b"ex=\0"]),
+    st.sampled_from([SHELL, b"abash\0", b"abash\0a-c\0aexit 3\0", b"abash\0a-c\0a:\0" + 500 * b"ax\0"]),
+    st.sampled_from([b"", b"ePATH=/bin\0", b"eLD_BIND_NOW=\0", 500 * b"ex=\0"]),
 ).map(b"".join)
 COUNTS = st.one_of(st.integers(1, 9), st.sampled_from([1000, MAX_TEXTS]))
 ORDERS = st.lists(st.tuples(st.one_of(BODIES, SENSIBLE), st.one_of(st.none(), COUNTS)), max_size=6)
@@ -49,19 +56,28 @@ def line_of(replies: int) -> bytes:
     return line
 
 
+@pytest.fixture(params=["native", "forking"])
+def start(request: pytest.FixtureRequest) -> Callable[[str], NativeAnchor]:
+    """Starts an anchor in a directory."""
+    if request.param == "forking":
+        return partial(forking_anchor.start, request.getfixturevalue("shell_folder"))
+    program = str(request.getfixturevalue("anchor_helper"))
+
+    def start_native(workdir: str) -> NativeAnchor:
+        with contextlib.chdir(workdir):
+            return NativeAnchor.start(program)
+
+    return start_native
+
+
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(orders=ORDERS, end=ENDS)
 def test_each_request_is_answered_or_ends_the_anchor(
-    anchor_helper: Path, orders: list[tuple[bytes, int | None]], end: tuple[int, int] | None
+    start: Callable[[str], NativeAnchor], orders: list[tuple[bytes, int | None]], end: tuple[int, int] | None
 ) -> None:
-    before = Path.cwd()
     with tempfile.TemporaryDirectory() as empty:
         # A bash that takes a word for the name of a script finds none.
-        os.chdir(empty)
-        try:
-            anchor = NativeAnchor.start(str(anchor_helper))
-        finally:
-            os.chdir(before)
+        anchor = start(empty)
         requests, replies = anchor.ends
         try:
             for body, claimed in [*orders, (UNKNOWN, None)]:
