@@ -7,6 +7,7 @@ from tempfile import mkdtemp
 import pytest
 
 from hatch_build import ANCHOR_SOURCE, HELPER, ORDINARY_SOURCE, PRELOADED_SOURCE, compile_helper
+from sandboxes.linux import spawn
 from sandboxes.linux.files import remove_tree
 from sandboxes.local import shell_files
 from tests.machine import require_sandboxes, wait_until
@@ -46,6 +47,22 @@ def shell_folder(preloaded_helper: Path, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("shell") / "made"
     shell_files.make(folder, preloaded_helper)
     return folder
+
+
+@pytest.fixture(params=["forked", "executed"])
+def shells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How local sandboxes start shells: by forks where they can, or always by executing them."""
+    if request.param == "executed":
+        execute_shells(monkeypatch)
+    elif not Path(spawn.PRELOADED).exists():
+        pytest.skip("no C compiler has made the library for forks")
+    return str(request.param)
+
+
+def execute_shells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let local drivers make no files for forks of shells, as without a compiler."""
+    make = shell_files.make
+    monkeypatch.setattr(shell_files, "make", lambda folder: make(folder, Path("/nowhere/preloaded.so")))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Starts an anchor that forks its shells, beside the files that it needs: for tests of anchors."""
+"""Starts an anchor that forks its shells, beside the files that it needs; and what shows of a shell."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -6,8 +6,26 @@ from pathlib import Path
 from unittest.mock import patch
 
 from sandboxes.guest.anchor import NativeAnchor
-from sandboxes.linux import mounts, processes
+from sandboxes.linux import mounts, processes, spawn
 from sandboxes.linux import syscalls as kernel
+
+FORK, EXECUTABLE = f"{spawn.SHELL_FILES}/bash", str(Path(spawn.BASH).resolve())
+"""The programs of a shell that is a fork, and of another one."""
+PROGRAM = "readlink /proc/$$/exe"
+"""Prints the program of the shell that runs it."""
+SHOWN = r"""
+tr '\0' '\n' </proc/$$/environ; tr '\0' '\n' </proc/$$/cmdline
+(cd /proc/$$; cat comm limits oom_score_adj timerslack_ns personality)
+grep -vE '^(Pid|PPid|Tgid|NStgid|NSpid|NSpgid|NSsid|Vm.*|Rss.*|.*ctxt_switches|SigQ):' /proc/$$/status
+ls -l /proc/$$/fd /proc/self/fd | sed -E 's/.* [0-9:]+ //; s/[0-9]{2,}//g'
+[[ $$ == "$BASHPID" && $(ps -o pgid= $$) -eq $$ && $(ps -o sid= $$) -eq $PPID && $(<"/proc/$PPID/comm") == anchor ]]
+echo "$?"
+declare -p | grep -vE '^declare -[a-z-]* (RANDOM|SRANDOM|SECONDS|EPOCH.*|BASHPID|PPID|BASH_EXECUTION_STRING|_)='
+declare -f; alias; set -o; shopt; trap -p; ulimit -a; umask; enable; jobs; hash; type -a bash
+echo "$0 $# $- $_ $! $?" "${DIRSTACK[@]}"; history; locale; echo ~ ~root; env | sort
+python3 -c 'import os, signal; print(signal.pthread_sigmask(0, []), os.getpriority(0, 0), os.sched_getaffinity(0))'
+"""
+"""Prints what an agent may look at, except for what differs between any two shells."""
 
 
 def start(files: Path, workdir: str = "/") -> NativeAnchor:

@@ -13,11 +13,12 @@ import pytest
 
 from sandboxes.guest.anchor import Anchor, AnchorLostError, BashAnchor, NativeAnchor, adopted_anchor
 from sandboxes.guest.bash import session as session_texts
-from sandboxes.linux import processes, spawn
+from sandboxes.linux import processes
 from sandboxes.linux.processes import parent
 from tests.machine import wait_until
 from tests.sandboxes.box import needs_root
 from tests.sandboxes.guest import forking_anchor
+from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM, SHOWN
 
 EXECUTED, FORKED = "an argument", "a descriptor"
 """How a bash gets its program. Sessions' shells read it from a descriptor, and only these can be forks."""
@@ -111,25 +112,12 @@ def test_process_leads_a_group_and_its_parent_is_the_anchor(anchor: Anchor, way:
     assert {int(mask, 16) for mask in masks[1::2]} == {0}
 
 
-FORK, EXECUTABLE = f"{spawn.SHELL_FILES}/bash", str(Path(spawn.BASH).resolve())
-"""The programs of a shell that is a fork, and of another one."""
-SHOWN_OF_A_PROCESS = r"""
-tr '\0' '\n' </proc/$$/environ
-(cd /proc/$$; cat comm limits oom_score_adj timerslack_ns personality; ls -l ns | sed 's/.* //')
-grep -vE '^(Pid|Tgid|NStgid|NSpid|NSpgid|NSsid|Vm.*|Rss.*|.*ctxt_switches|SigQ):' /proc/$$/status
-declare -p | grep -vE '^declare -[a-z-]* (RANDOM|SRANDOM|SECONDS|EPOCH.*|BASHPID|BASH_EXECUTION_STRING|_)='
-declare -f; alias; set -o; shopt; trap -p; ulimit -a; umask; enable; jobs; hash; type -a bash
-echo "$0 $# $- $_ $! $?" "${DIRSTACK[@]}"; history; locale; echo ~ ~root; env | sort
-python3 -c 'import os, signal; print(signal.pthread_sigmask(0, []), os.getpriority(0, 0), os.sched_getaffinity(0))'
-"""
-
-
 @pytest.mark.parametrize(
     "given", [{}, {"SHELL": ""}, {"A": "1", "PATH": os.environ["PATH"], "SHLVL": "4", "_": "/x", "LANG": "C.UTF-8"}]
 )
 def test_a_fork_shows_what_an_executed_shell_does(forking: NativeAnchor, given: Mapping[str, str]) -> None:
     """A shell with the descriptor 4 is executed, because a fork needs that one for its answer."""
-    shows = f"exec 4<&-; readlink /proc/$$/exe; {SHOWN_OF_A_PROCESS}"
+    shows = f"exec 4<&-; {PROGRAM}; {SHOWN}"
     null = os.open("/dev/null", os.O_RDONLY)
     (forked, fork), (program, executed) = (
         printed(forking, shows, given, more=more).split("\n", 1) for more in ({}, {4: null})
@@ -141,7 +129,7 @@ def test_a_fork_shows_what_an_executed_shell_does(forking: NativeAnchor, given: 
 
 @pytest.mark.parametrize("variable", ["LD_LIBRARY_PATH", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX"])
 def test_a_shell_with_a_variable_for_the_loader_is_executed(forking: NativeAnchor, variable: str) -> None:
-    shows = f"readlink /proc/$$/exe; echo ${variable}"
+    shows = f"{PROGRAM}; echo ${variable}"
     assert printed(forking, shows, {"A": "1", variable: "/nowhere", "B": "2"}) == f"{EXECUTABLE}\n/nowhere\n"
     assert printed(forking, shows, {f"A_{variable}": "/nowhere"}) == f"{FORK}\n\n"
 

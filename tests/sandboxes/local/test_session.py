@@ -168,6 +168,7 @@ def test_changed_pipes_are_not_the_next_shells(data_dir: Path) -> None:
     in_sandbox(data_dir, test)
 
 
+@pytest.mark.usefixtures("shells")
 def test_touched_anchor_does_not_stay_over_changes(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         before = await run(sandbox, "ulimit -n")
@@ -178,6 +179,7 @@ def test_touched_anchor_does_not_stay_over_changes(data_dir: Path) -> None:
     in_sandbox(data_dir, test)
 
 
+@pytest.mark.usefixtures("shells")
 @pytest.mark.skipif(not anchor_program(), reason="no C compiler has made the anchor")
 def test_anchor_stays_over_changes_and_nothing_enters_it(data_dir: Path) -> None:
     """A process that could enter it would hold files of layers that are sealed by now."""
@@ -312,6 +314,7 @@ def test_restored_session_shows_the_same_variables(data_dir: Path, call: str) ->
     in_sandbox(data_dir, test)
 
 
+@pytest.mark.usefixtures("shells")
 def test_a_sandbox_whose_anchor_was_killed_goes_on(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, "x=1; sleep 60 &")
