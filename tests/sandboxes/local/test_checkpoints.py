@@ -12,10 +12,13 @@ from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.launch_messages import RunCriu
 from sandboxes.linux.files import remove_tree
+from sandboxes.linux.spawn import anchor_digest
 from sandboxes.local.driver import LocalDriver
+from sandboxes.local.machine import Machine
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
 from tests.sandboxes.box import local_driver, opened, run
+from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM
 
 if TYPE_CHECKING:
     from sandboxes.driver import FrozenState, Sandbox
@@ -287,6 +290,29 @@ def test_missing_or_damaged_images_are_an_error(data_dir: Path) -> None:
         with pytest.raises(StateGoneError):
             await driver.restore(SPEC, frozen)
         assert (await run(sandbox, "pgrep -c sleep")).out == "1\n"
+
+    driven(data_dir, test)
+
+
+def test_processes_below_another_anchor_are_not_restored(
+    data_dir: Path, shells: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of the anchor is that of another build, or of another bash. Below the same anchor, forks go on."""
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "sleep 1000 &")
+        frozen = await sandbox.freeze()
+        digest = anchor_digest() if shells == "executed" else (data_dir / "shell/files/digest").read_text()
+        assert frozen.payload["checkpoint"]["anchor"]["program"] == digest
+        restored = await driver.restore(SPEC, frozen)
+        assert (await run(restored, "pkill sleep; echo $?")).out == "0\n"
+        assert (await run(restored, PROGRAM)).out == f"{FORK if shells == 'forked' else EXECUTABLE}\n"
+        with monkeypatch.context() as patched:
+            patched.setattr(Machine, "anchors", driver.machine.anchors - {digest})
+            with pytest.raises(StateGoneError, match="another build"):
+                await driver.restore(SPEC, frozen)
+        await driver.restore(SPEC, frozen)
 
     driven(data_dir, test)
 
