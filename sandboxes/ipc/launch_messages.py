@@ -23,10 +23,12 @@ class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(2, 2)):
 
     Attributes:
         cgroups: Files of control groups that it joins by writing 0 to them.
+        shell_files: The directory of `local.shell_files` that it shows; empty for none.
     """
 
     # A process that writes 0 there moves itself, before it starts anything else.
     cgroups: list[str]
+    shell_files: str
 
 
 # Once for each launcher: with each fork it would cost as much as a part of what it saves.
@@ -86,7 +88,7 @@ class LayerStack:
 
 # Descriptors and not paths: a detached mount has no path.
 @dataclass(frozen=True)
-class Mounted(IpcMessage, op="mounted", descriptors=(2, 4)):
+class Mounted(IpcMessage, op="mounted", descriptors=(2, 5)):
     """The layers are mounted; see the table in `messages` for the descriptors."""
 
 
@@ -96,9 +98,14 @@ class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
     """Make a detached overlay mount for a spare sandbox, and give it to its pid 1: `Mounted`, or `Failed`.
 
     The descriptor is the socket to that pid 1.
+
+    Attributes:
+        stack: The layers.
+        shell_files: The directory of `local.shell_files` that the sandbox shows from now on; empty to change nothing.
     """
 
     stack: LayerStack
+    shell_files: str
 
 
 # The namespace crosses as a descriptor, because a number could belong to another process by then.

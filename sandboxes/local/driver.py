@@ -26,6 +26,7 @@ from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_
 from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import DirLock
+from sandboxes.linux.spawn import anchor_digest
 from sandboxes.local.bases import Base, Bases
 from sandboxes.local.machine import START_S, Machine, Spare
 from sandboxes.local.portable_layers import LayerPorter
@@ -217,7 +218,8 @@ class LocalDriver:
                 raise StateGoneError(f"the images of these processes ({images}) are gone. Replay their path instead.")
             # States that were saved with bash as the anchor name no program.
             program = None if images is None else payload["checkpoint"]["anchor"].get("program")
-            if program is not None and program not in self.machine.anchors:
+            shells = await self.machine.shells.of(base)
+            if program not in (None, anchor_digest(), None if shells is None else shells.digest):
                 raise StateGoneError("these processes were saved by another build. Replay their path instead.")
             state = _state(payload["sessions"], payload["pristine"], payload.get("checkpoint"))
             sandbox = await self._launch(spec, base, root, layers, state, images=images)

@@ -45,7 +45,7 @@ def run(
     pages: Iterable[tuple[int, int]] = (),
     *,
     privileged: bool,
-    shell_files: str = "",
+    shell_files: str,
 ) -> None:
     """Be a sandbox until the proxy closes its end.
 
@@ -57,7 +57,7 @@ def run(
         cgroups: Files of control groups that this process joins.
         pages: What memory it will write to, by address and bytes.
         privileged: Whether the proxy is root; otherwise this is root of a user namespace.
-        shell_files: The directory of `shell_files`; empty if there is none.
+        shell_files: The directory of `shell_files` that is shown until there is a spec; empty for none.
     """
     # The kernel kills this process when the launcher dies, and with this pid 1 its whole pid namespace
     # (pid_namespaces(7)). So even kill -9 of the proxy leaves no process.
@@ -97,7 +97,7 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     mounted = switches.wait()
     if isinstance(mounted.message, Failed):
         raise OSError(mounted.message.error)
-    overlay, upper_mount, lower, root = mounted.fds
+    overlay, upper_mount, lower, root, *shown = mounted.fds
     # Before any process of the agent, also of a checkpoint, could take the port.
     listening = [outlet.listen()] if order.egress else []
     for folder in order.binds:
@@ -105,6 +105,8 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
         mounts.bind_read_only(folder)
     for path in order.hidden:
         mounts.hide(path)
+    for files_of_shell in shown:
+        mounts.show_shell_files(files_of_shell)
     mounts.switch(overlay, order.binds)
     # The mount is attached by now. A descriptor of it would keep the layers of a state that the sandbox has left busy.
     os.close(overlay)

@@ -49,18 +49,15 @@ from sandboxes.local import init
 class Launcher:
     """Serves the driver's requests, one at a time."""
 
-    def __init__(self, driver: socket.socket, shell_files: str, *, privileged: bool) -> None:
+    def __init__(self, driver: socket.socket, *, privileged: bool) -> None:
         """Remember the namespaces to come back to.
 
         Args:
             driver: The socket to the driver.
-            shell_files: The directory in which `shell_files` makes files.
             privileged: Whether the driver is root, so that no user namespace is involved.
         """
         self.driver = driver
         self.privileged = privileged
-        # The digest is written last, so without it the files are not whole.
-        self.shell_files = shell_files if os.access(f"{shell_files}/files/digest", os.R_OK) else ""
         # What this process writes to between two forks, and what pid 1s write to, by address and bytes.
         self._written, self._pages = list[tuple[int, int]](), list[tuple[int, int]]()
         # Descriptors, not paths: in another mount namespace /proc is another one.
@@ -131,7 +128,7 @@ class Launcher:
             os.close(self.own_pids)
             init.run(
                 channel, switches, request.cgroups, self._pages,
-                privileged=self.privileged, shell_files=self.shell_files,
+                privileged=self.privileged, shell_files=request.shell_files,
             )  # fmt: skip
             code = 0
         except SystemExit:
@@ -145,6 +142,8 @@ class Launcher:
         """Mount the layers of a spare sandbox, and give them to its pid 1; see `MountLayers`."""
         try:
             mounts = _mount(request.stack)
+            if request.shell_files:
+                mounts.append(rootfs.detached_shell_files(request.shell_files))
         except OSError as error:
             _report(pid_1, Failed(str(error)), [])
             return
@@ -328,7 +327,7 @@ def _show_host(mount_point: str) -> None:
 
 
 def main() -> None:
-    """Run the launcher. Arguments: the socket's descriptor, the directory for the host's view, that of shell files."""
+    """Run the launcher. Arguments: the socket's descriptor, and the directory for the host's view."""
     driver = connect()
     # The kernel reaps children; the driver watches them by their process descriptors.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -352,7 +351,7 @@ def main() -> None:
     except OSError as error:
         driver.sendall(pack_message(Failed(str(error))))
         return
-    Launcher(driver, sys.argv[3], privileged=privileged).serve()
+    Launcher(driver, privileged=privileged).serve()
 
 
 if __name__ == "__main__":

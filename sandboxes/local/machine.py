@@ -34,11 +34,10 @@ from sandboxes.ipc.fork_server import ForkServer
 from sandboxes.ipc.launch_messages import ForkSandbox, WritePages
 from sandboxes.ipc.state_messages import ListPages, Ready
 from sandboxes.linux.cgroups import Cgroups
-from sandboxes.linux.spawn import anchor_digest
-from sandboxes.local import shell_files
 from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers, ReadyUppers
 from sandboxes.local.reaper import Reaper
+from sandboxes.local.shell_files import ShellCopies
 from sandboxes.open_sandboxes import Holding
 from sandboxes.task_owner import TaskOwner
 
@@ -75,12 +74,14 @@ class Spare:
         channel: The channel to its pid 1.
         process: The process descriptor (pidfd) of its pid 1.
         switches: The socket on which the launcher reports to its pid 1; see `MountLayers` and `SwitchLayers`.
+        shell_files: The directory of the shell files that it shows; empty for none.
     """
 
     id: str
     channel: Channel
     process: int
     switches: socket.socket
+    shell_files: str
 
 
 class Machine:
@@ -112,17 +113,17 @@ class Machine:
         self.uppers = ReadyUppers(self.layers.allocate, self.background)
         self.egress = EgressGateway(data_dir / "egress")
         self.reaper = Reaper(self.background)
+        self.shells = ShellCopies(data_dir / "shells")
         self.launcher = ForkServer(
             "the launcher of sandboxes",
             "sandboxes.local.launcher",
-            [str(host_view), str(data_dir / "shell")],
+            [str(host_view)],
             hint="Run `forkpoint doctor` to see why.",
             prepare=self.cgroups.put_behind,
         )
         self._spares: deque[Spare] = deque()
         self._demand = SpareDemand()
         self._starting = 0
-        self._shell_digest = ""
         self._pages_of: int | None = None
         self._restocking: asyncio.Task[None] | None = None
         self._review: asyncio.TimerHandle | None = None
@@ -134,19 +135,9 @@ class Machine:
         Raises:
             SandboxError: This machine cannot run sandboxes.
         """
-        await asyncio.to_thread(self._make_shell_files)
+        await asyncio.to_thread(self.shells.open)
         await self.launcher.start()
         await self._fill_spares()
-
-    def _make_shell_files(self) -> None:
-        # Without them shells are executed, which takes longer.
-        with contextlib.suppress(shell_files.NoShellFilesError):
-            self._shell_digest = shell_files.make(self.data_dir / "shell")
-
-    @property
-    def anchors(self) -> set[str]:
-        """The digests of the programs that a restored anchor may be of."""
-        return {anchor_digest(), self._shell_digest} - {""}
 
     async def close(self) -> None:
         """End the launcher and the spares, and wait for all background tasks. Idempotent."""
@@ -191,10 +182,10 @@ class Machine:
         # When this process dies, the kernel closes `ours`, and the pid 1 at the other end exits.
         ours, theirs = socket.socketpair()
         switches, reports = socket.socketpair()
-        channel = Channel(ours)
+        channel, shown = Channel(ours), self.shells.last
         try:
             given = [theirs.fileno(), reports.fileno()]
-            forked = await self.launcher.ask(ForkSandbox(self.cgroups.create(name)), given)
+            forked = await self.launcher.ask(ForkSandbox(self.cgroups.create(name), shown), given)
         except BaseException:
             channel.close()
             switches.close()
@@ -209,7 +200,7 @@ class Machine:
             channel.close()
             switches.close()
             raise SandboxError(f"a sandbox could not be started: {os.strerror(errno.EMFILE)}")
-        spare = Spare(name, channel, forked.fds[0], switches)
+        spare = Spare(name, channel, forked.fds[0], switches, shown)
         try:
             await channel.next(Ready)
         except BaseException as error:

@@ -88,7 +88,7 @@ class LocalSandbox(MachineSandbox):
             spare.id, spare.channel, spec, machine.data_dir, machine.read_only,
             server_environment={**ENVIRONMENT, **variables(spec)}, process_environment=variables(spec),
         )  # fmt: skip
-        self._seals = seals
+        self._seals, self._shown = seals, spare.shell_files
         self.begun_at: StateDigest | None = None
         self.pristine: dict[str, Any] | None = None
         self._held: tuple[str, ...] = ()
@@ -126,8 +126,11 @@ class LocalSandbox(MachineSandbox):
             SpecError: The base cannot run a shell.
             SandboxError: The sandbox or the machine failed.
         """
+        shells = await self._machine.shells.of(self._base)
+        # A spare shows those that were used last.
+        folder = "" if shells is None or shells.folder == self._shown else shells.folder
         # Pid 1 gets the mounts from the launcher itself, and its order meanwhile.
-        await self._layers.mount()
+        await self._layers.mount(folder)
         limits, cgroups = self._spec.limits, self._machine.cgroups
         memory_bytes = limits.memory_mb << 20
         # Before the order: the spare has run without limits, and the agent's first process must not.

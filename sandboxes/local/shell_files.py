@@ -1,4 +1,4 @@
-"""The files of the shell that a local sandbox's anchor forks: copies of the host's bash and of its libraries."""
+"""The files of the shell that a local sandbox's anchor forks: copies of a base's bash and of its libraries."""
 
 # Theory of operation.
 #
@@ -11,49 +11,109 @@
 #    from copies, which each sandbox has read-only at /dev/.shell. A copy of bash differs from bash in one place, the
 #    path of its loader. An overlay of its own shows them to each sandbox: a lock or a watch of one sandbox's processes
 #    on these files is not one on the files of another sandbox.
-# 2. A sandbox may have another bash than the host, or a command may have changed bash, its libraries or what its loader
-#    reads. `facts` has the size and the times of all these files. The anchor compares them before each fork, and
-#    executes the sandbox's own bash if they differ. The time of change (ctime) cannot be set by a command.
-# 3. Without a compiler there is no library to load, and on some hosts no copies can be made. Then the anchor is one of
+# 2. Each base has copies of its own. A command may have changed bash, its libraries or what its loader reads. `facts`
+#    has the size and the times of all these files. The anchor compares them before each fork, and executes the
+#    sandbox's own bash if they differ. The time of change (ctime) cannot be set by a command.
+# 3. Without a compiler there is no library to load, and of some bases no copies can be made. Then the anchor is one of
 #    the other programs (`guest.anchor`).
+#
+# A base may be anybody's. Its files are read as data, within its root, and never executed outside of a sandbox.
 
+import asyncio
+import contextlib
 import hashlib
 import os
-import re
 import shutil
-import struct
-import subprocess
+import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.linux import shell_facts, spawn
+from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import Opened
+from sandboxes.local.bases import Base
+from sandboxes.local.loading import MalformedError, library_path, read_program
 
-_INTERPRETER, _DYNAMIC_64_LITTLE = 3, b"\x7fELF\x02\x01"
-"""The type of a program header that names the loader, and how the file of a 64-bit program begins (elf(5))."""
-_HEADER = struct.Struct("=32xQ14xHH6x")
-"""Of an ELF header (Elf64_Ehdr): where the program headers begin, the size of one, and how many there are."""
-_PROGRAM_HEADER = struct.Struct("=I4xQ16xQ16x")
-"""Of a program header (Elf64_Phdr): its type, where in the file it begins, and its size there."""
-_LIBRARY = re.compile(rb"^\t(\S+) => (/\S+) \(0x", re.MULTILINE)
-"""A line of the loader's list of libraries."""
-_READ_BY_LOADER = ("/etc/ld.so.cache", "/etc/ld.so.preload")
-"""Files besides the libraries that decide what is loaded (ld.so(8))."""
-_LOADER_TIMEOUT_S = 10.0
-"""How long the loader may take to list libraries. It takes milliseconds; the value is an estimate."""
+_CACHE, _PRELOADS = "/etc/ld.so.cache", "/etc/ld.so.preload"
+"""What the loader reads besides programs and libraries (ld.so(8))."""
+_MAX_FILE_BYTES = 32 << 20
+"""The largest file that is copied; bash and glibc have 1 to 2 MB. Without it, a base could fill memory and disk."""
+_MAX_LIBRARIES = 8
+"""The most libraries of a bash. Debian's needs two; `files` in preloaded.c has room for 32."""
 
 
 class NoShellFilesError(Exception):
-    """Shells cannot be forked on this host. The text says why."""
+    """Shells of a base cannot be forked. The text says why."""
 
 
-def make(folder: Path, library: Path = Path(spawn.PRELOADED)) -> str:
+@dataclass(frozen=True, slots=True)
+class ShellFiles:
+    """The copies of one base.
+
+    Attributes:
+        folder: The directory of `files` and `empty`.
+        digest: A digest of the copies, which a checkpoint names.
+    """
+
+    folder: str
+    digest: str
+
+
+class ShellCopies:
+    """The copies of all bases of a driver, made when a base is first used.
+
+    Attributes:
+        last: The directory of those that were used last, which are shown in spares; empty if there are none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Have none yet; `open` removes those of another process.
+
+        Args:
+            folder: Where they are made.
+        """
+        self._folder = folder
+        self.last = ""
+        self._made: dict[str, ShellFiles | None] = {}
+        self._making = asyncio.Lock()
+
+    def open(self) -> None:
+        """Remove what an earlier process has made. Its sandboxes are gone."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def of(self, base: Base) -> ShellFiles | None:
+        """Return the copies of a base; None if shells are executed there. The first time takes 10 ms, in a thread."""
+        if base.identity not in self._made:
+            async with self._making:
+                if base.identity not in self._made:
+                    root = "/" if base.identity.startswith("host") else base.lowers[0]
+                    self._made[base.identity] = await asyncio.to_thread(self._make, root)
+        made = self._made[base.identity]
+        if made is not None:
+            self.last = made.folder
+        return made
+
+    def _make(self, root: str) -> ShellFiles | None:
+        name = hashlib.blake2b(os.fsencode(root), digest_size=8).hexdigest()
+        folder = self._folder / f"{name}-{len(self._made)}"
+        try:
+            return ShellFiles(str(folder), make(folder, root=root))
+        except NoShellFilesError:
+            # Shells are executed then, which takes longer and is otherwise the same.
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
+
+
+def make(folder: Path, library: Path = Path(spawn.PRELOADED), root: str = "/") -> str:
     """Make the files anew, in `files` below a folder; `empty` beside it is empty. Return a digest of them. 10 ms.
 
     Args:
         folder: It is made anew.
         library: What `preloaded.c` was compiled into.
+        root: The directory of the base.
 
     Raises:
-        NoShellFilesError: They cannot be made here. The folder is then missing or of no use.
+        NoShellFilesError: They cannot be made for this base. The folder is then missing or of no use.
     """
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -62,23 +122,19 @@ def make(folder: Path, library: Path = Path(spawn.PRELOADED)) -> str:
             directory.mkdir(parents=True)
             # Whatever the umask is: the agent's processes may have any user.
             directory.chmod(0o755)
-        if not library.exists():
-            raise NoShellFilesError(f"{library} was not compiled")
-        bash = Path(spawn.BASH).read_bytes()
-        loader, program = with_loader(bash, f"{spawn.SHELL_FILES}/loader")
-        libraries = _libraries(loader)
-        contents = {"bash": program, "loader": Path(loader).read_bytes(), "preloaded.so": library.read_bytes()}
-        contents |= {name: path.read_bytes() for name, path in libraries.items()}
-        involved = [spawn.BASH, loader, *map(str, libraries.values()), *_READ_BY_LOADER]
-        facts = shell_facts.facts_of([os.fsencode(path) for path in involved])
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        contents = {"preloaded.so": library.read_bytes()}
+        with Opened(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
+            copies, paths = _copies(top)
+            contents |= copies
+            facts = shell_facts.facts_of([os.fsencode(path) for path in paths], within=top)
+    except (OSError, ValueError) as error:
         raise NoShellFilesError(str(error)) from error
-    if Path(_READ_BY_LOADER[1]).exists():
-        raise NoShellFilesError(f"{_READ_BY_LOADER[1]} has libraries that bash would load too")
-    digest = hashlib.blake2b(b"".join(contents[name] for name in sorted(contents)), digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(contents):
+        digest.update(b"%b %d\0" % (name.encode(), len(contents[name])))
+        digest.update(contents[name])
     # The digest comes last: it says that the others are whole.
-    contents |= {"facts": facts, "digest": digest.hexdigest().encode()}
-    for name, content in contents.items():
+    for name, content in {**contents, "facts": facts, "digest": digest.hexdigest().encode()}.items():
         path = files / name
         path.write_bytes(content)
         path.chmod(0o755)
@@ -91,30 +147,49 @@ def with_loader(program: bytes, loader: str) -> tuple[str, bytes]:
     Raises:
         NoShellFilesError: It is no 64-bit program that names a loader, or its loader's path is too short.
     """
-    if not program.startswith(_DYNAMIC_64_LITTLE) or len(program) < _HEADER.size:
-        raise NoShellFilesError("bash is no 64-bit program of this byte order")
-    first, size, count = _HEADER.unpack_from(program)
-    for index in range(count):
-        at = first + index * size
-        if at + _PROGRAM_HEADER.size > len(program):
-            break
-        kind, begin, length = _PROGRAM_HEADER.unpack_from(program, at)
-        if kind != _INTERPRETER:
+    try:
+        read = read_program(program)
+        return read.loader, read.with_loader(program, loader)
+    except MalformedError as error:
+        raise NoShellFilesError(str(error)) from error
+
+
+def _copies(root: int) -> tuple[dict[str, bytes], list[str]]:
+    """Return the copies by name, and the paths of all files that loading bash involves.
+
+    Raises:
+        MalformedError, OSError: They cannot be made.
+    """
+    bash = _content(root, spawn.BASH)
+    program, cache = read_program(bash), _content(root, _CACHE)
+    copies = {
+        "bash": program.with_loader(bash, f"{spawn.SHELL_FILES}/loader"),
+        "loader": _content(root, program.loader),
+    }
+    paths, waiting = [spawn.BASH, program.loader], list(program.needed)
+    # The loader itself is one of the libraries that libc needs.
+    found = {os.path.basename(program.loader)}  # noqa: PTH119 - a path within the base
+    while waiting:
+        if (name := waiting.pop()) in found:
             continue
-        named = program[begin : begin + length].rstrip(b"\0").decode(errors="surrogateescape")
-        if len(loader) >= length:
-            break
-        return named, program[:begin] + loader.encode().ljust(length, b"\0") + program[begin + length :]
-    raise NoShellFilesError("bash names no loader, or one whose path is too short")
+        if "/" in name or name in copies or len(found) > _MAX_LIBRARIES:
+            raise MalformedError(f"bash needs {name}")
+        found.add(name)
+        path = library_path(cache, name, program.machine)
+        copies[name] = _content(root, path)
+        waiting += read_program(copies[name]).needed
+        paths.append(path)
+    with contextlib.suppress(FileNotFoundError):
+        kernel.stat_in_root(root, os.fsencode(_PRELOADS))
+        raise MalformedError(f"{_PRELOADS} has libraries that bash would load too")
+    return copies, [*paths, _CACHE, _PRELOADS]
 
 
-def _libraries(loader: str) -> dict[str, Path]:
-    """Return the libraries that bash needs, by the names that it needs them under."""
-    listed = subprocess.run(  # noqa: S603 - the host's own loader and bash
-        [loader, "--list", spawn.BASH],
-        env={}, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_LOADER_TIMEOUT_S,
-    ).stdout  # fmt: skip
-    found = {name.decode(): Path(path.decode()) for name, path in _LIBRARY.findall(listed)}
-    if not found or any("/" in name for name in found):
-        raise NoShellFilesError(f"{loader} lists no libraries of {spawn.BASH}")
-    return found
+def _content(root: int, path: str) -> bytes:
+    """Return the content of a file within a base."""
+    how = kernel.open_how(os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, kernel.RESOLVE_IN_ROOT)
+    with Opened(kernel.openat2(root, os.fsencode(path), how)) as fd, os.fdopen(os.dup(fd), "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
+            raise MalformedError(f"{path} is no file, or has more than {_MAX_FILE_BYTES} bytes")
+        return file.read(_MAX_FILE_BYTES)

@@ -62,7 +62,7 @@ def shells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def execute_shells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let local drivers make no files for forks of shells, as without a compiler."""
     make = shell_files.make
-    monkeypatch.setattr(shell_files, "make", lambda folder: make(folder, Path("/nowhere/preloaded.so")))
+    monkeypatch.setattr(shell_files, "make", lambda folder, root: make(folder, Path("/nowhere/preloaded.so"), root))
 
 
 @pytest.fixture(scope="session")

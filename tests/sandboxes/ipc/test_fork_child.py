@@ -27,7 +27,7 @@ def test_a_driver_that_dies_before_it_reads_ends_the_requests() -> None:
     [
         (lambda child: Zygote(child, "sqlite").serve(), pack({"op": "end", "pid": 1})),
         (
-            lambda child: Launcher(child, "", privileged=False).serve(),
+            lambda child: Launcher(child, privileged=False).serve(),
             pack_message(WritePages([])),
         ),
     ],

@@ -64,7 +64,7 @@ def test_an_answer_whose_descriptors_were_dropped_is_an_error(monkeypatch: pytes
 
         monkeypatch.setattr(server, "request", request)
         with pytest.raises(SandboxError, match="0 descriptors came"):
-            await server.ask(ForkSandbox([]))
+            await server.ask(ForkSandbox([], ""))
 
     served(test)
 

@@ -13,8 +13,9 @@ from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.launch_messages import RunCriu
 from sandboxes.linux.files import remove_tree
 from sandboxes.linux.spawn import anchor_digest
+from sandboxes.local.bases import Base
 from sandboxes.local.driver import LocalDriver
-from sandboxes.local.machine import Machine
+from sandboxes.local.shell_files import ShellCopies
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
 from tests.sandboxes.box import local_driver, opened, run
@@ -294,6 +295,15 @@ def test_missing_or_damaged_images_are_an_error(data_dir: Path) -> None:
     driven(data_dir, test)
 
 
+async def no_copies(_copies: ShellCopies, _base: Base) -> None:
+    """Make no copies of a base's shell."""
+
+
+def digests(data_dir: Path) -> list[str]:
+    """Return the digests of all copies of shells in a driver's directory."""
+    return [path.read_text() for path in data_dir.glob("shells/*/files/digest")]
+
+
 def test_processes_below_another_anchor_are_not_restored(
     data_dir: Path, shells: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,13 +313,14 @@ def test_processes_below_another_anchor_are_not_restored(
         sandbox = await driver.start(SPEC)
         await run(sandbox, "sleep 1000 &")
         frozen = await sandbox.freeze()
-        digest = anchor_digest() if shells == "executed" else (data_dir / "shell/files/digest").read_text()
+        [digest] = [anchor_digest()] if shells == "executed" else digests(data_dir)
         assert frozen.payload["checkpoint"]["anchor"]["program"] == digest
         restored = await driver.restore(SPEC, frozen)
         assert (await run(restored, "pkill sleep; echo $?")).out == "0\n"
         assert (await run(restored, PROGRAM)).out == f"{FORK if shells == 'forked' else EXECUTABLE}\n"
         with monkeypatch.context() as patched:
-            patched.setattr(Machine, "anchors", driver.machine.anchors - {digest})
+            patched.setattr("sandboxes.local.driver.anchor_digest", lambda: "of another build")
+            patched.setattr(ShellCopies, "of", no_copies)
             with pytest.raises(StateGoneError, match="another build"):
                 await driver.restore(SPEC, frozen)
         await driver.restore(SPEC, frozen)
