@@ -22,6 +22,7 @@ from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.cgroups import Cgroups
+from sandboxes.local import shell_files
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.sqlite_volatile import clock_can_be_set
@@ -68,7 +69,7 @@ def check(data_dir: Path, *, checkpoints: bool = True) -> list[Requirement]:
     results += [_namespaces(), _file_system(data_dir), _cgroups(), _descriptors(), _docker()]
     results += [*_damage(data_dir), *_host_changes(data_dir)]
     if all(requirement.ok for requirement in results if requirement.required):
-        results += [_trial(data_dir), _criu() if checkpoints else _no_checkpoints(), _sqlite(data_dir)]
+        results += [_trial(data_dir), _shells(), _criu() if checkpoints else _no_checkpoints(), _sqlite(data_dir)]
     return results
 
 
@@ -172,6 +173,18 @@ def _host_changes(data_dir: Path) -> Iterator[Requirement]:
         detail = f"this machine has changed {len(versions) - 1} times under tasks with base host"
         remedy = "New rollouts begin new trees then. Give tasks a directory or a tarball as base: docs/tasks.md."
         yield Requirement("host base", len(versions) == 1, detail, remedy, required=False)
+
+
+def _shells() -> Requirement:
+    """Check whether the shells of this machine's bash can be forks of one that was loaded once."""
+    remedy = "Install a C compiler (Debian, Ubuntu: apt install gcc libc6-dev), then install Forkpoint again."
+    with tempfile.TemporaryDirectory(prefix="forkpoint-check-") as folder:
+        try:
+            shell_files.make(Path(folder) / "shell")
+        except shell_files.NoShellFilesError as error:
+            detail = f"each call executes bash, which takes 0.6 ms of CPU more than a fork: {error}"
+            return Requirement("shells", False, detail, remedy, required=False)
+    return Requirement("shells", True, "each call has a fork of a bash that was loaded once", "", required=False)
 
 
 def _criu() -> Requirement:

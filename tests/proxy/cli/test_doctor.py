@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from proxy.cli.doctor import _host_changes, check
+import pytest
+
+from proxy.cli.doctor import _host_changes, _shells, check
+from sandboxes.local import shell_files
 from tests.machine import require_sandboxes
 
 
@@ -23,3 +26,14 @@ def test_checkpoints_turned_off_are_shown(tmp_path: Path) -> None:
     (shown,) = [requirement for requirement in check(tmp_path, checkpoints=False) if requirement.name == "checkpoints"]
     assert shown.ok
     assert "turned off" in shown.detail
+
+
+def test_why_shells_are_executed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_folder: Path) -> str:
+        raise shell_files.NoShellFilesError("bash names no loader")
+
+    monkeypatch.setattr(shell_files, "make", fail)
+    shown = _shells()
+    assert (shown.ok, shown.required) == (False, False)
+    assert "executes bash" in shown.detail
+    assert shown.detail.endswith("bash names no loader")
