@@ -16,7 +16,9 @@ _LOAD, _DYNAMIC, _INTERPRETER = 1, 2, 3
 _TAG = struct.Struct("<qQ")
 _END, _NEEDED, _STRINGS, _RPATH, _RUNPATH = 0, 1, 5, 15, 29
 """Tags of the dynamic section."""
-_MAX_HEADERS = 64
+_MAX_HEADERS, _MAX_TAGS, _MAX_ENTRIES, _MAX_TEXT_BYTES = 64, 1024, 50_000, 4096
+"""How much is read: program headers, tags, entries of a cache, and bytes of a name. bash has 14 and 32, a cache some
+thousand. Reading takes 0.1 s at the most, in which other threads wait for the interpreter."""
 
 _CACHE_BEGIN = b"glibc-ld.so.cache1.1"
 _CACHE_HEADER = struct.Struct("<20xI24x")
@@ -72,9 +74,9 @@ def read_program(content: bytes) -> Program:
     if not content.startswith(_BEGIN) or len(content) < _HEADER.size:
         raise MalformedError("it is no 64-bit program of this byte order")
     machine, first, size, count = _HEADER.unpack_from(content)
-    headers = [_PROGRAM_HEADER.unpack(_part(content, first + i * size, _PROGRAM_HEADER.size)) for i in range(count)]
     if count > _MAX_HEADERS:
         raise MalformedError(f"it has {count} program headers")
+    headers = [_PROGRAM_HEADER.unpack(_part(content, first + i * size, _PROGRAM_HEADER.size)) for i in range(count)]
     loader, loader_at, needed = "", (0, 0), tuple[str, ...]()
     for kind, begin, _, length in headers:
         if kind == _INTERPRETER:
@@ -94,6 +96,8 @@ def _needed(content: bytes, dynamic: bytes, places: list[tuple[int, int, int]]) 
         places: The address, the place in the file and the length of what is loaded.
     """
     names, strings = list[int](), -1
+    if len(dynamic) > _MAX_TAGS * _TAG.size:
+        raise MalformedError("it has too many tags")
     for tag, value in _TAG.iter_unpack(dynamic[: len(dynamic) // _TAG.size * _TAG.size]):
         if tag == _END:
             break
@@ -117,6 +121,8 @@ def library_path(cache: bytes, name: str, machine: int) -> str:
     if not cache.startswith(_CACHE_BEGIN) or len(cache) < _CACHE_HEADER.size:
         raise MalformedError("the loader's cache has an unknown form")
     (count,) = _CACHE_HEADER.unpack_from(cache)
+    if count > _MAX_ENTRIES:
+        raise MalformedError(f"the loader's cache has {count} entries")
     entries = _part(cache, _CACHE_HEADER.size, count * _CACHE_ENTRY.size)
     found = [
         (path, processors)
@@ -136,7 +142,7 @@ def _part(content: bytes, begin: int, length: int) -> bytes:
 
 def _text(content: bytes, begin: int) -> str:
     """Return the text at a place, which ends with NUL."""
-    end = content.find(b"\0", begin)
+    end = content.find(b"\0", begin, begin + _MAX_TEXT_BYTES)
     if not 0 <= begin < len(content) or end < 0:
         raise MalformedError("a name in it does not end")
     return content[begin:end].decode(errors="surrogateescape")

@@ -86,16 +86,17 @@ class ShellCopies:
         if base.identity not in self._made:
             async with self._making:
                 if base.identity not in self._made:
-                    root = "/" if base.identity.startswith("host") else base.lowers[0]
-                    self._made[base.identity] = await asyncio.to_thread(self._make, root)
+                    self._made[base.identity] = await asyncio.to_thread(self._make, base)
         made = self._made[base.identity]
         if made is not None:
             self.last = made.folder
         return made
 
-    def _make(self, root: str) -> ShellFiles | None:
-        name = hashlib.blake2b(os.fsencode(root), digest_size=8).hexdigest()
-        folder = self._folder / f"{name}-{len(self._made)}"
+    def _make(self, base: Base) -> ShellFiles | None:
+        if base.binds:
+            # The host in a user namespace has copies of /etc and its own /usr, so no directory is its root.
+            return None
+        folder, root = self._folder / str(len(self._made)), "/" if base.identity.startswith("host:") else base.lowers[0]
         try:
             return ShellFiles(str(folder), make(folder, root=root))
         except NoShellFilesError:

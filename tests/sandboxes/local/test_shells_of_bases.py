@@ -1,0 +1,94 @@
+"""Shells are forks of the bash of a sandbox's own base, whatever that base is."""
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sandboxes.linux import spawn
+from sandboxes.local import shell_files
+from sandboxes.local.shell_files import NoShellFilesError
+from sandboxes.spec import EnvironmentSpec
+from tests.machine import require_sandboxes
+from tests.sandboxes.box import local_driver, needs_root, opened, run
+from tests.sandboxes.guest.forking_anchor import FORK
+from tests.sandboxes.local.test_states import small_base
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A root file system whose bash differs from this machine's in one text, and whose libraries are in a cache."""
+    root = small_base(tmp_path / "root")
+    bash = root / spawn.BASH[1:]
+    bash.write_bytes(bash.read_bytes().replace(b"command not found", b"kommand not found"))
+    (root / "etc").mkdir()
+    folders = sorted({f"/{path.parent.relative_to(root)}" for path in root.rglob("*.so*")})
+    (root / "etc" / "ld.so.conf").write_text("".join(f"{folder}\n" for folder in folders))
+    subprocess.run(["/sbin/ldconfig", "-r", root], check=True)
+    return root
+
+
+@needs_root
+def test_each_base_has_forks_of_its_own_bash(data_dir: Path, base: Path) -> None:
+    """Also a sandbox whose spare was made for another base, and one that is restored."""
+    require_sandboxes()
+    if not Path(spawn.PRELOADED).exists():
+        pytest.skip("no C compiler has made the library for forks")
+    shown = f"[[ /proc/$$/exe -ef {FORK} ]] && echo fork; nope"
+    small, host = EnvironmentSpec(base=str(base)), EnvironmentSpec()
+
+    async def go() -> None:
+        async with opened(local_driver(data_dir, checkpoints=False)) as driver:
+            for spec, word in ((host, "command"), (small, "kommand"), (small, "kommand"), (host, "command")):
+                sandbox = await driver.start(spec)
+                await run(sandbox, "echo x >/tmp/f")
+                restored = await driver.restore(spec, await sandbox.freeze())
+                for each in (sandbox, restored):
+                    answer = await run(each, shown)
+                    assert (answer.out, answer.err) == ("fork\n", f"bash: line 1: nope: {word} not found\n")
+
+    asyncio.run(go())
+
+
+def hostile(base: Path, what: str, outside: Path) -> None:
+    bash = base / spawn.BASH[1:]
+    match what:
+        case "a pipe":
+            bash.unlink()
+            os.mkfifo(bash)
+        case "a link to the outside":
+            bash.unlink()
+            bash.symlink_to(f"{'../' * 40}{outside}")
+        case "a huge file":
+            os.truncate(bash, 1 << 40)
+        case "no bash":
+            bash.write_bytes(b"#!/bin/cat\n")
+        case "a huge cache":
+            os.truncate(base / "etc" / "ld.so.cache", 1 << 40)
+        case "preloads":
+            (base / "etc" / "ld.so.preload").write_text("/tmp/x.so\n")
+        case "a library that is a link to the outside":
+            for library in base.rglob("libc.so*"):
+                library.unlink()
+                library.symlink_to(f"{'../' * 40}{outside}")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a pipe", "a link to the outside", "a huge file", "no bash", "a huge cache", "preloads",
+        "a library that is a link to the outside",
+    ],
+)  # fmt: skip
+def test_no_copies_are_made_of_a_hostile_base(base: Path, tmp_path: Path, what: str) -> None:
+    """What it names is looked up in the base, and no file outside of it is read."""
+    outside = tmp_path / "outside"
+    outside.write_bytes(Path(spawn.BASH).read_bytes())
+    hostile(base, what, outside)
+    library = tmp_path / "library"
+    library.write_bytes(b"")
+    with pytest.raises(NoShellFilesError):
+        shell_files.make(tmp_path / "made", library, str(base))
+    assert not (tmp_path / "made" / "files" / "digest").exists()
