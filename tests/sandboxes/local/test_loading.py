@@ -1,12 +1,15 @@
 """What programs say of their loader and libraries, and what the loader's cache says, whatever a base has put there."""
 
+import os
 import re
+import shutil
 import struct
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandboxes.linux.spawn import BASH
@@ -116,3 +119,88 @@ def test_reading_what_a_base_holds_has_a_bound() -> None:
         library_path(cache, "libc.so.6", X86_64)
     with pytest.raises(MalformedError, match="entries"):
         library_path(cache[:20] + struct.pack("<I", 1 << 31) + cache[24:], "libc.so.6", X86_64)
+
+
+MAGIC = b"\x7fELF\x02\x01"
+LOADER = "/dev/.shell/loader"
+NUMBERS = st.one_of(st.integers(0, 2**16 - 1), st.integers(2**63 - 2**8, 2**64 - 1))
+
+
+def elf(first: int, size: int, count: int, *headers: bytes, text: bytes = b"") -> bytes:
+    """Return a program: its header, program headers and text follow each other, and the header may say otherwise."""
+    begin = struct.pack("<6s26xQ14xHHH4x", MAGIC, first, size, count, 0)
+    return begin[:64] + b"".join(headers) + text
+
+
+def header(kind: int, begin: int, length: int) -> bytes:
+    """Return a program header of a part that is loaded at the address at which it is in the file."""
+    return struct.pack("<I4xQQ8xQ16x", kind, begin, begin, length)
+
+
+SHORT, PLACES = st.integers(0, 2**16 - 1), st.one_of(st.integers(0, 400), NUMBERS)
+HEADERS = st.lists(st.builds(header, st.sampled_from([0, 1, 2, 3, 3, 3, 2**32 - 1]), PLACES, PLACES), max_size=4)
+TEXTS = st.one_of(st.binary(max_size=300), st.just(4 * b"/lib64/ld-linux-x86-64.so.2\0"))
+PROGRAMS = st.one_of(
+    st.binary(max_size=200),
+    st.binary(max_size=200).map(MAGIC.__add__),
+    st.builds(lambda headers, text: elf(64, 56, len(headers), *headers, text=text), HEADERS, TEXTS),
+    st.builds(
+        lambda place, size, count, headers, text: elf(place, size, count, *headers, text=text),
+        PLACES, SHORT, SHORT, HEADERS, TEXTS,
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=500)
+@given(PROGRAMS)
+def test_program_of_any_form_has_a_loader_or_is_refused(program: bytes) -> None:
+    """What comes back has another path in the place of the loader's, and is otherwise the same program."""
+    try:
+        read = read_program(program)
+        changed = read.with_loader(program, LOADER)
+    except MalformedError:
+        return
+    path = os.fsencode(read.loader)
+    assert len(changed) == len(program)
+    places = [at for at in range(len(program)) if changed.startswith(LOADER.encode() + b"\0", at)]
+    assert any(program.startswith(path, at) and program[:at] == changed[:at] for at in places)
+
+
+def test_loader_is_replaced_in_a_program_that_still_runs(tmp_path: Path) -> None:
+    """Only the bytes of the path change, and the program finds the new loader."""
+    bash = Path(BASH).read_bytes()
+    program = read_program(bash)
+    with TemporaryDirectory(prefix="f", dir="/tmp") as folder:
+        copy = Path(folder) / "l"
+        edited = program.with_loader(bash, str(copy))
+        assert [before for before, after in zip(bash, edited, strict=True) if before != after]
+        assert edited.replace(os.fsencode(copy).ljust(len(program.loader), b"\0"), os.fsencode(program.loader)) == bash
+        path = tmp_path / "bash"
+        path.write_bytes(edited)
+        path.chmod(0o755)
+        with pytest.raises(FileNotFoundError):
+            subprocess.run([path, "-c", ":"], check=False)
+        shutil.copy(program.loader, copy)
+        assert subprocess.check_output([path, "-c", "echo on"]) == b"on\n"
+
+
+@pytest.mark.parametrize("length", [12, 13])
+def test_loader_s_path_needs_room_for_its_end(length: int) -> None:
+    """A header says where the path is, and how long with its NUL."""
+    program = elf(64, 56, 1, header(3, 120, length), text=b"/long/loader\0")
+    if length == 12:
+        with pytest.raises(MalformedError):
+            read_program(program).with_loader(program, "/other/other")
+    else:
+        changed = read_program(program).with_loader(program, "/other/other")
+        assert changed == program[:120] + b"/other/other\0"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [b"", b"#!/bin/sh\n", b"\x7fELF\x01\x01" + bytes(100), b"\x7fELF\x02\x02" + bytes(100), MAGIC, elf(64, 56, 0)],
+    ids=["nothing", "a script", "32 bits", "another byte order", "no whole header", "a static program"],
+)
+def test_other_programs_are_refused(program: bytes) -> None:
+    with pytest.raises(MalformedError):
+        read_program(program).with_loader(program, LOADER)

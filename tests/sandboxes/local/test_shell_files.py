@@ -1,0 +1,137 @@
+"""The copies of a base's shell: what they are, and when there are none. Hostile bases: `test_shells_of_bases.py`."""
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sandboxes.linux import shell_facts, spawn
+from sandboxes.local import shell_files
+from sandboxes.local.shell_files import NoShellFilesError
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A base that has this machine's bash, and what loading it involves. Its directories are absolute links."""
+    root = tmp_path / "base"
+    listed = subprocess.check_output(["ldd", spawn.BASH], text=True)
+    for path in (spawn.BASH, "/etc/ld.so.cache", *re.findall(r"(/\S+) \(0x", listed)):
+        place = root / "usr" / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, place)
+    for folder in (root / "usr").iterdir():
+        (root / folder.name).symlink_to(f"/usr/{folder.name}")
+    return root
+
+
+def test_copies_are_of_the_base_and_whole(base: Path, preloaded_helper: Path, tmp_path: Path) -> None:
+    """Each user may read and execute them, whatever the umask is."""
+    made = tmp_path / "made"
+    with (base / "usr/bin/bash").open("ab") as bash:
+        bash.write(b"of the base")
+    before = os.umask(0o077)
+    try:
+        digest = shell_files.make(made, preloaded_helper, str(base))
+    finally:
+        os.umask(before)
+    files = made / "files"
+    names = {path.name for path in files.iterdir()}
+    assert names > {"bash", "loader", "preloaded.so", "facts", "digest", "libc.so.6"}
+    assert {path.stat().st_mode & 0o777 for path in (files, made / "empty", *files.iterdir())} == {0o755}
+    assert list((made / "empty").iterdir()) == []
+    assert (files / "digest").read_text() == digest
+    assert (files / "bash").read_bytes().endswith(b"of the base")
+    assert (files / "preloaded.so").read_bytes() == preloaded_helper.read_bytes()
+
+
+def test_facts_are_of_all_files_that_loading_involves(base: Path, preloaded_helper: Path, tmp_path: Path) -> None:
+    """They are those of the base's files, by the paths that these have in a sandbox."""
+    listed = re.findall(r"(/\S+) \(0x", subprocess.check_output(["ldd", spawn.BASH], text=True))
+    paths = {spawn.BASH, *listed, "/etc/ld.so.cache", "/etc/ld.so.preload"}
+    shell_files.make(tmp_path / "made", preloaded_helper, str(base))
+    facts = (tmp_path / "made/files/facts").read_bytes()
+    size = shell_facts.PATH_BYTES + 5 * 8
+    found = {facts[at : at + size].split(b"\0")[0].decode(): facts[at : at + size] for at in range(0, len(facts), size)}
+    assert found.keys() == paths
+    for path, fact in found.items():
+        there = base / "usr" / path.lstrip("/")
+        assert fact[shell_facts.PATH_BYTES :] == shell_facts.facts_of([os.fsencode(there)])[shell_facts.PATH_BYTES :]
+
+
+def test_digest_differs_with_each_copy(base: Path, preloaded_helper: Path, tmp_path: Path) -> None:
+    """A checkpoint has pages of all of them, so it may go on only with the same ones."""
+    digest = shell_files.make(tmp_path / "made", preloaded_helper, str(base))
+    assert shell_files.make(tmp_path / "made", preloaded_helper, str(base)) == digest
+    seen = {digest}
+    other = tmp_path / "other.so"
+    other.write_bytes(preloaded_helper.read_bytes() + b"\0")
+    seen.add(shell_files.make(tmp_path / "made", other, str(base)))
+    changed = [path for path in (base / "usr").rglob("*") if path.is_file() and path.name != "ld.so.cache"]
+    for path in changed:
+        with path.open("ab") as file:
+            file.write(b"\0")
+        seen.add(shell_files.make(tmp_path / "made", preloaded_helper, str(base)))
+    assert len(seen) == 2 + len(changed)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.unlink()
+    path.write_bytes(content)
+
+
+def _link(path: Path, to: str) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(to)
+
+
+UNFIT: dict[str, Callable[[Path], object]] = {
+    "no bash": lambda usr: (usr / "bin/bash").unlink(),
+    "a directory for bash": lambda usr: _link(usr / "bin/bash", "/usr/etc"),
+    "a library less": lambda usr: next(usr.rglob("libc.so.6")).unlink(),
+    "no cache of the loader": lambda usr: (usr / "etc/ld.so.cache").unlink(),
+    "another cache of the loader": lambda usr: _replace(usr / "etc/ld.so.cache", b"glibc-ld.so.cache1.1" + bytes(50)),
+    "an endless link to preload": lambda usr: _link(usr / "etc/ld.so.preload", "/etc/ld.so.preload"),
+}
+"""What makes a base unfit, by name: a function of its directory /usr."""
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_of_an_unfit_base_there_are_no_copies(base: Path, preloaded_helper: Path, tmp_path: Path, name: str) -> None:
+    """What was there before does not stay."""
+    shell_files.make(tmp_path / "made", preloaded_helper, str(base))
+    UNFIT[name](base / "usr")
+    with pytest.raises(NoShellFilesError):
+        shell_files.make(tmp_path / "made", preloaded_helper, str(base))
+    assert not (tmp_path / "made/files/digest").exists()
+
+
+def test_without_the_compiled_library_there_are_no_copies(base: Path, preloaded_helper: Path, tmp_path: Path) -> None:
+    shell_files.make(tmp_path / "made", preloaded_helper, str(base))
+    with pytest.raises(NoShellFilesError, match="/nowhere"):
+        shell_files.make(tmp_path / "made", Path("/nowhere/preloaded.so"), str(base))
+    assert not (tmp_path / "made/files/digest").exists()
+
+
+def test_folder_that_cannot_be_made_is_no_other_error(base: Path, preloaded_helper: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NoShellFilesError, match="Not a directory"):
+        shell_files.make(tmp_path / "file" / "made", preloaded_helper, str(base))
+
+
+@pytest.mark.xfail(raises=OSError, strict=True, reason="`make` lets the errors of its last writes through")
+def test_full_disk_is_no_other_error(base: Path, tmp_path: Path, preloaded_helper: Path) -> None:
+    """Sandboxes start without the copies then."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The kernel sends SIGXFSZ, which Python ignores, and the write fails as on a full disk (setrlimit(2)).
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(NoShellFilesError, match="File too large"):
+            shell_files.make(tmp_path / "made", preloaded_helper, str(base))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "made/files/digest").exists()
