@@ -10,7 +10,7 @@ from hatch_build import ANCHOR_SOURCE, HELPER, ORDINARY_SOURCE, PRELOADED_SOURCE
 from sandboxes.linux import spawn
 from sandboxes.linux.files import remove_tree
 from sandboxes.local import shell_files
-from tests.machine import require_sandboxes, wait_until
+from tests.machine import wait_until
 from tests.sandboxes import postgres_cluster as postgres
 from tests.sandboxes.docker import containers, remove_images, require_docker
 
@@ -41,7 +41,6 @@ def preloaded_helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shell_folder(preloaded_helper: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a shell that can be forked; a mount namespace can have them at their place."""
-    require_sandboxes()
     if os.geteuid() != 0:
         pytest.skip("mounts the files of a shell, which needs root")
     folder = tmp_path_factory.mktemp("shell") / "made"

@@ -134,6 +134,13 @@ def test_a_shell_with_a_variable_for_the_loader_is_executed(forking: NativeAncho
     assert printed(forking, shows, {f"A_{variable}": "/nowhere"}) == f"{FORK}\n\n"
 
 
+def test_forking_anchor_shows_nothing_but_its_name(forking: NativeAnchor) -> None:
+    """It was started with the arguments of a shell, and with variables for the loader. Forks show their own."""
+    printed(forking, "true", {"A": "1"})
+    shown = [Path(f"/proc/{forking.pid}/{name}").read_bytes() for name in ("comm", "cmdline", "environ")]
+    assert shown == [b"anchor\n", b"anchor\0", b""]
+
+
 def test_a_fork_knows_nothing_of_another(forking: NativeAnchor) -> None:
     """Not even its random numbers are alike, nor the variables that the other one was born with."""
     first = printed(forking, "x=1; echo $RANDOM $RANDOM $RANDOM $SRANDOM", {"GIVEN": "1"})
@@ -200,6 +207,7 @@ def test_lost_anchor_is_reported(anchor: Anchor) -> None:
 
 def test_restored_anchor_is_spoken_to_as_it_understands(anchor: Anchor) -> None:
     again = adopted_anchor(anchor.remember(), anchor.ends)
+    assert again.remember() == anchor.remember()
     assert printed(again, "echo hello") == "hello\n"
     assert not again.stays
 
