@@ -16,7 +16,9 @@ PROGRAM = "readlink /proc/$$/exe"
 SHOWN = r"""
 tr '\0' '\n' </proc/$$/environ; tr '\0' '\n' </proc/$$/cmdline
 (cd /proc/$$; cat comm limits oom_score_adj timerslack_ns personality)
-grep -vE '^(Pid|PPid|Tgid|NStgid|NSpid|NSpgid|NSsid|Vm.*|Rss.*|.*ctxt_switches|SigQ):' /proc/$$/status
+mapfile -t lines </proc/$$/status
+printf '%s\n' "${lines[@]}" | grep -vE '^(Pid|PPid|Tgid|NStgid|NSpid|NSpgid|NSsid|Vm.*|Rss.*|.*ctxt_switches|SigQ):'
+unset lines
 ls -l /proc/$$/fd /proc/self/fd | sed -E 's/.* [0-9:]+ //; s/[0-9]{2,}//g'
 [[ $$ == "$BASHPID" && $(ps -o pgid= $$) -eq $$ && $(ps -o sid= $$) -eq $PPID && $(<"/proc/$PPID/comm") == anchor ]]
 echo "$?"
@@ -25,7 +27,10 @@ declare -f; alias; set -o; shopt; trap -p; ulimit -a; umask; enable; jobs; hash;
 echo "$0 $# $- $_ $! $?" "${DIRSTACK[@]}"; history; locale; echo ~ ~root; env | sort
 python3 -c 'import os, signal; print(signal.pthread_sigmask(0, []), os.getpriority(0, 0), os.sched_getaffinity(0))'
 """
-"""Prints what an agent may look at, except for what differs between any two shells."""
+"""Prints what an agent may look at, except for what differs between any two shells.
+
+The shell reads its signal masks itself: it blocks SIGCHLD for moments while it waits for another program.
+"""
 
 
 def start(files: Path, workdir: str = "/") -> NativeAnchor:

@@ -184,16 +184,17 @@ def test_loader_is_replaced_in_a_program_that_still_runs(tmp_path: Path) -> None
         assert subprocess.check_output([path, "-c", "echo on"]) == b"on\n"
 
 
-@pytest.mark.parametrize("length", [12, 13])
-def test_loader_s_path_needs_room_for_its_end(length: int) -> None:
+@pytest.mark.parametrize("loader", ["/", "/other/other", "/other/other2"])
+def test_loader_s_path_needs_room_for_its_end(loader: str) -> None:
     """A header says where the path is, and how long with its NUL."""
-    program = elf(64, 56, 1, header(3, 120, length), text=b"/long/loader\0")
-    if length == 12:
-        with pytest.raises(MalformedError):
-            read_program(program).with_loader(program, "/other/other")
+    program = elf(64, 56, 1, header(3, 120, 13), text=b"/long/loader\0")
+    read = read_program(program)
+    assert read.loader == "/long/loader"
+    if len(loader) < 13:
+        assert read.with_loader(program, loader) == program[:120] + loader.encode().ljust(13, b"\0")
     else:
-        changed = read_program(program).with_loader(program, "/other/other")
-        assert changed == program[:120] + b"/other/other\0"
+        with pytest.raises(MalformedError, match="too short"):
+            read.with_loader(program, loader)
 
 
 @pytest.mark.parametrize(
