@@ -20,7 +20,10 @@ def local_driver(context: DriverContext) -> "Driver":
     """Return the driver of namespaces and overlay layers on this machine."""
     from sandboxes.local.driver import LocalDriver
 
-    return LocalDriver(context.directory, context.checkpointer(), context.sources, cpu_groups=context.cpu_groups)
+    return LocalDriver(
+        context.directory, context.checkpointer(), context.sources,
+        cpu_groups=context.cpu_groups, trust_bases=context.trust_bases,
+    )  # fmt: skip
 
 
 def container_driver(context: DriverContext) -> "Driver":

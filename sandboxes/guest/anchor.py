@@ -427,13 +427,16 @@ class NativeAnchor(Anchor):
         return _packed([f"w{pid}"])
 
 
-def start_anchor() -> Anchor:
+def start_anchor(*, forks: bool = True) -> Anchor:
     """Start an anchor with the program that there is.
+
+    Args:
+        forks: Whether it may be one that forks shells.
 
     Raises:
         OSError: No process can be started.
     """
-    if (anchor := NativeAnchor.start_with_bash()) is not None:
+    if forks and (anchor := NativeAnchor.start_with_bash()) is not None:
         return anchor
     return NativeAnchor.start() if os.access(spawn.ANCHOR, os.X_OK) else BashAnchor.start()
 

@@ -239,23 +239,24 @@ class LocalShells(Shells):
         return self._under_the_anchor(lambda anchor: LocalShell.start(anchor, name, session, script, environment))
 
     def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
-        try:
-            return start(self._ready_anchor())
-        except AnchorLostError:
-            # The agent may have killed the anchor at any time, even just now. A second loss has another cause.
+        # The agent may have killed the anchor at any time, even just now. A second loss has another cause, which may be
+        # that bash cannot be loaded from the files for forks.
+        for _ in range(2):
+            with contextlib.suppress(AnchorLostError):
+                return start(self._ready_anchor())
             self._drop_anchor()
         try:
-            return start(self._ready_anchor())
+            return start(self._ready_anchor(forks=False))
         except AnchorLostError as error:
             if _runs():
                 raise ShellStartError(f"{BASH} does not start in this sandbox: {error}") from error
             # A recorded answer: how the attempts failed depends on moments, and must not be part of its text.
             raise ShellStartError(f"{BASH} does not start in this sandbox", broken=True) from error
 
-    def _ready_anchor(self) -> Anchor:
+    def _ready_anchor(self, *, forks: bool = True) -> Anchor:
         if self.anchor is None:
             try:
-                self.anchor = start_anchor()
+                self.anchor = start_anchor(forks=forks)
             except OSError as error:
                 raise ShellStartError(f"no process can be started in this sandbox: {error.strerror}") from error
         return self.anchor

@@ -68,6 +68,7 @@ class LocalDriver:
         sources: SourceRules | None = None,
         *,
         cpu_groups: bool = False,
+        trust_bases: bool = False,
     ) -> None:
         """Create the driver; `open` starts it.
 
@@ -76,6 +77,7 @@ class LocalDriver:
             checkpointer: Saves states with live processes; None reaches such states by replay.
             sources: What specs may name; None allows all paths to those that are not confined.
             cpu_groups: Whether the CPU time of each sandbox is counted, if possible.
+            trust_bases: Whether shells are also forks of another bash than this machine's; see `shell_files`.
         """
         self.sources = sources or SourceRules()
         self.data_dir = data_dir.resolve()
@@ -83,7 +85,7 @@ class LocalDriver:
         self.sandboxes = OpenSandboxes[LocalSandbox]()
         self.machine = Machine(
             self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer(), self.sandboxes.holding,
-            cpu_groups=cpu_groups,
+            cpu_groups=cpu_groups, trust_bases=trust_bases,
         )  # fmt: skip
         self.roots = RootStates(self.data_dir / "roots", RootLayers)
         self.porter = LayerPorter(self.machine.layers, self.sandboxes.holding)

@@ -88,7 +88,14 @@ class Machine:
     """The shared parts of one local driver, open for as long as the driver is."""
 
     def __init__(
-        self, data_dir: Path, host_view: Path, checkpointer: Checkpointer, holding: Holding, *, cpu_groups: bool = False
+        self,
+        data_dir: Path,
+        host_view: Path,
+        checkpointer: Checkpointer,
+        holding: Holding,
+        *,
+        cpu_groups: bool = False,
+        trust_bases: bool = False,
     ) -> None:
         """Describe the machine; `open` starts the launcher.
 
@@ -98,6 +105,7 @@ class Machine:
             checkpointer: Saves the live processes of sandboxes.
             holding: Keeps layers from being collected while no sandbox has them in its stack yet.
             cpu_groups: Whether the CPU time of each sandbox is counted, if possible.
+            trust_bases: Whether shells are also forks of another bash than this machine's.
         """
         self.data_dir = data_dir
         self.host_view = host_view
@@ -113,7 +121,7 @@ class Machine:
         self.uppers = ReadyUppers(self.layers.allocate, self.background)
         self.egress = EgressGateway(data_dir / "egress")
         self.reaper = Reaper(self.background)
-        self.shells = ShellCopies(data_dir / "shells")
+        self.shells = ShellCopies(data_dir / "shells", trust_bases=trust_bases)
         self.launcher = ForkServer(
             "the launcher of sandboxes",
             "sandboxes.local.launcher",

@@ -8,21 +8,24 @@
 # that bash has ever read or computed.
 #
 # 1. The anchor stays when a sandbox moves to other layers, so it may hold no file of a layer. Therefore it is loaded
-#    from copies, which each sandbox has read-only at /dev/.shell. A copy of bash differs from bash in one place, the
-#    path of its loader. An overlay of its own shows them to each sandbox: a lock or a watch of one sandbox's processes
-#    on these files is not one on the files of another sandbox.
-# 2. Each base has copies of its own. A command may have changed bash, its libraries or what its loader reads. `facts`
-#    has the size and the times of all these files. The anchor compares them before each fork, and executes the
-#    sandbox's own bash if they differ. The time of change (ctime) cannot be set by a command.
-# 3. Without a compiler there is no library to load, and of some bases no copies can be made. Then the anchor is one of
-#    the other programs (`guest.anchor`).
-#
-# A base may be anybody's. Its files are read as data, within its root, and never executed outside of a sandbox.
+#    from copies, which each sandbox has read-only at /dev/.shell. The copy of bash has the path of its loader changed,
+#    and that loader reads no list of libraries to preload. An overlay of its own shows the copies to each sandbox: a
+#    lock or a watch of one sandbox's processes on these files is not one on the files of another sandbox.
+# 2. A base may be anybody's, and a library runs code of its own when it is loaded. In the anchor that code would go on
+#    after the layers were sealed. So bash is only loaded from files that are, byte by byte, those of this machine,
+#    unless the operator trusts all bases. In sandboxes of other bases the anchor is a program of ours, which executes
+#    their bash. What a base holds is read as data, within its root.
+# 3. A command may have changed bash, its libraries or what its loader reads. `facts` has the size and the times of all
+#    these files in the base. The anchor compares them before each fork, and executes the sandbox's own bash if they
+#    differ. The time of change (ctime) cannot be set by a command.
+# 4. Without a compiler there is no library to load, and on some machines no copies can be made. Then shells are
+#    executed in all sandboxes (`guest.anchor`).
 
 import asyncio
 import contextlib
 import hashlib
 import os
+import secrets
 import shutil
 import stat
 from dataclasses import dataclass
@@ -38,6 +41,11 @@ _CACHE, _PRELOADS = "/etc/ld.so.cache", "/etc/ld.so.preload"
 """What the loader reads besides programs and libraries (ld.so(8))."""
 _MAX_FILE_BYTES = 32 << 20
 """The largest file that is copied; bash and glibc have 1 to 2 MB. Without it, a base could fill memory and disk."""
+_MAX_BASES = 64
+"""How many bases are remembered, of which each has up to 4 MB of copies. A base that was forgotten is read again. The
+value is an estimate."""
+_OURS = {"preloaded.so", "facts", "digest"}
+"""The files besides those of a base."""
 _MAX_LIBRARIES = 8
 """The most libraries of a bash. Debian's needs two; `files` in preloaded.c has room for 32."""
 
@@ -66,13 +74,14 @@ class ShellCopies:
         last: The directory of those that were used last, which are shown in spares; empty if there are none.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trust_bases: bool = False) -> None:
         """Have none yet; `open` removes those of another process.
 
         Args:
             folder: Where they are made.
+            trust_bases: Whether bases may have another bash than this machine.
         """
-        self._folder = folder
+        self._folder, self._trust_bases = folder, trust_bases
         self.last = ""
         self._made: dict[str, ShellFiles | None] = {}
         self._making = asyncio.Lock()
@@ -82,27 +91,55 @@ class ShellCopies:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def of(self, base: Base) -> ShellFiles | None:
-        """Return the copies of a base; None if shells are executed there. The first time takes 10 ms, in a thread."""
+        """Return the copies of a base; None if shells are executed there. The first time takes 20 ms, in a thread."""
         if base.identity not in self._made:
             async with self._making:
                 if base.identity not in self._made:
-                    self._made[base.identity] = await asyncio.to_thread(self._make, base)
+                    self._made[base.identity] = await asyncio.to_thread(self._make_for, base)
+                    self._forget_some()
         made = self._made[base.identity]
         if made is not None:
             self.last = made.folder
         return made
 
-    def _make(self, base: Base) -> ShellFiles | None:
+    def _make_for(self, base: Base) -> ShellFiles | None:
         if base.binds:
             # The host in a user namespace has copies of /etc and its own /usr, so no directory is its root.
             return None
-        folder, root = self._folder / str(len(self._made)), "/" if base.identity.startswith("host:") else base.lowers[0]
+        if base.identity.startswith("host:"):
+            return self._make("/")
+        if self._trust_bases:
+            return self._make(base.lowers[0])
+        # Made each time, because this machine's bash may be another one by now.
+        if (own := self._make("/")) is None:
+            return None
+        _remove(own)
+        made = self._make(base.lowers[0])
+        if made is not None and made.digest != own.digest:
+            _remove(made)
+            return None
+        return made
+
+    def _make(self, root: str) -> ShellFiles | None:
+        # Never used twice: a sandbox may still show one that was removed.
+        folder = self._folder / secrets.token_hex(8)
         try:
             return ShellFiles(str(folder), make(folder, root=root))
         except NoShellFilesError:
             # Shells are executed then, which takes longer and is otherwise the same.
             shutil.rmtree(folder, ignore_errors=True)
             return None
+
+    def _forget_some(self) -> None:
+        while len(self._made) > _MAX_BASES:
+            made = self._made.pop(next(iter(self._made)))
+            if made is not None:
+                self.last = "" if self.last == made.folder else self.last
+                _remove(made)
+
+
+def _remove(made: ShellFiles) -> None:
+    shutil.rmtree(made.folder, ignore_errors=True)
 
 
 def make(folder: Path, library: Path = Path(spawn.PRELOADED), root: str = "/") -> str:
@@ -118,41 +155,28 @@ def make(folder: Path, library: Path = Path(spawn.PRELOADED), root: str = "/") -
     """
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        files = folder / "files"
-        for directory in (files, folder / "empty"):
+        with Opened(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
+            contents, paths = _copies(top)
+            facts = shell_facts.facts_of([os.fsencode(path) for path in paths], within=top)
+            if (contents, paths) != _copies(top):
+                raise NoShellFilesError("bash was replaced while it was read")
+        contents |= {"preloaded.so": library.read_bytes()}
+        digest = hashlib.blake2b(digest_size=16)
+        for name in sorted(contents):
+            digest.update(b"%b %d\0" % (name.encode(), len(contents[name])))
+            digest.update(contents[name])
+        for directory in (files := folder / "files", folder / "empty"):
             directory.mkdir(parents=True)
             # Whatever the umask is: the agent's processes may have any user.
             directory.chmod(0o755)
-        contents = {"preloaded.so": library.read_bytes()}
-        with Opened(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
-            copies, paths = _copies(top)
-            contents |= copies
-            facts = shell_facts.facts_of([os.fsencode(path) for path in paths], within=top)
+        # The digest comes last: it says that the others are whole.
+        for name, content in {**contents, "facts": facts, "digest": digest.hexdigest().encode()}.items():
+            path = files / name
+            path.write_bytes(content)
+            path.chmod(0o755)
     except (OSError, ValueError) as error:
         raise NoShellFilesError(str(error)) from error
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(contents):
-        digest.update(b"%b %d\0" % (name.encode(), len(contents[name])))
-        digest.update(contents[name])
-    # The digest comes last: it says that the others are whole.
-    for name, content in {**contents, "facts": facts, "digest": digest.hexdigest().encode()}.items():
-        path = files / name
-        path.write_bytes(content)
-        path.chmod(0o755)
     return digest.hexdigest()
-
-
-def with_loader(program: bytes, loader: str) -> tuple[str, bytes]:
-    """Return the loader that a program names, and the program with another one, whose path may not be longer.
-
-    Raises:
-        NoShellFilesError: It is no 64-bit program that names a loader, or its loader's path is too short.
-    """
-    try:
-        read = read_program(program)
-        return read.loader, read.with_loader(program, loader)
-    except MalformedError as error:
-        raise NoShellFilesError(str(error)) from error
 
 
 def _copies(root: int) -> tuple[dict[str, bytes], list[str]]:
@@ -165,7 +189,7 @@ def _copies(root: int) -> tuple[dict[str, bytes], list[str]]:
     program, cache = read_program(bash), _content(root, _CACHE)
     copies = {
         "bash": program.with_loader(bash, f"{spawn.SHELL_FILES}/loader"),
-        "loader": _content(root, program.loader),
+        "loader": _without_preloads(_content(root, program.loader)),
     }
     paths, waiting = [spawn.BASH, program.loader], list(program.needed)
     # The loader itself is one of the libraries that libc needs.
@@ -173,7 +197,7 @@ def _copies(root: int) -> tuple[dict[str, bytes], list[str]]:
     while waiting:
         if (name := waiting.pop()) in found:
             continue
-        if "/" in name or name in copies or len(found) > _MAX_LIBRARIES:
+        if "/" in name or name in copies.keys() | _OURS or len(found) > _MAX_LIBRARIES:
             raise MalformedError(f"bash needs {name}")
         found.add(name)
         path = library_path(cache, name, program.machine)
@@ -184,6 +208,14 @@ def _copies(root: int) -> tuple[dict[str, bytes], list[str]]:
         kernel.stat_in_root(root, os.fsencode(_PRELOADS))
         raise MalformedError(f"{_PRELOADS} has libraries that bash would load too")
     return copies, [*paths, _CACHE, _PRELOADS]
+
+
+def _without_preloads(loader: bytes) -> bytes:
+    """Return a loader that reads another list of libraries to preload, which no sandbox has."""
+    name = _PRELOADS.encode() + b"\0"
+    if loader.count(name) != 1:
+        raise MalformedError("the loader reads its list of preloads in an unknown way")
+    return loader.replace(name, f"{spawn.SHELL_FILES}/none".encode().ljust(len(name), b"\0"))
 
 
 def _content(root: int, path: str) -> bytes:

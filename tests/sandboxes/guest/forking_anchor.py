@@ -19,7 +19,8 @@ tr '\0' '\n' </proc/$$/environ; tr '\0' '\n' </proc/$$/cmdline
 mapfile -t lines </proc/$$/status
 printf '%s\n' "${lines[@]}" | grep -vE '^(Pid|PPid|Tgid|NStgid|NSpid|NSpgid|NSsid|Vm.*|Rss.*|.*ctxt_switches|SigQ):'
 unset lines
-ls -l /proc/$$/fd /proc/self/fd | sed -E 's/.* [0-9:]+ //; s/[0-9]{2,}//g'
+for f in /proc/$$/fd/*; do l=$(readlink "$f") && echo "${f##*/} ${l%%[0-9]*}"; done; unset f l
+ls -l /proc/self/fd | sed -E 's/.* [0-9:]+ //; s/[0-9]{2,}//g'
 [[ $$ == "$BASHPID" && $(ps -o pgid= $$) -eq $$ && $(ps -o sid= $$) -eq $PPID && $(<"/proc/$PPID/comm") == anchor ]]
 echo "$?"
 declare -p | grep -vE '^declare -[a-z-]* (RANDOM|SRANDOM|SECONDS|EPOCH.*|BASHPID|PPID|BASH_EXECUTION_STRING|_)='

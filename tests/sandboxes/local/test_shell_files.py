@@ -123,7 +123,6 @@ def test_folder_that_cannot_be_made_is_no_other_error(base: Path, preloaded_help
         shell_files.make(tmp_path / "file" / "made", preloaded_helper, str(base))
 
 
-@pytest.mark.xfail(raises=OSError, strict=True, reason="`make` lets the errors of its last writes through")
 def test_full_disk_is_no_other_error(base: Path, tmp_path: Path, preloaded_helper: Path) -> None:
     """Sandboxes start without the copies then."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
