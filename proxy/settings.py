@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     )
     trust_bases: bool = Field(
         default=False,
-        description="Whether all bases are as trustworthy as this machine. Then shells are forks of their own bash, too.",
+        description="Whether all bases are as trustworthy as this machine. Then shells are forks of their bash too.",
     )
     egress: tuple[Host, ...] = Field(
         default=(),

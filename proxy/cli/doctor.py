@@ -22,8 +22,8 @@ from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.cgroups import Cgroups
-from sandboxes.local import shell_files
 from sandboxes.local.driver import LocalDriver
+from sandboxes.shell_files import copies
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.sqlite_volatile import clock_can_be_set
 from sandboxes.sqlite.file_clone import Method, choose, measure
@@ -180,8 +180,8 @@ def _shells() -> Requirement:
     remedy = "Install a C compiler (Debian, Ubuntu: apt install gcc libc6-dev), then install Forkpoint again."
     with tempfile.TemporaryDirectory(prefix="forkpoint-check-") as folder:
         try:
-            shell_files.make(Path(folder) / "shell")
-        except shell_files.NoShellFilesError as error:
+            copies.make(Path(folder) / "shell")
+        except copies.NoShellFilesError as error:
             detail = f"each call executes bash, which takes 0.6 ms of CPU more than a fork: {error}"
             return Requirement("shells", False, detail, remedy, required=False)
     return Requirement("shells", True, "each call has a fork of a bash that was loaded once", "", required=False)

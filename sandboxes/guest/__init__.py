@@ -3,5 +3,6 @@
 Standard library only, no event loop.
 
 Process: pid 1 of a `local` sandbox, or the keeper of a container.
-May import: sandboxes, sandboxes.guest.bash, sandboxes.guest.files, sandboxes.ipc, sandboxes.linux.
+May import: sandboxes, sandboxes.guest.bash, sandboxes.guest.files, sandboxes.ipc, sandboxes.linux,
+sandboxes.shell_files.
 """

@@ -13,7 +13,7 @@ It starts the shells, tool servers and other processes, and it inherits their or
 # There are three programs for it:
 #
 # 1. A bash from copies of the host's files, with the library `linux/preloaded.c`. It forks session shells instead of
-#    executing them, and is otherwise as the second one (`local/shell_files.py`).
+#    executing them, and is otherwise as the second one (`shell_files/copies.py`).
 # 2. `linux/anchor.c`, compiled when the package is built. Its file lies in the sandbox's /dev, which is no layer, so it
 #    holds nothing of the layers and stays when they change. The kernel moves its root and working directory along
 #    (pivot_root(2)). Nothing of the agent's may enter it, or an agent could keep a file of a layer open through it and
@@ -54,10 +54,11 @@ from typing import Any, ClassVar, Self
 
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.shell_kit import EXPORTS, ShellKit
-from sandboxes.linux import processes, shell_facts, spawn
+from sandboxes.linux import processes, spawn
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all, write_out
 from sandboxes.linux.spawn import BASH
+from sandboxes.shell_files import facts as shell_facts
 from sandboxes.shell_text import quote
 
 PATIENCE_S = 10.0
@@ -393,7 +394,7 @@ class NativeAnchor(Anchor):
         """Start a bash with `linux/preloaded.c` as the anchor. A millisecond of CPU, most of it the anchor's own.
 
         Args:
-            files: The path in the sandbox of what `local.shell_files` has made.
+            files: The path in the sandbox of what `shell_files.copies` has made.
 
         Returns:
             None if shells cannot be forks: without such files, if the sandbox's bash is another one, and beside

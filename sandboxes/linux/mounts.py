@@ -65,7 +65,7 @@ def bind_read_only(folder: str) -> None:
 
 
 def detached_shell_files(folder: str) -> int:
-    """Return a descriptor of a detached mount of what `local.shell_files` has made in a directory. 0.2 ms.
+    """Return a descriptor of a detached mount of what `shell_files.copies` has made in a directory. 0.2 ms.
 
     It is an overlay of its own, so locks and watches of its files are those of one sandbox.
     """

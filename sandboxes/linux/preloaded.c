@@ -1,4 +1,4 @@
-/* The anchor of a local sandbox as a bash that stops before its first statement; sandboxes/local/shell_files.py has the
+/* The anchor of a local sandbox as a bash that stops before its first statement; sandboxes/shell_files/copies.py has the
  * theory. This library is loaded into a bash (LD_PRELOAD, ld.so(8)), which then is the anchor of anchor.c.
  *
  * A shell is a fork of it that goes on to the `main` of bash, as if it had just been executed: with arguments, variables

@@ -21,7 +21,7 @@ ANCHOR = "/dev/.anchor"
 BASH = "/bin/bash"
 """The shell of every sandbox."""
 SHELL_FILES = "/dev/.shell"
-"""Where a local sandbox has the files of `local.shell_files`, if they could be made. Read-only, and no layer."""
+"""Where a local sandbox has the files of `shell_files.copies`, if they could be made. Read-only, and no layer."""
 PRELOADED = f"{os.path.dirname(__file__)}/preloaded.so"  # noqa: PTH120
 """What `preloaded.c` is compiled into."""
 _ANCHOR_SOURCE = f"{os.path.dirname(__file__)}/anchor.elf"  # noqa: PTH120

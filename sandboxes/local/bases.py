@@ -44,6 +44,14 @@ class Base:
     binds: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
 
+    @property
+    def root(self) -> str | None:
+        """The directory that a sandbox has as its root; None if no directory has all of it."""
+        # The host in a user namespace is a copy of /etc and binds of the rest.
+        if self.binds:
+            return None
+        return "/" if self.identity.startswith("host:") else self.lowers[0]
+
 
 class Bases:
     """The bases of one data directory, each built once. Methods block: run them in a thread.

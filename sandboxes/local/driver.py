@@ -220,7 +220,7 @@ class LocalDriver:
                 raise StateGoneError(f"the images of these processes ({images}) are gone. Replay their path instead.")
             # States that were saved with bash as the anchor name no program.
             program = None if images is None else payload["checkpoint"]["anchor"].get("program")
-            shells = await self.machine.shells.of(base)
+            shells = await self.machine.shells.of(base.identity, base.root)
             if program not in (None, anchor_digest(), None if shells is None else shells.digest):
                 raise StateGoneError("these processes were saved by another build. Replay their path instead.")
             state = _state(payload["sessions"], payload["pristine"], payload.get("checkpoint"))

@@ -37,8 +37,8 @@ from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers, ReadyUppers
 from sandboxes.local.reaper import Reaper
-from sandboxes.local.shell_files import ShellCopies
 from sandboxes.open_sandboxes import Holding
+from sandboxes.shell_files.copies import ShellCopies
 from sandboxes.task_owner import TaskOwner
 
 START_S = 30.0

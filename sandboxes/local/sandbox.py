@@ -126,7 +126,7 @@ class LocalSandbox(MachineSandbox):
             SpecError: The base cannot run a shell.
             SandboxError: The sandbox or the machine failed.
         """
-        shells = await self._machine.shells.of(self._base)
+        shells = await self._machine.shells.of(self._base.identity, self._base.root)
         # A spare shows those that were used last.
         folder = "" if shells is None or shells.folder == self._shown else shells.folder
         # Pid 1 gets the mounts from the launcher itself, and its order meanwhile.

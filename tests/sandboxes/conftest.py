@@ -9,7 +9,7 @@ import pytest
 from hatch_build import ANCHOR_SOURCE, HELPER, ORDINARY_SOURCE, PRELOADED_SOURCE, compile_helper
 from sandboxes.linux import spawn
 from sandboxes.linux.files import remove_tree
-from sandboxes.local import shell_files
+from sandboxes.shell_files import copies
 from tests.machine import wait_until
 from tests.sandboxes import postgres_cluster as postgres
 from tests.sandboxes.docker import containers, remove_images, require_docker
@@ -44,7 +44,7 @@ def shell_folder(preloaded_helper: Path, tmp_path_factory: pytest.TempPathFactor
     if os.geteuid() != 0:
         pytest.skip("mounts the files of a shell, which needs root")
     folder = tmp_path_factory.mktemp("shell") / "made"
-    shell_files.make(folder, preloaded_helper)
+    copies.make(folder, preloaded_helper)
     return folder
 
 
@@ -60,8 +60,8 @@ def shells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 def execute_shells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let local drivers make no files for forks of shells, as without a compiler."""
-    make = shell_files.make
-    monkeypatch.setattr(shell_files, "make", lambda folder, root: make(folder, Path("/nowhere/preloaded.so"), root))
+    make = copies.make
+    monkeypatch.setattr(copies, "make", lambda folder, root: make(folder, Path("/nowhere/preloaded.so"), root))
 
 
 @pytest.fixture(scope="session")

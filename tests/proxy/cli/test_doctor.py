@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from proxy.cli.doctor import _host_changes, _shells, check
-from sandboxes.local import shell_files
+from sandboxes.shell_files import copies
 from tests.machine import require_sandboxes
 
 
@@ -30,9 +30,9 @@ def test_checkpoints_turned_off_are_shown(tmp_path: Path) -> None:
 
 def test_why_shells_are_executed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_folder: Path) -> str:
-        raise shell_files.NoShellFilesError("bash names no loader")
+        raise copies.NoShellFilesError("bash names no loader")
 
-    monkeypatch.setattr(shell_files, "make", fail)
+    monkeypatch.setattr(copies, "make", fail)
     shown = _shells()
     assert (shown.ok, shown.required) == (False, False)
     assert "executes bash" in shown.detail

@@ -38,7 +38,7 @@ def start(files: Path, workdir: str = "/") -> NativeAnchor:
     """Start the anchor in a mount namespace of its own, which ends with it. 10 ms.
 
     Args:
-        files: What `shell_files.make` has made.
+        files: What `copies.make` has made.
         workdir: The anchor's working directory.
     """
     # The kernel has a mount namespace and a working directory for each thread that asks for its own (unshare(2)).

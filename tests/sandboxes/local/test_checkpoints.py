@@ -13,9 +13,8 @@ from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.launch_messages import RunCriu
 from sandboxes.linux.files import remove_tree
 from sandboxes.linux.spawn import anchor_digest
-from sandboxes.local.bases import Base
 from sandboxes.local.driver import LocalDriver
-from sandboxes.local.shell_files import ShellCopies
+from sandboxes.shell_files.copies import ShellCopies
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
 from tests.sandboxes.box import local_driver, opened, run
@@ -295,7 +294,7 @@ def test_missing_or_damaged_images_are_an_error(data_dir: Path) -> None:
     driven(data_dir, test)
 
 
-async def no_copies(_copies: ShellCopies, _base: Base) -> None:
+async def no_copies(_copies: ShellCopies, _identity: str, _root: str | None) -> None:
     """Make no copies of a base's shell."""
 
 

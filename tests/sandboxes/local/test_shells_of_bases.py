@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sandboxes.linux import spawn
-from sandboxes.local import shell_files
 from sandboxes.local.driver import LocalDriver
-from sandboxes.local.shell_files import NoShellFilesError
+from sandboxes.shell_files import copies
+from sandboxes.shell_files.copies import NoShellFilesError
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import local_driver, needs_root, opened, run
@@ -106,5 +106,5 @@ def test_no_copies_are_made_of_a_hostile_base(base: Path, tmp_path: Path, what: 
     library = tmp_path / "library"
     library.write_bytes(b"")
     with pytest.raises(NoShellFilesError):
-        shell_files.make(tmp_path / "made", library, str(base))
+        copies.make(tmp_path / "made", library, str(base))
     assert not (tmp_path / "made" / "files" / "digest").exists()

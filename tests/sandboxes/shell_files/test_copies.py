@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.linux import shell_facts, spawn
-from sandboxes.local import shell_files
-from sandboxes.local.shell_files import NoShellFilesError
+from sandboxes.linux import spawn
+from sandboxes.shell_files import copies
+from sandboxes.shell_files import facts as shell_facts
+from sandboxes.shell_files.copies import NoShellFilesError
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_copies_are_of_the_base_and_whole(base: Path, preloaded_helper: Path, tm
         bash.write(b"of the base")
     before = os.umask(0o077)
     try:
-        digest = shell_files.make(made, preloaded_helper, str(base))
+        digest = copies.make(made, preloaded_helper, str(base))
     finally:
         os.umask(before)
     files = made / "files"
@@ -53,7 +54,7 @@ def test_facts_are_of_all_files_that_loading_involves(base: Path, preloaded_help
     """They are those of the base's files, by the paths that these have in a sandbox."""
     listed = re.findall(r"(/\S+) \(0x", subprocess.check_output(["ldd", spawn.BASH], text=True))
     paths = {spawn.BASH, *listed, "/etc/ld.so.cache", "/etc/ld.so.preload"}
-    shell_files.make(tmp_path / "made", preloaded_helper, str(base))
+    copies.make(tmp_path / "made", preloaded_helper, str(base))
     facts = (tmp_path / "made/files/facts").read_bytes()
     size = shell_facts.PATH_BYTES + 5 * 8
     found = {facts[at : at + size].split(b"\0")[0].decode(): facts[at : at + size] for at in range(0, len(facts), size)}
@@ -65,17 +66,17 @@ def test_facts_are_of_all_files_that_loading_involves(base: Path, preloaded_help
 
 def test_digest_differs_with_each_copy(base: Path, preloaded_helper: Path, tmp_path: Path) -> None:
     """A checkpoint has pages of all of them, so it may go on only with the same ones."""
-    digest = shell_files.make(tmp_path / "made", preloaded_helper, str(base))
-    assert shell_files.make(tmp_path / "made", preloaded_helper, str(base)) == digest
+    digest = copies.make(tmp_path / "made", preloaded_helper, str(base))
+    assert copies.make(tmp_path / "made", preloaded_helper, str(base)) == digest
     seen = {digest}
     other = tmp_path / "other.so"
     other.write_bytes(preloaded_helper.read_bytes() + b"\0")
-    seen.add(shell_files.make(tmp_path / "made", other, str(base)))
+    seen.add(copies.make(tmp_path / "made", other, str(base)))
     changed = [path for path in (base / "usr").rglob("*") if path.is_file() and path.name != "ld.so.cache"]
     for path in changed:
         with path.open("ab") as file:
             file.write(b"\0")
-        seen.add(shell_files.make(tmp_path / "made", preloaded_helper, str(base)))
+        seen.add(copies.make(tmp_path / "made", preloaded_helper, str(base)))
     assert len(seen) == 2 + len(changed)
 
 
@@ -103,24 +104,24 @@ UNFIT: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", UNFIT)
 def test_of_an_unfit_base_there_are_no_copies(base: Path, preloaded_helper: Path, tmp_path: Path, name: str) -> None:
     """What was there before does not stay."""
-    shell_files.make(tmp_path / "made", preloaded_helper, str(base))
+    copies.make(tmp_path / "made", preloaded_helper, str(base))
     UNFIT[name](base / "usr")
     with pytest.raises(NoShellFilesError):
-        shell_files.make(tmp_path / "made", preloaded_helper, str(base))
+        copies.make(tmp_path / "made", preloaded_helper, str(base))
     assert not (tmp_path / "made/files/digest").exists()
 
 
 def test_without_the_compiled_library_there_are_no_copies(base: Path, preloaded_helper: Path, tmp_path: Path) -> None:
-    shell_files.make(tmp_path / "made", preloaded_helper, str(base))
+    copies.make(tmp_path / "made", preloaded_helper, str(base))
     with pytest.raises(NoShellFilesError, match="/nowhere"):
-        shell_files.make(tmp_path / "made", Path("/nowhere/preloaded.so"), str(base))
+        copies.make(tmp_path / "made", Path("/nowhere/preloaded.so"), str(base))
     assert not (tmp_path / "made/files/digest").exists()
 
 
 def test_folder_that_cannot_be_made_is_no_other_error(base: Path, preloaded_helper: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NoShellFilesError, match="Not a directory"):
-        shell_files.make(tmp_path / "file" / "made", preloaded_helper, str(base))
+        copies.make(tmp_path / "file" / "made", preloaded_helper, str(base))
 
 
 def test_full_disk_is_no_other_error(base: Path, tmp_path: Path, preloaded_helper: Path) -> None:
@@ -130,7 +131,7 @@ def test_full_disk_is_no_other_error(base: Path, tmp_path: Path, preloaded_helpe
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
         with pytest.raises(NoShellFilesError, match="File too large"):
-            shell_files.make(tmp_path / "made", preloaded_helper, str(base))
+            copies.make(tmp_path / "made", preloaded_helper, str(base))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not (tmp_path / "made/files/digest").exists()

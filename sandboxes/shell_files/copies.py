@@ -31,11 +31,11 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.linux import shell_facts, spawn
+from sandboxes.linux import spawn
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
-from sandboxes.local.bases import Base
-from sandboxes.local.loading import MalformedError, library_path, read_program
+from sandboxes.shell_files import facts as shell_facts
+from sandboxes.shell_files.programs import MalformedError, library_path, read_program
 
 _CACHE, _PRELOADS = "/etc/ld.so.cache", "/etc/ld.so.preload"
 """What the loader reads besides programs and libraries (ld.so(8))."""
@@ -90,31 +90,36 @@ class ShellCopies:
         """Remove what an earlier process has made. Its sandboxes are gone."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def of(self, base: Base) -> ShellFiles | None:
-        """Return the copies of a base; None if shells are executed there. The first time takes 20 ms, in a thread."""
-        if base.identity not in self._made:
+    async def of(self, identity: str, root: str | None) -> ShellFiles | None:
+        """Return the copies of a base. The first time takes 20 ms, in a thread.
+
+        Args:
+            identity: What the base is; another one after a change.
+            root: Its directory; None if no directory has all of it.
+
+        Returns:
+            None if shells are executed in sandboxes of this base.
+        """
+        if root is None:
+            return None
+        if identity not in self._made:
             async with self._making:
-                if base.identity not in self._made:
-                    self._made[base.identity] = await asyncio.to_thread(self._make_for, base)
+                if identity not in self._made:
+                    self._made[identity] = await asyncio.to_thread(self._make_for, root)
                     self._forget_some()
-        made = self._made[base.identity]
+        made = self._made[identity]
         if made is not None:
             self.last = made.folder
         return made
 
-    def _make_for(self, base: Base) -> ShellFiles | None:
-        if base.binds:
-            # The host in a user namespace has copies of /etc and its own /usr, so no directory is its root.
-            return None
-        if base.identity.startswith("host:"):
-            return self._make("/")
-        if self._trust_bases:
-            return self._make(base.lowers[0])
+    def _make_for(self, root: str) -> ShellFiles | None:
+        if root == "/" or self._trust_bases:
+            return self._make(root)
         # Made each time, because this machine's bash may be another one by now.
         if (own := self._make("/")) is None:
             return None
         _remove(own)
-        made = self._make(base.lowers[0])
+        made = self._make(root)
         if made is not None and made.digest != own.digest:
             _remove(made)
             return None

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandboxes.linux.spawn import BASH
-from sandboxes.local.loading import MalformedError, library_path, read_program
+from sandboxes.shell_files.programs import MalformedError, library_path, read_program
 
 X86_64 = 62
 ENTRY = (0x0303, 0, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.linux import shell_facts
+from sandboxes.shell_files import facts as shell_facts
 from tests.machine import wait_until
 
 
