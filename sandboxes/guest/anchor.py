@@ -449,8 +449,12 @@ def _is_known_bash(files: str) -> bool:
 
 
 def _contents(path: str) -> bytes:
-    with open(path, "rb") as file:  # noqa: PTH123
-        return file.read()
+    """Return what is in a file; nothing if it was removed."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            return file.read()
+    except FileNotFoundError:
+        return b""
 
 
 def adopted_anchor(remembered: Mapping[str, Any], ends: tuple[int, int]) -> Anchor:

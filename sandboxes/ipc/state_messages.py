@@ -102,6 +102,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
         checkpoint: The running processes to restore; None for none.
         criu_arguments: CRIU's arguments; empty without a checkpoint.
         egress: Whether to make the listening socket of its egress.
+        hides_shell: Whether the shell files that the spare shows are of another base.
     """
 
     binds: list[str]
@@ -123,6 +124,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     checkpoint: Checkpoint | None
     criu_arguments: list[str]
     egress: bool
+    hides_shell: bool
 
 
 @dataclass(frozen=True)

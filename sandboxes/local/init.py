@@ -105,6 +105,8 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
         mounts.bind_read_only(folder)
     for path in order.hidden:
         mounts.hide(path)
+    if order.hides_shell:
+        mounts.hide_shell_files()
     for files_of_shell in shown:
         mounts.show_shell_files(files_of_shell)
     mounts.switch(overlay, order.binds)

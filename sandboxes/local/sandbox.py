@@ -127,10 +127,10 @@ class LocalSandbox(MachineSandbox):
             SandboxError: The sandbox or the machine failed.
         """
         shells = await self._machine.shells.of(self._base.identity, self._base.root)
-        # A spare shows those that were used last.
-        folder = "" if shells is None or shells.folder == self._shown else shells.folder
+        folder = "" if shells is None else shells.folder
         # Pid 1 gets the mounts from the launcher itself, and its order meanwhile.
-        await self._layers.mount(folder)
+        # A spare shows the shell files that were used last.
+        await self._layers.mount("" if folder == self._shown else folder)
         limits, cgroups = self._spec.limits, self._machine.cgroups
         memory_bytes = limits.memory_mb << 20
         # Before the order: the spare has run without limits, and the agent's first process must not.
@@ -155,6 +155,7 @@ class LocalSandbox(MachineSandbox):
             checkpoint=state["checkpoint"],
             criu_arguments=[],
             egress=self._spec.egress is not None,
+            hides_shell=bool(self._shown) and self._shown != folder,
         )
         try:
             if images is None:

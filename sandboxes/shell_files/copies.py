@@ -41,9 +41,11 @@ _CACHE, _PRELOADS = "/etc/ld.so.cache", "/etc/ld.so.preload"
 """What the loader reads besides programs and libraries (ld.so(8))."""
 _MAX_FILE_BYTES = 32 << 20
 """The largest file that is copied; bash and glibc have 1 to 2 MB. Without it, a base could fill memory and disk."""
-_MAX_BASES = 64
-"""How many bases are remembered, of which each has up to 4 MB of copies. A base that was forgotten is read again. The
-value is an estimate."""
+_MAX_COPIES = 64
+"""How many different copies are kept, of 4 MB each. They stay until the driver is closed, because sandboxes show them.
+After so many versions of bash, shells of another one are executed. The value is an estimate."""
+_MAX_BASES = 1024
+"""How many bases are remembered. One that was forgotten is read again, for 20 ms. The value is an estimate."""
 _OURS = {"preloaded.so", "facts", "digest"}
 """The files besides those of a base."""
 _MAX_LIBRARIES = 8
@@ -83,7 +85,8 @@ class ShellCopies:
         """
         self._folder, self._trust_bases = folder, trust_bases
         self.last = ""
-        self._made: dict[str, ShellFiles | None] = {}
+        self._of_bases: dict[str, ShellFiles | None] = {}
+        self._made: dict[bytes, ShellFiles] = {}
         self._making = asyncio.Lock()
 
     def open(self) -> None:
@@ -102,49 +105,40 @@ class ShellCopies:
         """
         if root is None:
             return None
-        if identity not in self._made:
+        if identity not in self._of_bases:
             async with self._making:
-                if identity not in self._made:
-                    self._made[identity] = await asyncio.to_thread(self._make_for, root)
-                    self._forget_some()
-        made = self._made[identity]
-        if made is not None:
+                if identity not in self._of_bases:
+                    made = await asyncio.to_thread(self._make_for, root)
+                    if len(self._of_bases) >= _MAX_BASES:
+                        self._of_bases.pop(next(iter(self._of_bases)))
+                    self._of_bases[identity] = made
+        if (made := self._of_bases[identity]) is not None:
             self.last = made.folder
         return made
 
     def _make_for(self, root: str) -> ShellFiles | None:
-        if root == "/" or self._trust_bases:
-            return self._make(root)
-        # Made each time, because this machine's bash may be another one by now.
-        if (own := self._make("/")) is None:
-            return None
-        _remove(own)
         made = self._make(root)
-        if made is not None and made.digest != own.digest:
-            _remove(made)
-            return None
-        return made
+        if made is None or root == "/" or self._trust_bases:
+            return made
+        # Made each time, because this machine's bash may be another one by now.
+        own = self._make("/")
+        return made if own is not None and own.digest == made.digest else None
 
     def _make(self, root: str) -> ShellFiles | None:
-        # Never used twice: a sandbox may still show one that was removed.
+        """Return the copies of a directory's bash: those that are there if they are the same."""
         folder = self._folder / secrets.token_hex(8)
         try:
-            return ShellFiles(str(folder), make(folder, root=root))
+            digest = make(folder, root=root)
         except NoShellFilesError:
             # Shells are executed then, which takes longer and is otherwise the same.
             shutil.rmtree(folder, ignore_errors=True)
             return None
-
-    def _forget_some(self) -> None:
-        while len(self._made) > _MAX_BASES:
-            made = self._made.pop(next(iter(self._made)))
-            if made is not None:
-                self.last = "" if self.last == made.folder else self.last
-                _remove(made)
-
-
-def _remove(made: ShellFiles) -> None:
-    shutil.rmtree(made.folder, ignore_errors=True)
+        key = (folder / "files" / "facts").read_bytes() + digest.encode()
+        if key in self._made or len(self._made) >= _MAX_COPIES:
+            shutil.rmtree(folder, ignore_errors=True)
+            return self._made.get(key)
+        self._made[key] = ShellFiles(str(folder), digest)
+        return self._made[key]
 
 
 def make(folder: Path, library: Path = Path(spawn.PRELOADED), root: str = "/") -> str:
@@ -179,6 +173,9 @@ def make(folder: Path, library: Path = Path(spawn.PRELOADED), root: str = "/") -
             path = files / name
             path.write_bytes(content)
             path.chmod(0o755)
+            # Sandboxes show the times, and answers must not depend on when the copies were made.
+            os.utime(path, (0, 0))
+        os.utime(files, (0, 0))
     except (OSError, ValueError) as error:
         raise NoShellFilesError(str(error)) from error
     return digest.hexdigest()

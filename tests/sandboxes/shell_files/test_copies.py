@@ -135,3 +135,9 @@ def test_full_disk_is_no_other_error(base: Path, tmp_path: Path, preloaded_helpe
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not (tmp_path / "made/files/digest").exists()
+
+
+def test_copies_do_not_tell_when_they_were_made(base: Path, preloaded_helper: Path, tmp_path: Path) -> None:
+    copies.make(tmp_path / "made", preloaded_helper, str(base))
+    files = tmp_path / "made" / "files"
+    assert {path.stat().st_mtime for path in (files, *files.iterdir())} == {0}
