@@ -117,15 +117,19 @@ class ShellCopies:
         return made
 
     def _make_for(self, root: str) -> ShellFiles | None:
-        made = self._make(root)
-        if made is None or root == "/" or self._trust_bases:
-            return made
-        # Made each time, because this machine's bash may be another one by now.
+        if root == "/" or self._trust_bases:
+            return self._make(root)
+        # Looked at each time, because this machine's bash may be another one by now.
         own = self._make("/")
-        return made if own is not None and own.digest == made.digest else None
+        return None if own is None else self._make(root, own.digest)
 
-    def _make(self, root: str) -> ShellFiles | None:
-        """Return the copies of a directory's bash: those that are there if they are the same."""
+    def _make(self, root: str, wanted: str | None = None) -> ShellFiles | None:
+        """Return the copies of a directory's bash: those that are there if they are the same.
+
+        Args:
+            root: The directory.
+            wanted: The only digest of copies that are kept; None for any.
+        """
         folder = self._folder / secrets.token_hex(8)
         try:
             digest = make(folder, root=root)
@@ -134,7 +138,7 @@ class ShellCopies:
             shutil.rmtree(folder, ignore_errors=True)
             return None
         key = (folder / "files" / "facts").read_bytes() + digest.encode()
-        if key in self._made or len(self._made) >= _MAX_COPIES:
+        if wanted not in (None, digest) or key in self._made or len(self._made) >= _MAX_COPIES:
             shutil.rmtree(folder, ignore_errors=True)
             return self._made.get(key)
         self._made[key] = ShellFiles(str(folder), digest)

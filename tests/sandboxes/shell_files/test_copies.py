@@ -1,5 +1,6 @@
 """The copies of a base's shell: what they are, and when there are none. Hostile bases: `test_shells_of_bases.py`."""
 
+import asyncio
 import os
 import re
 import resource
@@ -13,7 +14,7 @@ import pytest
 from sandboxes.linux import spawn
 from sandboxes.shell_files import copies
 from sandboxes.shell_files import facts as shell_facts
-from sandboxes.shell_files.copies import NoShellFilesError
+from sandboxes.shell_files.copies import NoShellFilesError, ShellCopies
 
 
 @pytest.fixture
@@ -141,3 +142,34 @@ def test_copies_do_not_tell_when_they_were_made(base: Path, preloaded_helper: Pa
     copies.make(tmp_path / "made", preloaded_helper, str(base))
     files = tmp_path / "made" / "files"
     assert {path.stat().st_mtime for path in (files, *files.iterdir())} == {0}
+
+
+def test_copies_are_kept_once_and_of_this_machine_s_bash_alone(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bases with another bash leave nothing, so they take no room from others."""
+    if not Path(spawn.PRELOADED).exists():
+        pytest.skip("no C compiler has made the library for forks")
+    monkeypatch.setattr(copies, "_MAX_COPIES", 2)
+    other = tmp_path / "other"
+    shutil.copytree(base, other, symlinks=True)
+    with (other / "usr/bin/bash").open("ab") as bash:
+        bash.write(b"x")
+
+    async def go() -> None:
+        made = ShellCopies(tmp_path / "shells")
+        for number in range(3):
+            assert await made.of(f"other {number}", str(other)) is None
+        own = await made.of("host: before", "/")
+        assert own is not None
+        assert await made.of("host: after a change of other files", "/") is own
+        same = await made.of("same", str(base))
+        assert same is not None
+        assert (same.digest, same.folder == own.folder, made.last) == (own.digest, False, same.folder)
+        assert {str(path) for path in (tmp_path / "shells").iterdir()} == {own.folder, same.folder}
+        (base / "usr/bin/bash").touch()
+        assert await made.of("a third", str(base)) is None
+        made.open()
+        assert not (tmp_path / "shells").exists()
+
+    asyncio.run(go())
