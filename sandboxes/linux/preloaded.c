@@ -30,7 +30,7 @@ extern char **__environ; /* What libc gives to `main` as the variables: the load
 /* What starts bash, which the program's first instructions have called us with. */
 static struct { start_main *function; void *main, *init, *fini, *loader_fini, *stack; char **arguments; int count; } bash;
 
-/* A file that loading bash involves, as it was; shell_files.py writes these. A size of -1: there was none. */
+/* A file that loading bash involves, as it was; shell_files/facts.py writes these. A size of -1: there was none. */
 struct file { char path[PATH]; long size, modified_s, modified_ns, changed_s, changed_ns; };
 static struct file files[MAX_FILES];
 static long known_files;
