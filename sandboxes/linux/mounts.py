@@ -67,7 +67,7 @@ def bind_read_only(folder: str) -> None:
 def detached_shell_files(folder: str) -> int | None:
     """Return a descriptor of a detached mount of what `shell_files.copies` has made in a directory. 0.2 ms.
 
-    It is an overlay of its own, so locks and watches of its files are those of one sandbox. None if the directory was
+    It is an overlay of its own, so a lock or a watch of its files concerns one sandbox alone. None if the directory was
     removed meanwhile.
     """
     try:

@@ -12,7 +12,7 @@
 #    and that loader reads no list of libraries to preload. An overlay of its own shows the copies to each sandbox: a
 #    lock or a watch of one sandbox's processes on these files is not one on the files of another sandbox.
 # 2. A base may be anybody's, and a library runs code of its own when it is loaded. In the anchor that code would go on
-#    after the layers were sealed. So bash is only loaded from files that are, byte by byte, those of this machine,
+#    after the layers were sealed. So bash is only loaded from files that equal this machine's byte by byte,
 #    unless the operator trusts all bases. In sandboxes of other bases the anchor is a program of ours, which executes
 #    their bash. What a base holds is read as data, within its root.
 # 3. A command may have changed bash, its libraries or what its loader reads. `facts` has the size and the times of all
@@ -47,7 +47,7 @@ After so many versions of bash, shells of another one are executed. The value is
 _MAX_BASES = 1024
 """How many bases are remembered. One that was forgotten is read again, for 20 ms. The value is an estimate."""
 _OURS = {"preloaded.so", "facts", "digest"}
-"""The files besides those of a base."""
+"""The names of our own files, which no copy may have."""
 _MAX_LIBRARIES = 8
 """The most libraries of a bash. Debian's needs two; `files` in preloaded.c has room for 32."""
 
@@ -77,7 +77,7 @@ class ShellCopies:
     """
 
     def __init__(self, folder: Path, *, trust_bases: bool = False) -> None:
-        """Have none yet; `open` removes those of another process.
+        """Have no copies yet; `open` removes what another process has made.
 
         Args:
             folder: Where they are made.
