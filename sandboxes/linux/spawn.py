@@ -10,7 +10,8 @@ import ctypes
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from sandboxes.linux import syscalls as kernel
 
@@ -29,8 +30,16 @@ _SAME_MACHINE = slice(0, 6), slice(18, 20)
 """The bytes of a program's header that tell its word size, byte order and machine (elf(5))."""
 _FAILED = 127
 """The exit code of a program that cannot be executed, as shells report it."""
-Spawn = Callable[..., int]
-"""A function like `spawn_leader`."""
+
+
+class Spawn(Protocol):
+    """A function like `spawn_leader`."""
+
+    def __call__(
+        self, path: str, arguments: Sequence[str], descriptors: Mapping[int, int], variables: Sequence[str] = ()
+    ) -> int:
+        """Start a program; see `spawn_leader`."""
+        ...
 
 
 def spawn_leader(

@@ -15,12 +15,14 @@ from sandboxes import process_output as process
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import Driver, Sandbox, execute
 from sandboxes.effects import Effect
+from sandboxes.linux import spawn
 from sandboxes.listener import Listener
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits
 from snapshots.criu.checkpoints import CriuCheckpointer
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="checks control groups and mounts, which need root")
+needs_forks = pytest.mark.skipif(not Path(spawn.PRELOADED).exists(), reason="no C compiler has made the library")
 
 
 def local_driver(data_dir: Path, *, checkpoints: bool = True, images_dir: Path | None = None) -> LocalDriver:

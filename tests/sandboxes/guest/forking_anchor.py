@@ -51,7 +51,7 @@ def _start(files: Path, workdir: str) -> NativeAnchor:
     kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     mounts.prepare(devices_from_host=False, shell_files=str(files))
     os.chdir(workdir)
-    # In a sandbox no process of the agent runs yet. Here those of the machine do.
+    # In a sandbox no process of the agent runs yet. Here the machine's processes run.
     with patch.object(processes, "list_processes", return_value=set()):
         anchor = NativeAnchor.start_with_bash()
     assert anchor is not None

@@ -16,12 +16,11 @@ from sandboxes.effects import Effect
 from sandboxes.linux import spawn
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
-from tests.sandboxes.box import Answer, file, in_sandbox, local_driver, needs_root, opened, run
+from tests.sandboxes.box import Answer, file, in_sandbox, local_driver, needs_forks, needs_root, opened, run
 from tests.sandboxes.conftest import execute_shells
 from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM, SHOWN
 
 SPEC = EnvironmentSpec()
-needs_forks = pytest.mark.skipif(not Path(spawn.PRELOADED).exists(), reason="no C compiler has made the library")
 
 
 @pytest.fixture(autouse=True)
@@ -275,7 +274,7 @@ for name in sorted(os.listdir('/dev/.shell')):
 @needs_forks
 @pytest.mark.parametrize("own", [False, True], ids=["another sandbox", "its own"])
 def test_locks_and_watches_stay_in_a_sandbox(data_dir: Path, own: bool) -> None:
-    """The files are those of all sandboxes. That it shows in the same sandbox is what the others are compared with."""
+    """All sandboxes share the files. The same sandbox shows the lock, so the others could show it too."""
 
     async def test(driver: Driver) -> None:
         sandbox, other = await driver.start(SPEC), await driver.start(SPEC)

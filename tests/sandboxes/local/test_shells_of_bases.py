@@ -1,4 +1,4 @@
-"""Shells are forks of the bash of a sandbox's own base, whatever that base is."""
+"""In sandboxes of which bases shells are forks, and what a hostile base cannot do."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from sandboxes.shell_files import copies
 from sandboxes.shell_files.copies import NoShellFilesError
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
-from tests.sandboxes.box import local_driver, needs_root, opened, run
+from tests.sandboxes.box import local_driver, needs_forks, needs_root, opened, run
 from tests.sandboxes.guest.forking_anchor import FORK
 from tests.sandboxes.local.test_states import small_base
 
@@ -40,6 +40,7 @@ def changed(base: Path, root: Path, name: str) -> EnvironmentSpec:
 
 
 @needs_root
+@needs_forks
 def test_only_the_bash_of_this_machine_is_forked(data_dir: Path, base: Path, tmp_path: Path) -> None:
     """Its code, and that of its libraries, runs in the process that starts shells.
 
@@ -47,8 +48,6 @@ def test_only_the_bash_of_this_machine_is_forked(data_dir: Path, base: Path, tmp
     may have been made for another base, and a restored sandbox is like a new one.
     """
     require_sandboxes()
-    if not Path(spawn.PRELOADED).exists():
-        pytest.skip("no C compiler has made the library for forks")
     shown = f"[[ /proc/$$/exe -ef {FORK} ]] && echo fork; [[ /proc/$$/exe -ef /bin/bash ]] && echo own"
     # Nothing of another base may be seen, or answers would depend on what the spare was made for.
     shown += (

@@ -15,6 +15,7 @@ from sandboxes.linux import spawn
 from sandboxes.shell_files import copies
 from sandboxes.shell_files import facts as shell_facts
 from sandboxes.shell_files.copies import NoShellFilesError, ShellCopies
+from tests.sandboxes.box import needs_forks
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_copies_are_of_the_base_and_whole(base: Path, preloaded_helper: Path, tm
 
 
 def test_facts_are_of_all_files_that_loading_involves(base: Path, preloaded_helper: Path, tmp_path: Path) -> None:
-    """They are those of the base's files, by the paths that these have in a sandbox."""
+    """Each fact is of a file of the base, by the path that this file has in a sandbox."""
     listed = re.findall(r"(/\S+) \(0x", subprocess.check_output(["ldd", spawn.BASH], text=True))
     paths = {spawn.BASH, *listed, "/etc/ld.so.cache", "/etc/ld.so.preload"}
     copies.make(tmp_path / "made", preloaded_helper, str(base))
@@ -144,12 +145,11 @@ def test_copies_do_not_tell_when_they_were_made(base: Path, preloaded_helper: Pa
     assert {path.stat().st_mtime for path in (files, *files.iterdir())} == {0}
 
 
+@needs_forks
 def test_copies_are_kept_once_and_of_this_machine_s_bash_alone(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bases with another bash leave nothing, so they take no room from others."""
-    if not Path(spawn.PRELOADED).exists():
-        pytest.skip("no C compiler has made the library for forks")
     monkeypatch.setattr(copies, "_MAX_COPIES", 2)
     other = tmp_path / "other"
     shutil.copytree(base, other, symlinks=True)

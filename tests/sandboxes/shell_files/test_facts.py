@@ -55,7 +55,7 @@ def test_changed_file_has_other_facts(change: Callable[[Path], None], tmp_path: 
 
 
 def test_facts_are_what_the_library_reads(tmp_path: Path) -> None:
-    """`preloaded.c` compares the numbers with those of the kernel's `stat`, in which a time may be before 1970."""
+    """`preloaded.c` compares the numbers with the kernel's `stat`, in which a time may be before 1970."""
     path, missing = tmp_path / "file", tmp_path / "missing"
     path.write_bytes(b"text")
     os.utime(path, ns=(0, -1))
