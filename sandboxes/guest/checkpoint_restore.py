@@ -20,10 +20,11 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sandboxes.guest.anchor import Anchor, adopted_anchor
+from sandboxes.guest.anchors.anchor import Anchor
+from sandboxes.guest.anchors.programs import adopted_anchor
+from sandboxes.guest.anchors.shell_kit import new_pipes as new_shell_pipes
 from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
 from sandboxes.guest.local_shell import LocalShell
-from sandboxes.guest.shell_kit import new_pipes as new_shell_pipes
 from sandboxes.guest.tool_servers import new_pipes as new_server_pipes
 from sandboxes.ipc.state_messages import Checkpoint
 from sandboxes.linux import processes

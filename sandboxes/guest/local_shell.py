@@ -7,12 +7,15 @@ import resource
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sandboxes.guest.anchor import Anchor, AnchorLostError
+from sandboxes.guest.anchors.anchor import Anchor
+from sandboxes.guest.anchors.conversation import AnchorLostError
+from sandboxes.guest.anchors.native_anchor import NativeAnchor
+from sandboxes.guest.anchors.shell_kit import TEXTS, ShellKit, new_pipes, new_text, write_texts
+from sandboxes.guest.anchors.template import Template
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.shell_kit import TEXTS, ShellKit, new_pipes, new_text, write_texts
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.processes import open_descriptors
@@ -29,12 +32,18 @@ class LocalShell(Shell):
 
     Attributes:
         kit: What it was started on, which the anchor may lend again; None if its descriptors are its own.
+        template: What forks the bash that runs the next command; None if the shell's own bash does. While `forked` is
+            not set, `pid` is the template's.
+        forked: Whether the bash is a fork of the template.
     """
 
     def __init__(self, name: str, session: ShellSession | None, pid: int, ends: Mapping[int, int]) -> None:
         """Take over a bash that runs; see `Shell`."""
         super().__init__(name, session, pid, death_of(pid), ends)
         self.kit: ShellKit | None = None
+        self.template: Template | None = None
+        self.forked = False
+        self._folder: os.stat_result | None = None
         # Kept together, so that `close` cannot forget one.
         self._ends = [*ends.values(), self.death]
         # The kernel's names of what an idle shell has open. Whatever else it has open, a command has opened.
@@ -42,8 +51,9 @@ class LocalShell(Shell):
 
     @classmethod
     def start(
-        cls, anchor: Anchor, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str]
-    ) -> "LocalShell":
+        cls, anchor: Anchor, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str],
+        *, template: bool,
+    ) -> "LocalShell":  # fmt: skip
         """Start a bash that becomes a session. It is ready when its first dump has come.
 
         Args:
@@ -52,6 +62,7 @@ class LocalShell(Shell):
             session: The session; None for a new one.
             script: What it sources to become that session.
             environment: Its variables, before it has sourced the script.
+            template: Whether it is to be a template, if the anchor can start one on its kit.
 
         Raises:
             AnchorLostError: The anchor is gone.
@@ -60,13 +71,13 @@ class LocalShell(Shell):
         # a dump is checked (`parse_dump`).
         kit = anchor.kit
         if kit is not None and not kit.lent:
-            return cls.begin(anchor, kit, name, session, script, environment)()
+            return cls.begin(anchor, kit, name, session, script, environment, template=template)()
         return cls._start_on_own(anchor, name, session, script, environment)
 
     @classmethod
     def begin(
         cls, anchor: Anchor, kit: ShellKit, name: str, session: ShellSession | None, script: bytes,
-        environment: dict[str, str],
+        environment: dict[str, str], *, template: bool,
     ) -> Callable[[], "LocalShell"]:  # fmt: skip
         """Have the anchor start a bash on its kit, and do not wait for it.
 
@@ -77,6 +88,7 @@ class LocalShell(Shell):
             session: The session; None for a new one.
             script: What it sources to become that session.
             environment: Its variables, before it has sourced the script.
+            template: Whether it is to be a template, if the anchor can start one.
 
         Returns:
             A function that waits for the bash, and returns it as a shell or raises `AnchorLostError`.
@@ -85,18 +97,21 @@ class LocalShell(Shell):
             AnchorLostError: The anchor is gone.
         """
         ours = kit.lend(script)
+        template = template and anchor.forks
 
         def started() -> "LocalShell":
             try:
-                shell = cls(name, session, anchor.started(), ours)
+                pid = anchor.started()
+                found = Template(pid, kit) if template and Template.is_one(kit) else None
+                shell = cls(name, session, pid, ours)
             except AnchorLostError:
                 close_all(ours.values())
                 raise
-            shell.kit = kit
+            shell.kit, shell.template = kit, found
             return shell
 
         try:
-            anchor.request_shell(environment)
+            anchor.request_shell(environment, template=template)
         except AnchorLostError:
             close_all(ours.values())
             raise
@@ -185,13 +200,18 @@ class LocalShell(Shell):
     def stands_at(self, folder: str) -> bool:
         """Return whether a name leads to the directory that the idle shell is in."""
         try:
+            if self.waits_as_template:
+                # Its fork will be where the name leads then, which has to be the directory of before the call.
+                there = self._folder
+                return there is None or os.path.samestat(os.stat(folder.encode("latin-1")), there)  # noqa: PTH116
             return os.path.samestat(os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1")))  # noqa: PTH116
         except OSError:
             return False
 
     def is_as_new(self) -> bool:
         """Return whether its open descriptors are those of a shell that waits for its first command."""
-        return open_descriptors(self.pid) == self._known
+        # No process can open one in a template.
+        return self.waits_as_template or open_descriptors(self.pid) == self._known
 
     @property
     def known_descriptors(self) -> bytes:
@@ -210,21 +230,86 @@ class LocalShell(Shell):
         self.runs += 1
         self.feed(dump)
 
-    def become(self, pid: int, death: int) -> None:
+    def become(self, pid: int, death: int, template: Template | None) -> None:
         """Take over another bash that becomes the same session, on the same pipes and texts. This one has ended.
 
         Args:
             pid: Its process.
             death: A descriptor that is readable once it has ended. That of the last one is closed already.
+            template: The other bash as a template, if it is one.
         """
         super().close()
         self.pid, self.death, self._ends[-1] = pid, death, death
-        self.baseline, self.jobs, self.knowledge, self.runs, self.first_dump = None, (), b"", 0, b""
+        self.template, self.forked = template, False
+        self.baseline, self.first_dump = None, b""
+        self._forget_commands()
+
+    def _forget_commands(self) -> None:
+        self.jobs, self.knowledge, self.runs = (), b"", 0
         self._dump.clear()
 
-    def close(self) -> None:
-        """Close our ends of its pipes. The shell itself is not killed."""
+    # -- with a template ---------------------------------------------------------------------------------------------
+
+    @property
+    def waits_as_template(self) -> bool:
+        """Whether its process is a template, and no bash has been forked for the next command."""
+        return self.template is not None and not self.forked
+
+    def note_folder(self) -> None:
+        """Note where the name of the session's directory leads, before a call of another session; see `stands_at`."""
+        self._folder = None
+        if self.baseline is not None:
+            with contextlib.suppress(OSError):
+                self._folder = os.stat(self.baseline["cwd"].encode("latin-1"))  # noqa: PTH116
+
+    def fork(self, anchor: NativeAnchor) -> None:
+        """Have the template fork the bash for the next command.
+
+        Args:
+            anchor: The template's parent.
+
+        Raises:
+            AnchorLostError: The template or the anchor is gone, or the session's directory is.
+        """
+        assert self.template is not None
+        assert self.baseline is not None
+        pid = self.template.fork(self.baseline["cwd"])
+        anchor.take_note_of(pid)
+        self.was_forked(pid, death_of(pid))
+
+    def was_forked(self, pid: int, death: int) -> None:
+        """Go on as a bash that the template has forked.
+
+        Args:
+            pid: Its process.
+            death: A descriptor that is readable once it has ended. The shell's own one is closed here.
+        """
+        os.close(self.death)
+        self.pid, self.death, self._ends[-1], self.forked = pid, death, death, True
+
+    def fold(self) -> bool:
+        """Go back to the template, before a command; the fork has ended. Return whether there is one that can fork."""
+        if self.template is None or not self.template.is_ready:
+            return False
         super().close()
+        if self.forked:
+            self.was_forked(self.template.pid, os.dup(self.template.death))
+            self.forked = False
+        self._forget_commands()
+        return True
+
+    def drop_template(self) -> None:
+        """End the template. A shell that waits as one ends with it."""
+        if self.template is not None:
+            self.template.end()
+            self.template = None
+
+    # -- its end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close our ends of its pipes, and end its template. The shell itself is not killed."""
+        super().close()
+        self.drop_template()
         close_all(self._ends)
         self._ends.clear()
 

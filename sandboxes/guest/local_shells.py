@@ -6,11 +6,16 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from sandboxes.guest.anchor import Anchor, AnchorLostError, ShellStartError, start_anchor
+from sandboxes.guest.anchors.anchor import Anchor, ShellStartError
+from sandboxes.guest.anchors.conversation import AnchorLostError
+from sandboxes.guest.anchors.native_anchor import NativeAnchor
+from sandboxes.guest.anchors.programs import start_anchor
+from sandboxes.guest.anchors.template import Template, can_stand_for
 from sandboxes.guest.bash.restore import NO_LOOKUP, restore_script
+from sandboxes.guest.bash.session import KEPT
 from sandboxes.guest.local_shell import LocalShell, own_limits
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import READY_S, Shells
@@ -43,6 +48,9 @@ class LocalShells(Shells):
         super().__init__(environment, workdir, sessions, pristine)
         self.anchor: Anchor | None = None
         self._begun: dict[str, Callable[[], LocalShell]] = {}
+        # A shell that waits as a template, after the fork of its last command has ended.
+        self._folded: LocalShell | None = None
+        self._templates = True
         self._anchor_runs: dict[processes.Process, int] = {}
         self._ended: dict[int, int] = {}
 
@@ -53,12 +61,17 @@ class LocalShells(Shells):
 
     @property
     def anchor_pids(self) -> set[int]:
-        """The anchor's process, if there is one."""
-        return set() if self.anchor is None else {self.anchor.pid}
+        """The processes of the anchor and of the template, if there are any."""
+        templates = {template.pid for template in self._living_templates()}
+        return templates if self.anchor is None else {self.anchor.pid, *templates}
+
+    def _living_templates(self) -> Iterator[Template]:
+        shells = [*self._shells.values(), *([] if self._folded is None else [self._folded])]
+        return (shell.template for shell in shells if isinstance(shell, LocalShell) and shell.template is not None)
 
     @property
     def hidden_pids(self) -> set[int]:
-        """The anchor's process, if it hides."""
+        """The processes of the anchor, if it hides, and of the template."""
         return self.anchor_pids if self.anchor is not None and self.anchor.hidden else set()
 
     def reap(self) -> None:
@@ -98,7 +111,114 @@ class LocalShells(Shells):
         if self.anchor is not None and self._has_kit_of(shell):
             self._close_kit(self.anchor)
 
+    # -- shells that wait as templates -------------------------------------------------------------------------------
+
+    def ready(self, name: str) -> Shell:
+        """Return a session's shell once its first dump has come, and once it can fork if it is a template.
+
+        Raises:
+            ShellStartError: The shell is gone, or broken.
+        """
+        shell = super().ready(name)
+        if isinstance(shell, LocalShell) and shell.waits_as_template:
+            assert shell.template is not None
+            assert shell.baseline is not None
+            with contextlib.suppress(AnchorLostError):
+                shell.template.await_ready()
+                # It is not where its session says, and a fork would go there.
+                if KEPT not in shell.baseline:
+                    return shell
+            self._templates = False
+            self._discard(shell)
+            return super().ready(name)
+        return shell
+
+    def note(self, running: str | None, directory: Callable[[int], str], *, stays: bool) -> None:
+        """Note, before a call, what it may change of shells that later calls use; see `Shells.note`."""
+        for shell in self:
+            if isinstance(shell, LocalShell) and shell.waits_as_template and shell.name != running:
+                shell.note_folder()
+        super().note(running, directory, stays=stays)
+
+    def for_command(self, name: str) -> Shell:
+        """Return a session's shell once it can be given a command; see `ready`.
+
+        Raises:
+            ShellStartError: The shell is gone, or broken.
+        """
+        for _ in range(2):
+            shell = self.ready(name)
+            if not (isinstance(shell, LocalShell) and shell.waits_as_template):
+                return shell
+            assert isinstance(self.anchor, NativeAnchor)
+            with contextlib.suppress(AnchorLostError):
+                shell.fork(self.anchor)
+                return shell
+            # The agent may have killed or stopped the template. Or the directory is gone: then the next start says so.
+            self.kill(shell)
+        # Whatever the reason is, a shell of its own works or says more.
+        self._templates = False
+        return self.ready(name)
+
+    def _may_be_template(self, session: ShellSession | None, script: bytes, environment: dict[str, str]) -> bool:
+        """Return whether a shell that is about to be started may be a template."""
+        return (
+            self._templates
+            and not self._shells
+            and can_stand_for(session, script, environment)
+            and not processes.list_processes(self.idle_pids)
+        )
+
+    def drop_templates(self) -> None:
+        """End the template: what its forks would be is not known any more. A shell that was forked stays."""
+        for shell in self:
+            assert isinstance(shell, LocalShell)
+            if shell.waits_as_template:
+                self._discard(shell)
+            else:
+                shell.drop_template()
+        self._drop_folded()
+
+    def _drop_folded(self) -> None:
+        if (folded := self._folded) is not None:
+            self._folded = None
+            folded.close()
+            if folded.kit is not None:
+                folded.kit.lent = False
+
+    def _fold(self, shell: Shell) -> bool:
+        """Keep a shell's template for the next shell of its session, in whose place it is; return whether there is one.
+
+        A bash that it has forked is ended.
+        """
+        if not isinstance(shell, LocalShell) or shell.template is None or shell.kit is None:
+            return False
+        if shell.forked:
+            self._end([shell])
+        if not shell.kit.is_as_made() or not shell.fold():
+            return False
+        del self._shells[shell.name]
+        self._folded = shell
+        return True
+
+    def _unfold(self, name: str, session: ShellSession | None) -> LocalShell | None:
+        """Return the shell that waits as a template of a session; None if there is none. That of another one ends."""
+        folded, anchor = self._folded, self.anchor
+        if folded is not None and folded.name == name and folded.session is session and not self._shells:
+            assert folded.template is not None
+            if anchor is not None and anchor.kit is folded.kit and folded.template.is_ready:
+                self._folded = None
+                return folded
+        self._drop_folded()
+        return None
+
+    # -- replacing ---------------------------------------------------------------------------------------------------
+
     def _replace(self, shell: Shell) -> None:
+        if not (isinstance(shell, LocalShell) and shell.forked and self._fold(shell)):
+            self._discard(shell)
+
+    def _discard(self, shell: Shell) -> None:
         self._end([shell])
         super().forget(shell)
         if (anchor := self.anchor) is None:
@@ -136,6 +256,8 @@ class LocalShells(Shells):
         """
         if (anchor := self.anchor) is None:
             return False
+        if any(template.ready and template.was_touched for template in self._living_templates()):
+            return True
         if anchor.hidden:
             changed = passed_on(anchor.pid) != self._own_settings
             return changed or anchor.has_unread or processes.is_stopped(anchor.pid)
@@ -161,16 +283,19 @@ class LocalShells(Shells):
         return self.anchor is not None
 
     def end(self) -> None:
-        """Kill all shells, because none may hold files of layers that are about to change, and the anchor if it may."""
+        """Kill all shells, because none may hold files of layers that are about to change, and the anchor if it may.
+
+        A template holds none, so it stays.
+        """
         # The shells before the anchor: its children would become children of pid 1 otherwise.
-        shells = list(self)
+        shells = [shell for shell in self if not self._fold(shell)]
         self._end(shells)
         for shell in shells:
             super().forget(shell)
         if (anchor := self.anchor) is None:
             return
         if (kit := anchor.kit) is not None:
-            kit.lent = False
+            kit.lent = self._folded is not None
         if not (anchor.stays and kit is not None and kit.is_as_made() and not self.anchor_was_touched()):
             self._drop_anchor()
 
@@ -225,9 +350,10 @@ class LocalShells(Shells):
         """
         session = self.sessions.get(name)
         with contextlib.suppress(ShellStartError, AnchorLostError):
-            anchor = self._ready_anchor()
+            anchor, origin = self._ready_anchor(), self.origin(session)
             assert anchor.kit is not None, "a new anchor has one"
-            self._begun[name] = LocalShell.begin(anchor, anchor.kit, name, session, *self.origin(session))
+            template = self._may_be_template(session, *origin)
+            self._begun[name] = LocalShell.begin(anchor, anchor.kit, name, session, *origin, template=template)
 
     def _start(self, name: str, session: ShellSession | None) -> Shell:
         if (begun := self._begun.pop(name, None)) is not None:
@@ -235,8 +361,16 @@ class LocalShells(Shells):
                 return begun()
             except AnchorLostError:
                 self._drop_anchor()
+        if (folded := self._unfold(name, session)) is not None:
+            return folded
         script, environment = self.origin(session)
-        return self._under_the_anchor(lambda anchor: LocalShell.start(anchor, name, session, script, environment))
+        template = self._may_be_template(session, script, environment)
+        if template and self.anchor is not None and self.anchor.kit is None:
+            # Only a shell on a kit is a template, and a new anchor has one.
+            self._drop_anchor()
+        return self._under_the_anchor(
+            lambda anchor: LocalShell.start(anchor, name, session, script, environment, template=template)
+        )
 
     def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
         # The agent may have killed the anchor at any time, even just now. A second loss has another cause, which may be
@@ -262,6 +396,8 @@ class LocalShells(Shells):
         return self.anchor
 
     def _drop_anchor(self) -> None:
+        # First: its pipes go with the kit.
+        self._drop_folded()
         if self.anchor is not None:
             self.anchor.close()
             self.anchor = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from socket import socket
 from typing import Protocol
 
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.files.disk_watch import limit_note
 from sandboxes.guest.files.operations import problem
 from sandboxes.guest.files.tracker import Digests

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.process_io import Running

@@ -14,8 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sandboxes.guest.anchors.shell_kit import changeable
 from sandboxes.guest.bash import session as session_texts
-from sandboxes.guest.shell_kit import changeable
 from sandboxes.linux.descriptors import close_all, read_available
 from sandboxes.linux.live_state import report_writes
 from sandboxes.linux.processes import limits, run_counts, wait_until_asleep

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash.restore import came_back, needs_trial, taken_on_later
 from sandboxes.guest.bash.session import KEPT, UNREADABLE, MalformedDumpError
 from sandboxes.guest.shell import Output, Shell

@@ -25,7 +25,7 @@ from select import POLLHUP, POLLIN, POLLRDHUP, poll
 
 from sandboxes.effects import StateDigest
 from sandboxes.guest import dir_watch, process_call
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcesses, PendingOutput
 from sandboxes.guest.bash.session import MalformedDumpError, is_lost
 from sandboxes.guest.driver_link import DriverLink

@@ -8,7 +8,7 @@ import os
 import termios
 from collections.abc import Callable
 
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import restore_script
 from sandboxes.guest.driver_link import DriverLink

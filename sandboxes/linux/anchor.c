@@ -1,4 +1,4 @@
-/* The anchor of a local sandbox as a program of its own; sandboxes/guest/anchor.py has the other end and the theory.
+/* The anchor of a local sandbox as a program of its own; sandboxes/guest/anchors/anchor.py has the other end and the theory.
  *
  * It starts bash for pid 1, inherits the orphans below it, collects all that end, and tells pid 1 exit codes. It needs
  * no libc and no loader, since it runs in sandboxes of every base, and because glibc's start alone takes 0.4 ms on a
@@ -11,7 +11,9 @@
  * The first character of a text is its kind:
  *   < or >  a descriptor of the new process, with its number in two digits, and the path to open for it
  *   a, e    an argument and a variable of the new process
+ *   t       last: the process is to be a template (template.c)
  *   w       the pid of a process whose exit code is wanted
+ *   n       the pid of a process that a template has forked: its exit code will be wanted. There is no answer
  *   c       close the kit
  * The answer is one line with a number: the new process, 0 if it could not be started, or the exit code.
  */
@@ -64,23 +66,27 @@ static void leave(int code) {
     for (;;) CALL(exit_group, code, 0, 0, 0);
 }
 
-static void answer(unsigned number) {
+static void answer_on(int fd, unsigned number) {
     char line[12], *begin = line + sizeof line;
     *--begin = '\n';
     do *--begin = (char)('0' + number % 10);
     while (number /= 10);
-    CALL(write, REPLIES, begin, line + sizeof line - begin, 0);
+    CALL(write, fd, begin, line + sizeof line - begin, 0);
 }
 
-static void receive(char *to, unsigned long size) {
+static void answer(unsigned number) { answer_on(REPLIES, number); }
+
+static void receive_from(int fd, char *to, unsigned long size) {
     while (size) {
-        long count = CALL(read, REQUESTS, to, size, 0);
+        long count = CALL(read, fd, to, size, 0);
         /* Pid 1 is gone, or the agent has closed the pipe. */
         if (count <= 0) leave(1);
         to += count;
         size -= (unsigned long)count;
     }
 }
+
+static void receive(char *to, unsigned long size) { receive_from(REQUESTS, to, size); }
 
 static unsigned number_in(const char *text) {
     unsigned number = 0;
@@ -113,14 +119,14 @@ static int open_descriptors(char **texts) {
     return 1;
 }
 
-/* In the child: close all other descriptors, and block no signal. */
-static void leave_the_anchor(char **texts) {
+/* In the child: close all other descriptors, and block no signal. After the last one, `more` of them stay open. */
+static void leave_the_anchor(char **texts, unsigned more) {
     unsigned long no_signals = 0;
     unsigned next = 0;
     /* They come in ascending order. */
     for (; is_descriptor(*texts); next = target_of(*texts++) + 1)
         if (target_of(*texts) > next) CALL(close_range, next, target_of(*texts) - 1, 0, 0);
-    CALL(close_range, next, ~0U, 0, 0);
+    CALL(close_range, next + more, ~0U, 0, 0);
     CALL(rt_sigprocmask, SIG_SETMASK, &no_signals, 0, sizeof no_signals);
 }
 
@@ -128,7 +134,7 @@ static void leave_the_anchor(char **texts) {
  * stays as it is. */
 __attribute__((noinline, noreturn)) static void become(char **texts, char **arguments, char **environment) {
     if (!open_descriptors(texts)) fail();
-    leave_the_anchor(texts);
+    leave_the_anchor(texts, 0);
     CALL(execve, PROGRAM, arguments, environment, 0);
     fail();
     __builtin_unreachable();
@@ -144,7 +150,7 @@ static void note(int pid) {
 }
 
 #ifdef PRELOADED
-static int fork_shell(char **texts, char **words, char **environment);
+static int fork_shell(char **texts, char **words, char **environment, int template);
 #endif
 
 /* Start bash, as vfork does: this process goes on when the child has executed it, or has ended. */
@@ -158,7 +164,7 @@ static void start(char **texts, unsigned count, char **words) {
     environment[variables] = 0;
     failed = 0;
 #ifdef PRELOADED
-    if (fork_shell(texts, words, environment)) return;
+    if (fork_shell(texts, words, environment, *texts[first + arguments + variables] == 't')) return;
 #endif
     long pid = CALL(clone, CLONE_VM | CLONE_VFORK | SIGCHLD, 0, 0, 0);
     if (pid == 0) become(texts, words, environment);
@@ -210,6 +216,7 @@ static void obey(void) {
     }
     texts[count] = request + bytes - 1; /* An empty text, at which every search ends. */
     if (*texts[0] == 'w') tell((int)number_in(texts[0] + 1));
+    else if (*texts[0] == 'n') note((int)number_in(texts[0] + 1));
     else if (*texts[0] == 'c') CALL(close_range, KIT, ~0U, 0, 0), answer(0);
     else start(texts, (unsigned)count, texts + count + 1);
     CALL(munmap, request, size, 0, 0);
@@ -227,10 +234,11 @@ __attribute__((used, noreturn)) void serve(void) {
     for (;;) {
         struct pollfd ready[2] = {{REQUESTS, POLLIN, 0}, {(int)signals, POLLIN, 0}};
         CALL(ppoll, ready, 2, 0, 0);
+        /* First: a process that pid 1 has told of before it ended is known when it is collected. */
+        if (ready[0].revents) obey();
         if (ready[1].revents) {
             CALL(read, signals, events, sizeof events, 0);
             collect();
         }
-        if (ready[0].revents) obey();
     }
 }

@@ -28,6 +28,7 @@
 
 enum { OUTPUT = 1 << 14, DUMP = 1 << 15, FACTS = 1 << 14, PIPES = 4, TEXTS = 4, FIRST_MS = 1000, PATIENCE_MS = 10000 };
 enum { ORDINARY, NOT_BEGUN, BEGUN, FAILED }; /* Results of `forkpoint_run`. */
+enum { WAITING, READY, USELESS }; /* What is known of a template. */
 enum { ENDED, ANCHOR_TOUCHED, KIT_TOUCHED }; /* Results of `forkpoint_end`. */
 static const char END[] = "forkpoint-end-of-dump"; /* With the NUL behind it. */
 
@@ -39,8 +40,10 @@ struct bytes {
 /* One session's shell, and what is known of it. `_Shell` in ordinary_calls.py has the same members. */
 struct shell {
     int link, anchor, requests, replies, pid, death, out, err, dump, go, command;
+    int template, template_requests, template_replies, template_state, forked; /* No template: 0. */
+    int has_dumped; /* Whether the first dump was read before. */
     int pipes[PIPES], texts[TEXTS]; /* The kit, at the shell's side. */
-    struct bytes first_dump, last_dump, descriptors, facts, anchor_facts, kit_facts, script, loop, request;
+    struct bytes first_dump, last_dump, descriptors, facts, anchor_facts, template_facts, kit_facts, script, loop, request;
     const char *folder;
     double began_s; /* When the last command began, by the monotonic clock. */
     int status, out_size, err_size, dump_size; /* What a run has left in the buffers. */
@@ -134,15 +137,24 @@ static char state_of(int pid, int *threads) {
     return state;
 }
 
-/* What a command may change of the anchor (`LocalShells.anchor_was_touched`). */
-static void see_anchor(struct facts *facts, const struct shell *shell) {
+/* What a command may change of a process that starts shells (`LocalShells.anchor_was_touched`). */
+static void see_starter(struct facts *facts, int pid, int requests, int replies) {
     int unread[2] = {1, 1}, threads;
     facts->size = facts->failed = 0;
-    put_passed_on(facts, shell->anchor);
-    if (ioctl(shell->requests, FIONREAD, &unread[0]) < 0 || ioctl(shell->replies, FIONREAD, &unread[1]) < 0 || unread[0] || unread[1])
+    put_passed_on(facts, pid);
+    if (ioctl(requests, FIONREAD, &unread[0]) < 0 || ioctl(replies, FIONREAD, &unread[1]) < 0 || unread[0] || unread[1])
         facts->failed = 1;
-    char state = state_of(shell->anchor, &threads);
+    char state = state_of(pid, &threads);
     if (!state || state == '?' || state == 'T' || state == 't') facts->failed = 1;
+}
+
+static void see_anchor(struct facts *facts, const struct shell *shell) {
+    see_starter(facts, shell->anchor, shell->requests, shell->replies);
+}
+
+static void see_template(struct facts *facts, const struct shell *shell) {
+    facts->size = facts->failed = 0;
+    if (shell->template) see_starter(facts, shell->template, shell->template_requests, shell->template_replies);
 }
 
 /* What a command may change of the pipes and texts that the next shell gets (`shell_kit.changeable`). */
@@ -166,13 +178,13 @@ static int is_known(const struct facts *facts, const struct bytes *known) {
     return !facts->failed && facts->size == known->size && !memcmp(facts->data, known->data, (size_t)known->size);
 }
 
-/* Whether no process runs but pid 1, the anchor and the shell (`processes.list_processes`). */
+/* Whether no process runs but pid 1, the anchor, the template and the shell (`processes.list_processes`). */
 static int is_alone(const struct shell *shell) {
     DIR *folder = opendir("/proc");
     int alone = folder != NULL;
     for (struct dirent *entry; alone && (errno = 0, entry = readdir(folder));) {
         int pid = atoi(entry->d_name), threads = 0;
-        if (pid <= 1 || pid == shell->anchor || pid == shell->pid) continue;
+        if (pid <= 1 || pid == shell->anchor || pid == shell->template || pid == shell->pid) continue;
         char state = state_of(pid, &threads);
         /* A process whose first thread has ended looks like a zombie, but its other threads run on. */
         alone = !state || ((state == 'Z' || state == 'X') && threads <= 1);
@@ -262,6 +274,7 @@ long forkpoint_see(const struct shell *shell, int what, char *to) {
     struct facts facts;
     if (what == 0) see_shell(&facts, shell->pid);
     else if (what == 1) see_anchor(&facts, shell);
+    else if (what == 3) see_template(&facts, shell);
     else see_kit(&facts, shell);
     if (facts.failed) return -1;
     memcpy(to, facts.data, (size_t)facts.size);
@@ -318,6 +331,48 @@ static int take_status(struct shell *shell) {
            !memcmp(shell->dump_data + at, shell->last_dump.data, (size_t)shell->last_dump.size);
 }
 
+/* Read answers, which are lines, until so many bytes have come; return whether they end a line. */
+static int read_answer(int fd, char *line, int room, int least) {
+    struct pollfd reply = {fd, POLLIN, 0};
+    int size = 0;
+    while (size < room - 1 && (size < least || line[size - 1] != '\n')) {
+        long count = poll(&reply, 1, PATIENCE_MS) <= 0 ? 0 : read(fd, line + size, (size_t)(room - 1 - size));
+        if (count <= 0) return 0;
+        size += (int)count;
+    }
+    line[size] = 0;
+    return size && line[size - 1] == '\n';
+}
+
+/* Have the template fork the shell (`Template.fork`); return whether it did so. */
+static int fork_shell(struct shell *shell) {
+    char line[16], request[4 + 4096], note[32] = {0};
+    unsigned size = (unsigned)strlen(shell->folder) + 1, counts[2];
+    int fd, pid, unread = 1;
+    if (shell->template_state == WAITING) {
+        int answered = read_answer(shell->template_replies, line, sizeof line, 4);
+        shell->template_state = answered && !strcmp(line, "0\n1\n") ? READY : USELESS;
+    }
+    if (shell->template_state != READY || size > sizeof request - 4) return 0;
+    if (ioctl(shell->template_replies, FIONREAD, &unread) < 0 || unread) return 0;
+    memcpy(request, &size, 4);
+    memcpy(request + 4, shell->folder, size);
+    if (write(shell->template_requests, request, 4 + size) != 4 + size) return 0;
+    if (!read_answer(shell->template_replies, line, sizeof line, 2)) return 0;
+    if ((pid = atoi(line)) <= 1 || (fd = (int)syscall(SYS_pidfd_open, pid, 0)) < 0) return 0;
+    /* The anchor is to keep its exit code (`NativeAnchor.take_note_of`). */
+    counts[0] = (unsigned)snprintf(note + 8, sizeof note - 8, "n%d", pid) + 1, counts[1] = 1;
+    memcpy(note, counts, 8);
+    if (write(shell->requests, note, 8 + counts[0]) != 8 + counts[0]) {
+        close(fd);
+        return 0;
+    }
+    shell->pid = pid;
+    shell->death = fd;
+    shell->forked = 1;
+    return 1;
+}
+
 static double now_s(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -338,7 +393,8 @@ static int write_text(int fd, const char *text, long size) {
 int forkpoint_run(struct shell *shell, const char *go, long go_size, const char *text, long text_size, int within_ms) {
     int failed = 0, discarded;
     shell->out_size = shell->err_size = shell->dump_size = 0;
-    if (!no_child_ended() || !await_first_dump(shell, FIRST_MS)) return NOT_BEGUN;
+    if (!no_child_ended() || (!shell->has_dumped && !await_first_dump(shell, FIRST_MS))) return NOT_BEGUN;
+    if (shell->template && !fork_shell(shell)) return NOT_BEGUN;
     /* What came between calls is dropped. */
     for (int i = 0; i < 2; i++) {
         do discarded = 0;
@@ -376,6 +432,8 @@ int forkpoint_end(struct shell *shell) {
     struct pollfd death = {shell->death, POLLIN, 0};
     see_anchor(&facts, shell);
     if (!is_known(&facts, &shell->anchor_facts)) return ANCHOR_TOUCHED;
+    see_template(&facts, shell);
+    if (shell->template && !is_known(&facts, &shell->template_facts)) return ANCHOR_TOUCHED;
     syscall(SYS_pidfd_send_signal, shell->death, SIGKILL, 0, 0);
     poll(&death, 1, PATIENCE_MS);
     see_kit(&facts, shell);
@@ -384,21 +442,15 @@ int forkpoint_end(struct shell *shell) {
 
 /* Have the anchor start the next shell on the kit. Return its pid, with a new `death`; 0 if the anchor fails. */
 int forkpoint_start(struct shell *shell) {
-    struct pollfd reply = {shell->replies, POLLIN, 0};
     const struct bytes texts[3] = {shell->script, shell->loop, {"", 0}};
     char line[16];
-    int unread = 1, size = 0, fd;
+    int unread = 1, fd;
     for (int i = 0; i < 3; i++)
         if (!write_text(shell->texts[i], texts[i].data, texts[i].size)) return 0;
     if (ioctl(shell->replies, FIONREAD, &unread) < 0 || unread) return 0;
     if (write(shell->requests, shell->request.data, (size_t)shell->request.size) != shell->request.size) return 0;
-    while (size < (int)sizeof line - 1 && !memchr(line, '\n', (size_t)size)) {
-        long count = poll(&reply, 1, PATIENCE_MS) <= 0 ? 0 : read(shell->replies, line + size, sizeof line - 1 - (size_t)size);
-        if (count <= 0) return 0;
-        size += (int)count;
-    }
-    line[size] = 0;
-    int pid = memchr(line, '\n', (size_t)size) == line + size - 1 ? atoi(line) : 0;
+    if (!read_answer(shell->replies, line, sizeof line, 2)) return 0;
+    int pid = atoi(line);
     if (pid <= 1 || (fd = (int)syscall(SYS_pidfd_open, pid, 0)) < 0) return 0;
     close(shell->death);
     shell->death = fd;

@@ -20,12 +20,14 @@
 #ifndef PR_GET_TID_ADDRESS
 #define PR_GET_TID_ADDRESS 40
 #endif
-#define NEXT_LIBRARY ((void *)-1L) /* RTLD_NEXT of dlsym(3). */
+#define ANY_LIBRARY ((void *)0) /* RTLD_DEFAULT and RTLD_NEXT of dlsym(3). */
+#define NEXT_LIBRARY ((void *)-1L)
 enum { MAX_FILES = 32, PATH = 128, FIELDS = 52 };
 
 typedef int start_main(void *main, int count, char **arguments, void *init, void *fini, void *loader_fini, void *stack);
 extern void *dlsym(void *where, const char *name);
 extern char **__environ; /* What libc gives to `main` as the variables: the loader has set it. */
+#define EXPORTED __attribute__((visibility("default")))
 
 /* What starts bash, which the program's first instructions have called us with. */
 static struct { start_main *function; void *main, *init, *fini, *loader_fini, *stack; char **arguments; int count; } bash;
@@ -120,14 +122,29 @@ static int can_fork(char **texts, char **arguments, char **variables) {
     return files_are_known();
 }
 
+static long fork_with(long flags) {
+    /* libc's own fork would do the same to its number of the thread. */
+    flags |= CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID | SIGCHLD;
+#if defined(__x86_64__)
+    return invoke(__NR_clone, flags, 0, 0, (long)thread, 0, 0);
+#else
+    return invoke(__NR_clone, flags, 0, 0, 0, (long)thread, 0);
+#endif
+}
+
+static struct { const char *begin, *end; } own_variables; /* Those of a fork. */
+
+#include "template.c"
+
 /* In the fork: begin as a bash that has just been executed. */
-__attribute__((noreturn)) static void begin_shell(char **texts, char **words, char **variables) {
+__attribute__((noreturn)) static void begin_shell(char **texts, char **words, char **variables, int template) {
     if (!open_descriptors(texts)) {
         answer(0);
         leave(NOT_FOUND);
     }
+    if (template) expect_requests();
     answer((unsigned)CALL(getpid, 0, 0, 0, 0));
-    leave_the_anchor(texts);
+    leave_the_anchor(texts, template ? 2 : 0);
     /* In the request a letter comes before each variable; in /proc/PID/environ they follow each other. */
     char *first = *variables ? *variables : own_arguments, *to = first;
     for (char **variable = variables; *variable; variable++) {
@@ -135,6 +152,7 @@ __attribute__((noreturn)) static void begin_shell(char **texts, char **words, ch
         *variable = to;
         while ((*to++ = *from++)) {}
     }
+    own_variables.begin = first, own_variables.end = to;
     show(own_arguments, end_of_arguments, first, to);
     __environ = variables;
     CALL(prctl, PR_SET_NAME, "bash", 0, 0);
@@ -145,22 +163,16 @@ __attribute__((noreturn)) static void begin_shell(char **texts, char **words, ch
 }
 
 /* Start a shell by a fork, which answers; return whether that could be done. */
-static int fork_shell(char **texts, char **words, char **environment) {
+static int fork_shell(char **texts, char **words, char **environment, int template) {
     if (!can_fork(texts, words, environment)) return 0;
-    /* libc's own fork would do the same to its number of the thread. */
-    const long flags = CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID | SIGCHLD;
-#if defined(__x86_64__)
-    long pid = invoke(__NR_clone, flags, 0, 0, (long)thread, 0, 0);
-#else
-    long pid = invoke(__NR_clone, flags, 0, 0, 0, (long)thread, 0);
-#endif
-    if (pid == 0) begin_shell(texts, words, environment);
+    long pid = fork_with(0);
+    if (pid == 0) begin_shell(texts, words, environment, template && can_be_template());
     if (pid > 0) note((int)pid);
     return pid > 0;
 }
 
 /* Be the anchor. The first instructions of the program call this instead of libc's function of the same name. */
-__attribute__((visibility("default"))) int __libc_start_main(void *main, int count, char **arguments, void *init,
+EXPORTED int __libc_start_main(void *main, int count, char **arguments, void *init,
                                                             void *fini, void *loader_fini, void *stack) {
     /* On the stack, since /proc shows arguments in anonymous memory only. It is there as long as this process. */
     char name[] = "anchor";
@@ -172,6 +184,7 @@ __attribute__((visibility("default"))) int __libc_start_main(void *main, int cou
     if (bash.function && known_files && read_memory() && CALL(prctl, PR_GET_TID_ADDRESS, &thread, 0, 0) == 0 && thread) {
         own_arguments = (char *)memory.arg_start, end_of_arguments = (char *)memory.arg_end;
         forks = show(name, name + sizeof name, name, name);
+        find_inside();
     }
     serve();
 }

@@ -19,19 +19,23 @@
 # So the library decides nothing. A difference that it sees in error costs time and is no wrong answer. It is compiled
 # when the package is built. Where no compiler works, every call goes the regular way.
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sandboxes.guest.anchor import Anchor, NativeAnchor
+from sandboxes.guest.anchors.anchor import Anchor
+from sandboxes.guest.anchors.conversation import AnchorLostError
+from sandboxes.guest.anchors.native_anchor import NativeAnchor
+from sandboxes.guest.anchors.shell_kit import EXPORTS, LOOP, PIPES, TEXTS, ShellKit
+from sandboxes.guest.anchors.template import Template
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.local_shell import LocalShell
 from sandboxes.guest.local_shells import LocalShells
-from sandboxes.guest.shell_kit import EXPORTS, LOOP, PIPES, TEXTS, ShellKit
 from sandboxes.linux import spawn
 from sandboxes.shell_text import ShellSession
 
@@ -45,7 +49,9 @@ _MAX_VAIN = 8
 _FACTS, _OUTPUT, _DUMP = 1 << 14, 1 << 14, 1 << 15
 """Sizes of buffers in `ordinary.c`."""
 _ORDINARY, _NOT_BEGUN, _BEGUN = range(3)
-_SHELL, _ANCHOR, _KIT = range(3)
+_SHELL, _ANCHOR, _KIT, _TEMPLATE = range(4)
+_WAITING, _READY, _USELESS = range(3)
+"""What is known of a template."""
 
 
 class _Bytes(ctypes.Structure):
@@ -58,10 +64,12 @@ class _Shell(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in (
             "link", "anchor", "requests", "replies", "pid", "death", "out", "err", "dump", "go", "command",
+            "template", "template_requests", "template_replies", "template_state", "forked", "has_dumped",
         )),
         ("pipes", ctypes.c_int * 4), ("texts", ctypes.c_int * 4),
         *((name, _Bytes) for name in (
-            "first_dump", "last_dump", "descriptors", "facts", "anchor_facts", "kit_facts", "script", "loop", "request",
+            "first_dump", "last_dump", "descriptors", "facts", "anchor_facts", "template_facts", "kit_facts", "script",
+            "loop", "request",
         )),
         ("folder", ctypes.c_char_p), ("began_s", ctypes.c_double),
         *((name, ctypes.c_int) for name in ("status", "out_size", "err_size", "dump_size")),
@@ -91,11 +99,13 @@ class _Known:
         name: The session's name.
         session: The session; None for one that is as new.
         baseline: The session as its shell's first dump shows it.
+        settings: What its template passes on to its forks; empty if the shell has none.
     """
 
     name: str
     session: ShellSession | None
     baseline: ShellSession
+    settings: list[str]
     anchor: Anchor
     kit: ShellKit
 
@@ -138,7 +148,9 @@ class OrdinaryCalls:
     def fresh_shell(self, name: str) -> LocalShell | None:
         """Return the shell of a session if it is like the one from which was learnt, and has begun nothing."""
         shell = self._current()
-        return None if shell is None or shell.name != name or shell.runs or shell.baseline is not None else shell
+        if shell is None or shell.name != name or shell.runs or shell.forked:
+            return None
+        return shell if shell.template is not None or shell.baseline is None else None
 
     def run(self, shell: LocalShell, command: bytes) -> Ran | None:
         """Run a command in the shell that `fresh_shell` has returned; None if it was not begun.
@@ -154,13 +166,22 @@ class OrdinaryCalls:
         ending = self._library.forkpoint_run(
             ctypes.byref(state), go, len(go), text, ctypes.c_long(len(text)), int(WITHIN_S * 1000)
         )
+        if shell.template is not None and state.template_state == _READY:
+            shell.template.is_known_to_be_ready(known.settings)
+        elif shell.template is not None and state.template_state == _USELESS:
+            shell.drop_template()
+        if state.forked:
+            shell.was_forked(state.pid, state.death)
         if ending == _ORDINARY:
             self._vain = 0
             shell.begun(known.baseline, self._first_dump, b"")
             return Ran(state.began_s, state.status, self._read("out"), self._read("err"))
         self._vain += 1
-        if ending == _NOT_BEGUN:
+        if ending == _NOT_BEGUN and shell.baseline is None:
             shell.feed(self._read("dump"))
+        elif ending == _NOT_BEGUN:
+            # It has dumped before, but its template could not fork.
+            self._known = None
         else:
             shell.begun(known.baseline, self._first_dump, self._read("dump"))
         if shell.has_dumped:
@@ -193,11 +214,17 @@ class OrdinaryCalls:
         same_session = shells.sessions.get(known.name) is known.session is shell.session
         if not same_session or anchor is not known.anchor or not (anchor.kit is known.kit is shell.kit):
             return None
+        if (shell.template is not None) != bool(known.settings):
+            return None
         self._follow(shell)
         return shell
 
     def _follow(self, shell: LocalShell) -> None:
-        state = self._shell
+        state, template = self._shell, shell.template
+        state.template, state.forked, state.has_dumped = 0, shell.forked, shell.baseline is not None
+        if template is not None:
+            state.template, state.template_state = template.pid, _READY if template.ready else _WAITING
+            state.template_requests, state.template_replies = template.ends
         state.pid, state.death = shell.pid, shell.death
         state.out, state.err, state.dump = shell.out.fd, shell.err.fd, shell.dump_fd
         state.go, state.command = shell.go_fd, shell.command_fd
@@ -236,7 +263,8 @@ class OrdinaryCalls:
         self._describe(shell, anchor, kit, b"\0" + rest, baseline["cwd"].encode("latin-1"))
         # Last: what was seen counts if it is still what the regular way takes for untouched.
         if all(self._kept) and untouched():
-            self._known = _Known(shell.name, shell.session, baseline, anchor, kit)
+            settings = [] if shell.template is None else shell.template.settings
+            self._known = _Known(shell.name, shell.session, baseline, settings, anchor, kit)
 
     def _describe(self, shell: LocalShell, anchor: NativeAnchor, kit: ShellKit, dump: bytes, folder: bytes) -> None:
         """Put all that is known of the shell into the structure."""
@@ -247,10 +275,14 @@ class OrdinaryCalls:
         texts = {
             "first_dump": shell.first_dump, "last_dump": dump, "descriptors": shell.known_descriptors,
             "facts": self._see(_SHELL), "anchor_facts": self._see(_ANCHOR), "kit_facts": self._see(_KIT),
-            "script": script, "loop": LOOP, "request": anchor.request_on_kit(kit, environment),
+            "script": script, "loop": LOOP,
+            "request": anchor.request_on_kit(kit, environment, template=shell.template is not None),
         }  # fmt: skip
         # The structure has addresses only.
-        self._first_dump, self._kept = shell.first_dump, [*texts.values(), folder]
+        self._first_dump = shell.first_dump
+        if shell.template is not None:
+            texts["template_facts"] = self._see(_TEMPLATE)
+        self._kept = [*texts.values(), folder]
         for member, text in texts.items():
             setattr(state, member, _Bytes(text, len(text)))
         state.folder = folder
@@ -272,8 +304,17 @@ class OrdinaryCalls:
         return None if self._library.forkpoint_end(ctypes.byref(self._shell)) else shell
 
     def start(self, shell: LocalShell) -> bool:
-        """Start the next shell in the place of one that has ended; return whether the anchor did so."""
-        pid = self._library.forkpoint_start(ctypes.byref(self._shell))
-        if pid:
-            shell.become(pid, self._shell.death)
-        return bool(pid)
+        """Start the next shell in the place of one that has ended; return whether that could be done.
+
+        A template is the next shell itself. Without one, the anchor starts it.
+        """
+        if shell.template is not None:
+            return shell.fold()
+        pid, kit = self._library.forkpoint_start(ctypes.byref(self._shell)), shell.kit
+        if not pid:
+            return False
+        assert kit is not None
+        with contextlib.suppress(AnchorLostError):
+            shell.become(pid, self._shell.death, Template(pid, kit) if Template.is_one(kit) else None)
+            return True
+        return False

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from sandboxes.guest import terminal
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
+from sandboxes.guest.anchors.template import spares
 from sandboxes.guest.background import BackgroundProcesses
 from sandboxes.guest.checkpoint_restore import Restored
 from sandboxes.guest.driver_link import DriverLink
@@ -158,7 +159,7 @@ class LocalPlatform:
         # After a timeout everything is killed but what was there before: survivors, and the other sessions' shells.
         spared = processes.list_processes() if self._survivors else set()
         try:
-            shell = self._shells.ready(request.session)
+            shell = self._shells.for_command(request.session)
         except ShellStartError as error:
             return not_started(error)
         self._shells.watch_anchor()
@@ -222,8 +223,12 @@ class LocalPlatform:
         written = self._seals and self._changes.written and not self._survivors
         discard = written and self._changes.undone
         seal = written and not discard and not self._changes.linked and not self._changes.too_deep
+        if self._survivors:
+            self._shells.drop_templates()
         self._link.send(replace(answer, discard=discard, seal=seal), body)
         self._learn(answer, fresh)
+        if self._changes.written and not spares(self._changes.tracker.scan.signatures):
+            self._shells.drop_templates()
         # The answer comes first: the proxy waits for it, and takes the next message as the state that follows it.
         if discard or seal:
             # The proxy would ask for this next. Sending it unasked saves a round trip on each call that writes. Nothing

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.tool_servers import ServerProcess, Servers, ToolServerError, new_pipes
 from sandboxes.ipc.server_messages import ServerOrder

@@ -19,7 +19,7 @@
 #    these files in the base. The anchor compares them before each fork, and executes the sandbox's own bash if they
 #    differ. The time of change (ctime) cannot be set by a command.
 # 4. Without a compiler there is no library to load, and on some machines no copies can be made. Then shells are
-#    executed in all sandboxes (`guest.anchor`).
+#    executed in all sandboxes (`guest.anchors`).
 
 import asyncio
 import contextlib

@@ -22,7 +22,7 @@ from typing import Any
 
 from sandboxes.container.boot_scripts import FIFOS
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses, inner_of, kill, start_time
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash.session import number
 
 ANSWER_S = 10.0

@@ -19,7 +19,7 @@ from sandboxes.container.keeper.anchor import ANSWER_S, ContainerAnchor
 from sandboxes.container.keeper.background import remove
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
 from sandboxes.container.keeper.shell import RIGHTS
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.exec_script import terminal_text, text
 from sandboxes.guest.process_io import Running, death_of, due_of, open_terminal
 from sandboxes.ipc.messages import RunProcess

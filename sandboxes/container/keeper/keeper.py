@@ -31,7 +31,7 @@ from sandboxes.container.keeper.exec_launch import Launch
 from sandboxes.container.keeper.shell import limit
 from sandboxes.container.keeper.shell_pool import ContainerShells
 from sandboxes.container.keeper.tool_servers import ContainerServers
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta

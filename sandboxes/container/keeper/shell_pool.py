@@ -9,7 +9,7 @@ from sandboxes.container.keeper import posix_session as posix
 from sandboxes.container.keeper.anchor import ContainerAnchor
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
 from sandboxes.container.keeper.shell import ContainerShell, read_limits, restore_script
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash import session as sessions
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import KILLED, Shells

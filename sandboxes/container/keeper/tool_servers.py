@@ -10,7 +10,7 @@ from sandboxes.container.boot_scripts import BOX, SHELL_TEXTS
 from sandboxes.container.keeper.anchor import ContainerAnchor
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
 from sandboxes.container.keeper.shell import make_files
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.tool_servers import POLL_S, Log, ServerProcess, Servers, ToolServerError, is_open
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux.descriptors import close_all

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
-from sandboxes.guest.anchor import NativeAnchor
+from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.linux import mounts, processes, spawn
 from sandboxes.linux import syscalls as kernel
 

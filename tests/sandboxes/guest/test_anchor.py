@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.guest.anchor import Anchor, AnchorLostError, BashAnchor, NativeAnchor, adopted_anchor
+from sandboxes.guest.anchors.anchor import Anchor
+from sandboxes.guest.anchors.bash_anchor import BashAnchor
+from sandboxes.guest.anchors.conversation import AnchorLostError
+from sandboxes.guest.anchors.native_anchor import NativeAnchor
+from sandboxes.guest.anchors.programs import adopted_anchor
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.linux import processes
 from sandboxes.linux.processes import parent
@@ -221,7 +225,7 @@ def test_anchor_beside_processes_does_not_stay(anchor_helper: Path) -> None:
 
 _REUSED_PID = """
 import os, sys, time
-from sandboxes.guest.anchor import NativeAnchor
+from sandboxes.guest.anchors.native_anchor import NativeAnchor
 
 def run(text):
     pid = anchor.start_on({}, {0: null, 1: null, 2: null}, text)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandboxes.guest.anchor import NativeAnchor
+from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.bash import session as session_texts
 from tests.sandboxes.guest import forking_anchor
 

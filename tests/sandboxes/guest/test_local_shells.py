@@ -9,7 +9,7 @@ import pytest
 
 from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.shell_pool import known
 from sandboxes.linux.spawn import anchor_program

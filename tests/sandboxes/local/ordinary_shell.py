@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 
-from sandboxes.guest.anchor import NativeAnchor
+from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.local_shell import LocalShell
 from sandboxes.guest.local_shells import LocalShells

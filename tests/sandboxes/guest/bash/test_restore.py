@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 
-from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash.restore import restore_script, split_functions
 from sandboxes.guest.platform import not_started
 from sandboxes.guest.survivors import kept

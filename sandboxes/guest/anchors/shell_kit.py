@@ -25,6 +25,27 @@ EXPORTS = -1
 """Stands for the text that exports the variables which the shell is born with. The shell itself does not open it."""
 PIPES = (1, 2, session_texts.DUMP_FD, session_texts.GO_FD)
 """The shell's descriptors of pipes."""
+TEMPLATE_REQUESTS, TEMPLATE_REPLIES = 34, 35
+"""A template's descriptors of the two pipes to it (`linux/template.c`). No shell has them."""
+PLACES = {
+    number: 40 + index
+    for index, number in enumerate(
+        (1, 2, session_texts.DUMP_FD, session_texts.GO_FD, session_texts.RESTORE_FD, session_texts.LOOP_FD,
+         session_texts.COMMAND_FD, EXPORTS, TEMPLATE_REQUESTS, TEMPLATE_REPLIES)
+    )
+}  # fmt: skip
+"""The anchor's descriptors of the kit, by the shell's own descriptor numbers."""
+
+
+def sign(number: int) -> str:
+    """Return how bash opens a descriptor of a shell: a pipe that is opened through /proc needs the right direction."""
+    return ">" if number in {1, 2, session_texts.DUMP_FD} else "<"
+
+
+OPENED = {0: "/dev/null"} | {
+    number: f"/proc/self/fd/{place}" for number, place in sorted(PLACES.items()) if number in {*PIPES, *TEXTS}
+}
+"""What a shell on the kit opens, by its own descriptor numbers."""
 
 
 def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
@@ -86,11 +107,15 @@ class ShellKit:
         for number in (*TEXTS, EXPORTS):
             self.theirs[number] = new_text()
         self.lent = False
-        self._made = changeable(self.theirs)
+        # Without the pipes of templates, which no process of the agent can open.
+        self._reachable = dict(self.theirs)
+        self._made = changeable(self._reachable)
+        self.theirs[TEMPLATE_REQUESTS], self.ours[TEMPLATE_REQUESTS] = os.pipe2(os.O_CLOEXEC)
+        self.ours[TEMPLATE_REPLIES], self.theirs[TEMPLATE_REPLIES] = os.pipe2(os.O_CLOEXEC)
 
     def is_as_made(self) -> bool:
         """Return whether the pipes are empty, and as they were made. 0.02 ms."""
-        return changeable(self.theirs) == self._made
+        return changeable(self._reachable) == self._made
 
     def write_exports(self, exports: bytes) -> None:
         """Write the lines of bash that export the variables which the next shell is born with."""
@@ -107,7 +132,8 @@ class ShellKit:
         """
         self.lent = True
         write_texts(self.theirs, script)
-        ends = {**self.ours, session_texts.COMMAND_FD: self.theirs[session_texts.COMMAND_FD]}
+        ends = {number: self.ours[number] for number in PIPES}
+        ends[session_texts.COMMAND_FD] = self.theirs[session_texts.COMMAND_FD]
         return {number: os.dup(fd) for number, fd in ends.items()}
 
     def close(self) -> None:
@@ -127,10 +153,10 @@ def changeable(fds: Mapping[int, int]) -> list[tuple[int, ...]]:
         status = os.fstat(fd)
         facts.append((status.st_mode, status.st_uid, status.st_gid))
         if number in PIPES:
-            facts.append((fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ), _unread(fd)))
+            facts.append((fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ), unread_bytes(fd)))
     return facts
 
 
-def _unread(pipe: int) -> int:
+def unread_bytes(pipe: int) -> int:
     """Return how many bytes are in a pipe."""
     return int(struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0])

@@ -1,0 +1,81 @@
+"""Requests to a process that starts others, and its answers: lines with a number, over two pipes."""
+
+import os
+import select
+import time
+
+from sandboxes.guest.anchors.shell_kit import unread_bytes
+from sandboxes.guest.bash import session as session_texts
+from sandboxes.linux.descriptors import write_out
+
+PATIENCE_S = 10.0
+"""How long an answer may take. It takes a millisecond; an agent that stops the process makes this time pass."""
+
+
+class AnchorLostError(Exception):
+    """The process is gone or gives no answer, because the agent has killed or stopped it."""
+
+
+class Conversation:
+    """Pid 1's end of the two pipes.
+
+    Attributes:
+        ends: Our descriptors of the two pipes, requests first.
+    """
+
+    def __init__(self, ends: tuple[int, int]) -> None:
+        self.ends = ends
+        self._buffer = b""
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether one of the pipes has something in it, which only a command can have written between calls."""
+        return any(map(unread_bytes, self.ends))
+
+    def ask(self, request: bytes) -> int:
+        """Send a request, and return the answer.
+
+        Raises:
+            AnchorLostError: The process is gone, or gives no answer.
+        """
+        self.send(request)
+        return self.receive()
+
+    def send(self, request: bytes) -> None:
+        """Send a request.
+
+        Raises:
+            AnchorLostError: The process is gone, or has answered unasked.
+        """
+        try:
+            if unread_bytes(self.ends[1]):
+                raise AnchorLostError("it answers unasked")
+            write_out(self.ends[0], request)
+        except OSError as error:
+            raise AnchorLostError(str(error)) from error
+
+    def receive(self) -> int:
+        """Return the next answer.
+
+        Raises:
+            AnchorLostError: The process is gone, or gives no answer.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        try:
+            poll = select.poll()
+            poll.register(self.ends[1], select.POLLIN)
+            while b"\n" not in self._buffer:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
+                    raise AnchorLostError("it gives no answer")
+                data = os.read(self.ends[1], 1 << 12)
+                if not data:
+                    raise AnchorLostError("it ended")
+                self._buffer += data
+        except OSError as error:
+            raise AnchorLostError(str(error)) from error
+        answer, _, self._buffer = self._buffer.partition(b"\n")
+        # The agent may have written to the pipe of a bash through /proc. What is no number is not trusted.
+        if (number := session_texts.number(answer.decode("latin-1"))) is None:
+            raise AnchorLostError("it answers nonsense")
+        return number

@@ -1,0 +1,153 @@
+"""A template: a session's shell that waits for its first command for good, and forks shells that run commands."""
+
+# Theory of operation.
+#
+# After each call the session's shell is replaced by a fresh one that is restored from the session's dump. After most
+# calls the session is as before, so the fresh shell is as the last one was before its command. A template is a shell
+# that has come to that point and stops there (`linux/template.c`). Each fork of it is the fresh shell. It has the pid,
+# times, random numbers, descriptors and directory of a new one, and all else that bash knows was the same anyway.
+#
+# A template stands for fresh shells as long as these hold:
+#
+# 1. The session is the one that it was restored from.
+# 2. The files that bash has read meanwhile are as they were: bash, its libraries and locales, and /etc/passwd. These
+#    are in system directories (`SYSTEM`). So a template ends when a call has changed anything in one of them.
+#    Variables can name others (`_LOOKUPS`, and PATH); a shell with such a variable is no template.
+# 3. Nothing has touched it. It hides as the anchor does, so a command can change its limits and scheduling, send it
+#    signals, and no more. These are compared after each call.
+#
+# A template is a process that `ps` shows, as a second `anchor`. So there is one in each sandbox that has one session
+# and no processes of the agent, live or restored, and none in any other.
+
+import contextlib
+import os
+import select
+import signal
+import struct
+from collections.abc import Collection, Mapping
+
+from sandboxes.guest.anchors.conversation import PATIENCE_S, AnchorLostError, Conversation
+from sandboxes.guest.anchors.shell_kit import TEMPLATE_REPLIES, TEMPLATE_REQUESTS, ShellKit, unread_bytes
+from sandboxes.guest.bash.session import KEPT
+from sandboxes.linux import processes
+from sandboxes.linux.live_state import passed_on
+from sandboxes.shell_text import ShellSession
+
+SYSTEM = ("bin", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr")
+"""The directories whose files bash reads before a session's first command."""
+_LOOKUPS = ("BASH_ENV", "GCONV_PATH", "LOCPATH", "NLSPATH")
+"""Variables that name other files which bash reads by itself (bash(1), locale(7))."""
+_ACCEPTED, _HOLDS_NOTHING = 0, 1
+
+
+def can_stand_for(session: ShellSession | None, script: bytes, environment: Mapping[str, str]) -> bool:
+    """Return whether a shell may be a template (pure).
+
+    Args:
+        session: The session; None for a new one.
+        script: What it sources to become that session.
+        environment: Its variables, before it has sourced the script.
+    """
+    # With a directory stack, restoring depends on more directories than one.
+    if session is not None and (KEPT in session or session["dirs"]):
+        return False
+    if any(name in environment or name.encode() in script for name in _LOOKUPS):
+        return False
+    # bash looks for itself in PATH when it starts.
+    folders = environment.get("PATH", "/usr").split(":")
+    return all(folder.startswith("/") and folder.split("/")[1] in SYSTEM for folder in folders)
+
+
+def spares(written: Collection[str]) -> bool:
+    """Return whether templates may outlive changes of files (pure).
+
+    Args:
+        written: The paths that were written, relative to the root, and with the directories that they are in.
+    """
+    return not any(name in written for name in SYSTEM)
+
+
+class Template(Conversation):
+    """Pid 1's end of the conversation with a template.
+
+    Attributes:
+        pid: Its process.
+        death: A descriptor that is readable once it has ended.
+        ready: Whether it waits for requests.
+        settings: What it passes on to its forks (`live_state.passed_on`); empty until it is ready.
+    """
+
+    def __init__(self, pid: int, kit: ShellKit) -> None:
+        """Take over a shell that the anchor has started on its kit.
+
+        Raises:
+            AnchorLostError: It has ended already.
+        """
+        super().__init__((kit.ours[TEMPLATE_REQUESTS], kit.ours[TEMPLATE_REPLIES]))
+        self.pid, self.ready = pid, False
+        self.settings: list[str] = []
+        self._unread_end = kit.theirs[TEMPLATE_REQUESTS]
+        try:
+            self.death = os.pidfd_open(pid)
+        except ProcessLookupError as error:
+            raise AnchorLostError("it ended") from error
+
+    @staticmethod
+    def is_one(kit: ShellKit) -> bool:
+        """Return whether the shell that the anchor has just started on the kit is a template, and says so."""
+        return unread_bytes(kit.ours[TEMPLATE_REPLIES]) > 0
+
+    def await_ready(self) -> None:
+        """Wait until it can fork. It has made its first dump, and has its session's limits.
+
+        Raises:
+            AnchorLostError: It is gone, or cannot be a template.
+        """
+        if not self.ready:
+            if (self.receive(), self.receive()) != (_ACCEPTED, _HOLDS_NOTHING):
+                raise AnchorLostError("it holds files of the sandbox")
+            self.is_known_to_be_ready(passed_on(self.pid))
+
+    def is_known_to_be_ready(self, settings: list[str]) -> None:
+        """Take note that it can fork.
+
+        Args:
+            settings: What it passes on to its forks (`live_state.passed_on`).
+        """
+        self.ready, self.settings = True, settings
+
+    def fork(self, folder: str) -> int:
+        """Return the pid of a new shell, once it has opened its descriptors.
+
+        Args:
+            folder: The directory that it begins in, as the session names it; as text of latin-1.
+
+        Raises:
+            AnchorLostError: The template is gone, or the shell cannot be started or not enter the directory.
+        """
+        self.await_ready()
+        path = folder.encode("latin-1") + b"\0"
+        pid = self.ask(struct.pack("=I", len(path)) + path)
+        if not pid:
+            raise AnchorLostError("it cannot start a shell")
+        return pid
+
+    @property
+    def was_touched(self) -> bool:
+        """Whether a command may have changed what its forks inherit. 0.05 ms."""
+        return self.has_unread or processes.is_stopped(self.pid) or passed_on(self.pid) != self.settings
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it lives, and waits for requests."""
+        return self.ready and not select.select([self.death], [], [], 0)[0]
+
+    def end(self) -> None:
+        """Kill it, and take what is left in its pipes, which the next template gets."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.death, signal.SIGKILL)
+        select.select([self.death], [], [], PATIENCE_S)
+        os.close(self.death)
+        for fd in (self._unread_end, self.ends[1]):
+            if unread := unread_bytes(fd):
+                os.read(fd, unread)
