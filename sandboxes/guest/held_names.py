@@ -156,7 +156,9 @@ class HeldNames:
         device, inode = fields[3], int(fields[4])
         if device not in self._mounts:
             # One file tells the mount of all files of its device: opening one is the costly part.
-            self._mounts[device] = kernel.mount_id(f"/proc/{pid}/map_files/{fields[0].decode()}")
+            # Its name there has no zeros before the numbers, and `maps` has some.
+            begin, end = (int(place, 16) for place in fields[0].split(b"-"))
+            self._mounts[device] = kernel.mount_id(f"/proc/{pid}/map_files/{begin:x}-{end:x}")
         if self._mounts[device] not in self._listed:
             self.mapped[f"file[{self._mounts[device]:x}:{inode:x}]"] = path.decode(errors="surrogateescape")
 

@@ -43,7 +43,6 @@ class LocalShell(Shell):
         self.kit: ShellKit | None = None
         self.template: Template | None = None
         self.forked = False
-        self._folder: os.stat_result | None = None
         # Kept together, so that `close` cannot forget one.
         self._ends = [*ends.values(), self.death]
         # The kernel's names of what an idle shell has open. Whatever else it has open, a command has opened.
@@ -102,7 +101,7 @@ class LocalShell(Shell):
         def started() -> "LocalShell":
             try:
                 pid = anchor.started()
-                found = Template(pid, kit) if template and Template.is_one(kit) else None
+                found = Template(pid, kit, session) if template and Template.is_one(kit) else None
                 shell = cls(name, session, pid, ours)
             except AnchorLostError:
                 close_all(ours.values())
@@ -200,11 +199,10 @@ class LocalShell(Shell):
     def stands_at(self, folder: str) -> bool:
         """Return whether a name leads to the directory that the idle shell is in."""
         try:
-            if self.waits_as_template:
-                # Its fork will be where the name leads then, which has to be the directory of before the call.
-                there = self._folder
-                return there is None or os.path.samestat(os.stat(folder.encode("latin-1")), there)  # noqa: PTH116
-            return os.path.samestat(os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1")))  # noqa: PTH116
+            # A fork of a template enters the directory by its name.
+            return self.waits_as_template or os.path.samestat(
+                os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1"))
+            )
         except OSError:
             return False
 
@@ -252,15 +250,8 @@ class LocalShell(Shell):
 
     @property
     def waits_as_template(self) -> bool:
-        """Whether its process is a template, and no bash has been forked for the next command."""
+        """Whether its process is a template, and no bash was forked for the next command."""
         return self.template is not None and not self.forked
-
-    def note_folder(self) -> None:
-        """Note where the name of the session's directory leads, before a call of another session; see `stands_at`."""
-        self._folder = None
-        if self.baseline is not None:
-            with contextlib.suppress(OSError):
-                self._folder = os.stat(self.baseline["cwd"].encode("latin-1"))  # noqa: PTH116
 
     def fork(self, anchor: NativeAnchor) -> None:
         """Have the template fork the bash for the next command.
@@ -289,7 +280,7 @@ class LocalShell(Shell):
 
     def fold(self) -> bool:
         """Go back to the template, before a command; the fork has ended. Return whether there is one that can fork."""
-        if self.template is None or not self.template.is_ready:
+        if self.template is None or self.template.session is not self.session or not self.template.is_ready:
             return False
         super().close()
         if self.forked:

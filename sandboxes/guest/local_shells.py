@@ -13,12 +13,12 @@ from sandboxes.guest.anchors.anchor import Anchor, ShellStartError
 from sandboxes.guest.anchors.conversation import AnchorLostError
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.anchors.programs import start_anchor
-from sandboxes.guest.anchors.template import Template, can_stand_for
+from sandboxes.guest.anchors.template import Template, can_stand_for, reads_system_files
 from sandboxes.guest.bash.restore import NO_LOOKUP, restore_script
 from sandboxes.guest.bash.session import KEPT
 from sandboxes.guest.local_shell import LocalShell, own_limits
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.shell_pool import READY_S, Shells
+from sandboxes.guest.shell_pool import READY_S, Shells, unless_broken
 from sandboxes.linux import processes
 from sandboxes.linux.live_state import inherited, passed_on, settings
 from sandboxes.linux.spawn import BASH
@@ -133,12 +133,15 @@ class LocalShells(Shells):
             return super().ready(name)
         return shell
 
-    def note(self, running: str | None, directory: Callable[[int], str], *, stays: bool) -> None:
-        """Note, before a call, what it may change of shells that later calls use; see `Shells.note`."""
-        for shell in self:
-            if isinstance(shell, LocalShell) and shell.waits_as_template and shell.name != running:
-                shell.note_folder()
-        super().note(running, directory, stays=stays)
+    def ready_all(self) -> None:
+        """Wait for the first dumps of all shells, and have the template fork: each shell stands in its directory then.
+
+        A call may move that, and the session goes along.
+        """
+        super().ready_all()
+        for name in self.names:
+            with unless_broken():
+                self.for_command(name)
 
     def for_command(self, name: str) -> Shell:
         """Return a session's shell once it can be given a command; see `ready`.
@@ -166,6 +169,7 @@ class LocalShells(Shells):
             self._templates
             and not self._shells
             and can_stand_for(session, script, environment)
+            and reads_system_files()
             and not processes.list_processes(self.idle_pids)
         )
 
@@ -363,6 +367,8 @@ class LocalShells(Shells):
                 self._drop_anchor()
         if (folded := self._unfold(name, session)) is not None:
             return folded
+        # Two shells need no template: which of them had one would depend on what happened before.
+        self.drop_templates()
         script, environment = self.origin(session)
         template = self._may_be_template(session, script, environment)
         if template and self.anchor is not None and self.anchor.kit is None:

@@ -138,6 +138,11 @@ class Shell(ABC):
         An execve(2) that is under way puts the limit of the stack back at its end (finalize_exec in the kernel).
         """
 
+    @property
+    def waits_as_template(self) -> bool:
+        """Whether its process is a template, which no process of the sandbox can enter and which runs no command."""
+        return False
+
     @abstractmethod
     def stands_at(self, folder: str) -> bool:
         """Return whether a name leads to the directory that the idle shell is in."""

@@ -312,7 +312,7 @@ class Shells(ABC):
         for name in {*self._shells, *self.sessions}:
             shell = self._shells.get(name)
             if shell is None or shell.baseline is None:
-                with _unless_broken():
+                with unless_broken():
                     self.ready(name)
 
     def renew(self, names: list[str]) -> None:
@@ -328,7 +328,7 @@ class Shells(ABC):
 
 
 @contextlib.contextmanager
-def _unless_broken() -> Iterator[None]:
+def unless_broken() -> Iterator[None]:
     """Let a call go on without a shell that a command has broken; a call to that shell gets the answer."""
     try:
         yield

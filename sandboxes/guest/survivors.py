@@ -162,8 +162,12 @@ def holding(shells: Shells) -> list[Shell]:
 
 
 def rescheduled(shells: Shells) -> set[tuple[str, ...]]:
-    """Return the idle shells whose scheduling is not the first shell's, with their scheduling: no dump has it."""
-    scheduling = ((shell, inherited(shell.pid)) for shell in shells if shell.baseline is not None)
+    """Return the idle shells whose scheduling is not the first shell's, with their scheduling: no dump has it.
+
+    A template that was changed ends instead (`LocalShells.anchor_was_touched`).
+    """
+    begun = (shell for shell in shells if shell.baseline is not None and not shell.waits_as_template)
+    scheduling = ((shell, inherited(shell.pid)) for shell in begun)
     return {("scheduling", shell.name, *now) for shell, now in scheduling if now not in ([], shell.born)}
 
 

@@ -22,6 +22,8 @@ import signal
 import time
 from pathlib import Path
 
+_OWN_PIDS = 2
+"""Processes of ours that are in the group too, pid 1 and a template: agents would have so many fewer."""
 MEMORY, PIDS, CPU, CPU_TIME = "memory", "pids", "cpu", "cpuacct"
 _SHARES_PER_CORE = 512
 """CPU weight of all sandboxes together, for each core (version 1); an ordinary process has 1024 on its core.
@@ -185,8 +187,7 @@ class Cgroups:
     def limit(self, sandbox: str, *, memory_bytes: int, pids: int) -> None:
         """Set what the processes of a sandbox may use together. 0.1 ms."""
         for controller, parent in self.parents.items():
-            # pid 1 is in the group too, so agents would have one process fewer.
-            limits = {"pids.max": pids + 1} if controller == PIDS else self._memory_limits(memory_bytes)
+            limits = {"pids.max": pids + _OWN_PIDS} if controller == PIDS else self._memory_limits(memory_bytes)
             for name, value in limits.items():
                 # A kernel without swap accounting lacks the file of the swap limit.
                 with contextlib.suppress(FileNotFoundError):

@@ -65,6 +65,14 @@ static int make_own(unsigned long begin, unsigned long end, int protection) {
     return invoke(__NR_mremap, (long)copy, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, (long)begin, 0) == (long)begin;
 }
 
+/* Whether pid 1 ends templates when the file changes (`SYSTEM` in template.py), and the file is no program. */
+static int is_system_data(const char *path, int protection) {
+    static const char *const folders[] = {"/usr/", "/etc/", "/lib/", "/lib32/", "/lib64/", "/libx32/", "/bin/", "/sbin/"};
+    for (unsigned i = 0; i < sizeof folders / sizeof *folders; i++)
+        if (begins(path, folders[i])) return protection == PROT_READ;
+    return 0;
+}
+
 /* Make all that is mapped of the sandbox's files memory of this process; return whether it holds none any more. The
  * lines of /proc/self/maps are in proc_pid_maps(5). */
 static int hold_no_file(void) {
@@ -78,7 +86,7 @@ static int hold_no_file(void) {
         while (*path && *path != '\n' && *path != '/') path++;
         for (line = path; *line && *line != '\n';) line++;
         if (*path != '/' || begins(path, OWN_FILES)) continue;
-        if (!(protection & PROT_READ) || !make_own(begin, end, protection)) return 0;
+        if (!is_system_data(path, protection) || !make_own(begin, end, protection)) return 0;
     }
     return 1;
 }
@@ -134,7 +142,7 @@ static void serve_as_template(void) {
         receive_from(ITS_REQUESTS, folder, size);
         folder[size - 1] = 0;
         /* Its parent is the template's one: the anchor, as that of each shell. */
-        long pid = fork_with(CLONE_PARENT);
+        long pid = files_are_known() ? fork_with(CLONE_PARENT) : -1;
         if (pid == 0) {
             if (begin_from_template(folder, &signals)) return;
             answer_on(ITS_REPLIES, 0);

@@ -315,6 +315,6 @@ class OrdinaryCalls:
             return False
         assert kit is not None
         with contextlib.suppress(AnchorLostError):
-            shell.become(pid, self._shell.death, Template(pid, kit) if Template.is_one(kit) else None)
+            shell.become(pid, self._shell.death, Template(pid, kit, shell.session) if Template.is_one(kit) else None)
             return True
         return False

@@ -58,6 +58,12 @@ def can_stand_for(session: ShellSession | None, script: bytes, environment: Mapp
     return all(folder.startswith("/") and folder.split("/")[1] in SYSTEM for folder in folders)
 
 
+def reads_system_files() -> bool:
+    """Return whether bash finds what it asks about users in `SYSTEM`. 0.02 ms."""
+    files = ("/etc/nsswitch.conf", "/etc/passwd")
+    return all(os.path.realpath(file).split("/")[1] in SYSTEM for file in files)
+
+
 def spares(written: Collection[str]) -> bool:
     """Return whether templates may outlive changes of files (pure).
 
@@ -72,21 +78,22 @@ class Template(Conversation):
 
     Attributes:
         pid: Its process.
+        session: The session that it was restored from; None for a new one.
         death: A descriptor that is readable once it has ended.
         ready: Whether it waits for requests.
         settings: What it passes on to its forks (`live_state.passed_on`); empty until it is ready.
     """
 
-    def __init__(self, pid: int, kit: ShellKit) -> None:
+    def __init__(self, pid: int, kit: ShellKit, session: ShellSession | None) -> None:
         """Take over a shell that the anchor has started on its kit.
 
         Raises:
             AnchorLostError: It has ended already.
         """
         super().__init__((kit.ours[TEMPLATE_REQUESTS], kit.ours[TEMPLATE_REPLIES]))
-        self.pid, self.ready = pid, False
+        self.pid, self.session, self.ready = pid, session, False
         self.settings: list[str] = []
-        self._unread_end = kit.theirs[TEMPLATE_REQUESTS]
+        self._kit = kit
         try:
             self.death = os.pidfd_open(pid)
         except ProcessLookupError as error:
@@ -148,6 +155,7 @@ class Template(Conversation):
             signal.pidfd_send_signal(self.death, signal.SIGKILL)
         select.select([self.death], [], [], PATIENCE_S)
         os.close(self.death)
-        for fd in (self._unread_end, self.ends[1]):
+        # A kit that is closed is not used again.
+        for fd in (self._kit.theirs[TEMPLATE_REQUESTS], self.ends[1]) if self._kit.theirs else ():
             if unread := unread_bytes(fd):
                 os.read(fd, unread)

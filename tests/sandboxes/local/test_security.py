@@ -24,7 +24,7 @@ class TestLocalSecurity(SecurityContract):
     refused = REFUSED
     unreachable = ("1.1.1.1/53", "127.0.0.1/22")
     needs_root = True
-    max_processes = 6
+    max_processes = 7
 
     @pytest.fixture
     def inside(self, data_dir: Path) -> Inside:
