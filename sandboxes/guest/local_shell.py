@@ -198,11 +198,11 @@ class LocalShell(Shell):
 
     def stands_at(self, folder: str) -> bool:
         """Return whether a name leads to the directory that the idle shell is in."""
+        if self.waits_as_template:
+            # Its fork enters the directory by its name.
+            return True
         try:
-            # A fork of a template enters the directory by its name.
-            return self.waits_as_template or os.path.samestat(
-                os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1"))
-            )
+            return os.path.samestat(os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1")))  # noqa: PTH116
         except OSError:
             return False
 

@@ -161,7 +161,10 @@ class LocalShells(Shells):
             self.kill(shell)
         # Whatever the reason is, a shell of its own works or says more.
         self._templates = False
-        return self.ready(name)
+        try:
+            return self.ready(name)
+        finally:
+            self._templates = True
 
     def _may_be_template(self, session: ShellSession | None, script: bytes, environment: dict[str, str]) -> bool:
         """Return whether a shell that is about to be started may be a template."""

@@ -40,7 +40,7 @@ struct bytes {
 /* One session's shell, and what is known of it. `_Shell` in ordinary_calls.py has the same members. */
 struct shell {
     int link, anchor, requests, replies, pid, death, out, err, dump, go, command;
-    int template, template_requests, template_replies, template_state, forked; /* No template: 0. */
+    int template, template_death, template_requests, template_replies, template_state, forked; /* No template: 0. */
     int has_dumped; /* Whether the first dump was read before. */
     int pipes[PIPES], texts[TEXTS]; /* The kit, at the shell's side. */
     struct bytes first_dump, last_dump, descriptors, facts, anchor_facts, template_facts, kit_facts, script, loop, request;
@@ -331,12 +331,13 @@ static int take_status(struct shell *shell) {
            !memcmp(shell->dump_data + at, shell->last_dump.data, (size_t)shell->last_dump.size);
 }
 
-/* Read answers, which are lines, until so many bytes have come; return whether they end a line. */
-static int read_answer(int fd, char *line, int room, int least) {
-    struct pollfd reply = {fd, POLLIN, 0};
+/* Read answers, which are lines, until so many bytes have come; return whether they end a line. `death`, or -1, is
+ * readable once the process has ended that answers. */
+static int read_answer(int fd, int death, char *line, int room, int least) {
+    struct pollfd ready[2] = {{fd, POLLIN, 0}, {death, POLLIN, 0}};
     int size = 0;
     while (size < room - 1 && (size < least || line[size - 1] != '\n')) {
-        long count = poll(&reply, 1, PATIENCE_MS) <= 0 ? 0 : read(fd, line + size, (size_t)(room - 1 - size));
+        long count = poll(ready, 2, PATIENCE_MS) <= 0 || !ready[0].revents ? 0 : read(fd, line + size, (size_t)(room - 1 - size));
         if (count <= 0) return 0;
         size += (int)count;
     }
@@ -350,7 +351,7 @@ static int fork_shell(struct shell *shell) {
     unsigned size = (unsigned)strlen(shell->folder) + 1, counts[2];
     int fd, pid, unread = 1;
     if (shell->template_state == WAITING) {
-        int answered = read_answer(shell->template_replies, line, sizeof line, 4);
+        int answered = read_answer(shell->template_replies, shell->template_death, line, sizeof line, 4);
         shell->template_state = answered && !strcmp(line, "0\n1\n") ? READY : USELESS;
     }
     if (shell->template_state != READY || size > sizeof request - 4) return 0;
@@ -358,7 +359,7 @@ static int fork_shell(struct shell *shell) {
     memcpy(request, &size, 4);
     memcpy(request + 4, shell->folder, size);
     if (write(shell->template_requests, request, 4 + size) != 4 + size) return 0;
-    if (!read_answer(shell->template_replies, line, sizeof line, 2)) return 0;
+    if (!read_answer(shell->template_replies, shell->template_death, line, sizeof line, 2)) return 0;
     if ((pid = atoi(line)) <= 1 || (fd = (int)syscall(SYS_pidfd_open, pid, 0)) < 0) return 0;
     /* The anchor is to keep its exit code (`NativeAnchor.take_note_of`). */
     counts[0] = (unsigned)snprintf(note + 8, sizeof note - 8, "n%d", pid) + 1, counts[1] = 1;
@@ -449,7 +450,7 @@ int forkpoint_start(struct shell *shell) {
         if (!write_text(shell->texts[i], texts[i].data, texts[i].size)) return 0;
     if (ioctl(shell->replies, FIONREAD, &unread) < 0 || unread) return 0;
     if (write(shell->requests, shell->request.data, (size_t)shell->request.size) != shell->request.size) return 0;
-    if (!read_answer(shell->replies, line, sizeof line, 2)) return 0;
+    if (!read_answer(shell->replies, -1, line, sizeof line, 2)) return 0;
     int pid = atoi(line);
     if (pid <= 1 || (fd = (int)syscall(SYS_pidfd_open, pid, 0)) < 0) return 0;
     close(shell->death);

@@ -183,8 +183,7 @@ EXPORTED int __libc_start_main(void *main, int count, char **arguments, void *in
     known_files = size > 0 && size % (long)sizeof *files == 0 ? size / (long)sizeof *files : 0;
     if (bash.function && known_files && read_memory() && CALL(prctl, PR_GET_TID_ADDRESS, &thread, 0, 0) == 0 && thread) {
         own_arguments = (char *)memory.arg_start, end_of_arguments = (char *)memory.arg_end;
-        forks = show(name, name + sizeof name, name, name);
-        find_inside();
+        forks = show(name, name + sizeof name, name, name) && find_inside();
     }
     serve();
 }

@@ -21,21 +21,25 @@ static struct {
     long *began_s;
     struct timeval_of_bash *began;
     void (*seed)(void), (*seed32)(void);
+    const char *const *version;
     int (*pselect)(int, unsigned long *, void *, void *, const void *, const void *);
 } inside;
 static int is_template; /* Whether this process stops when it waits for its next command. */
 static char maps[MAX_MAPS];
 
-static void find_inside(void) {
+/* Find them; return whether this is a bash whose forks go on well without being templates. */
+static int find_inside(void) {
     inside.shell_pid = dlsym(ANY_LIBRARY, "dollar_dollar_pid"), inside.shell_group = dlsym(ANY_LIBRARY, "shell_pgrp");
     inside.began_s = dlsym(ANY_LIBRARY, "shell_start_time"), inside.began = dlsym(ANY_LIBRARY, "shellstart");
     inside.seed = dlsym(ANY_LIBRARY, "seedrand"), inside.seed32 = dlsym(ANY_LIBRARY, "seedrand32");
-    inside.pselect = dlsym(NEXT_LIBRARY, "pselect");
+    inside.pselect = dlsym(NEXT_LIBRARY, "pselect"), inside.version = dlsym(ANY_LIBRARY, "dist_version");
+    return inside.pselect != 0;
 }
 
+/* Whether all of them are there, in the version of bash in which nothing else has to be known anew. */
 static int can_be_template(void) {
     return inside.shell_pid && inside.shell_group && inside.began_s && inside.began && inside.seed && inside.seed32 &&
-           inside.pselect;
+           inside.version && equal(*inside.version, "5.2");
 }
 
 /* In a shell that is to be a template: take the pipes to pid 1, and say so. */

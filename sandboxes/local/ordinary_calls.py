@@ -64,7 +64,8 @@ class _Shell(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in (
             "link", "anchor", "requests", "replies", "pid", "death", "out", "err", "dump", "go", "command",
-            "template", "template_requests", "template_replies", "template_state", "forked", "has_dumped",
+            "template", "template_death", "template_requests", "template_replies", "template_state", "forked",
+            "has_dumped",
         )),
         ("pipes", ctypes.c_int * 4), ("texts", ctypes.c_int * 4),
         *((name, _Bytes) for name in (
@@ -223,7 +224,8 @@ class OrdinaryCalls:
         state, template = self._shell, shell.template
         state.template, state.forked, state.has_dumped = 0, shell.forked, shell.baseline is not None
         if template is not None:
-            state.template, state.template_state = template.pid, _READY if template.ready else _WAITING
+            state.template, state.template_death = template.pid, template.death
+            state.template_state = _READY if template.ready else _WAITING
             state.template_requests, state.template_replies = template.ends
         state.pid, state.death = shell.pid, shell.death
         state.out, state.err, state.dump = shell.out.fd, shell.err.fd, shell.dump_fd

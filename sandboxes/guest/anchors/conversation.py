@@ -23,8 +23,14 @@ class Conversation:
         ends: Our descriptors of the two pipes, requests first.
     """
 
-    def __init__(self, ends: tuple[int, int]) -> None:
-        self.ends = ends
+    def __init__(self, ends: tuple[int, int], death: int | None = None) -> None:
+        """Take over the pipes.
+
+        Args:
+            ends: Our descriptors of them, requests first.
+            death: A descriptor that is readable once the process has ended; None if its pipe ends with it.
+        """
+        self.ends, self._death = ends, death
         self._buffer = b""
 
     @property
@@ -64,10 +70,14 @@ class Conversation:
         try:
             poll = select.poll()
             poll.register(self.ends[1], select.POLLIN)
+            if self._death is not None:
+                poll.register(self._death, select.POLLIN)
             while b"\n" not in self._buffer:
                 remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
+                if remaining_s <= 0 or not (events := dict(poll.poll(remaining_s * 1000))):
                     raise AnchorLostError("it gives no answer")
+                if self.ends[1] not in events:
+                    raise AnchorLostError("it ended")
                 data = os.read(self.ends[1], 1 << 12)
                 if not data:
                     raise AnchorLostError("it ended")

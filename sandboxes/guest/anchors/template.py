@@ -37,7 +37,8 @@ SYSTEM = ("bin", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr")
 """The directories whose files bash reads before a session's first command."""
 _LOOKUPS = ("BASH_ENV", "GCONV_PATH", "LOCPATH", "NLSPATH")
 """Variables that name other files which bash reads by itself (bash(1), locale(7))."""
-_ACCEPTED, _HOLDS_NOTHING = 0, 1
+_ACCEPTED, _HOLDS_NOTHING, _WHOLE = 0, 1, len("0\n1\n")
+"""What a template says first, in two lines, and their length."""
 
 
 def can_stand_for(session: ShellSession | None, script: bytes, environment: Mapping[str, str]) -> bool:
@@ -48,8 +49,8 @@ def can_stand_for(session: ShellSession | None, script: bytes, environment: Mapp
         script: What it sources to become that session.
         environment: Its variables, before it has sourced the script.
     """
-    # With a directory stack, restoring depends on more directories than one.
-    if session is not None and (KEPT in session or session["dirs"]):
+    # With a directory stack, restoring depends on more directories than one. Limits may keep a process from forking.
+    if session is not None and (KEPT in session or session["dirs"] or session["limits"]):
         return False
     if any(name in environment or name.encode() in script for name in _LOOKUPS):
         return False
@@ -90,14 +91,14 @@ class Template(Conversation):
         Raises:
             AnchorLostError: It has ended already.
         """
-        super().__init__((kit.ours[TEMPLATE_REQUESTS], kit.ours[TEMPLATE_REPLIES]))
-        self.pid, self.session, self.ready = pid, session, False
-        self.settings: list[str] = []
-        self._kit = kit
         try:
-            self.death = os.pidfd_open(pid)
+            death = os.pidfd_open(pid)
         except ProcessLookupError as error:
             raise AnchorLostError("it ended") from error
+        super().__init__((kit.ours[TEMPLATE_REQUESTS], kit.ours[TEMPLATE_REPLIES]), death)
+        self.pid, self.session, self.ready, self.death = pid, session, False, death
+        self.settings: list[str] = []
+        self._kit = kit
 
     @staticmethod
     def is_one(kit: ShellKit) -> bool:
@@ -111,6 +112,9 @@ class Template(Conversation):
             AnchorLostError: It is gone, or cannot be a template.
         """
         if not self.ready:
+            # Until it sleeps: another bash waits for its command in another way, and answers nothing.
+            if not processes.wait_until_asleep(self.pid, lambda: unread_bytes(self.ends[1]) >= _WHOLE):
+                raise AnchorLostError("it does not stop")
             if (self.receive(), self.receive()) != (_ACCEPTED, _HOLDS_NOTHING):
                 raise AnchorLostError("it holds files of the sandbox")
             self.is_known_to_be_ready(passed_on(self.pid))

@@ -1,0 +1,226 @@
+"""A template by itself: when it stands for new shells, and its conversation with pid 1."""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandboxes.guest.anchors import template
+from sandboxes.guest.anchors.conversation import AnchorLostError
+from sandboxes.guest.anchors.native_anchor import NativeAnchor
+from sandboxes.guest.anchors.shell_kit import ShellKit, unread_bytes
+from sandboxes.guest.anchors.template import Template, can_stand_for, spares
+from sandboxes.guest.bash import session as session_texts
+from sandboxes.guest.bash.restore import restore_script
+from sandboxes.shell_text import ShellSession
+from tests.machine import wait_until
+from tests.sandboxes.guest import forking_anchor
+
+NEW: ShellSession = {"dirs": [], "limits": {}, "cwd": "/"}
+
+
+@pytest.mark.parametrize(
+    ("session", "script", "environment", "may"),
+    [
+        (None, b"", {}, True),
+        (NEW, b"x=1", {"PATH": "/usr/bin:/bin:/sbin", "HOME": "/root"}, True),
+        ({**NEW, "dirs": ["/tmp"]}, b"", {}, False),
+        ({**NEW, "limits": {"RLIMIT_NPROC": [1, 1]}}, b"", {}, False),
+        ({**NEW, session_texts.KEPT: "moved"}, b"", {}, False),
+        (None, b"", {"BASH_ENV": ""}, False),
+        (NEW, b'declare -x LOCPATH="/tmp"', {}, False),
+        *(
+            (None, b"", {"PATH": path}, False)
+            for path in ("/tmp", "/usr/bin:/work/bin", "bin", "", "/usr/bin:", "/usrx")
+        ),
+    ],
+)
+def test_a_shell_is_a_template_only_if_nothing_else_decides_what_it_is(
+    session: ShellSession | None, script: bytes, environment: dict[str, str], may: bool
+) -> None:
+    assert can_stand_for(session, script, environment) == may
+
+
+@pytest.mark.parametrize(
+    ("written", "spared"),
+    [
+        ([""], True),
+        (["", "tmp", "tmp/etc", "home", "home/usr"], True),
+        (["", "tmp", "etc", "etc/x"], False),
+        (["", "usr", "usr/local", "usr/local/x"], False),
+        (["", "bin"], False),
+    ],
+)
+def test_a_template_outlives_changes_outside_of_system_directories(written: list[str], spared: bool) -> None:
+    assert spares(written) == spared
+
+
+@pytest.fixture
+def anchor(shell_folder: Path) -> Iterator[NativeAnchor]:
+    anchor = forking_anchor.start(shell_folder)
+    yield anchor
+    anchor.close()
+
+
+class Started:
+    """A template of a new session, and our ends of its pipes.
+
+    Attributes:
+        template: The template.
+        ends: Our ends, by the shell's descriptors.
+    """
+
+    def __init__(self, anchor: NativeAnchor, script: bytes | None = None) -> None:
+        assert anchor.kit is not None
+        self.kit: ShellKit = anchor.kit
+        self.ends = self.kit.lend(restore_script(None, "/") if script is None else script)
+        anchor.request_shell({"GIVEN": "x"}, template=True)
+        pid = anchor.started()
+        assert Template.is_one(self.kit)
+        self.template = Template(pid, self.kit, None)
+        self.anchor = anchor
+
+    def dump(self) -> bytes:
+        """Return the next dump."""
+        dump = b""
+        while not dump.endswith(session_texts.END):
+            assert select.select([self.ends[session_texts.DUMP_FD]], [], [], 10)[0]
+            dump += os.read(self.ends[session_texts.DUMP_FD], 1 << 16)
+        return dump
+
+    def fork(self, folder: str = "/") -> int:
+        pid = self.template.fork(folder)
+        self.anchor.take_note_of(pid)
+        return pid
+
+    def give(self, command: bytes) -> None:
+        fd = self.ends[session_texts.COMMAND_FD]
+        os.pwrite(fd, command, 0)
+        os.ftruncate(fd, len(command))
+        os.write(self.ends[session_texts.GO_FD], b"\n")
+
+    def printed(self) -> bytes:
+        assert select.select([self.ends[1]], [], [], 10)[0]
+        return os.read(self.ends[1], 1 << 16)
+
+    def close(self) -> None:
+        self.template.end()
+        for fd in self.ends.values():
+            os.close(fd)
+
+
+@pytest.fixture
+def started(anchor: NativeAnchor) -> Iterator[Started]:
+    started = Started(anchor)
+    yield started
+    started.close()
+
+
+def test_each_fork_runs_a_command_and_makes_the_dump_that_follows(started: Started) -> None:
+    first = started.dump()
+    dumps = set[bytes]()
+    for _ in range(3):
+        pid = started.fork("/usr")
+        started.give(b"echo $GIVEN $$ $(readlink /proc/$$/cwd); x=1")
+        assert started.printed() == f"x {pid} /usr\n".encode()
+        dumps.add(started.dump())
+        os.kill(pid, signal.SIGKILL)
+        assert started.anchor.wait(pid) == 137
+    [dump] = dumps
+    assert b'declare -- x="1"' in dump
+    assert b"declare -- x=" not in first
+
+
+def test_exit_codes_of_forks_are_told(started: Started) -> None:
+    """However soon a fork ends after pid 1 has asked the anchor to take note of it."""
+    started.dump()
+    for code in range(100):
+        pid = started.fork()
+        started.give(b"exit %d" % code)
+        assert started.anchor.wait(pid) == code
+
+
+@pytest.mark.parametrize("folder", ["/nowhere", "/etc/passwd", "/" + 4094 * "x", "/" + 5000 * "x"])
+def test_a_directory_that_cannot_be_entered(started: Started, folder: str) -> None:
+    """The template says so, and forks on; a name that no directory can have ends it."""
+    started.dump()
+    with pytest.raises(AnchorLostError):
+        started.fork(folder)
+    if len(folder) <= 4096:
+        pid = started.fork()
+        started.give(b"exit 5")
+        assert started.anchor.wait(pid) == 5
+    else:
+        assert not started.template.is_ready
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_template_is_reported(started: Started, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once if it has ended."""
+    started.dump()
+    started.template.await_ready()
+    monkeypatch.setattr("sandboxes.guest.anchors.conversation.PATIENCE_S", 60.0 if sent is signal.SIGKILL else 0.1)
+    os.kill(started.template.pid, sent)
+    wait_until(lambda: started.template.was_touched or not started.template.is_ready)
+    began = time.monotonic()
+    with pytest.raises(AnchorLostError):
+        started.fork()
+    assert time.monotonic() - began < 30
+
+
+def test_signals_for_a_template_reach_no_fork(anchor: NativeAnchor) -> None:
+    started = Started(anchor, restore_script(None, "/") + b"trap 'echo trapped' USR1 TERM\n")
+    started.dump()
+    started.template.await_ready()
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        os.kill(started.template.pid, number)
+    pid = started.fork()
+    started.give(b"kill -USR1 $$; echo on; exit 0")
+    assert started.anchor.wait(pid) == 0
+    assert started.printed() == b"trapped\non\n"
+    started.close()
+
+
+def test_a_shell_that_waits_in_another_way_is_no_template(anchor: NativeAnchor) -> None:
+    """As a bash that reads without `pselect`: it says nothing more, and pid 1 does not wait for it."""
+    started = Started(anchor, b"read -u 32\n")
+    with pytest.raises(AnchorLostError, match="does not stop"):
+        started.template.await_ready()
+    started.close()
+
+
+def test_what_an_ended_template_has_left_is_for_no_other(started: Started, anchor: NativeAnchor) -> None:
+    started.dump()
+    started.template.await_ready()
+    os.kill(started.template.pid, signal.SIGSTOP)
+    started.template.send(b"\4\0\0\0/\0\0\0")
+    started.template.end()
+    assert [unread_bytes(fd) for fd in started.template.ends] == [0, 0]
+    another = Started(anchor)
+    another.dump()
+    pid = another.fork()
+    another.give(b"exit 6")
+    assert anchor.wait(pid) == 6
+    started.template, another.template = another.template, started.template
+
+
+def test_only_a_shell_that_was_asked_to_be_one_is_a_template(anchor: NativeAnchor) -> None:
+    assert anchor.kit is not None
+    ends = anchor.kit.lend(restore_script(None, "/"))
+    pid = anchor.start_on_kit({})
+    assert not Template.is_one(anchor.kit)
+    held = {path.name for path in Path(f"/proc/{pid}/fd").iterdir()}
+    assert not held & {"34", "35"}
+    os.kill(pid, signal.SIGKILL)
+    for fd in ends.values():
+        os.close(fd)
+
+
+def test_users_are_looked_up_in_system_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert template.reads_system_files()
+    monkeypatch.setattr(os.path, "realpath", lambda path: path.replace("/etc/passwd", "/run/users"))
+    assert not template.reads_system_files()
