@@ -1,5 +1,6 @@
 """Runs commands with the library of `ordinary_calls`, as pid 1 of a pid namespace: a program for its tests.
 
+The anchor is a program, or with the folder that `shell_files.copies` has made one that forks shells from templates.
 For each command it prints null if the library did not end the call, and otherwise the exit status and the outputs.
 With the argument `few`, pid 1 has room for one more descriptor while the library runs.
 """
@@ -10,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.driver_link import DriverLink
@@ -17,15 +19,19 @@ from sandboxes.guest.local_shell import LocalShell
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.shell import Shell
 from sandboxes.local import ordinary_calls
+from tests.sandboxes.guest import forking_anchor
 
 
 def learnt(program: str) -> tuple[LocalShells, ordinary_calls.OrdinaryCalls, socket.socket]:
     """Return shells whose next call the library may run."""
-    shells = LocalShells({"PATH": os.environ["PATH"]}, "/", {}, None)
-    shells.anchor = NativeAnchor.start(program)
+    shells = LocalShells({"PATH": "/usr/local/bin:/usr/bin:/usr/sbin:/bin:/sbin"}, "/", {}, None)
+    forks = os.path.isdir(program)  # noqa: PTH112 - as in pid 1
+    shells.anchor = forking_anchor.start(Path(program)) if forks else NativeAnchor.start(program)
     ours, proxys = socket.socketpair()
     ordinary = ordinary_calls.OrdinaryCalls(DriverLink(ours), shells)
-    shell = shells.ready("main")
+    shell = shells.for_command("main")
+    assert isinstance(shell, LocalShell)
+    assert (shell.template is not None) == forks
     shell.run(b"true")
     await_dump(shell)
     assert shells.take_dump(shell) == (0, False)

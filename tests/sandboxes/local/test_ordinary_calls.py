@@ -111,14 +111,21 @@ def checked_helper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapp
     return checked_library(ORDINARY_SOURCE, tmp_path_factory.mktemp("checked") / "libordinary.so")
 
 
+@pytest.fixture(params=["a program", "templates"])
+def anchor_of_shells(request: pytest.FixtureRequest) -> Path:
+    """What the anchor is made of; see `ordinary_shell`."""
+    path: Path = request.getfixturevalue("anchor_helper" if request.param == "a program" else "shell_folder")
+    return path
+
+
 @needs_root
 def test_library_holds_against_hostile_commands(
-    checked_helper: tuple[Path, Mapping[str, str]], anchor_helper: Path
+    checked_helper: tuple[Path, Mapping[str, str]], anchor_of_shells: Path
 ) -> None:
     """Each access to memory is checked while the library reads what commands made."""
     helper, variables = checked_helper
     commands = [*(command for command, *_ in ODD_AND_ORDINARY.values()), *ODD.values()]
-    results = ran_in_library(helper, anchor_helper, commands, variables=variables)
+    results = ran_in_library(helper, anchor_of_shells, commands, variables=variables)
     shown = dict(zip([*ODD_AND_ORDINARY, *ODD], results, strict=True))
     # The library gives a call that takes 50 ms to the regular way, as it does on a busy machine.
     ordinary = {name: None if shown[name] is None else result for name, (_, *result) in ODD_AND_ORDINARY.items()}
@@ -133,10 +140,10 @@ def test_process_does_not_hide_behind_a_limit_of_pid_1(ordinary_helper: Path, an
 
 
 @needs_root
-def test_library_ends_ordinary_calls_only(ordinary_helper: Path, anchor_helper: Path) -> None:
+def test_library_ends_ordinary_calls_only(ordinary_helper: Path, anchor_of_shells: Path) -> None:
     """In a pid namespace of its own, where no process runs but those of the test."""
     commands = [*ORDINARY, *LEAVES.values()]
-    results = dict(zip(commands, ran_in_library(ordinary_helper, anchor_helper, commands), strict=True))
+    results = dict(zip(commands, ran_in_library(ordinary_helper, anchor_of_shells, commands), strict=True))
     assert {command for command, result in results.items() if result} == {*ORDINARY}
     assert [results[command] for command in ORDINARY[:3]] == [[0, "", ""], [3, "", ""], [0, "out\n", "err\n"]]
     assert results[ORDINARY[3]] == [0, Path("/etc/passwd").read_text(), ""]
