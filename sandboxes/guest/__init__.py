@@ -3,6 +3,6 @@
 Standard library only, no event loop.
 
 Process: pid 1 of a `local` sandbox, or the keeper of a container.
-May import: sandboxes, sandboxes.guest.bash, sandboxes.guest.files, sandboxes.ipc, sandboxes.linux,
-sandboxes.shell_files.
+May import: sandboxes, sandboxes.guest.anchors, sandboxes.guest.bash, sandboxes.guest.files, sandboxes.ipc,
+sandboxes.linux.
 """

@@ -3,6 +3,6 @@
 Standard library only, no event loop.
 
 Process: the keeper beside each container, forked from the launcher.
-May import: sandboxes, sandboxes.container, sandboxes.guest, sandboxes.guest.bash, sandboxes.guest.files,
-sandboxes.ipc, sandboxes.linux.
+May import: sandboxes, sandboxes.container, sandboxes.guest, sandboxes.guest.anchors, sandboxes.guest.bash,
+sandboxes.guest.files, sandboxes.ipc, sandboxes.linux.
 """
