@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sandboxes.guest.anchors.anchor import Anchor
-from sandboxes.guest.anchors.conversation import AnchorLostError
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.anchors.shell_kit import TEXTS, ShellKit, new_pipes, new_text, write_texts
-from sandboxes.guest.anchors.template import Template
+from sandboxes.guest.anchors.starter import AnchorLostError
+from sandboxes.guest.anchors.template import ShellTemplate
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders
 from sandboxes.guest.process_io import death_of
@@ -41,7 +41,7 @@ class LocalShell(Shell):
         """Take over a bash that runs; see `Shell`."""
         super().__init__(name, session, pid, death_of(pid), ends)
         self.kit: ShellKit | None = None
-        self.template: Template | None = None
+        self.template: ShellTemplate | None = None
         self.forked = False
         # Kept together, so that `close` cannot forget one.
         self._ends = [*ends.values(), self.death]
@@ -101,7 +101,7 @@ class LocalShell(Shell):
         def started() -> "LocalShell":
             try:
                 pid = anchor.started()
-                found = Template(pid, kit, session) if template and Template.is_one(kit) else None
+                found = ShellTemplate(pid, kit, session) if template and ShellTemplate.is_one(kit) else None
                 shell = cls(name, session, pid, ours)
             except AnchorLostError:
                 close_all(ours.values())
@@ -228,7 +228,7 @@ class LocalShell(Shell):
         self.runs += 1
         self.feed(dump)
 
-    def become(self, pid: int, death: int, template: Template | None) -> None:
+    def become(self, pid: int, death: int, template: ShellTemplate | None) -> None:
         """Take over another bash that becomes the same session, on the same pipes and texts. This one has ended.
 
         Args:

@@ -1,42 +1,28 @@
 """The shells of a local sandbox: children of the anchor, started and collected by it."""
 
 import contextlib
-import functools
-import os
 import select
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
+from sandboxes.guest.anchored_shells import MAX_KILL_S, AnchoredShells
 from sandboxes.guest.anchors.anchor import Anchor, ShellStartError
-from sandboxes.guest.anchors.conversation import AnchorLostError
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
-from sandboxes.guest.anchors.programs import start_anchor
-from sandboxes.guest.anchors.template import Template, can_stand_for, reads_system_files
+from sandboxes.guest.anchors.starter import AnchorLostError
+from sandboxes.guest.anchors.template import ShellTemplate, can_stand_for, reads_system_files
 from sandboxes.guest.bash.restore import NO_LOOKUP, restore_script
 from sandboxes.guest.bash.session import KEPT
 from sandboxes.guest.local_shell import LocalShell, own_limits
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.shell_pool import READY_S, Shells, unless_broken
+from sandboxes.guest.shell_pool import unless_broken
 from sandboxes.linux import processes
-from sandboxes.linux.live_state import inherited, passed_on, settings
-from sandboxes.linux.spawn import BASH
+from sandboxes.linux.live_state import inherited
 from sandboxes.shell_text import ShellSession
 
-_MAX_KILL_S = 10.0
-"""Longest wait for a killed shell. One that does not end in that time is stuck in the kernel."""
-_REPARENTED_S = 0.001
-"""How often a look is taken whether an orphan has become a child of pid 1. It takes microseconds on an idle machine."""
-StartedT = TypeVar("StartedT")
 
-
-class LocalShells(Shells):
-    """All shells of a local sandbox, and the anchor that starts them.
-
-    Attributes:
-        anchor: The anchor; None until the first shell is started, and after the agent has killed it.
-    """
+class LocalShells(AnchoredShells):
+    """All shells of a local sandbox: the kit that they are started on, and the template that stands for them."""
 
     def __init__(
         self,
@@ -46,64 +32,29 @@ class LocalShells(Shells):
         pristine: ShellSession | None,
     ) -> None:
         super().__init__(environment, workdir, sessions, pristine)
-        self.anchor: Anchor | None = None
         self._begun: dict[str, Callable[[], LocalShell]] = {}
         # A shell that waits as a template, after the fork of its last command has ended.
         self._folded: LocalShell | None = None
         self._templates = True
-        self._anchor_runs: dict[processes.Process, int] = {}
-        self._ended: dict[int, int] = {}
-
-    @property
-    def program(self) -> str:
-        """The path of the shell's program."""
-        return BASH
 
     @property
     def anchor_pids(self) -> set[int]:
         """The processes of the anchor and of the template, if there are any."""
-        templates = {template.pid for template in self._living_templates()}
-        return templates if self.anchor is None else {self.anchor.pid, *templates}
+        return super().anchor_pids | {template.pid for template in self._living_templates()}
 
-    def _living_templates(self) -> Iterator[Template]:
+    def anchor_was_touched(self) -> bool:
+        """Return whether a command may have changed the anchor or the template; see `AnchoredShells`."""
+        touched = any(template.ready and template.was_touched for template in self._living_templates())
+        return touched or super().anchor_was_touched()
+
+    def _drop_anchor(self) -> None:
+        # First: its pipes go with the kit.
+        self._drop_folded()
+        super()._drop_anchor()
+
+    def _living_templates(self) -> Iterator[ShellTemplate]:
         shells = [*self._shells.values(), *([] if self._folded is None else [self._folded])]
         return (shell.template for shell in shells if isinstance(shell, LocalShell) and shell.template is not None)
-
-    @property
-    def hidden_pids(self) -> set[int]:
-        """The processes of the anchor, if it hides, and of the template."""
-        return self.anchor_pids if self.anchor is not None and self.anchor.hidden else set()
-
-    def reap(self) -> None:
-        """Collect processes that ended as children of pid 1, because their anchor was gone."""
-        # The kernel gives orphans to pid 1, which has to wait for them (wait(2)). Their codes are kept for `status_of`.
-        self._ended |= processes.reap()
-
-    def kill_except(self, spared: set[processes.Process], first: int | None = None) -> None:
-        """Kill all processes but the spared ones; see `processes.kill_except`."""
-        self._ended |= processes.kill_except(spared, first=first)
-
-    def status(self, shell: Shell) -> int | None:
-        """Return how a shell ended, which it has or is about to; None as in `status_of`."""
-        return self.status_of(shell.pid)
-
-    def status_of(self, pid: int) -> int | None:
-        """Return how a process that the anchor has started ended, which it has or is about to; None: unknown."""
-        parents = {os.getpid()}
-        if self.anchor is not None:
-            try:
-                return self.anchor.wait(pid)
-            except AnchorLostError:
-                parents.add(self.anchor.pid)
-                self._drop_anchor()
-        # Without its parent it becomes a child of pid 1, as soon as the kernel has ended the anchor. If the anchor had
-        # collected it, there is no such process any more.
-        deadline = time.monotonic() + _MAX_KILL_S
-        self.reap()
-        while pid not in self._ended and processes.parent(pid) in parents and time.monotonic() < deadline:
-            time.sleep(_REPARENTED_S)
-            self.reap()
-        return self._ended.get(pid)
 
     def forget(self, shell: Shell) -> None:
         """Forget a shell that has ended. What it left running may have its pipes, so no other shell gets them."""
@@ -250,35 +201,6 @@ class LocalShells(Shells):
         except AnchorLostError:
             self._drop_anchor()
 
-    def watch_anchor(self) -> None:
-        """Note how often the anchor has run: it sleeps while a command runs, unless it collects an orphan. 0.03 ms."""
-        if self.anchor is not None and not self.anchor.hidden:
-            self._anchor_runs = self._runs_of_anchor()
-
-    def anchor_was_touched(self) -> bool:
-        """Return whether a command may have changed the anchor, from which all later shells are forked.
-
-        A command can change its limits and scheduling. It can also write bash to the pipe of a bash, and trace that.
-        0.05 ms. Called only while nothing survives, so pid 1 itself is as it was before the first call.
-        """
-        if (anchor := self.anchor) is None:
-            return False
-        if any(template.ready and template.was_touched for template in self._living_templates()):
-            return True
-        if anchor.hidden:
-            changed = passed_on(anchor.pid) != self._own_settings
-            return changed or anchor.has_unread or processes.is_stopped(anchor.pid)
-        noted, self._anchor_runs = self._anchor_runs, {}
-        ran = bool(noted) and self._runs_of_anchor() != noted
-        return ran or anchor.has_unread or settings(anchor.pid) != settings(os.getpid())
-
-    @functools.cached_property
-    def _own_settings(self) -> list[str]:
-        return passed_on(os.getpid())
-
-    def _runs_of_anchor(self) -> dict[processes.Process, int]:
-        return {} if self.anchor is None else processes.run_counts([(self.anchor.pid, 0)])
-
     def begin_checkpoint(self) -> bool:
         """Get the shells ready for a dump of the anchor's processes; return whether there still is an anchor.
 
@@ -313,7 +235,7 @@ class LocalShells(Shells):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(shell.death, signal.SIGKILL)
         for shell in shells:
-            select.select([shell.death], [], [], _MAX_KILL_S)
+            select.select([shell.death], [], [], MAX_KILL_S)
 
     def adopt(self, anchor: Anchor, shells: list[LocalShell]) -> None:
         """Take over what a checkpoint brought back."""
@@ -341,14 +263,6 @@ class LocalShells(Shells):
             not shell.holds_more() and inherited(shell.pid) == self.born and processes.limits(shell.pid) == own_limits()
             for shell in self
         )
-
-    def launch(self, environment: dict[str, str], fds: dict[int, int], program: str) -> int:
-        """Start a program under the anchor; see `Anchor.start_on`.
-
-        Raises:
-            ShellStartError: No process can be started, or bash is gone.
-        """
-        return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program))
 
     def begin(self, name: str) -> None:
         """Have a session's shell started while this process does other things, and before any other is asked for.
@@ -380,49 +294,3 @@ class LocalShells(Shells):
         return self._under_the_anchor(
             lambda anchor: LocalShell.start(anchor, name, session, script, environment, template=template)
         )
-
-    def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
-        # The agent may have killed the anchor at any time, even just now. A second loss has another cause, which may be
-        # that bash cannot be loaded from the files for forks.
-        for _ in range(2):
-            with contextlib.suppress(AnchorLostError):
-                return start(self._ready_anchor())
-            self._drop_anchor()
-        try:
-            return start(self._ready_anchor(forks=False))
-        except AnchorLostError as error:
-            if _runs():
-                raise ShellStartError(f"{BASH} does not start in this sandbox: {error}") from error
-            # A recorded answer: how the attempts failed depends on moments, and must not be part of its text.
-            raise ShellStartError(f"{BASH} does not start in this sandbox", broken=True) from error
-
-    def _ready_anchor(self, *, forks: bool = True) -> Anchor:
-        if self.anchor is None:
-            try:
-                self.anchor = start_anchor(forks=forks)
-            except OSError as error:
-                raise ShellStartError(f"no process can be started in this sandbox: {error.strerror}") from error
-        return self.anchor
-
-    def _drop_anchor(self) -> None:
-        # First: its pipes go with the kit.
-        self._drop_folded()
-        if self.anchor is not None:
-            self.anchor.close()
-            self.anchor = None
-
-
-def _runs() -> bool:
-    """Return whether the sandbox's bash can be executed. Called only after a failure."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.execve(BASH, ["bash", "--noprofile", "--norc", "-c", "exit 42"], {})  # noqa: S606
-        finally:
-            os._exit(127)
-    death = os.pidfd_open(pid)
-    # A program that takes longer may be one that works on a busy machine.
-    if not select.select([death], [], [], READY_S)[0]:
-        os.kill(pid, signal.SIGKILL)
-    os.close(death)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in {42, -signal.SIGKILL}

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandboxes.guest.anchors.anchor import Anchor
-from sandboxes.guest.anchors.conversation import AnchorLostError
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.anchors.shell_kit import EXPORTS, LOOP, PIPES, TEXTS, ShellKit
-from sandboxes.guest.anchors.template import Template
+from sandboxes.guest.anchors.starter import AnchorLostError
+from sandboxes.guest.anchors.template import ShellTemplate
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders
 from sandboxes.guest.driver_link import DriverLink
@@ -317,6 +317,8 @@ class OrdinaryCalls:
             return False
         assert kit is not None
         with contextlib.suppress(AnchorLostError):
-            shell.become(pid, self._shell.death, Template(pid, kit, shell.session) if Template.is_one(kit) else None)
+            shell.become(
+                pid, self._shell.death, ShellTemplate(pid, kit, shell.session) if ShellTemplate.is_one(kit) else None
+            )
             return True
         return False

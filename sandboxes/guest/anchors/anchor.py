@@ -45,8 +45,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from sandboxes.guest.anchors.conversation import AnchorLostError, Conversation
 from sandboxes.guest.anchors.shell_kit import PLACES, ShellKit
+from sandboxes.guest.anchors.starter import AnchorLostError, Starter
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.linux import spawn
 from sandboxes.linux import syscalls as kernel
@@ -69,7 +69,7 @@ class ShellStartError(Exception):
         self.broken = broken
 
 
-class Anchor(Conversation, ABC):
+class Anchor(Starter, ABC):
     """Pid 1's end of the conversation with an anchor.
 
     Attributes:

@@ -26,8 +26,8 @@ import signal
 import struct
 from collections.abc import Collection, Mapping
 
-from sandboxes.guest.anchors.conversation import PATIENCE_S, AnchorLostError, Conversation
 from sandboxes.guest.anchors.shell_kit import TEMPLATE_REPLIES, TEMPLATE_REQUESTS, ShellKit, unread_bytes
+from sandboxes.guest.anchors.starter import PATIENCE_S, AnchorLostError, Starter
 from sandboxes.guest.bash.session import KEPT
 from sandboxes.linux import processes
 from sandboxes.linux.live_state import passed_on
@@ -74,7 +74,7 @@ def spares(written: Collection[str]) -> bool:
     return not any(name in written for name in SYSTEM)
 
 
-class Template(Conversation):
+class ShellTemplate(Starter):
     """Pid 1's end of the conversation with a template.
 
     Attributes:

@@ -13,9 +13,9 @@ import pytest
 
 from sandboxes.guest.anchors.anchor import Anchor
 from sandboxes.guest.anchors.bash_anchor import BashAnchor
-from sandboxes.guest.anchors.conversation import AnchorLostError
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.anchors.programs import adopted_anchor
+from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.linux import processes
 from sandboxes.linux.processes import parent

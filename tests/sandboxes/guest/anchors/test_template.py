@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sandboxes.guest.anchors import template
-from sandboxes.guest.anchors.conversation import AnchorLostError
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.anchors.shell_kit import ShellKit, unread_bytes
-from sandboxes.guest.anchors.template import Template, can_stand_for, spares
+from sandboxes.guest.anchors.starter import AnchorLostError
+from sandboxes.guest.anchors.template import ShellTemplate, can_stand_for, spares
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import restore_script
 from sandboxes.shell_text import ShellSession
@@ -80,8 +80,8 @@ class Started:
         self.ends = self.kit.lend(restore_script(None, "/") if script is None else script)
         anchor.request_shell({"GIVEN": "x"}, template=True)
         pid = anchor.started()
-        assert Template.is_one(self.kit)
-        self.template = Template(pid, self.kit, None)
+        assert ShellTemplate.is_one(self.kit)
+        self.template = ShellTemplate(pid, self.kit, None)
         self.anchor = anchor
 
     def dump(self) -> bytes:
@@ -163,7 +163,7 @@ def test_a_lost_template_is_reported(started: Started, sent: signal.Signals, mon
     """At once if it has ended."""
     started.dump()
     started.template.await_ready()
-    monkeypatch.setattr("sandboxes.guest.anchors.conversation.PATIENCE_S", 60.0 if sent is signal.SIGKILL else 0.1)
+    monkeypatch.setattr("sandboxes.guest.anchors.starter.PATIENCE_S", 60.0 if sent is signal.SIGKILL else 0.1)
     os.kill(started.template.pid, sent)
     wait_until(lambda: started.template.was_touched or not started.template.is_ready)
     began = time.monotonic()
@@ -212,7 +212,7 @@ def test_only_a_shell_that_was_asked_to_be_one_is_a_template(anchor: NativeAncho
     assert anchor.kit is not None
     ends = anchor.kit.lend(restore_script(None, "/"))
     pid = anchor.start_on_kit({})
-    assert not Template.is_one(anchor.kit)
+    assert not ShellTemplate.is_one(anchor.kit)
     held = {path.name for path in Path(f"/proc/{pid}/fd").iterdir()}
     assert not held & {"34", "35"}
     os.kill(pid, signal.SIGKILL)

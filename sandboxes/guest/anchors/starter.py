@@ -16,7 +16,7 @@ class AnchorLostError(Exception):
     """The process is gone or gives no answer, because the agent has killed or stopped it."""
 
 
-class Conversation:
+class Starter:
     """Pid 1's end of the two pipes.
 
     Attributes:

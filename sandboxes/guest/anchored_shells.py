@@ -1,0 +1,171 @@
+"""The shells of a sandbox that an anchor starts and collects."""
+
+import contextlib
+import functools
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from sandboxes.guest.anchors.anchor import Anchor, ShellStartError
+from sandboxes.guest.anchors.programs import start_anchor
+from sandboxes.guest.anchors.starter import AnchorLostError
+from sandboxes.guest.shell import Shell
+from sandboxes.guest.shell_pool import READY_S, Shells
+from sandboxes.linux import processes
+from sandboxes.linux.live_state import passed_on, settings
+from sandboxes.linux.spawn import BASH
+from sandboxes.shell_text import ShellSession
+
+MAX_KILL_S = 10.0
+"""Longest wait for a killed shell. One that does not end in that time is stuck in the kernel."""
+_REPARENTED_S = 0.001
+"""How often a look is taken whether an orphan has become a child of pid 1. It takes microseconds on an idle machine."""
+StartedT = TypeVar("StartedT")
+
+
+class AnchoredShells(Shells):
+    """The shells of a local sandbox as far as their anchor goes.
+
+    Attributes:
+        anchor: The anchor; None until the first shell is started, and after the agent has killed it.
+    """
+
+    def __init__(
+        self,
+        environment: dict[str, str],
+        workdir: str,
+        sessions: dict[str, ShellSession],
+        pristine: ShellSession | None,
+    ) -> None:
+        super().__init__(environment, workdir, sessions, pristine)
+        self.anchor: Anchor | None = None
+        self._anchor_runs: dict[processes.Process, int] = {}
+        self._ended: dict[int, int] = {}
+
+    @property
+    def program(self) -> str:
+        """The path of the shell's program."""
+        return BASH
+
+    @property
+    def anchor_pids(self) -> set[int]:
+        """The anchor's process, if there is one."""
+        return set() if self.anchor is None else {self.anchor.pid}
+
+    @property
+    def hidden_pids(self) -> set[int]:
+        """Those of `anchor_pids`, if the anchor hides."""
+        return self.anchor_pids if self.anchor is not None and self.anchor.hidden else set()
+
+    def reap(self) -> None:
+        """Collect processes that ended as children of pid 1, because their anchor was gone."""
+        # The kernel gives orphans to pid 1, which has to wait for them (wait(2)). Their codes are kept for `status_of`.
+        self._ended |= processes.reap()
+
+    def kill_except(self, spared: set[processes.Process], first: int | None = None) -> None:
+        """Kill all processes but the spared ones; see `processes.kill_except`."""
+        self._ended |= processes.kill_except(spared, first=first)
+
+    def status(self, shell: Shell) -> int | None:
+        """Return how a shell ended, which it has or is about to; None as in `status_of`."""
+        return self.status_of(shell.pid)
+
+    def status_of(self, pid: int) -> int | None:
+        """Return how a process that the anchor has started ended, which it has or is about to; None: unknown."""
+        parents = {os.getpid()}
+        if self.anchor is not None:
+            try:
+                return self.anchor.wait(pid)
+            except AnchorLostError:
+                parents.add(self.anchor.pid)
+                self._drop_anchor()
+        # Without its parent it becomes a child of pid 1, as soon as the kernel has ended the anchor. If the anchor had
+        # collected it, there is no such process any more.
+        deadline = time.monotonic() + MAX_KILL_S
+        self.reap()
+        while pid not in self._ended and processes.parent(pid) in parents and time.monotonic() < deadline:
+            time.sleep(_REPARENTED_S)
+            self.reap()
+        return self._ended.get(pid)
+
+    def watch_anchor(self) -> None:
+        """Note how often the anchor has run: it sleeps while a command runs, unless it collects an orphan. 0.03 ms."""
+        if self.anchor is not None and not self.anchor.hidden:
+            self._anchor_runs = self._runs_of_anchor()
+
+    def anchor_was_touched(self) -> bool:
+        """Return whether a command may have changed the anchor, from which all later shells are forked.
+
+        A command can change its limits and scheduling. It can also write bash to the pipe of a bash, and trace that.
+        0.05 ms. Called only while nothing survives, so pid 1 itself is as it was before the first call.
+        """
+        if (anchor := self.anchor) is None:
+            return False
+        if anchor.hidden:
+            changed = passed_on(anchor.pid) != self._own_settings
+            return changed or anchor.has_unread or processes.is_stopped(anchor.pid)
+        noted, self._anchor_runs = self._anchor_runs, {}
+        ran = bool(noted) and self._runs_of_anchor() != noted
+        return ran or anchor.has_unread or settings(anchor.pid) != settings(os.getpid())
+
+    @functools.cached_property
+    def _own_settings(self) -> list[str]:
+        return passed_on(os.getpid())
+
+    def _runs_of_anchor(self) -> dict[processes.Process, int]:
+        return {} if self.anchor is None else processes.run_counts([(self.anchor.pid, 0)])
+
+    def launch(self, environment: dict[str, str], fds: dict[int, int], program: str) -> int:
+        """Start a program under the anchor; see `Anchor.start_on`.
+
+        Raises:
+            ShellStartError: No process can be started, or bash is gone.
+        """
+        return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program))
+
+    def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
+        # The agent may have killed the anchor at any time, even just now. A second loss has another cause, which may be
+        # that bash cannot be loaded from the files for forks.
+        for _ in range(2):
+            with contextlib.suppress(AnchorLostError):
+                return start(self._ready_anchor())
+            self._drop_anchor()
+        try:
+            return start(self._ready_anchor(forks=False))
+        except AnchorLostError as error:
+            if _runs():
+                raise ShellStartError(f"{BASH} does not start in this sandbox: {error}") from error
+            # A recorded answer: how the attempts failed depends on moments, and must not be part of its text.
+            raise ShellStartError(f"{BASH} does not start in this sandbox", broken=True) from error
+
+    def _ready_anchor(self, *, forks: bool = True) -> Anchor:
+        if self.anchor is None:
+            try:
+                self.anchor = start_anchor(forks=forks)
+            except OSError as error:
+                raise ShellStartError(f"no process can be started in this sandbox: {error.strerror}") from error
+        return self.anchor
+
+    def _drop_anchor(self) -> None:
+        if self.anchor is not None:
+            self.anchor.close()
+            self.anchor = None
+
+
+def _runs() -> bool:
+    """Return whether the sandbox's bash can be executed. Called only after a failure."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.execve(BASH, ["bash", "--noprofile", "--norc", "-c", "exit 42"], {})  # noqa: S606
+        finally:
+            os._exit(127)
+    death = os.pidfd_open(pid)
+    # A program that takes longer may be one that works on a busy machine.
+    if not select.select([death], [], [], READY_S)[0]:
+        os.kill(pid, signal.SIGKILL)
+    os.close(death)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in {42, -signal.SIGKILL}
