@@ -1,7 +1,7 @@
 /* A template: a session's shell that waits where it would read its next command, and forks shells instead of going on.
  *
  * A shell that was forked is what a new shell would be that becomes the same session: what bash has read of the sandbox,
- * restoring the session and its first dump were done once. sandboxes/guest/template.py decides when that holds, and
+ * restoring the session and its first dump were done once. sandboxes/guest/anchors/template.py decides when that holds, and
  * has the other end. This is a part of preloaded.c.
  *
  * The template hides as the anchor does. It holds no file of the sandbox, so that the layers can change below it: its
