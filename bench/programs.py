@@ -110,8 +110,12 @@ SETUP = (
     "cd repo; ! command -v git || { git init -q; git config user.email a@b; git config user.name a; }",
     "cd repo; ! command -v git || { git add -A; git commit -qm first; }",
     "find /root -exec touch -hd 2026-01-01 {} +",
+    "cd repo; for F in data.csv app.py Makefile; do chmod u+r $F; sleep .02; done",
 )
-"""Set-up runs in both proxies, so its files get equal times at the end. Docker keeps only whole seconds of an image."""
+"""Set-up runs in both proxies, so its files get equal times at the end. Docker keeps only whole seconds of an image.
+
+Times of change (`ls -c`) cannot be set. So they lie apart: the kernel's clock for files may stand for 10 ms.
+"""
 STATE = r"""
 declare -p | grep -v -e RANDOM -e SECONDS -e EPOCH -e BASHPID -e PPID -e BASH_ARG -e ' [BW]=' -e COPROC; declare -f
 alias -p; trap -p; shopt; set -o; umask; ulimit -a; dirs; pwd -P; echo "$#:$*:$-"; enable -n
