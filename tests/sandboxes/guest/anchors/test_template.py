@@ -2,7 +2,9 @@
 
 import os
 import select
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.anchors.template import ShellTemplate, can_stand_for, spares
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import restore_script
+from sandboxes.linux import spawn
 from sandboxes.shell_text import ShellSession
 from tests.machine import wait_until
 from tests.sandboxes.guest import forking_anchor
@@ -156,6 +159,17 @@ def test_a_directory_that_cannot_be_entered(started: Started, folder: str) -> No
         assert started.anchor.wait(pid) == 5
     else:
         assert not started.template.is_ready
+
+
+def test_a_template_forks_no_shell_when_bash_is_another_one(started: Started, tmp_path: Path) -> None:
+    """In the mount namespace of the anchor a copy takes the place of bash."""
+    started.dump()
+    os.kill(started.fork(), signal.SIGKILL)
+    copy, bash = shutil.copy(spawn.BASH, tmp_path), os.path.realpath(spawn.BASH)
+    mount = ["mount", "--bind", copy, bash]
+    subprocess.run(["nsenter", f"--mount=/proc/{started.anchor.pid}/ns/mnt", *mount], check=True)
+    with pytest.raises(AnchorLostError, match="cannot start"):
+        started.fork()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
