@@ -10,7 +10,7 @@ from sandboxes.guest.anchored_shells import MAX_KILL_S, AnchoredShells
 from sandboxes.guest.anchors.anchor import Anchor, ShellStartError
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.anchors.starter import AnchorLostError
-from sandboxes.guest.anchors.template import ShellTemplate, can_stand_for, reads_system_files
+from sandboxes.guest.anchors.template import ShellTemplate, can_stand_for
 from sandboxes.guest.bash.restore import NO_LOOKUP, restore_script
 from sandboxes.guest.bash.session import KEPT
 from sandboxes.guest.local_shell import LocalShell, own_limits
@@ -123,8 +123,8 @@ class LocalShells(AnchoredShells):
             self._templates
             and not self._shells
             and can_stand_for(session, script, environment)
-            and reads_system_files()
-            and not processes.list_processes(self.idle_pids)
+            # A new anchor looks itself whether it is alone, and starts no templates if not.
+            and (self.anchor is None or not processes.list_processes(self.idle_pids))
         )
 
     def drop_templates(self) -> None:
@@ -271,9 +271,10 @@ class LocalShells(AnchoredShells):
         """
         session = self.sessions.get(name)
         with contextlib.suppress(ShellStartError, AnchorLostError):
-            anchor, origin = self._ready_anchor(), self.origin(session)
-            assert anchor.kit is not None, "a new anchor has one"
+            origin = self.origin(session)
             template = self._may_be_template(session, *origin)
+            anchor = self._ready_anchor()
+            assert anchor.kit is not None, "a new anchor has one"
             self._begun[name] = LocalShell.begin(anchor, anchor.kit, name, session, *origin, template=template)
 
     def _start(self, name: str, session: ShellSession | None) -> Shell:

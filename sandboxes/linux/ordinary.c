@@ -351,8 +351,8 @@ static int fork_shell(struct shell *shell) {
     unsigned size = (unsigned)strlen(shell->folder) + 1, counts[2];
     int fd, pid, unread = 1;
     if (shell->template_state == WAITING) {
-        int answered = read_answer(shell->template_replies, shell->template_death, line, sizeof line, 4);
-        shell->template_state = answered && !strcmp(line, "0\n1\n") ? READY : USELESS;
+        int answered = read_answer(shell->template_replies, shell->template_death, line, sizeof line, 2);
+        shell->template_state = answered && !strcmp(line, "1\n") ? READY : USELESS;
     }
     if (shell->template_state != READY || size > sizeof request - 4) return 0;
     if (ioctl(shell->template_replies, FIONREAD, &unread) < 0 || unread) return 0;

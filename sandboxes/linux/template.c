@@ -9,7 +9,7 @@
  *
  * A request is a 32-bit size and the path of the directory to begin in, with its NUL. The answer is one line with a
  * number: the new process, or 0 if it cannot be as wanted. The first line says that this is a template, and the second
- * one comes when it can fork: 1, or 0 if it holds files of the sandbox.
+ * one comes when it can fork: 1, or 0 if it cannot stand for new shells.
  */
 enum { GO = 32, ITS_REQUESTS = 34, ITS_REPLIES = 35, FOR_TEMPLATE = KIT + 8, MAX_MAPS = 1 << 16, PAGE = 4096 };
 #define OWN_FILES "/dev/.shell/"
@@ -62,7 +62,7 @@ static unsigned long hex_in(const char **text) {
 /* Put memory with the same content in the place of a mapped file; return whether it could be done. */
 static int make_own(unsigned long begin, unsigned long end, int protection) {
     long size = (long)(end - begin);
-    char *copy = (char *)invoke(__NR_mmap, 0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char *copy = (char *)invoke(__NR_mmap, 0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
     if ((unsigned long)copy > -(unsigned long)PAGE) return 0;
     for (long i = 0; i < size / (long)sizeof(long); i++) ((long *)copy)[i] = ((const long *)begin)[i];
     if (CALL(mprotect, copy, size, protection, 0)) return 0;
@@ -75,6 +75,17 @@ static int is_system_data(const char *path, int protection) {
     for (unsigned i = 0; i < sizeof folders / sizeof *folders; i++)
         if (begins(path, folders[i])) return protection == PROT_READ;
     return 0;
+}
+
+/* Whether what bash asks about users is in /etc, and not behind a link to elsewhere. */
+static int users_are_system_data(void) {
+    static const char *const paths[] = {"/etc", "/etc/passwd", "/etc/nsswitch.conf"};
+    for (unsigned i = 0; i < sizeof paths / sizeof *paths; i++) {
+        struct stat found;
+        long error = CALL(newfstatat, AT_FDCWD, paths[i], &found, AT_SYMLINK_NOFOLLOW);
+        if (error ? error != -2 : (found.st_mode & 0170000) == 0120000) return 0; /* -2: ENOENT; the type of a link */
+    }
+    return 1;
 }
 
 /* Make all that is mapped of the sandbox's files memory of this process; return whether it holds none any more. The
@@ -139,7 +150,8 @@ static void serve_as_template(void) {
     CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0);
     CALL(prctl, PR_SET_NAME, name, 0, 0);
     is_template = 0;
-    answer_on(ITS_REPLIES, show(name, name + sizeof name, name, name) && CALL(chdir, "/", 0, 0, 0) == 0 && hold_no_file());
+    int can_fork = show(name, name + sizeof name, name, name) && CALL(chdir, "/", 0, 0, 0) == 0;
+    answer_on(ITS_REPLIES, can_fork && users_are_system_data() && hold_no_file());
     for (;;) {
         receive_from(ITS_REQUESTS, (char *)&size, sizeof size);
         if (!size || size > sizeof folder) leave(1);

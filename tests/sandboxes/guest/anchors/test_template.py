@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.guest.anchors import template
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.anchors.shell_kit import ShellKit, unread_bytes
 from sandboxes.guest.anchors.starter import AnchorLostError
@@ -234,7 +233,25 @@ def test_only_a_shell_that_was_asked_to_be_one_is_a_template(anchor: NativeAncho
         os.close(fd)
 
 
-def test_users_are_looked_up_in_system_directories(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert template.reads_system_files()
-    monkeypatch.setattr(os.path, "realpath", lambda path: path.replace("/etc/passwd", "/run/users"))
-    assert not template.reads_system_files()
+@pytest.mark.parametrize("path", ["/etc/passwd", "/etc/nsswitch.conf"])
+def test_a_shell_that_looks_users_up_elsewhere_is_no_template(anchor: NativeAnchor, tmp_path: Path, path: str) -> None:
+    """In the mount namespace of the anchor, where /etc has a link in the place of the file."""
+    etc = tmp_path / "etc"
+    etc.mkdir()
+    for name in ("passwd", "nsswitch.conf"):
+        (etc / name).write_bytes(Path("/etc", name).read_bytes())
+    (etc / Path(path).name).unlink()
+    (etc / Path(path).name).symlink_to("/run/users")
+    mount = ["mount", "--bind", str(etc), "/etc"]
+    # The files that loading bash involves come along.
+    for name in ("ld.so.cache", "ld.so.preload"):
+        if (found := Path("/etc", name)).exists():
+            (etc / name).touch()
+            mount_one = ["mount", "--bind", str(found), str(etc / name)]
+            subprocess.run(["nsenter", f"--mount=/proc/{anchor.pid}/ns/mnt", *mount_one], check=True)
+    subprocess.run(["nsenter", f"--mount=/proc/{anchor.pid}/ns/mnt", *mount[:1], "--rbind", *mount[2:]], check=True)
+    started = Started(anchor)
+    started.dump()
+    with pytest.raises(AnchorLostError, match="cannot stand"):
+        started.template.await_ready()
+    started.close()
