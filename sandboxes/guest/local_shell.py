@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import resource
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -265,8 +266,16 @@ class LocalShell(Shell):
         assert self.template is not None
         assert self.baseline is not None
         pid = self.template.fork(self.baseline["cwd"])
-        anchor.take_note_of(pid)
-        self.was_forked(pid, death_of(pid))
+        death = death_of(pid)
+        try:
+            anchor.take_note_of(pid)
+        except AnchorLostError:
+            # Nothing else knows of it.
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(death, signal.SIGKILL)
+            os.close(death)
+            raise
+        self.was_forked(pid, death)
 
     def was_forked(self, pid: int, death: int) -> None:
         """Go on as a bash that the template has forked.

@@ -345,7 +345,7 @@ static int read_answer(int fd, int death, char *line, int room, int least) {
     return size && line[size - 1] == '\n';
 }
 
-/* Have the template fork the shell (`Template.fork`); return whether it did so. */
+/* Have the template fork the shell (`ShellTemplate.fork`); return whether it did so. */
 static int fork_shell(struct shell *shell) {
     char line[16], request[4 + 4096], note[32] = {0};
     unsigned size = (unsigned)strlen(shell->folder) + 1, counts[2];
@@ -365,6 +365,7 @@ static int fork_shell(struct shell *shell) {
     counts[0] = (unsigned)snprintf(note + 8, sizeof note - 8, "n%d", pid) + 1, counts[1] = 1;
     memcpy(note, counts, 8);
     if (write(shell->requests, note, 8 + counts[0]) != 8 + counts[0]) {
+        syscall(SYS_pidfd_send_signal, fd, SIGKILL, 0, 0); /* Nothing else knows of it. */
         close(fd);
         return 0;
     }

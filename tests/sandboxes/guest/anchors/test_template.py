@@ -17,6 +17,7 @@ from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.anchors.template import ShellTemplate, can_stand_for, spares
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import restore_script
+from sandboxes.guest.local_shell import LocalShell
 from sandboxes.linux import spawn
 from sandboxes.shell_text import ShellSession
 from tests.machine import wait_until
@@ -169,6 +170,26 @@ def test_a_template_forks_no_shell_when_bash_is_another_one(started: Started, tm
     subprocess.run(["nsenter", f"--mount=/proc/{started.anchor.pid}/ns/mnt", *mount], check=True)
     with pytest.raises(AnchorLostError, match="cannot start"):
         started.fork()
+
+
+def test_a_fork_of_which_no_anchor_takes_note_ends(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would wait for good, as a process that nobody knows."""
+    started.dump()
+    forked = list[int]()
+
+    def lost(pid: int) -> None:
+        forked.append(pid)
+        raise AnchorLostError
+
+    monkeypatch.setattr(started.anchor, "take_note_of", lost)
+    shell = LocalShell("main", None, started.template.pid, {fd: os.dup(end) for fd, end in started.ends.items()})
+    shell.template, shell.baseline = started.template, {**NEW}
+    with pytest.raises(AnchorLostError):
+        shell.fork(started.anchor)
+    assert not shell.forked
+    wait_until(lambda: not Path(f"/proc/{forked[0]}").exists())
+    shell.template = None
+    shell.close()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
