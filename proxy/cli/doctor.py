@@ -182,7 +182,7 @@ def _shells() -> Requirement:
         try:
             copies.make(Path(folder) / "shell")
         except copies.NoShellFilesError as error:
-            detail = f"each call executes bash, which takes 0.6 ms of CPU more than a fork: {error}"
+            detail = f"each call executes bash, which takes 1.4 ms of CPU more than a fork: {error}"
             return Requirement("shells", False, detail, remedy, required=False)
     return Requirement("shells", True, "each call has a fork of a bash that was loaded once", "", required=False)
 
