@@ -137,24 +137,24 @@ static char state_of(int pid, int *threads) {
     return state;
 }
 
-/* What a command may change of a process that starts shells (`LocalShells.anchor_was_touched`). */
-static void see_starter(struct facts *facts, int pid, int requests, int replies) {
-    int unread[2] = {1, 1}, threads;
+/* What a command may change of a process that starts shells (`LocalShells.anchor_was_touched`). It cannot write a
+ * request, and one to take note of a fork may wait. */
+static void see_starter(struct facts *facts, int pid, int replies) {
+    int unread = 1, threads;
     facts->size = facts->failed = 0;
     put_passed_on(facts, pid);
-    if (ioctl(requests, FIONREAD, &unread[0]) < 0 || ioctl(replies, FIONREAD, &unread[1]) < 0 || unread[0] || unread[1])
-        facts->failed = 1;
+    if (ioctl(replies, FIONREAD, &unread) < 0 || unread) facts->failed = 1;
     char state = state_of(pid, &threads);
     if (!state || state == '?' || state == 'T' || state == 't') facts->failed = 1;
 }
 
 static void see_anchor(struct facts *facts, const struct shell *shell) {
-    see_starter(facts, shell->anchor, shell->requests, shell->replies);
+    see_starter(facts, shell->anchor, shell->replies);
 }
 
 static void see_template(struct facts *facts, const struct shell *shell) {
     facts->size = facts->failed = 0;
-    if (shell->template) see_starter(facts, shell->template, shell->template_requests, shell->template_replies);
+    if (shell->template) see_starter(facts, shell->template, shell->template_replies);
 }
 
 /* What a command may change of the pipes and texts that the next shell gets (`shell_kit.changeable`). */

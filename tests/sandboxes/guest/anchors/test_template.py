@@ -147,6 +147,18 @@ def test_exit_codes_of_forks_are_told(started: Started) -> None:
         assert started.anchor.wait(pid) == code
 
 
+def test_an_anchor_that_has_not_taken_note_yet_is_as_it_was(started: Started) -> None:
+    """On a busy machine it does so after the command. Otherwise each such call would cost a new anchor."""
+    started.dump()
+    os.kill(started.anchor.pid, signal.SIGSTOP)
+    pid = started.fork()
+    assert unread_bytes(started.anchor.ends[0]) > 0
+    assert not started.anchor.has_unread
+    os.kill(started.anchor.pid, signal.SIGCONT)
+    started.give(b"exit 4")
+    assert started.anchor.wait(pid) == 4
+
+
 @pytest.mark.parametrize("folder", ["/nowhere", "/etc/passwd", "/" + 4094 * "x", "/" + 5000 * "x"])
 def test_a_directory_that_cannot_be_entered(started: Started, folder: str) -> None:
     """The template says so, and forks on; a name that no directory can have ends it."""
