@@ -190,6 +190,12 @@ def test_witness_excludes_files_that_processes_write(
     asyncio.run(go())
 
 
+async def run_often(sandbox: Sandbox, command: str) -> None:
+    """Run a command until it fails: one may be done before the kernel has ended pid 1 with its parent."""
+    for _ in range(1000):
+        await run(sandbox, command)
+
+
 def test_dead_launcher_is_replaced(data_dir: Path) -> None:
     async def go() -> None:
         async with opened(local_driver(data_dir)) as driver:
@@ -200,9 +206,7 @@ def test_dead_launcher_is_replaced(data_dir: Path) -> None:
             assert driver.machine.launcher.pid is not None
             os.kill(driver.machine.launcher.pid, signal.SIGKILL)
             with pytest.raises(SandboxError):
-                # A call may be done before the kernel has ended pid 1 with its parent.
-                for _ in range(1000):
-                    await run(sandbox, "cat f")
+                await run_often(sandbox, "cat f")
             assert not sandbox.alive
             restored = await driver.restore(SPEC, frozen)
             assert (await run(restored, "cat f")).out == "1\n"
