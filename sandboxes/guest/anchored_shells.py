@@ -44,6 +44,8 @@ class AnchoredShells(Shells):
         self.anchor: Anchor | None = None
         self._anchor_runs: dict[processes.Process, int] = {}
         self._ended: dict[int, int] = {}
+        # Shells that the anchor was asked for, by session. Each function waits for one.
+        self._begun: dict[str, Callable[[], Shell]] = {}
 
     @property
     def program(self) -> str:
@@ -57,7 +59,7 @@ class AnchoredShells(Shells):
 
     @property
     def hidden_pids(self) -> set[int]:
-        """Those of `anchor_pids`, if the anchor hides."""
+        """The same processes as `anchor_pids` if the anchor hides, and none otherwise."""
         return self.anchor_pids if self.anchor is not None and self.anchor.hidden else set()
 
     def reap(self) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import select
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sandboxes.guest.anchored_shells import MAX_KILL_S, AnchoredShells
@@ -24,18 +24,10 @@ from sandboxes.shell_text import ShellSession
 class LocalShells(AnchoredShells):
     """All shells of a local sandbox: the kit that they are started on, and the template that stands for them."""
 
-    def __init__(
-        self,
-        environment: dict[str, str],
-        workdir: str,
-        sessions: dict[str, ShellSession],
-        pristine: ShellSession | None,
-    ) -> None:
-        super().__init__(environment, workdir, sessions, pristine)
-        self._begun: dict[str, Callable[[], LocalShell]] = {}
-        # A shell that waits as a template, after the fork of its last command has ended.
-        self._folded: LocalShell | None = None
-        self._templates = True
+    _folded: LocalShell | None = None
+    """A shell that waits as a template, after the fork of its last command has ended."""
+    _templates = True
+    """Whether new shells may be templates."""
 
     @property
     def anchor_pids(self) -> set[int]:
@@ -160,7 +152,7 @@ class LocalShells(AnchoredShells):
         return True
 
     def _unfold(self, name: str, session: ShellSession | None) -> LocalShell | None:
-        """Return the shell that waits as a template of a session; None if there is none. That of another one ends."""
+        """Return the shell that waits as a session's template; None without one. Another session's template ends."""
         folded, anchor = self._folded, self.anchor
         if folded is not None and folded.name == name and folded.session is session and not self._shells:
             assert folded.template is not None

@@ -132,7 +132,7 @@ static long fork_with(long flags) {
 #endif
 }
 
-static struct { const char *begin, *end; } own_variables; /* Those of a fork. */
+static struct { const char *begin, *end; } own_variables; /* As a fork shows them. */
 
 #include "template.c"
 

@@ -157,7 +157,7 @@ static void serve_as_template(void) {
         if (!size || size > sizeof folder) leave(1);
         receive_from(ITS_REQUESTS, folder, size);
         folder[size - 1] = 0;
-        /* Its parent is the template's one: the anchor, as that of each shell. */
+        /* The anchor is its parent, as for each shell. */
         long pid = files_are_known() ? fork_with(CLONE_PARENT) : -1;
         if (pid == 0) {
             if (begin_from_template(folder, &signals)) return;

@@ -272,7 +272,7 @@ def test_a_changed_directory_of_a_session(data_dir: Path, name: str, way: str, m
         if way != "ran":
             answers.append(await run(sandbox, FOLDERS[name]))
         answers += [await run(sandbox, look), await run(sandbox, look)]
-        # A session whose directory is gone is in that of a process that has ended.
+        # A session without its directory is in the directory of an ended process.
         seen.append([re.sub(r"/proc/\d+", "/proc/PID", repr(answer.outcome)) for answer in answers])
 
     driven(data_dir, test)
@@ -309,7 +309,7 @@ def assert_holds_no_file(template: int) -> None:
     held = {int(path.name): str(path.readlink()).partition(":")[0] for path in (process / "fd").iterdir()}
     assert held.keys() == {0, 1, 2, *range(29, 36)}
     assert {*held.values()} == {"/dev/null", "pipe", "/memfd"}
-    # The root of the anchor is that of the present layers.
+    # The anchor has the root of the present layers.
     root = Path(f"/proc/{processes.parent(template)}/root").stat()
     assert all((process / name).stat() == root for name in ("cwd", "root"))
 

@@ -185,7 +185,7 @@ def test_a_template_forks_no_shell_when_bash_is_another_one(started: Started, tm
 
 
 def test_a_fork_of_which_no_anchor_takes_note_ends(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it would wait for good, as a process that nobody knows."""
+    """Otherwise it would wait for good, as a process that is unknown."""
     started.dump()
     forked = list[int]()
 
