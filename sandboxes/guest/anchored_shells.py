@@ -80,7 +80,8 @@ class AnchoredShells(Shells):
         parents = {os.getpid()}
         if self.anchor is not None:
             try:
-                return self.anchor.wait(pid)
+                if (status := self.anchor.wait(pid)) is not None:
+                    return status
             except AnchorLostError:
                 parents.add(self.anchor.pid)
                 self._drop_anchor()

@@ -40,7 +40,10 @@ class LocalShells(AnchoredShells):
         return touched or super().anchor_was_touched()
 
     def _drop_anchor(self) -> None:
-        # First: its pipes go with the kit.
+        # First: the pipes of a template go with the kit. A shell that waits as one ends with it.
+        for shell in self:
+            assert isinstance(shell, LocalShell)
+            shell.drop_template()
         self._drop_folded()
         super()._drop_anchor()
 

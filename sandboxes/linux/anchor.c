@@ -15,7 +15,8 @@
  *   w       the pid of a process whose exit code is wanted
  *   n       the pid of a process that a template has forked: its exit code will be wanted. There is no answer
  *   c       close the kit
- * The answer is one line with a number: the new process, 0 if it could not be started, or the exit code.
+ * The answer is one line with a number: the new process, 0 if it could not be started, or the exit code, UNKNOWN if this
+ * anchor does not know it.
  */
 #include <asm/unistd.h>
 #include <linux/fcntl.h>
@@ -24,11 +25,13 @@
 #include <linux/prctl.h>
 #include <linux/sched.h>
 #include <linux/signal.h>
+#include <linux/time_types.h>
 #include <linux/wait.h>
 
 enum { REQUESTS = 3, REPLIES = 4, KIT = 40, MAX_TEXTS = 1 << 20, MAX_BYTES = 1 << 28, STARTED = 4096 };
 #define PROGRAM "/bin/bash"
-#define NOT_FOUND 127 /* The exit code of a program that cannot be executed, and of one that is not known here. */
+#define NOT_FOUND 127 /* The exit code of a program that cannot be executed. */
+#define UNKNOWN 256   /* Told in place of the exit code of a process that this anchor has not started, or not collected. */
 
 #if defined(__x86_64__)
 #define START "_start: xor %ebp, %ebp\n and $-16, %rsp\n call serve\n"
@@ -172,29 +175,59 @@ static void start(char **texts, unsigned count, char **words) {
     answer(pid > 0 && !failed ? (unsigned)pid : 0);
 }
 
+/* The process as it was started here; 0 if it was not. */
+static struct started *find(int pid) {
+    for (unsigned i = 0; i < STARTED; i++)
+        if (pid && started[i].pid == pid) return &started[i];
+    return 0;
+}
+
+/* The next child that has ended, which is not collected by this; 0 if there is none, and negative if there is no child
+ * at all, or not the one that is asked for. */
+static int ended_child(int type, int pid) {
+    siginfo_t ended;
+    ended.si_pid = 0;
+    long error = invoke(__NR_waitid, type, pid, (long)&ended, WEXITED | WNOHANG | WNOWAIT, 0, 0);
+    return error ? (int)error : ended.si_pid;
+}
+
+static void obey(void);
+
+/* Read what pid 1 has written so far. It tells of a fork before the fork can end by itself, so a child that is not known
+ * then is none of its. */
+static void read_on(void) {
+    struct pollfd ready = {REQUESTS, POLLIN, 0};
+    struct __kernel_timespec none = {0, 0};
+    while (CALL(ppoll, &ready, 1, &none, 0) > 0) obey();
+}
+
 static void collect(void) {
-    int status, pid;
-    while ((pid = (int)CALL(wait4, -1, &status, WNOHANG, 0)) > 0) {
+    static int collecting;
+    int pid, status;
+    /* A request that is obeyed below leaves the rest to this call. */
+    if (collecting) return;
+    collecting = 1;
+    while ((pid = ended_child(P_ALL, 0)) > 0) {
+        if (!find(pid)) read_on();
+        if (CALL(wait4, pid, &status, WNOHANG, 0) != pid) continue;
         int code = (status & 0x7f) ? 128 + (status & 0x7f) : (status >> 8) & 0xff;
-        for (unsigned i = 0; i < STARTED; i++)
-            /* A code that is known stays: a pid may be used again by an orphan, before pid 1 asks for the code. */
-            if (started[i].pid == pid && started[i].code < 0) started[i].code = code;
+        struct started *known = find(pid);
+        /* A code that is known stays: a pid may be used again by an orphan, before pid 1 asks for the code. */
+        if (known && known->code < 0) known->code = code;
         if (pid == wanted) {
             wanted = 0;
             answer((unsigned)code);
         }
     }
+    collecting = 0;
 }
 
 static void tell(int pid) {
     collect();
-    for (unsigned i = 0; i < STARTED; i++)
-        if (pid && started[i].pid == pid) {
-            if (started[i].code < 0) wanted = pid; /* It is about to end. */
-            else answer((unsigned)started[i].code);
-            return;
-        }
-    answer(NOT_FOUND);
+    struct started *known = find(pid);
+    if (known && known->code >= 0) answer((unsigned)known->code);
+    else if (known && ended_child(P_PID, pid) >= 0) wanted = pid; /* It is about to end. */
+    else answer(UNKNOWN);
 }
 
 static void obey(void) {

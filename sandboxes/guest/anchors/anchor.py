@@ -54,6 +54,8 @@ from sandboxes.linux.descriptors import close_all
 
 _REQUESTS, _REPLIES = 3, 4
 """The anchor's descriptors of the two pipes."""
+_UNKNOWN = 256
+"""What `linux/anchor.c` tells in place of an exit status that it does not know."""
 
 
 class ShellStartError(Exception):
@@ -174,13 +176,17 @@ class Anchor(Starter, ABC):
             self.kit = None
             self.ask(self._request_to_close())
 
-    def wait(self, pid: int) -> int:
+    def wait(self, pid: int) -> int | None:
         """Return the exit status of a process that has ended, or is about to; 128 + its number for a signal.
+
+        Returns:
+            None if this anchor does not know it: an earlier one has started the process.
 
         Raises:
             AnchorLostError: The anchor is gone.
         """
-        return self.ask(self._request_for_status(pid))
+        status = self.ask(self._request_for_status(pid))
+        return None if status == _UNKNOWN else status
 
     def remember(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep: the pid, and the kernel's names of the pipes; a disk format."""

@@ -41,10 +41,12 @@ class BashAnchor(Anchor):
 
     Attributes:
         key: What each line begins with; empty for an anchor of an earlier version, which knows none.
+        children: The processes that it has started; None if they are not known, because a checkpoint brought it back.
     """
 
     hidden = False
     key = ""
+    children: set[int] | None = None
 
     @classmethod
     def start(cls) -> Self:
@@ -54,7 +56,7 @@ class BashAnchor(Anchor):
             OSError: No process can be started.
         """
         anchor = cls._start(BASH, ["anchor", "--noprofile", "--norc", "-c", _BASH_LOOP])
-        anchor.key = os.urandom(8).hex()
+        anchor.key, anchor.children = os.urandom(8).hex(), set()
         # If bash is gone, no process reads it, and the first request fails.
         with contextlib.suppress(BrokenPipeError):
             os.write(anchor.ends[0], anchor.key.encode() + b"\n")
@@ -70,6 +72,19 @@ class BashAnchor(Anchor):
     def remember(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep; a disk format. The key is in it."""
         return {**super().remember(), "key": self.key}
+
+    def started(self) -> int:
+        """Return the pid of the bash that was asked for last; see `Anchor`."""
+        pid = super().started()
+        if self.children is not None:
+            self.children.add(pid)
+        return pid
+
+    def wait(self, pid: int) -> int | None:
+        """Return the exit status of a process; see `Anchor`. Bash itself tells 127 of one that is not its child."""
+        if self.children is not None and pid not in self.children:
+            return None
+        return super().wait(pid)
 
     def _line(self, text: str) -> bytes:
         return f"{self.key} {text}\n".lstrip(" ").encode("latin-1")

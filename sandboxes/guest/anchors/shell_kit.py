@@ -114,8 +114,8 @@ class ShellKit:
         self.ours[TEMPLATE_REPLIES], self.theirs[TEMPLATE_REPLIES] = os.pipe2(os.O_CLOEXEC)
 
     def is_as_made(self) -> bool:
-        """Return whether the pipes are empty, and as they were made. 0.02 ms."""
-        return changeable(self._reachable) == self._made
+        """Return whether it is open, and its pipes are empty and as they were made. 0.02 ms."""
+        return bool(self.theirs) and changeable(self._reachable) == self._made
 
     def write_exports(self, exports: bytes) -> None:
         """Write the lines of bash that export the variables which the next shell is born with."""

@@ -85,7 +85,7 @@ def test_each_request_is_answered_or_ends_the_anchor(
                 os.write(requests, struct.pack("=II", len(body), count) + body)
                 answer = line_of(replies)
                 assert re.fullmatch(rb"[0-9]{1,10}\n", answer), (body, claimed, answer)
-            assert answer == b"127\n"
+            assert answer == b"256\n"
             if end is not None:
                 os.write(requests, struct.pack("=II", *end) + b"w")
             else:

@@ -10,11 +10,15 @@ import pytest
 from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
 from sandboxes.guest.anchors.anchor import ShellStartError
+from sandboxes.guest.anchors.shell_kit import ShellKit
+from sandboxes.guest.local_shell import LocalShell
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.shell_pool import known
+from sandboxes.linux import processes
 from sandboxes.linux.spawn import anchor_program
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import in_sandbox, run
+from tests.sandboxes.guest import forking_anchor
 
 WITH_THE_KEY = r"""cat > /tmp/touch.py <<'END'
 import collections, os, re, sys
@@ -87,3 +91,31 @@ def test_an_orphan_is_waited_for() -> None:
     orphan = subprocess.Popen(["/bin/sh", "-c", "sleep 0.2; exit 4"])
     assert LocalShells({}, "/", {}, None).status_of(orphan.pid) == 4
     orphan.returncode = 4
+
+
+def test_a_template_ends_with_its_anchor(shell_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command kills all processes, and the anchor is found lost before its shells have ended."""
+    monkeypatch.setattr(processes, "list_processes", lambda _=(): set[processes.Process]())
+    shells = LocalShells({"PATH": "/usr/bin:/bin"}, "/", {}, None)
+    shells.anchor = first = forking_anchor.start(shell_folder)
+    shell = shells.for_command("main")
+    assert isinstance(shell, LocalShell)
+    assert shell.forked
+    assert len(shells.anchor_pids) == 2
+    os.kill(first.pid, signal.SIGKILL)
+    assert shells.status_of(os.getpid()) is None
+    assert not shells.anchor_pids
+    assert not shells.anchor_was_touched()
+    shells.end_idle(None)
+    assert shells.ready("main").baseline is not None
+    assert shells.anchor not in (None, first)
+    shells.end()
+    if shells.anchor is not None:
+        shells.anchor.close()
+
+
+def test_a_kit_that_is_closed_is_not_lent() -> None:
+    kit = ShellKit()
+    assert kit.is_as_made()
+    kit.close()
+    assert not kit.is_as_made()

@@ -11,8 +11,10 @@ from sandboxes.driver import Driver, Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.linux.spawn import anchor_program
+from sandboxes.process_output import ending
 from sandboxes.spec import EnvironmentSpec, Limits
 from tests.sandboxes.box import in_sandbox, local_driver, opened, ran, reads, run
+from tests.sandboxes.processes import leave
 from tests.sandboxes.session_contract import SessionContract
 
 KEPT = [
@@ -326,6 +328,24 @@ def test_a_sandbox_whose_anchor_was_killed_goes_on(data_dir: Path) -> None:
         await run(sandbox, "x=2")
         assert (await run(sandbox, "echo $x; exit 4")).code == 4
         await sandbox.freeze()
+
+    in_sandbox(data_dir, test)
+
+
+@pytest.mark.usefixtures("shells")
+@pytest.mark.parametrize("again", [False, True], ids=["no other anchor", "another anchor"])
+def test_exit_code_of_a_process_whose_anchor_was_killed(data_dir: Path, again: bool) -> None:
+    """The anchor that is started in its place does not know the process."""
+
+    async def test(sandbox: Sandbox) -> None:
+        await leave(sandbox, "echo up; until [ -e /tmp/end ]; do sleep 0.02; done; exit 7", tty=False, stdin=False)
+        assert (await run(sandbox, "kill -9 $PPID; echo killed")).out == "killed\n"
+        if again:
+            assert (await run(sandbox, "exit 3")).code == 3
+        assert (await run(sandbox, ": >/tmp/end; echo ended")).out == "ended\n"
+        request = {"process": 7, "until": {"1": 0, "2": 0, "ended": True}}
+        ended = await sandbox.execute(ToolCall("process", "attend", request))
+        assert ending(ended.result.body).exit_code == 7
 
     in_sandbox(data_dir, test)
 

@@ -147,6 +147,35 @@ def test_exit_codes_of_forks_are_told(started: Started) -> None:
         assert started.anchor.wait(pid) == code
 
 
+def test_exit_codes_are_told_of_an_anchor_that_is_busy(started: Started) -> None:
+    """It collects hundreds of orphans while it is told of a fork, and the fork ends before it is through."""
+    started.dump()
+    started.template.await_ready()
+    null, (reading, writing) = os.open("/dev/null", os.O_RDONLY), os.pipe()
+    ends = {0: null, 1: writing, 2: writing, session_texts.DUMP_FD: writing}
+    program = "sleep 0.1; for ((i = 0; i < 800; i++)); do (: &); done; echo done"
+    for code in range(5):
+        started.anchor.start_on({}, ends, program)
+        os.kill(started.anchor.pid, signal.SIGSTOP)
+        assert os.read(reading, 100) == b"done\n"
+        os.kill(started.anchor.pid, signal.SIGCONT)
+        pid = started.fork()
+        started.give(b"exit %d" % code)
+        assert started.anchor.wait(pid) == code
+    for fd in (null, reading, writing):
+        os.close(fd)
+
+
+def test_a_fork_that_ends_before_the_anchor_is_told_of_it(started: Started) -> None:
+    """Its exit code is not known. It is not waited for either."""
+    started.dump()
+    pid = started.template.fork("/")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    started.anchor.take_note_of(pid)
+    assert started.anchor.wait(pid) is None
+
+
 def test_an_anchor_that_has_not_taken_note_yet_is_as_it_was(started: Started) -> None:
     """On a busy machine it does so after the command. Otherwise each such call would cost a new anchor."""
     started.dump()
