@@ -16,7 +16,7 @@ from sandboxes.guest.anchors.template import ShellTemplate
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders
 from sandboxes.guest.process_io import death_of
-from sandboxes.guest.shell import Shell
+from sandboxes.guest.shell import Shell, ends_with
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.processes import open_descriptors
@@ -198,10 +198,12 @@ class LocalShell(Shell):
         return changed
 
     def stands_at(self, folder: str) -> bool:
-        """Return whether a name leads to the directory that the idle shell is in."""
+        """Return whether a name leads to the directory that the idle shell is in, and will for the next shell."""
         if self.waits_as_template:
             # Its fork enters the directory by its name.
             return True
+        if ends_with(self.pid, folder):
+            return False
         try:
             return os.path.samestat(os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1")))  # noqa: PTH116
         except OSError:

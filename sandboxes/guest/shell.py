@@ -37,6 +37,16 @@ def may_be_waited_for(jobs: Jobs, session: ShellSession) -> bool:
     )
 
 
+def ends_with(pid: int, folder: str) -> bool:
+    """Return whether a directory is one of a process in /proc, so that no later process can be in it (pure).
+
+    Args:
+        pid: The process, as the sandbox numbers it.
+        folder: The directory's name.
+    """
+    return f"{folder}/".startswith(f"/proc/{pid}/")
+
+
 class Output:
     """One stream of a shell's command.
 
@@ -145,7 +155,7 @@ class Shell(ABC):
 
     @abstractmethod
     def stands_at(self, folder: str) -> bool:
-        """Return whether a name leads to the directory that the idle shell is in."""
+        """Return whether a name leads to the directory that the idle shell is in, and will for the next shell."""
 
     @abstractmethod
     def is_as_new(self) -> bool:

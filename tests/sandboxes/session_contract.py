@@ -4,6 +4,7 @@ SESSION_EXAMPLES=1000 runs a thousand sessions of each kind. By default there ar
 """
 
 import asyncio
+import contextlib
 import os
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from sandboxes.driver import Driver, Sandbox
 from sandboxes.errors import NotFreezableError
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import run
+from tests.sandboxes.box import opened, run
 from tests.sandboxes.guest.bash import session_programs
 from tests.sandboxes.guest.bash.shell_runs import PROBE
 
@@ -53,6 +54,25 @@ class SessionContract:
                 compare()
             finally:
                 runner.run(driver.aclose())
+
+    def test_a_session_goes_on_in_its_own_directory_of_proc(self, driver: Driver) -> None:
+        """No fresh shell finds that directory, so the session has to stay in the shell that has it."""
+
+        async def test() -> None:
+            async with opened(driver):
+                sandbox = await driver.start(EnvironmentSpec())
+                where = (await run(sandbox, "cd /proc/$$; x=1; pwd")).out
+                for _ in range(2):
+                    assert (await run(sandbox, "pwd; [ -e status ] && echo $x")).out == f"{where}1\n"
+                # With a checkpoint it can be frozen.
+                with contextlib.suppress(NotFreezableError):
+                    back = await driver.restore(EnvironmentSpec(), await sandbox.freeze())
+                    assert (await run(back, "pwd; echo $x")).out == f"{where}1\n"
+                assert (await run(sandbox, "cd /; x=2; pwd")).out == "/\n"
+                back = await driver.restore(EnvironmentSpec(), await sandbox.freeze())
+                assert (await run(back, "pwd; echo $x")).out == "/\n2\n"
+
+        asyncio.run(test())
 
     async def _compare(self, driver: Driver, calls: list[str]) -> None:
         spec = EnvironmentSpec()

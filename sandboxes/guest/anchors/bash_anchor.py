@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from sandboxes.guest.anchors.anchor import Anchor
-from sandboxes.guest.anchors.shell_kit import EXPORTS, OPENED, PLACES, ShellKit, sign
+from sandboxes.guest.anchors.shell_kit import EXPORTS, OPENED, PLACES, ShellKit, sign, unread_bytes
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.linux.spawn import BASH
 from sandboxes.shell_text import quote
@@ -85,6 +85,11 @@ class BashAnchor(Anchor):
         if self.children is not None and pid not in self.children:
             return None
         return super().wait(pid)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether one of the pipes has something in it. Between calls only a command can have written it."""
+        return any(map(unread_bytes, self.ends))
 
     def _line(self, text: str) -> bytes:
         return f"{self.key} {text}\n".lstrip(" ").encode("latin-1")

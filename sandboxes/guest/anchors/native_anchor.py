@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from sandboxes.guest.anchors.anchor import Anchor
-from sandboxes.guest.anchors.shell_kit import OPENED, ShellKit, sign, unread_bytes
+from sandboxes.guest.anchors.shell_kit import OPENED, ShellKit, sign
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.linux import processes, spawn
 from sandboxes.shell_files import facts as shell_facts
@@ -75,14 +75,6 @@ class NativeAnchor(Anchor):
 
     def _request(self, environment: Mapping[str, str], paths: Mapping[int, str], program: str) -> bytes:
         return _packed_start(tuple(environment.items()), tuple(paths.items()), program)
-
-    @property
-    def has_unread(self) -> bool:
-        """Whether there is an answer that was not asked for.
-
-        No command can write a request. One to take note of a fork may wait there, on a busy machine.
-        """
-        return unread_bytes(self.ends[1]) > 0
 
     def take_note_of(self, pid: int) -> None:
         """Have the anchor keep the exit code of a shell that a template has forked, and that has not begun yet.

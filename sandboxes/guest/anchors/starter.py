@@ -35,8 +35,11 @@ class Starter:
 
     @property
     def has_unread(self) -> bool:
-        """Whether one of the pipes has something in it, which only a command can have written between calls."""
-        return any(map(unread_bytes, self.ends))
+        """Whether there is an answer that was not asked for.
+
+        No command can write a request. One to take note of a fork may wait there, on a busy machine.
+        """
+        return unread_bytes(self.ends[1]) > 0
 
     def ask(self, request: bytes) -> int:
         """Send a request, and return the answer.
