@@ -15,6 +15,7 @@
 #include "anchor.c"
 
 #include <asm/stat.h>
+#include <linux/time.h>
 
 #define FACTS "/dev/.shell/facts"
 #ifndef PR_GET_TID_ADDRESS

@@ -7,6 +7,7 @@ device 0/0 hides a name of lower layers, and the attribute `user.overlay.opaque`
 import contextlib
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from sandboxes.linux import trees
@@ -24,8 +25,14 @@ MARKS = "user.overlay."
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-def lay_over(source: Path, target: Path) -> None:
+def lay_over(source: Path, target: Path, is_replaced: Callable[[str], bool] = lambda _: False) -> None:
     """Copy an upper layer over a merged one, so that the result shows what overlayfs shows of the two.
+
+    Args:
+        source: The upper layer.
+        target: The merged layer.
+        is_replaced: Says of a path that is no directory whether something else will be laid over it. It is not copied
+            then.
 
     Raises:
         TreeTooDeepError: The layer's directories are nested too deeply.
@@ -42,11 +49,22 @@ def lay_over(source: Path, target: Path) -> None:
             with Opened(_open_folder(merged, folder.path)) as into:
                 for entry in folder.entries:
                     status = entry.stat(follow_symlinks=False)
-                    if not stat.S_ISDIR(status.st_mode):
+                    if not stat.S_ISDIR(status.st_mode) and not is_replaced(folder.path + entry.name):
                         _lay_entry(folder, entry.name, status, (into, merged), links)
         # The inner directories first: entries that are made in a directory change its time.
         for path, opaque in reversed(laid):
             _finish_folder(path, layer, merged, opaque=opaque)
+
+
+def has_entry(layer: Path, path: str) -> bool:
+    """Return whether a layer has something at a path that is no directory, so that it replaces all below it. 10 us."""
+    folder, _, name = path.rpartition("/")
+    with Opened(os.open(layer, _FOLDER)) as top, contextlib.suppress(FileNotFoundError):
+        within = trees.open_below(top, folder)
+        if within is not None:
+            with Opened(within):
+                return not stat.S_ISDIR(os.stat(name, dir_fd=within, follow_symlinks=False).st_mode)
+    return False
 
 
 def _make_folder(path: str, layer: int, merged: int) -> bool:

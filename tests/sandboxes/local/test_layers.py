@@ -3,7 +3,9 @@
 import asyncio
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,10 @@ from sandboxes.errors import NotFreezableError
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host import layer_tar
+from sandboxes.linux.file_copy import copy_entry
 from sandboxes.linux.file_flags import flags_of, spread_below
-from sandboxes.local.layers import LayerMeta, Layers, ReadyUppers, Upper, copy_upper
+from sandboxes.local.layer_merge import has_entry
+from sandboxes.local.layers import LayerMeta, Layers, ReadyUppers, Upper, copy_upper, uppers_in
 from sandboxes.local.portable_layers import FORM
 from sandboxes.task_owner import TaskOwner
 
@@ -70,6 +74,17 @@ def test_a_kill_before_its_description_leaves_no_layer(layers: Layers, tmp_path:
     assert not layers.missing([complete])
 
 
+def test_uppers_of_a_killed_proxy_are_removed(layers: Layers, tmp_path: Path) -> None:
+    """Also those of an earlier version, which lay in one directory."""
+    upper = layers.allocate()
+    (upper.path / "diff/file").touch()
+    (layers.uppers / "0123456789abcdef/diff").mkdir(parents=True)
+    assert [*uppers_in(layers.uppers)] == [upper.path]
+    Layers(tmp_path).open()
+    assert [*uppers_in(layers.uppers)] == []
+    assert [*layers.uppers.iterdir()] == [upper.path.parent]
+
+
 def test_uppers_are_ready_when_they_are_taken(layers: Layers) -> None:
     """What cannot be made ahead is made, or refused, when it is needed. Those that are left are returned at the end."""
     full, made = False, list[Upper]()
@@ -106,6 +121,56 @@ def test_uppers_are_ready_when_they_are_taken(layers: Layers) -> None:
         assert await uppers.close() == []
 
     asyncio.run(go())
+
+
+def written(layers: Layers, paths: Mapping[str, str | None]) -> str:
+    """Make a layer of files with a text, and of directories, which have none."""
+    upper = layers.allocate()
+    for path, text in paths.items():
+        if text is None:
+            (upper.path / "diff" / path).mkdir()
+        else:
+            (upper.path / "diff" / path).write_text(text)
+    rows = [(path.encode(), row_table.Row(row_table.FIXED, b"x" * 16)) for path in sorted(paths)]
+    return layers.freeze(upper, LayerMeta(1, Manifest(b"", b"")), row_table.pack(rows, 0, 0, complete=False))
+
+
+def test_merging_copies_the_last_content_of_a_file_only(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = list[str]()
+
+    def copy(name: str, *rest: Any) -> None:
+        copied.append(name)
+        copy_entry(name, *rest)
+
+    monkeypatch.setattr("sandboxes.local.layer_merge.copy_entry", copy)
+    ids = [
+        written(layers, {"d": None, "d/often": "third", "file": "now"}),
+        written(layers, {"d": None, "d/often": "second", "file": None, "file/inner": "gone"}),
+        written(layers, {"d": None, "d/often": "first", "d/once": "only", "file": "before"}),
+    ]
+    merged = layers.frozen / layers.merge(ids, layers.allocate()) / "diff"
+    assert sorted(copied) == ["file", "inner", "often", "once"]
+    texts = {str(path.relative_to(merged)): path.read_text() for path in merged.rglob("*") if path.is_file()}
+    assert texts == {"d/often": "third", "d/once": "only", "file": "now"}
+
+
+def test_merging_copies_what_a_directory_replaces(layers: Layers) -> None:
+    """A directory over a file hides what is below the file, as the file does. So the merged one is opaque."""
+    ids = [written(layers, {"d": None, "d/new": "1"}), written(layers, {"d": "a file"})]
+    merged = layers.frozen / layers.merge(ids, layers.allocate()) / "diff"
+    assert os.getxattr(merged / "d", "user.overlay.opaque") == b"y"
+
+
+def test_merging_trusts_no_table(layers: Layers) -> None:
+    """One that was damaged may name what its layer has not."""
+    upper = layers.allocate()
+    (upper.path / "diff/d").symlink_to("/etc")
+    rows = [(path, row_table.Row(row_table.FIXED, b"x" * 16)) for path in (b"d", b"d/passwd", b"f")]
+    top = layers.freeze(upper, LayerMeta(1, Manifest(b"", b"")), row_table.pack(rows, 0, 0, complete=False))
+    ids = [top, written(layers, {"f": "kept", "e": None})]
+    merged = layers.frozen / layers.merge(ids, layers.allocate()) / "diff"
+    assert (merged / "f").read_text() == "kept"
+    assert not has_entry(layers.frozen / top / "diff", "d/passwd")
 
 
 def test_merging_keeps_holes(layers: Layers) -> None:

@@ -209,6 +209,8 @@ def test_a_template_forks_no_shell_when_bash_is_another_one(started: Started, tm
     copy, bash = shutil.copy(spawn.BASH, tmp_path), os.path.realpath(spawn.BASH)
     mount = ["mount", "--bind", copy, bash]
     subprocess.run(["nsenter", f"--mount=/proc/{started.anchor.pid}/ns/mnt", *mount], check=True)
+    # It looks once a second.
+    time.sleep(1.1)
     with pytest.raises(AnchorLostError, match="cannot start"):
         started.fork()
 
