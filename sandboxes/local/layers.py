@@ -22,10 +22,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sandboxes.errors import NotFreezableError
-from sandboxes.guest.files import manifest, row_table
+from sandboxes.guest.files import delta, manifest, row_table
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.linux import trees
+from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.file_flags import spread_below
 from sandboxes.linux.files import remove_tree, sync_path, write_file
 from sandboxes.local.layer_merge import has_entry, lay_over
@@ -265,8 +266,8 @@ class Layers:
         folders = [self.frozen / layer / "diff" for layer in ids]
         topmost: dict[str, int] = {}
         # From the lowest to the topmost, so that later layers win as they do in the mount.
-        for number, table in reversed([*enumerate(tables)]):
-            topmost.update((os.fsdecode(path), number) for path, _ in table.items())
+        for number, rows_of_one in reversed([*enumerate(tables)]):
+            topmost.update((os.fsdecode(path), number) for path, _ in rows_of_one.items())
         for number, folder in reversed([*enumerate(folders)]):
 
             def is_replaced(path: str, number: int = number) -> bool:
@@ -278,7 +279,9 @@ class Layers:
         rows = row_table.in_order(row_table.merged(tables))
         # The topmost layer's sums are those of the state.
         table = row_table.pack(rows, tables[0].content, tables[0].order, complete=False)
-        size_bytes = sum(self.size_bytes(layer) for layer in ids)
+        with Opened(os.open(upper.diff, _FOLDER)) as top:
+            # Not the sum: what was written again and again is there once.
+            size_bytes = delta.size_bytes(top)
         return self.freeze(upper, LayerMeta(size_bytes, read_manifest(upper.path, contents=True)), table)
 
 

@@ -59,7 +59,8 @@ class Answer:
 
 def written_uppers(data_dir: Path) -> list[str]:
     """Return the names of the uppers of a local driver that hold something; those of spares are empty."""
-    return [upper.name for upper in uppers_in(data_dir / "uppers") if any((upper / "diff").iterdir()) or len(list(upper.iterdir())) > 2]
+    uppers = uppers_in(data_dir / "uppers")
+    return [upper.name for upper in uppers if any((upper / "diff").iterdir()) or len(list(upper.iterdir())) > 2]
 
 
 async def run(sandbox: Sandbox, command: str, *, session: str = "main", timeout_s: float = 30.0) -> Answer:

@@ -152,6 +152,7 @@ def test_merging_copies_the_last_content_of_a_file_only(layers: Layers, monkeypa
     assert sorted(copied) == ["file", "inner", "often", "once"]
     texts = {str(path.relative_to(merged)): path.read_text() for path in merged.rglob("*") if path.is_file()}
     assert texts == {"d/often": "third", "d/once": "only", "file": "now"}
+    assert layers.size_bytes(merged.parent.name) == size_bytes(merged)
 
 
 def test_merging_copies_what_a_directory_replaces(layers: Layers) -> None:
