@@ -24,7 +24,6 @@ import pytest
 from proxy.cli.doctor import check
 from proxy.workloads.ephemeral_proxy import free_port
 from sandboxes.linux.files import remove_tree
-from sandboxes.local.layers import uppers_in
 from snapshots.criu.binary import CriuBinary, CriuMissingError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which needs root")
@@ -264,8 +263,9 @@ def leftovers(proxy: Proxy, processes: set[Process], groups: list[Path]) -> list
     remains = [f"process {pid}" for pid, _ in alive(processes)]
     remains += [f"mount {line}" for line in mounts_below(proxy.folder)]
     remains += [f"control group {group}" for group in groups if group.exists()]
-    remains += [str(path) for folder in ("container/boxes", "journal") for path in _inside(data / folder)]
-    remains += map(str, uppers_in(data / "local/uppers"))
+    remains += [
+        str(path) for folder in ("local/uppers", "container/boxes", "journal") for path in _inside(data / folder)
+    ]
     for folder, whole in (("local/layers", "meta.json"), ("container/states", "meta.json")):
         remains += [f"incomplete: {path}" for path in _inside(data / folder) if not (path / whole).exists()]
     remains += [f"incomplete: {path}" for path in snapshot_files(data / "snapshots") if _manifest(path) is None]

@@ -1,6 +1,6 @@
 """Overlay layers on disk: each sandbox writes to an upper of its own, and freezing makes the upper a layer.
 
-    uppers/<xx>/<id>/diff, work     what a live sandbox writes; deleted with the sandbox. <xx> begins the id
+    uppers/<id>/diff, work          what a live sandbox writes; deleted with the sandbox
     layers/<id>/diff, meta.json     a frozen layer, never changed again
     layers/<id>/rows                the table of what the layer changes of the root state (`guest.files.row_table`)
     layers/<id>/table               instead of `rows`: a complete table, of all that its state changes
@@ -16,7 +16,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -46,10 +46,6 @@ _READY_UPPERS = 8
 themselves. The value is an estimate."""
 _PAUSE_S = 0.01
 """How long after one was taken more are made: after the steps of the call that has taken it."""
-
-_SHARE = 2
-"""How many characters of an upper's id give the directory that it is in: 256 directories, each of which ext4 puts into
-another block group than the last ones (`spread_below`). Finding such a group for each upper takes 0.1 ms."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -123,9 +119,7 @@ class Layers:
         # Each changing call makes ten files below its upper and removes half of them again.
         spread_below(str(self.uppers))
         # The driver's lock is held, so each upper here belongs to a sandbox whose processes are dead.
-        left = [*uppers_in(self.uppers)]
-        # Earlier versions had uppers right here.
-        left += [folder for folder in self.uppers.iterdir() if len(folder.name) != _SHARE]
+        left = [*self.uppers.iterdir()]
         left += [layer for layer in self.frozen.iterdir() if not (layer / "meta.json").exists()]
         for folder in left:
             if not remove_tree(folder):
@@ -133,15 +127,10 @@ class Layers:
 
     def allocate(self) -> Upper:
         """Return a fresh, empty upper."""
-        name = os.urandom(8).hex()
-        share = f"{self.uppers}/{name[:_SHARE]}"
-        # Threads make uppers too.
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(share)  # noqa: PTH102 - see `_layers`
-        upper = Upper(name, f"{share}/{name}")
+        upper = Upper(name := os.urandom(8).hex(), f"{self.uppers}/{name}")
         # overlayfs needs `work` on the same file system as the upper (overlayfs.rst).
         for folder in (upper.folder, upper.diff, upper.work):
-            os.mkdir(folder)  # noqa: PTH102
+            os.mkdir(folder)  # noqa: PTH102 - see `_layers`
         # The mode of the upper directory is the mode of the sandbox's root.
         os.chmod(upper.diff, 0o755)  # noqa: PTH101, S103
         return upper
@@ -331,11 +320,6 @@ class ReadyUppers:
             await asyncio.wait([self._filling])
         left, self._ready = [*self._ready], deque()
         return left
-
-
-def uppers_in(folder: Path) -> Iterator[Path]:
-    """Return the directories of all uppers below `Layers.uppers`."""
-    return folder.glob(f"{'?' * _SHARE}/*")
 
 
 def copy_upper(live: Upper, upper: Upper) -> None:

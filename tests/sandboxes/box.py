@@ -18,7 +18,6 @@ from sandboxes.effects import Effect
 from sandboxes.linux import spawn
 from sandboxes.listener import Listener
 from sandboxes.local.driver import LocalDriver
-from sandboxes.local.layers import uppers_in
 from sandboxes.spec import EnvironmentSpec, Limits
 from snapshots.criu.checkpoints import CriuCheckpointer
 
@@ -59,7 +58,7 @@ class Answer:
 
 def written_uppers(data_dir: Path) -> list[str]:
     """Return the names of the uppers of a local driver that hold something; those of spares are empty."""
-    uppers = uppers_in(data_dir / "uppers")
+    uppers = (data_dir / "uppers").iterdir()
     return [upper.name for upper in uppers if any((upper / "diff").iterdir()) or len(list(upper.iterdir())) > 2]
 
 

@@ -16,7 +16,7 @@ from sandboxes.host import layer_tar
 from sandboxes.linux.file_copy import copy_entry
 from sandboxes.linux.file_flags import flags_of, spread_below
 from sandboxes.local.layer_merge import has_entry
-from sandboxes.local.layers import LayerMeta, Layers, ReadyUppers, Upper, copy_upper, uppers_in
+from sandboxes.local.layers import LayerMeta, Layers, ReadyUppers, Upper, copy_upper
 from sandboxes.local.portable_layers import FORM
 from sandboxes.task_owner import TaskOwner
 
@@ -72,17 +72,6 @@ def test_a_kill_before_its_description_leaves_no_layer(layers: Layers, tmp_path:
     complete = frozen(layers, layers.allocate())
     Layers(tmp_path).open()
     assert not layers.missing([complete])
-
-
-def test_uppers_of_a_killed_proxy_are_removed(layers: Layers, tmp_path: Path) -> None:
-    """Also those of an earlier version, which lay in one directory."""
-    upper = layers.allocate()
-    (upper.path / "diff/file").touch()
-    (layers.uppers / "0123456789abcdef/diff").mkdir(parents=True)
-    assert [*uppers_in(layers.uppers)] == [upper.path]
-    Layers(tmp_path).open()
-    assert [*uppers_in(layers.uppers)] == []
-    assert [*layers.uppers.iterdir()] == [upper.path.parent]
 
 
 def test_uppers_are_ready_when_they_are_taken(layers: Layers) -> None:
