@@ -10,6 +10,7 @@ import pytest
 from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
 from sandboxes.guest.anchors.anchor import ShellStartError
+from sandboxes.guest.anchors.programs import start_anchor
 from sandboxes.guest.anchors.shell_kit import ShellKit
 from sandboxes.guest.local_shell import LocalShell
 from sandboxes.guest.local_shells import LocalShells
@@ -61,9 +62,11 @@ def test_a_touched_anchor_changes_no_later_call(data_dir: Path, name: str) -> No
 @pytest.mark.parametrize("lost", [False, True], ids=["it runs", "its anchor is lost"])
 def test_a_shell_that_was_begun_is_taken_over(lost: bool) -> None:
     shells = LocalShells({"PATH": os.environ["PATH"], "GIVEN": "x"}, "/", {}, None)
+    shells.anchor = begun = start_anchor()
+    if lost:
+        # Otherwise it may have started the shell before it is killed.
+        os.kill(begun.pid, signal.SIGSTOP)
     shells.begin("main")
-    begun = shells.anchor
-    assert begun is not None
     if lost:
         os.kill(begun.pid, signal.SIGKILL)
     shells.renew(["main"])
