@@ -295,6 +295,7 @@ class LocalShell(Shell):
             return False
         super().close()
         if self.forked:
+            self.template.last_fork = self.pid
             self.was_forked(self.template.pid, os.dup(self.template.death))
             self.forked = False
         self._forget_commands()

@@ -152,6 +152,7 @@ static void note(int pid) {
     started[next_started++ % STARTED] = (struct started){pid, -1};
 }
 
+static void collect(void);
 #ifdef PRELOADED
 static int fork_shell(char **texts, char **words, char **environment, int template);
 #endif
@@ -166,6 +167,8 @@ static void start(char **texts, unsigned count, char **words) {
     for (unsigned i = first + arguments; i < count && *texts[i] == 'e'; i++) environment[variables++] = texts[i] + 1;
     environment[variables] = 0;
     failed = 0;
+    /* No process begins before those are collected that had ended: `ps` would show zombies. */
+    collect();
 #ifdef PRELOADED
     if (fork_shell(texts, words, environment, *texts[first + arguments + variables] == 't')) return;
 #endif

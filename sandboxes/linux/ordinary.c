@@ -41,6 +41,7 @@ struct bytes {
 struct shell {
     int link, anchor, requests, replies, pid, death, out, err, dump, go, command;
     int template, template_death, template_requests, template_replies, template_state, forked; /* No template: 0. */
+    int last_fork; /* The process that the template has forked before; 0 for none. */
     int has_dumped; /* Whether the first dump was read before. */
     int pipes[PIPES], texts[TEXTS]; /* The kit, at the shell's side. */
     struct bytes first_dump, last_dump, descriptors, facts, anchor_facts, template_facts, kit_facts, script, loop, request;
@@ -345,6 +346,15 @@ static int read_answer(int fd, int death, char *line, int room, int least) {
     return size && line[size - 1] == '\n';
 }
 
+/* Wait until a process that has ended is collected (`ShellTemplate._await_collected`); return whether it is. */
+static int is_collected(int pid) {
+    for (int looks = 0; pid && (!kill(pid, 0) || errno == EPERM); looks++) {
+        if (looks > PATIENCE_MS * 10) return 0;
+        pause_ns(100000);
+    }
+    return 1;
+}
+
 /* Have the template fork the shell (`ShellTemplate.fork`); return whether it did so. */
 static int fork_shell(struct shell *shell) {
     char line[16], request[4 + 4096], note[32] = {0};
@@ -355,7 +365,7 @@ static int fork_shell(struct shell *shell) {
         shell->template_state = answered && !strcmp(line, "1\n") ? READY : USELESS;
     }
     if (shell->template_state != READY || size > sizeof request - 4) return 0;
-    if (ioctl(shell->template_replies, FIONREAD, &unread) < 0 || unread) return 0;
+    if (ioctl(shell->template_replies, FIONREAD, &unread) < 0 || unread || !is_collected(shell->last_fork)) return 0;
     memcpy(request, &size, 4);
     memcpy(request + 4, shell->folder, size);
     if (write(shell->template_requests, request, 4 + size) != 4 + size) return 0;

@@ -65,7 +65,7 @@ class _Shell(ctypes.Structure):
         *((name, ctypes.c_int) for name in (
             "link", "anchor", "requests", "replies", "pid", "death", "out", "err", "dump", "go", "command",
             "template", "template_death", "template_requests", "template_replies", "template_state", "forked",
-            "has_dumped",
+            "last_fork", "has_dumped",
         )),
         ("pipes", ctypes.c_int * 4), ("texts", ctypes.c_int * 4),
         *((name, _Bytes) for name in (
@@ -227,6 +227,7 @@ class OrdinaryCalls:
             state.template, state.template_death = template.pid, template.death
             state.template_state = _READY if template.ready else _WAITING
             state.template_requests, state.template_replies = template.ends
+            state.last_fork = template.last_fork
         state.pid, state.death = shell.pid, shell.death
         state.out, state.err, state.dump = shell.out.fd, shell.err.fd, shell.dump_fd
         state.go, state.command = shell.go_fd, shell.command_fd

@@ -24,6 +24,7 @@ import os
 import select
 import signal
 import struct
+import time
 from collections.abc import Collection, Mapping
 
 from sandboxes.guest.anchors.shell_kit import TEMPLATE_REPLIES, TEMPLATE_REQUESTS, ShellKit, unread_bytes
@@ -41,6 +42,9 @@ _ACCEPTED, _CAN_FORK = b"0\n", 1
 """What a template says when it begins, and when it waits for requests."""
 _STOPS_MS = 2
 """How long pid 1 waits for the second before it looks whether the template sleeps. It takes 0.2 ms."""
+
+_COLLECTED_S = 0.0001
+"""How often a look is taken whether a process was collected. It takes microseconds on an idle machine."""
 
 
 def can_stand_for(session: ShellSession | None, script: bytes, environment: Mapping[str, str]) -> bool:
@@ -79,6 +83,7 @@ class ShellTemplate(Starter):
         death: A descriptor that is readable once it has ended.
         ready: Whether it waits for requests.
         settings: What it passes on to its forks (`live_state.passed_on`); empty until it is ready.
+        last_fork: The process of the shell that it has forked before and that has ended; 0 for none.
     """
 
     def __init__(self, pid: int, kit: ShellKit, session: ShellSession | None) -> None:
@@ -94,6 +99,7 @@ class ShellTemplate(Starter):
         super().__init__((kit.ours[TEMPLATE_REQUESTS], kit.ours[TEMPLATE_REPLIES]), death)
         self.pid, self.session, self.ready, self.death = pid, session, False, death
         self.settings: list[str] = []
+        self.last_fork = 0
         self._kit = kit
 
     @staticmethod
@@ -137,11 +143,27 @@ class ShellTemplate(Starter):
             AnchorLostError: The template is gone, or the shell cannot be started or not enter the directory.
         """
         self.await_ready()
+        self._await_collected()
         path = folder.encode("latin-1") + b"\0"
         pid = self.ask(struct.pack("=I", len(path)) + path)
         if not pid:
             raise AnchorLostError("it cannot start a shell")
         return pid
+
+    def _await_collected(self) -> None:
+        """Wait until the anchor has collected the last fork: `ps` would show it as a zombie. It rarely has to be awaited.
+
+        Raises:
+            AnchorLostError: It is not collected.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        with contextlib.suppress(ProcessLookupError):
+            while self.last_fork:
+                with contextlib.suppress(PermissionError):
+                    os.kill(self.last_fork, 0)
+                if time.monotonic() > deadline:
+                    raise AnchorLostError("its parent collects no process")
+                time.sleep(_COLLECTED_S)
 
     @property
     def was_touched(self) -> bool:

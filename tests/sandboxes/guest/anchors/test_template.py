@@ -5,6 +5,7 @@ import select
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,6 +175,28 @@ def test_a_fork_that_ends_before_the_anchor_is_told_of_it(started: Started) -> N
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
     started.anchor.take_note_of(pid)
     assert started.anchor.wait(pid) is None
+
+
+def test_no_fork_begins_before_the_last_one_was_collected(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `ps` would show the last one as a zombie."""
+    started.dump()
+    last = started.template.last_fork = started.fork()
+    os.kill(started.anchor.pid, signal.SIGSTOP)
+    os.kill(last, signal.SIGKILL)
+    wait_until(lambda: Path(f"/proc/{last}/cmdline").read_bytes() == b"")
+    monkeypatch.setattr("sandboxes.guest.anchors.template.PATIENCE_S", 0.1)
+    with pytest.raises(AnchorLostError, match="collects"):
+        started.fork()
+    monkeypatch.undo()
+    waking = threading.Timer(0.2, os.kill, (started.anchor.pid, signal.SIGCONT))
+    waking.start()
+    pid = started.fork()
+    assert not Path(f"/proc/{last}").exists()
+    waking.join()
+    started.give(b"exit 3")
+    assert started.anchor.wait(pid) == 3
 
 
 def test_an_anchor_that_has_not_taken_note_yet_is_as_it_was(started: Started) -> None:
