@@ -151,7 +151,7 @@ class ShellTemplate(Starter):
         return pid
 
     def _await_collected(self) -> None:
-        """Wait until the anchor has collected the last fork: `ps` would show it as a zombie. It rarely has to be awaited.
+        """Wait until the anchor has collected the last fork: `ps` would show it as a zombie. Nearly always it has.
 
         Raises:
             AnchorLostError: It is not collected.

@@ -177,9 +177,7 @@ def test_a_fork_that_ends_before_the_anchor_is_told_of_it(started: Started) -> N
     assert started.anchor.wait(pid) is None
 
 
-def test_no_fork_begins_before_the_last_one_was_collected(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_fork_begins_before_the_last_one_was_collected(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its `ps` would show the last one as a zombie."""
     started.dump()
     last = started.template.last_fork = started.fork()
