@@ -205,13 +205,16 @@ static void read_on(void) {
 }
 
 static void collect(void) {
-    static int collecting;
+    static int reading;
     int pid, status;
-    /* A request that is obeyed below leaves the rest to this call. */
-    if (collecting) return;
-    collecting = 1;
     while ((pid = ended_child(P_ALL, 0)) > 0) {
-        if (!find(pid)) read_on();
+        /* Not again while a request is obeyed that was read here: pid 1 writes none before it has the answer. */
+        if (!reading && !find(pid)) {
+            reading = 1;
+            read_on();
+            reading = 0;
+        }
+        /* A request may have collected it. */
         if (CALL(wait4, pid, &status, WNOHANG, 0) != pid) continue;
         int code = (status & 0x7f) ? 128 + (status & 0x7f) : (status >> 8) & 0xff;
         struct started *known = find(pid);
@@ -222,7 +225,6 @@ static void collect(void) {
             answer((unsigned)code);
         }
     }
-    collecting = 0;
 }
 
 static void tell(int pid) {
