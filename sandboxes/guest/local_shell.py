@@ -16,7 +16,7 @@ from sandboxes.guest.anchors.template import ShellTemplate
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders
 from sandboxes.guest.process_io import death_of
-from sandboxes.guest.shell import Shell, ends_with
+from sandboxes.guest.shell import Shell, is_in_proc_of
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.processes import open_descriptors
@@ -202,7 +202,7 @@ class LocalShell(Shell):
         if self.waits_as_template:
             # Its fork enters the directory by its name.
             return True
-        if ends_with(self.pid, folder):
+        if is_in_proc_of(self.pid, folder):
             return False
         try:
             return os.path.samestat(os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1")))  # noqa: PTH116

@@ -37,7 +37,7 @@ def may_be_waited_for(jobs: Jobs, session: ShellSession) -> bool:
     )
 
 
-def ends_with(pid: int, folder: str) -> bool:
+def is_in_proc_of(pid: int, folder: str) -> bool:
     """Return whether a directory is one of a process in /proc, so that no later process can be in it (pure).
 
     Args:

@@ -17,6 +17,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -254,17 +255,18 @@ class Layers:
         tables = [row_table.RowTable(memoryview(self.tables.of(layer))) for layer in ids]
         folders = [self.frozen / layer / "diff" for layer in ids]
         topmost: dict[str, int] = {}
+        for number, changed in enumerate(tables):
+            for place in range(len(changed)):
+                topmost.setdefault(os.fsdecode(changed.path(place)), number)
+
+        def is_replaced(number: int, path: str) -> bool:
+            # An agent often changes one file again and again. Only its last content is copied.
+            above = topmost.get(path, number)
+            return above < number and has_entry(folders[above], path)
+
         # From the lowest to the topmost, so that later layers win as they do in the mount.
-        for number, rows_of_one in reversed([*enumerate(tables)]):
-            topmost.update((os.fsdecode(path), number) for path, _ in rows_of_one.items())
-        for number, folder in reversed([*enumerate(folders)]):
-
-            def is_replaced(path: str, number: int = number) -> bool:
-                # An agent often changes one file again and again. Only its last content is copied.
-                above = topmost.get(path, number)
-                return above < number and has_entry(folders[above], path)
-
-            lay_over(folder, upper.path / "diff", is_replaced)
+        for number in reversed(range(len(folders))):
+            lay_over(folders[number], upper.path / "diff", partial(is_replaced, number))
         rows = row_table.in_order(row_table.merged(tables))
         # The topmost layer's sums are those of the state.
         table = row_table.pack(rows, tables[0].content, tables[0].order, complete=False)

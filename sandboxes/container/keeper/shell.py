@@ -20,7 +20,7 @@ from sandboxes.container.keeper import posix_session as posix
 from sandboxes.guest.bash import restore as bash_restore
 from sandboxes.guest.bash import session as sessions
 from sandboxes.guest.process_io import death_of
-from sandboxes.guest.shell import Shell, ends_with
+from sandboxes.guest.shell import Shell, is_in_proc_of
 from sandboxes.linux import processes
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.confine import become_user
@@ -144,7 +144,7 @@ class ContainerShell(Shell):
 
     def stands_at(self, folder: str) -> bool:
         """Return whether a name leads to the directory that the idle shell is in, and will for the next shell."""
-        if ends_with(self.inner, folder):
+        if is_in_proc_of(self.inner, folder):
             return False
         try:
             here, root = os.stat(f"/proc/{self.pid}/cwd"), os.open(f"/proc/{self.pid}/root", os.O_PATH)  # noqa: PTH116

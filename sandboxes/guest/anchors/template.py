@@ -42,7 +42,6 @@ _ACCEPTED, _CAN_FORK = b"0\n", 1
 """What a template says when it begins, and when it waits for requests."""
 _STOPS_MS = 2
 """How long pid 1 waits for the second before it looks whether the template sleeps. It takes 0.2 ms."""
-
 _COLLECTED_S = 0.0001
 """How often a look is taken whether a process was collected. It takes microseconds on an idle machine."""
 
@@ -157,13 +156,10 @@ class ShellTemplate(Starter):
             AnchorLostError: It is not collected.
         """
         deadline = time.monotonic() + PATIENCE_S
-        with contextlib.suppress(ProcessLookupError):
-            while self.last_fork:
-                with contextlib.suppress(PermissionError):
-                    os.kill(self.last_fork, 0)
-                if time.monotonic() > deadline:
-                    raise AnchorLostError("its parent collects no process")
-                time.sleep(_COLLECTED_S)
+        while self.last_fork and processes.parent(self.last_fork):
+            if time.monotonic() > deadline:
+                raise AnchorLostError("its parent collects no process")
+            time.sleep(_COLLECTED_S)
 
     @property
     def was_touched(self) -> bool:
