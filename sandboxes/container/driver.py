@@ -69,6 +69,7 @@ class ContainerDriver:
         sources: SourceRules | None = None,
         *,
         spares: int = 2,
+        by_docker: bool = False,
     ) -> None:
         """Create the driver; `open` connects to the daemon.
 
@@ -77,11 +78,12 @@ class ContainerDriver:
             checkpointer: Saves states with live processes; None reaches such states by replay.
             sources: What specs may name; None allows all paths to those that are not confined.
             spares: How many started containers wait at least for each image, so that a restore takes milliseconds.
+            by_docker: Whether Docker starts the container of each sandbox; see `patterns`.
         """
         self.data_dir, self.sources = data_dir.resolve(), sources or SourceRules()
         self.daemon = Daemon()
         self.states = StateCopies(self.data_dir / "states")
-        self.spares = Spares(self.daemon, self.data_dir, spares=spares)
+        self.spares = Spares(self.daemon, self.data_dir, spares=spares, by_docker=by_docker)
         self.roots = RootStates(self.data_dir / "roots", RootImage)
         self.checkpointer = checkpointer or NoCheckpointer()
         self.egress = EgressGateway(self.data_dir / "egress")
@@ -105,15 +107,15 @@ class ContainerDriver:
         # (`is_unowned`). The mode lets containers reach their boxes, as any user; everything else in it is private.
         self._ownership.acquire(0o711)
         try:
-            await asyncio.to_thread(self._prepare)
-            await self.spares.open(self._instance)
+            info = await asyncio.to_thread(self._prepare)
+            await self.spares.open(self._instance, info)
             self._reaper = start(self._reap(), name="remove dead containers")
         except BaseException:
             await self.aclose()
             raise
 
-    def _prepare(self) -> None:
-        """Check the daemon's storage, make the directories, and sweep.
+    def _prepare(self) -> dict[str, Any]:
+        """Check the daemon's storage, make the directories, and sweep; return the daemon's description of itself.
 
         Raises:
             SandboxError: The daemon does not store containers as overlay2 with native diffs.
@@ -147,6 +149,7 @@ class ContainerDriver:
         self.roots.open()
         self._sweep()
         self._sweep_images()
+        return info
 
     def _sweep(self) -> None:
         """Remove containers of dead instances on this machine, and images of instances whose directory is gone."""
@@ -154,7 +157,7 @@ class ContainerDriver:
             if labels.get(INSTANCE) == self._instance:
                 # This instance's label but an unknown name: an earlier process made the container, or the daemon died
                 # before it reported the start, or it has forgotten the container itself.
-                dead = labels.get(SANDBOX) not in self.spares.names
+                dead = labels.get(SANDBOX) not in self.spares.boxes.names
             else:
                 # Another machine may share the Docker daemon. Its locks cannot be tested from here, so its containers
                 # are left alone.
@@ -162,7 +165,7 @@ class ContainerDriver:
             if dead:
                 with contextlib.suppress(SandboxError):
                     self.daemon.remove(container)
-        kill_orphans(self.spares.boxes, self.spares.names)
+        kill_orphans(self.spares.boxes.folder, self.spares.boxes.names)
         for image, labels in self.daemon.images():
             # Unlike a container, an image is kept while its data directory exists: the next process of that instance
             # uses it.
@@ -352,7 +355,7 @@ class ContainerDriver:
 
     async def _commit(self, sandbox: ContainerSandbox, key: str) -> str:
         """Make an image of a sandbox, which is closed; return its id."""
-        labels = {**self.spares.labels, ROOT: key}
+        labels = {**self.spares.boxes.labels, ROOT: key}
         try:
             return await asyncio.to_thread(
                 self.daemon.commit, sandbox.container, labels, (f"forkpoint-root-{self._instance}", key)
@@ -372,7 +375,7 @@ class ContainerDriver:
         sandbox = await self._launch(at_top, image, time.time_ns(), None, spare=False)
         try:
             # First, so that files and set-up commands may change files of services.
-            await bring_services(sandbox, spec, self.daemon, self.spares.labels)
+            await bring_services(sandbox, spec, self.daemon, self.spares.boxes.labels)
             await furnish(sandbox, spec, self.sources)
             state = await sandbox.freeze()
             # The copy is not needed: only its digest is, beside the committed image.
@@ -392,7 +395,7 @@ class ContainerDriver:
     ) -> ContainerSandbox:
         self.sources.check_egress(spec)
         born_with = variables(await self.config(image))
-        box = await (self.spares.take if spare else self.spares.make)(image, spec.limits)
+        box = await (self.spares.take if spare else self.spares.boxes.start_by_docker)(image, spec.limits)
         sandbox = ContainerSandbox(
             box, spec, image, born_ns, self.spares, self.states, self.checkpointer, born_with, self.egress, self.config
         )

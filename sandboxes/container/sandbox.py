@@ -11,9 +11,10 @@ from typing import Any
 
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.checkpointing import Checkpointer, MappedFiles
+from sandboxes.container.boxes import Box
 from sandboxes.container.portable_copies import part_of
 from sandboxes.container.service_commands import call_in_service, frame_of
-from sandboxes.container.spares import Box, Spares
+from sandboxes.container.spares import Spares
 from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
@@ -287,5 +288,5 @@ class ContainerSandbox(MachineSandbox):
 
     async def _close(self) -> None:
         self._tools.close()
-        await self._spares.throw_away(self._box)
+        await self._spares.boxes.throw_away(self._box)
         self.closed = True

@@ -43,20 +43,42 @@ class WritePages(IpcRequest[Done], op="write_pages"):
     runs: list[list[int]]
 
 
+@dataclass(frozen=True)
+class ContainerStart:
+    """How a keeper starts its container by the OCI runtime; see `sandboxes.container.oci_spec`.
+
+    Attributes:
+        command: The runtime and its own options.
+        folder: The directory with `config.json`, and with the directories `upper`, `work` and `root` of an overlay.
+        storage: Docker's storage directory. Lower directories of the overlay may be named relative to it.
+        options: The options of the overlay mount.
+        pattern: The pid 1 of the pattern, by its number on this machine.
+        pattern_container: Docker's ID of the pattern.
+    """
+
+    command: list[str]
+    folder: str
+    storage: str
+    options: str
+    pattern: int
+    pattern_container: str
+
+
 # A keeper stays outside its container, on the machine, where the container's processes cannot reach it.
 @dataclass(frozen=True)
 class ForkKeeper(IpcRequest[Forked], op="fork_keeper", descriptors=(1, 1)):
     """Fork a keeper, which serves on the socket that accompanies this message.
 
     Attributes:
-        pid: The container's first process, by its number on this machine.
-        container: Docker's ID of the container.
-        upper: The directory in which Docker keeps what the container writes.
+        pid: The container's first process, by its number on this machine; 0 if the keeper starts it.
+        container: Docker's ID of the container, or what the keeper calls it. It is part of its control group's path.
+        upper: The directory that takes what the container writes.
         lowers: The image's layers, the topmost first.
         view: A directory where the keeper may mount for a moment.
         box: The directory that the container sees as its box.
         disk_bytes: How much the container may write.
         reserve_bytes: With less free disk than this, failures are the machine's.
+        start: How the keeper starts the container; None if Docker has started it.
     """
 
     pid: int
@@ -67,6 +89,7 @@ class ForkKeeper(IpcRequest[Forked], op="fork_keeper", descriptors=(1, 1)):
     box: str
     disk_bytes: int
     reserve_bytes: int
+    start: ContainerStart | None = None
 
 
 @dataclass(frozen=True)

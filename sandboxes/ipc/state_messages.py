@@ -223,9 +223,11 @@ class KeeperReady(IpcMessage, op="keeper_ready"):
 
     Attributes:
         bash: Whether its sessions run in bash; otherwise in /bin/sh.
+        pid: The container's first process, by its number on this machine.
     """
 
     bash: bool
+    pid: int
 
 
 @dataclass(frozen=True)

@@ -218,8 +218,16 @@ def container_driver(data_dir: Path, *, spares: int = 1, checkpoints: bool = Tru
 class OnImage(ContainerDriver):
     """A container driver that gives specs without an image one."""
 
-    def __init__(self, data_dir: Path, image: str = BASH_IMAGE, *, spares: int = 1, checkpoints: bool = False) -> None:
-        super().__init__(data_dir, _checkpointer(data_dir, wanted=checkpoints), spares=spares)
+    def __init__(
+        self,
+        data_dir: Path,
+        image: str = BASH_IMAGE,
+        *,
+        spares: int = 1,
+        checkpoints: bool = False,
+        by_docker: bool = False,
+    ) -> None:
+        super().__init__(data_dir, _checkpointer(data_dir, wanted=checkpoints), spares=spares, by_docker=by_docker)
         self.image = image
 
     def _named(self, spec: EnvironmentSpec) -> EnvironmentSpec:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container.keeper import cgroup_processes, mounts, network, terminal
+from sandboxes.container.keeper import cgroup_processes, mounts, network, start, terminal
 from sandboxes.container.keeper.anchor import ContainerAnchor
 from sandboxes.container.keeper.background import ContainerBackgroundProcess
 from sandboxes.container.keeper.changes import ContainerChanges, DamagedCopyError
@@ -31,6 +31,7 @@ from sandboxes.container.keeper.exec_launch import Launch
 from sandboxes.container.keeper.shell import limit
 from sandboxes.container.keeper.shell_pool import ContainerShells
 from sandboxes.container.keeper.tool_servers import ContainerServers
+from sandboxes.container.left_groups import control_groups, remove_groups
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses
 from sandboxes.guest.driver_link import DriverLink
@@ -90,7 +91,12 @@ def run(channel: int, order: ForkKeeper) -> None:
     # children (wait(2)).
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     link = DriverLink(socket.socket(fileno=channel))
-    members = cgroup_processes.ContainerProcesses(order.pid, order.container)
+    pid, pattern = order.pid, None
+    if order.start is not None:
+        # Before the start: the pattern's layer must not be gone while a container is on it.
+        pattern = cgroup_processes.ContainerProcesses(order.start.pattern, order.start.pattern_container)
+        pid = start.start(order.start, order.container)
+    members = cgroup_processes.ContainerProcesses(pid, order.container)
     _end_with_parent(members.init)
     try:
         # In the container's IPC namespace /proc/sysvipc shows the container's objects.
@@ -104,13 +110,22 @@ def run(channel: int, order: ForkKeeper) -> None:
         # This process stays in the launcher's mount namespace, where the view is mounted.
         lower = mounts.view(order.lowers, order.view)
         roots = delta.DeltaRoots(os.open(order.upper, FOLDER), lower, lower)
-        Keeper(link, members, ContainerAnchor(Path(order.box), members), roots, order).serve()
+        Keeper(link, members, ContainerAnchor(Path(order.box), members), roots, order, pattern).serve()
     finally:
         # However this process ends, the container must not go on without its keeper.
-        with contextlib.suppress(ProcessLookupError):
-            # The death of pid 1 makes the kernel kill every process of its pid namespace (pid_namespaces(7)). Docker
-            # then removes the container (`auto_remove`).
-            signal.pidfd_send_signal(members.init, signal.SIGKILL)
+        _kill(members.init)
+        if order.start is not None:
+            remove_groups(control_groups(Path(order.start.folder), order.container))
+
+
+def _kill(init: int) -> None:
+    """Kill a container, given the process descriptor of its pid 1.
+
+    The death of pid 1 makes the kernel kill every process of its pid namespace (pid_namespaces(7)). What Docker has
+    started it then removes (`auto_remove`).
+    """
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(init, signal.SIGKILL)
 
 
 def _enter(pid: int, name: str, kind: int) -> None:
@@ -138,8 +153,7 @@ def _end_with_parent(init: int) -> None:
     def end(_number: int, _frame: object) -> None:
         # Children inherit the handler and may run as the agent; the signal is for this process alone.
         if os.getpid() == own:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(init, signal.SIGKILL)
+            _kill(init)
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
@@ -196,8 +210,9 @@ class Keeper:
         anchor: ContainerAnchor,
         roots: delta.DeltaRoots,
         order: ForkKeeper,
+        pattern: cgroup_processes.ContainerProcesses | None,
     ) -> None:
-        self._link, self._members, self._anchor = link, members, anchor
+        self._link, self._members, self._anchor, self._pattern = link, members, anchor, pattern
         # Until the anchor runs, pid 1 may still be Docker's own `runc init`, with the variables of runc.
         self._has_bash = anchor.ready(READY_S)
         # Read before any process of the agent runs: pid 1 is still what Docker started.
@@ -219,7 +234,7 @@ class Keeper:
         for pid in self._shells.anchor_pids:
             # Children inherit resource limits, and all processes descend from pid 1 or the anchor (getrlimit(2)).
             limit(pid, self._changes.disk_bytes)
-        self._link.send(KeeperReady(self._has_bash))
+        self._link.send(KeeperReady(self._has_bash, self._members.pid))
         while (envelope := self._supervisor.next_request()) is not None:
             match request := envelope.message:
                 case BeginSandbox():
@@ -286,16 +301,16 @@ class Keeper:
 
     @property
     def watched(self) -> Sequence[int]:
-        """The container's first process: it is readable once the container has ended."""
-        return (self._members.init,)
+        """The first processes of the container and of its pattern: they are readable once these have ended."""
+        return (self._members.init,) if self._pattern is None else (self._members.init, self._pattern.init)
 
     def require_sandbox(self) -> None:
-        """Raise if the container has ended.
+        """Raise if the container has ended, or if its pattern has: Docker then removes a layer that the container uses.
 
         The container's first process is marked as exiting before the others are killed. What a call meets in between
         is no answer.
         """
-        if cgroup_processes.exiting(self._members.pid) or select.select([self._members.init], [], [], 0)[0]:
+        if cgroup_processes.exiting(self._members.pid) or select.select(self.watched, [], [], 0)[0]:
             raise ContainerEndedError("the container ended")
 
     def living(self, ours: Collection[int] = (), *, collects: bool = True) -> set[processes.Process]:

@@ -417,7 +417,9 @@ def test_unsaved_root_image_is_removed_at_start(container_dir: Path) -> None:
         sandbox = await driver.start(EnvironmentSpec(setup=("echo 1 > /root/a",)))
         assert (await run(sandbox, "cat /root/a")).out == "1\n"
         return {
-            image for image, labels in driver.daemon.images() if labels.get(INSTANCE) == driver.spares.labels[INSTANCE]
+            image
+            for image, labels in driver.daemon.images()
+            if labels.get(INSTANCE) == driver.spares.boxes.labels[INSTANCE]
         }
 
     async def unnoted(driver: ContainerDriver) -> None:
@@ -437,8 +439,8 @@ def test_orphaned_container_is_killed(container_dir: Path) -> None:
     async def test(driver: ContainerDriver) -> None:
         living, forgotten = await driver.start(SPEC), await driver.start(SPEC)
         # As after a kill of the daemon: it runs on, and nobody knows its name.
-        driver.spares.names.discard(forgotten.id)
-        assert len(kill_orphans(driver.spares.boxes, driver.spares.names)) == 1
+        driver.spares.boxes.names.discard(forgotten.id)
+        assert len(kill_orphans(driver.spares.boxes.folder, driver.spares.boxes.names)) == 1
         with pytest.raises(SandboxError, match="died"):
             await run(forgotten, "echo on")
         assert (await run(living, "echo on")).out == "on\n"
@@ -449,7 +451,7 @@ def test_orphaned_container_is_killed(container_dir: Path) -> None:
 def test_unreported_container_is_removed_by_the_sweep(container_dir: Path) -> None:
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
-        labels = {**driver.spares.labels, "forkpoint.sandbox": "lost"}
+        labels = {**driver.spares.boxes.labels, "forkpoint.sandbox": "lost"}
         options = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
         create = ["docker", "create", *options, BASH_IMAGE, "true"]
         await asyncio.to_thread(subprocess.run, create, capture_output=True, check=True)
