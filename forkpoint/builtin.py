@@ -31,8 +31,9 @@ def container_driver(context: DriverContext) -> "Driver":
     from sandboxes.container.driver import ContainerDriver
 
     return ContainerDriver(
-        context.directory, context.checkpointer(outer_session=True), context.sources, spares=context.spares
-    )
+        context.directory, context.checkpointer(outer_session=True), context.sources,
+        spares=context.spares, docker_starts=context.docker_starts,
+    )  # fmt: skip
 
 
 def sqlite_driver(context: DriverContext) -> "Driver":

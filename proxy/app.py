@@ -242,6 +242,7 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
                     settings.source_rules,
                     cpu_groups=settings.speculate > 0,
                     trust_bases=settings.trust_bases,
+                    docker_starts=settings.docker_starts,
                 ),
             )
         except PluginError as error:

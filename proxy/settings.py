@@ -89,6 +89,11 @@ class Settings(BaseSettings):
         ge=0,
         description="Started containers kept ready for each image in use; up to eight times as many after bursts.",
     )
+    docker_starts: bool = Field(
+        default=False,
+        description="Docker starts the container of each sandbox, so that it lists all of them; otherwise only one for "
+        "each image and limits in use, and its runtime starts the others as this one was started.",
+    )
     postgres_spares: int = Field(
         default=2,
         ge=0,

@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 from sandboxes.container.boot_scripts import FIFOS, PROGRAMS
 from sandboxes.container.daemon import DATA_DIR, ENDED_S, GONE_S, HOST, INSTANCE, SANDBOX, Daemon, RunningContainer
-from sandboxes.container.left_groups import control_groups, remove_groups
-from sandboxes.container.oci_spec import Pattern
+from sandboxes.container.oci_spec import Pattern, group_of
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
 from sandboxes.ipc.launch_messages import ContainerStart, ForkKeeper
 from sandboxes.ipc.state_messages import KeeperReady
+from sandboxes.linux.cgroups import groups_at, remove_emptied
 from sandboxes.linux.files import remove_tree
 from sandboxes.spec import Limits
 from sandboxes.task_owner import start
@@ -113,7 +113,8 @@ class Boxes:
     def _clear(self) -> None:
         # The lock on the data directory is held, so a box that is here belongs to a dead process.
         for name in os.listdir(self.folder) if self.folder.exists() else ():  # noqa: PTH208 - names only
-            remove_groups(control_groups(self.folder / name, _container_name(name)))
+            if group := group_of(self.folder / name / "container"):
+                remove_emptied(groups_at(group))
         remove_tree(self.folder)
         self.folder.mkdir(parents=True)
         # Any user of a container must be able to pass through to its own box.
@@ -181,10 +182,10 @@ class Boxes:
     async def _start_by_pattern(self, pattern: Pattern, limits: Limits) -> Box:
         name, folder = self._new_name()
         self.names.add(name)
-        container = RunningContainer(_container_name(name), 0, f"{folder}/upper", pattern.container.lowers)
+        container = RunningContainer(_container_name(name), 0, f"{folder}/container/upper", pattern.container.lowers)
         try:
             await asyncio.to_thread(_make_box, folder)
-            order = await asyncio.to_thread(pattern.prepare, folder, container.id)
+            order = await asyncio.to_thread(pattern.prepare, folder / "box", folder / "container", container.id)
         except OSError as error:
             self.names.discard(name)
             await asyncio.to_thread(remove_tree, folder)

@@ -69,7 +69,7 @@ class ContainerDriver:
         sources: SourceRules | None = None,
         *,
         spares: int = 2,
-        by_docker: bool = False,
+        docker_starts: bool = False,
     ) -> None:
         """Create the driver; `open` connects to the daemon.
 
@@ -78,12 +78,12 @@ class ContainerDriver:
             checkpointer: Saves states with live processes; None reaches such states by replay.
             sources: What specs may name; None allows all paths to those that are not confined.
             spares: How many started containers wait at least for each image, so that a restore takes milliseconds.
-            by_docker: Whether Docker starts the container of each sandbox; see `patterns`.
+            docker_starts: Whether Docker starts the container of each sandbox; see `patterns`.
         """
         self.data_dir, self.sources = data_dir.resolve(), sources or SourceRules()
         self.daemon = Daemon()
         self.states = StateCopies(self.data_dir / "states")
-        self.spares = Spares(self.daemon, self.data_dir, spares=spares, by_docker=by_docker)
+        self.spares = Spares(self.daemon, self.data_dir, spares=spares, docker_starts=docker_starts)
         self.roots = RootStates(self.data_dir / "roots", RootImage)
         self.checkpointer = checkpointer or NoCheckpointer()
         self.egress = EgressGateway(self.data_dir / "egress")

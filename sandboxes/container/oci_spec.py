@@ -81,25 +81,33 @@ class Pattern:
     overlay: tuple[str, ...]
     storage: Path
 
-    def prepare(self, folder: Path, name: str) -> ContainerStart:
-        """Write what the runtime needs to start a container of a name into its directory. 1 ms.
+    def prepare(self, box: Path, folder: Path, name: str) -> ContainerStart:
+        """Write what the runtime needs to start a container. 1 ms.
+
+        Args:
+            box: The directory that the container sees as its box.
+            folder: The container's directory, which is made here.
+            name: What the runtime calls the container.
 
         Raises:
             OSError: The disk is full or fails.
         """
+        # For root alone: an agent may write programs with a set-user-id bit, which no user of this machine may run.
+        folder.mkdir(mode=0o700)
         for part in _OVERLAY:
             (folder / part).mkdir(mode=0o755)
         config = json.loads(json.dumps(self.specification))
         config["root"]["path"] = str(folder / "root")
         for mount in config["mounts"]:
             if mount["destination"] == BOX:
-                mount["source"] = str(folder / "box")
+                mount["source"] = str(box)
         config["linux"]["cgroupsPath"] = _group(self.specification["linux"]["cgroupsPath"], name)
         (folder / "config.json").write_text(json.dumps(config))
         # `volatile`: without it, the end of each container would sync the file system of all of them (overlayfs.rst).
         options = [*self.overlay, f"upperdir={folder}/upper", f"workdir={folder}/work", "volatile"]
         return ContainerStart(
             list(self.runtime), str(folder), str(self.storage), ",".join(options),
+            _plain_group(config),
             pattern=self.container.pid, pattern_container=self.container.id,
         )  # fmt: skip
 
@@ -187,6 +195,20 @@ def _checked(specification: dict[str, Any]) -> dict[str, Any]:
     if sum(mount["destination"] == BOX for mount in mounts) != 1:
         raise UnfitError("Docker's container has no box")
     return {**specification, "mounts": mounts}
+
+
+def group_of(folder: Path) -> str:
+    """Return the path of the control groups of a container, given its directory; empty if it has none to remove."""
+    try:
+        return _plain_group(json.loads((folder / "config.json").read_bytes()))
+    except (OSError, ValueError):
+        # The proxy was killed before it had written the file.
+        return ""
+
+
+def _plain_group(specification: Mapping[str, Any]) -> str:
+    path = str(specification["linux"]["cgroupsPath"])
+    return "" if ":" in path else path
 
 
 def _group(path: str, name: str) -> str:

@@ -60,8 +60,18 @@ def kill_newcomers(boxes: Path, kept: Collection[str]) -> None:
 
 
 def _kill_containers(boxes: Path, is_chosen: Callable[[str], bool]) -> set[str]:
-    device, folder = _device_path(boxes)
     killed: set[str] = set()
+    for name, _, process in running(boxes):
+        if is_chosen(name):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                killed.add(name)
+    return killed
+
+
+def running(boxes: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield the containers that have a box here: its name, and their pid 1, also as a descriptor until the next one."""
+    device, folder = _device_path(boxes)
     for pid in _first_processes():
         # The descriptor comes first: from here on the signal below reaches this process or none, even if its pid is
         # given to another process meanwhile.
@@ -73,16 +83,12 @@ def _kill_containers(boxes: Path, is_chosen: Callable[[str], bool]) -> set[str]:
             box = _box(Path(f"/proc/{pid}/mountinfo"))
             if box is None or box[0] != device or not box[1].startswith(f"{folder}/"):
                 continue
-            name = box[1].removeprefix(f"{folder}/").split("/")[0]
-            if is_chosen(name):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-                killed.add(name)
+            yield box[1].removeprefix(f"{folder}/").split("/")[0], pid, process
         except OSError:
             # The process ended meanwhile.
             continue
         finally:
             os.close(process)
-    return killed
 
 
 def _first_processes() -> Iterator[int]:

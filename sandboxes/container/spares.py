@@ -42,20 +42,20 @@ class Spares:
         background: Tasks that remove and make containers; `close` waits for them.
     """
 
-    def __init__(self, daemon: Daemon, data_dir: Path, *, spares: int, by_docker: bool = False) -> None:
+    def __init__(self, daemon: Daemon, data_dir: Path, *, spares: int, docker_starts: bool = False) -> None:
         """Name the directories; `open` starts the keeper launcher.
 
         Args:
             daemon: The connection to the Docker daemon.
             data_dir: The driver's own directory.
             spares: How many spare containers wait at least for each combination of image and limits; with 0, none.
-            by_docker: Whether Docker starts all of them.
+            docker_starts: Whether Docker starts all of them.
         """
         self.boxes = Boxes(daemon, data_dir)
         # Tools that an MCP server declares as read-only, for each server: its declaration holds for every sandbox.
         self.read_only: dict[str, frozenset[str]] = {}
         self.background = TaskOwner()
-        self._patterns = Patterns(self.boxes, self.background, by_docker=by_docker)
+        self._patterns = Patterns(self.boxes, self.background, docker_starts=docker_starts)
         self._spares_per_kind = spares
         self._spares: OrderedDict[SpareKind, list[Box]] = OrderedDict()
         self._demands: dict[SpareKind, SpareDemand] = {}

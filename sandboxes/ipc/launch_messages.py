@@ -52,6 +52,7 @@ class ContainerStart:
         folder: The directory with `config.json`, and with the directories `upper`, `work` and `root` of an overlay.
         storage: Docker's storage directory. Lower directories of the overlay may be named relative to it.
         options: The options of the overlay mount.
+        group: The path of its control groups; empty if systemd makes them, and then removes them.
         pattern: The pid 1 of the pattern, by its number on this machine.
         pattern_container: Docker's ID of the pattern.
     """
@@ -60,6 +61,7 @@ class ContainerStart:
     folder: str
     storage: str
     options: str
+    group: str
     pattern: int
     pattern_container: str
 

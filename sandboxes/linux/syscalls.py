@@ -216,6 +216,8 @@ def overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
     try:
         # Whiteouts and opaque marks in user.* attributes can be read without CAP_SYS_ADMIN, by root and everybody.
         _fsconfig(context, FSCONFIG_SET_FLAG, "userxattr", None)
+        # `stat -f` shows the number of the file system below. By default each overlay has a random one (overlayfs.rst).
+        _fsconfig(context, FSCONFIG_SET_STRING, "uuid", "null")
         # /proc/self/mountinfo shows the paths as they are given here, and sandboxes can read it. From within each
         # directory, its path is a dot.
         for lower in lowers:

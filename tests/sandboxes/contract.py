@@ -323,6 +323,20 @@ class LocalContract(DriverContract):
 class MachineContract(LocalContract):
     """What holds where time passes."""
 
+    def test_the_file_system_has_one_number(self, driver: Driver) -> None:
+        """An overlay has a random number by default. It would be another one after each call, and after a restore."""
+
+        async def test(driver: Driver) -> None:
+            look = "stat -f -c %i / /root /usr"
+            sandbox = await after(driver, "echo 1 > a")
+            first = (await run(sandbox, look)).out
+            await run(sandbox, "echo 2 > a")
+            assert (await run(sandbox, look)).out == first
+            restored = await driver.restore(SPEC, await sandbox.freeze())
+            assert (await run(restored, look)).out == (await run(await driver.start(SPEC), look)).out == first
+
+        driven(driver, test)
+
     def test_overdue_process_is_stopped(self, driver: Driver) -> None:
         """A process that exceeds its time limit does nothing more."""
 

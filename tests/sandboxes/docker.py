@@ -1,5 +1,6 @@
 """Docker for tests: images made without a registry, and drivers that use them for specs that name none."""
 
+import contextlib
 import functools
 import io
 import os
@@ -13,6 +14,7 @@ import pytest
 
 from sandboxes.container.daemon import Daemon
 from sandboxes.container.driver import ContainerDriver
+from sandboxes.container.orphans import running
 from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SandboxError
@@ -225,9 +227,11 @@ class OnImage(ContainerDriver):
         *,
         spares: int = 1,
         checkpoints: bool = False,
-        by_docker: bool = False,
+        docker_starts: bool = False,
     ) -> None:
-        super().__init__(data_dir, _checkpointer(data_dir, wanted=checkpoints), spares=spares, by_docker=by_docker)
+        super().__init__(
+            data_dir, _checkpointer(data_dir, wanted=checkpoints), spares=spares, docker_starts=docker_starts
+        )
         self.image = image
 
     def _named(self, spec: EnvironmentSpec) -> EnvironmentSpec:
@@ -244,12 +248,24 @@ class OnImage(ContainerDriver):
 
 
 def containers(data_dir: Path) -> list[str]:
-    """Return the containers that are left of a data directory's instances."""
+    """Return the containers that are left of a data directory's instances: those that Docker lists, and the others."""
     daemon = Daemon()
     try:
-        return [name for name, labels in daemon.labelled() if labels.get("forkpoint.data") == str(data_dir.resolve())]
+        listed = [name for name, labels in daemon.labelled() if labels.get("forkpoint.data") == str(data_dir.resolve())]
     finally:
         daemon.close()
+    return listed + [name for name in first_processes(data_dir) if name not in listed]
+
+
+def first_processes(data_dir: Path) -> dict[str, int]:
+    """Return pid 1 of the containers of a data directory that run, by what the driver calls them."""
+    found = {}
+    for _, pid, _ in running(data_dir.resolve() / "boxes"):
+        with contextlib.suppress(OSError):
+            # The last part of the path is the container's name, also in systemd's form.
+            group = Path(f"/proc/{pid}/cgroup").read_text().splitlines()[0].rpartition("/")[2]
+            found[group.removeprefix("docker-").removesuffix(".scope")] = pid
+    return found
 
 
 def remove_images(data_dir: Path) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from sandboxes.linux import processes
+from sandboxes.linux import cgroups, processes
 from sandboxes.linux.processes import Process
 
 KILL_S = 10.0
@@ -128,20 +128,13 @@ def join(pid: int) -> None:
     """Move this process into all control groups of another one, so that the limits of these groups apply to it."""
     # Version 1 has a hierarchy for each set of controllers, version 2 has a single one with an empty name (cgroups(7)).
     # Machines may mount both.
-    mount_points = {}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, kind = line.partition(" - ")
-        if kind.startswith("cgroup2 "):
-            mount_points[""] = mount.split()[4]
-        elif kind.startswith("cgroup "):
-            for option in kind.split()[2].split(","):
-                mount_points[option] = mount.split()[4]
+    mounts = cgroups.mount_points()
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, kinds, path = line.split(":", 2)
-        if path == "/" or (mount_point := mount_points.get(kinds.split(",")[0])) is None:
+        if path == "/" or (mount := mounts.get(kinds.split(",")[0])) is None:
             continue
         # 0 stands for the process that writes (cgroups(7)).
-        (Path(mount_point) / path.lstrip("/") / "cgroup.procs").write_text("0")
+        (mount / path.lstrip("/") / "cgroup.procs").write_text("0")
 
 
 def start_time(pid: int) -> int | None:

@@ -17,7 +17,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from sandboxes.container.keeper.exec_launch import Launch
 from sandboxes.container.keeper.shell import limit
 from sandboxes.container.keeper.shell_pool import ContainerShells
 from sandboxes.container.keeper.tool_servers import ContainerServers
-from sandboxes.container.left_groups import control_groups, remove_groups
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses
 from sandboxes.guest.driver_link import DriverLink
@@ -65,7 +64,7 @@ from sandboxes.ipc.state_messages import (
     KeeperReady,
     SandboxBegun,
 )
-from sandboxes.linux import confine, outlet, processes
+from sandboxes.linux import cgroups, confine, outlet, processes
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.socket_queues import SocketQueues
 
@@ -97,7 +96,17 @@ def run(channel: int, order: ForkKeeper) -> None:
         pattern = cgroup_processes.ContainerProcesses(order.start.pattern, order.start.pattern_container)
         pid = start.start(order.start, order.container)
     members = cgroup_processes.ContainerProcesses(pid, order.container)
-    _end_with_parent(members.init)
+    # Docker removes those that it has made.
+    groups = [] if order.start is None or not order.start.group else cgroups.groups_at(order.start.group)
+
+    def end() -> None:
+        # The death of pid 1 makes the kernel kill every process of its pid namespace (pid_namespaces(7)). What Docker
+        # has started it then removes (`auto_remove`).
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(members.init, signal.SIGKILL)
+        cgroups.remove_emptied(groups)
+
+    _end_with_parent(end)
     try:
         # In the container's IPC namespace /proc/sysvipc shows the container's objects.
         _enter(members.pid, "ipc", kernel.CLONE_NEWIPC)
@@ -113,19 +122,7 @@ def run(channel: int, order: ForkKeeper) -> None:
         Keeper(link, members, ContainerAnchor(Path(order.box), members), roots, order, pattern).serve()
     finally:
         # However this process ends, the container must not go on without its keeper.
-        _kill(members.init)
-        if order.start is not None:
-            remove_groups(control_groups(Path(order.start.folder), order.container))
-
-
-def _kill(init: int) -> None:
-    """Kill a container, given the process descriptor of its pid 1.
-
-    The death of pid 1 makes the kernel kill every process of its pid namespace (pid_namespaces(7)). What Docker has
-    started it then removes (`auto_remove`).
-    """
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(init, signal.SIGKILL)
+        end()
 
 
 def _enter(pid: int, name: str, kind: int) -> None:
@@ -142,21 +139,21 @@ def _message_queues() -> int | None:
         return None
 
 
-def _end_with_parent(init: int) -> None:
-    """Have the container killed when the keepers' launcher ends, whatever this process is doing then.
+def _end_with_parent(end: Callable[[], None]) -> None:
+    """Have the container ended when the keepers' launcher ends, whatever this process is doing then.
 
     The death signal is SIGTERM with a handler, not SIGKILL. When the proxy is killed, its launcher ends at once; a
     SIGKILL would come before this process has seen its own channel close, and would leave the container running.
     """
     own = os.getpid()
 
-    def end(_number: int, _frame: object) -> None:
+    def handle(_number: int, _frame: object) -> None:
         # Children inherit the handler and may run as the agent; the signal is for this process alone.
         if os.getpid() == own:
-            _kill(init)
+            end()
         os._exit(0)
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, handle)
     # After the handler is set: the launcher may be dead at this moment already.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-from sandboxes.container.left_groups import RUNTIME
 from sandboxes.ipc.launch_messages import ContainerStart
 from sandboxes.linux import syscalls as kernel
 
@@ -15,6 +14,9 @@ _ERROR_CHARS = 600
 
 _DESCRIPTORS = 1 << 20
 """Above the highest descriptor."""
+
+_RUNTIME = "runc"
+"""The directory of the runtime's own files, in the container's directory."""
 
 _ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
@@ -44,7 +46,7 @@ def start(order: ContainerStart, name: str) -> int:
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     log, pid_file = folder / "log", folder / "pid"
     arguments = [
-        *order.command, "--root", f"{folder}/{RUNTIME}", "--log", str(log), "run", "--detach",
+        *order.command, "--root", f"{folder}/{_RUNTIME}", "--log", str(log), "run", "--detach",
         "--bundle", str(folder), "--pid-file", str(pid_file), name,
     ]  # fmt: skip
     runtime = os.fork()
@@ -58,7 +60,7 @@ def start(order: ContainerStart, name: str) -> int:
 
 
 def _mount(root: str, options: str) -> None:
-    """Mount the overlay. `stat -f` shows the number of the file system below, as in a container of Docker's."""
+    """Mount the overlay. Its number (`stat -f`) is the one of the file system below, and not a random one."""
     try:
         kernel.mount("overlay", root, "overlay", 0, f"{options},uuid=null")
     except OSError as error:

@@ -1,6 +1,5 @@
 """Attacks on CRIU from inside a container. Each is really tried."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from sandboxes.driver import FrozenState
 from tests.machine import require_criu
 from tests.sandboxes.checkpoint_attacks import CheckpointAttacks
-from tests.sandboxes.docker import OnImage, containers
+from tests.sandboxes.docker import OnImage, first_processes
 
 
 class TestContainerCheckpointAttacks(CheckpointAttacks):
@@ -28,8 +27,7 @@ class TestContainerCheckpointAttacks(CheckpointAttacks):
         return Path(driver.states.folder / frozen.payload["copy"] / "diff")
 
     def foreign_processes(self, driver: Any) -> list[int]:  # noqa: ARG002
-        inspect = ["docker", "inspect", "-f", "{{.State.Pid}}", *containers(self._data_dir)]
-        first = subprocess.run(inspect, capture_output=True, text=True, check=False).stdout.split()
+        first = first_processes(self._data_dir).values()
         spaces = {str(Path(f"/proc/{pid}/ns/pid").readlink()) for pid in first if Path(f"/proc/{pid}").exists()}
         results = []
         for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):

@@ -17,7 +17,7 @@ def test_container_that_does_not_end_is_killed(container_dir: Path, monkeypatch:
     monkeypatch.setattr(module, "ENDED_S", 1)
 
     async def go() -> None:
-        async with opened(OnImage(container_dir, spares=0, by_docker=True)) as driver:
+        async with opened(OnImage(container_dir, spares=0, docker_starts=True)) as driver:
             sandbox = await driver.start(EnvironmentSpec())
             assert isinstance(driver, OnImage)
             assert isinstance(sandbox, ContainerSandbox)

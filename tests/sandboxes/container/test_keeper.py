@@ -35,4 +35,4 @@ def test_variables_are_read_after_the_anchor_runs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cgroup_processes, "environment", too_early)
     monkeypatch.setattr(cgroup_processes, "ids", too_early)
     with pytest.raises(NotReadyError):
-        Keeper(*unused(None, Members(), Anchor(), None, None))
+        Keeper(*unused(None, Members(), Anchor(), None, None, None))

@@ -39,11 +39,12 @@ def test_interfaces_that_are_down_are_allowed() -> None:
     assert looked.returncode == 0, looked.stderr
 
 
-def test_container_has_loopback_alone(container_dir: Path) -> None:
-    """It is up, has no address of IPv6 and no route, whatever the version of Docker."""
+@pytest.mark.parametrize("docker_starts", [False, True])
+def test_container_has_loopback_alone(container_dir: Path, docker_starts: bool) -> None:
+    """It is up, has no address of IPv6 and no route, whatever the version of Docker, and whatever starts it."""
 
     async def go() -> None:
-        async with opened(OnImage(container_dir)) as driver:
+        async with opened(OnImage(container_dir, docker_starts=docker_starts)) as driver:
             sandbox = await driver.start(EnvironmentSpec())
             look = "tail -n +3 /proc/net/dev | cut -d: -f1; cat /proc/net/if_inet6; wc -l < /proc/net/route"
             assert (await run(sandbox, look)).out.split() == ["lo", "1"]

@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 
 from sandboxes.container import spares as module
-from sandboxes.container.spares import Box, Spares
+from sandboxes.container.boxes import Box
+from sandboxes.container.spares import Spares
 from sandboxes.spec import Limits
 
 KIND = ("image", Limits())

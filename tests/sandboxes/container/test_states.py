@@ -24,7 +24,7 @@ from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.spec import Archive, EnvironmentSpec, Limits
 from tests.machine import wait_until
 from tests.sandboxes.box import file, opened, run
-from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage, containers, derive
+from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage, containers, derive, first_processes
 
 SPEC = EnvironmentSpec()
 LISTING = (
@@ -325,7 +325,8 @@ def test_spare_is_used_once(container_dir: Path) -> None:
     driven(OnImage(container_dir, spares=2), test)
 
 
-def test_container_killed_from_outside_is_an_error(container_dir: Path) -> None:
+@pytest.mark.parametrize("docker_starts", [False, True])
+def test_container_killed_from_outside_is_an_error(container_dir: Path, docker_starts: bool) -> None:
     """A container that is killed from outside is an error for its rollout."""
 
     async def test(driver: ContainerDriver) -> None:
@@ -333,12 +334,12 @@ def test_container_killed_from_outside_is_an_error(container_dir: Path) -> None:
         assert isinstance(sandbox, ContainerSandbox)
         call = asyncio.create_task(run(sandbox, "sleep 30; echo no"))
         await run(await driver.start(SPEC), "true")
-        await asyncio.to_thread(subprocess.run, ["docker", "kill", sandbox.container], capture_output=True, check=True)
+        os.kill(first_processes(container_dir)[sandbox.container], signal.SIGKILL)
         with pytest.raises(SandboxError, match="died"):
             await call
         assert not sandbox.alive
 
-    driven(OnImage(container_dir, spares=0), test)
+    driven(OnImage(container_dir, spares=0, docker_starts=docker_starts), test)
 
 
 def test_cancelled_call_kills_the_sandbox(container_dir: Path) -> None:
@@ -384,9 +385,10 @@ def killed(container_dir: Path) -> Callable[..., None]:
         )
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        assert len(containers(container_dir)) == 2
+        # A sandbox, a spare, and their pattern.
+        assert len(containers(container_dir)) == 3
         results = [pid for doorman in children(process.pid) for pid in children(doorman)]
-        assert len(results) == 2
+        assert len(results) == 3
         if keepers is not None:
             for pid in results:
                 os.kill(pid, keepers)
@@ -455,9 +457,9 @@ def test_unreported_container_is_removed_by_the_sweep(container_dir: Path) -> No
         options = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
         create = ["docker", "create", *options, BASH_IMAGE, "true"]
         await asyncio.to_thread(subprocess.run, create, capture_output=True, check=True)
-        assert len(containers(container_dir)) == 2
+        assert len(containers(container_dir)) == 3
         await asyncio.to_thread(driver._sweep)
-        assert len(containers(container_dir)) == 1
+        assert len(containers(container_dir)) == 2
         assert (await run(sandbox, "echo on")).out == "on\n"
 
     driven(OnImage(container_dir, spares=0), test)
