@@ -7,6 +7,7 @@ container come from compose.yaml.
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import yaml
 from proxy.workloads.ephemeral_proxy import free_port
 from tests.dockerd import Dockerd, dockerd
 from tests.machine import data_directory, wait_until
-from tests.sandboxes.docker import BASH_IMAGE, make_bash_image, require_docker
+from tests.sandboxes.docker import BASH_IMAGE, first_processes, make_bash_image, require_docker
 
 ROOT = Path(__file__).parents[1]
 IMAGE = "forkpoint-test-empty:1"
@@ -61,7 +62,12 @@ class ComposedProxy:
 
     def sandboxes(self, *which: str) -> list[str]:
         """Return the sandboxes that run; with `-a` also those that Docker has created and not started."""
-        return self.daemon.ask("ps", *which, "--filter", "label=forkpoint.instance", "--format", "{{.Names}}").split()
+        listed = self.daemon.ask("ps", *which, "--filter", "label=forkpoint.instance", "--format", "{{.Names}}").split()
+        return listed + self.of_runtime()
+
+    def of_runtime(self) -> list[str]:
+        """Return the sandboxes that run and that Docker does not know."""
+        return [name for name in first_processes(self.data / "container") if name.startswith("forkpoint-")]
 
     def exec(self, rollout: str, command: str) -> httpx.Response:
         url = f"http://127.0.0.1:{self.port}/t/demo/r/{rollout}/shell/exec"
@@ -146,6 +152,8 @@ def test_killed_proxy_leaves_no_sandbox(proxy: ComposedProxy) -> None:
     assert first.json()["stdout"] == "kept\n", first.text
     assert proxy.exec("b", "X=1; echo kept > /tmp/f; cat /tmp/f").headers["cache-status"] == "forkpoint; hit"
     assert proxy.exec("b", "echo $X; cat /tmp/f").json()["stdout"] == "1\nkept\n"
+    if shutil.which("runc"):
+        assert proxy.of_runtime() != []
     assert proxy.sandboxes() != []
     proxy.daemon.ask("kill", "proxy")
     # The kill may come before a spare is started: then it never runs, and the next start removes it.

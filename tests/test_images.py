@@ -69,5 +69,7 @@ def test_images_are_built_and_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         assert proxy.exec("a", compile_and_run).json()["stdout"] == "7\n"
         again = proxy.exec("b", compile_and_run)
         assert (again.json()["stdout"], again.headers["cache-status"]) == ("7\n", "forkpoint; hit")
+        # The proxy's image has Docker's runtime, which starts the containers.
+        assert proxy.of_runtime() != []
         daemon.ask("stop", "--time", "40", "proxy")
         assert proxy.sandboxes("-a") == []

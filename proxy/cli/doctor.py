@@ -209,6 +209,7 @@ def _no_checkpoints() -> Requirement:
 
 def _docker() -> Requirement:
     from sandboxes.container.daemon import Daemon
+    from sandboxes.container.oci_spec import UnfitError, runtime_of
 
     name, remedy = "Docker", "Only the container driver needs Docker. See docs/containers.md."
     daemon = Daemon()
@@ -218,7 +219,11 @@ def _docker() -> Requirement:
         return Requirement(name, False, str(error), remedy, required=False)
     finally:
         daemon.close()
-    detail = f"{info.get('ServerVersion')} at {daemon.where}, storage driver {info.get('Driver')}"
+    try:
+        starts = f"{runtime_of(info)[0]} starts containers"
+    except UnfitError as error:
+        starts = f"Docker starts all containers, because {error}"
+    detail = f"{info.get('ServerVersion')} at {daemon.where}, storage driver {info.get('Driver')}; {starts}"
     return Requirement(name, info.get("Driver") == "overlay2" and os.geteuid() == 0, detail, remedy, required=False)
 
 

@@ -57,7 +57,7 @@ class Box:
         folder: The directory of the box on the host.
         bash: Whether sessions run in bash; otherwise they run in /bin/sh.
         started: What the container is like, for one that Docker has started.
-        init: A process descriptor of its pid 1, for one that Docker does not know; `Boxes.throw_away` closes it.
+        init: A process descriptor of its pid 1; `Boxes.throw_away` closes it. None until it is ready.
         on_end: Called when the container is gone, for one that Docker does not know.
     """
 
@@ -229,9 +229,7 @@ class Boxes:
             async with asyncio.timeout(READY_S):
                 await self._fork_keeper(request, theirs)
                 ready = await box.channel.next(KeeperReady)
-            if order is not None:
-                # The pid is the keeper's word, which is our own code, and it is not free while the keeper lives.
-                box.init = os.pidfd_open(ready.message.pid)
+            (box.init,) = ready.fds
         except (SandboxError, ChannelClosedError, PeerFailedError, TimeoutError, OSError) as error:
             await self.throw_away(box)
             raise SandboxError(f"a container could not be set up: {error or 'no response in time'}") from error
@@ -254,13 +252,13 @@ class Boxes:
     async def throw_away(self, box: Box) -> None:
         """Kill a container and remove it with its box. Its keeper kills it when its channel closes."""
         box.channel.close()
+        init, box.init = box.init, None
+        if init is not None:
+            await asyncio.to_thread(_await_end, init)
         if box.started is not None:
             # The driver's sweep removes later what Docker refuses to remove now.
             with contextlib.suppress(SandboxError):
                 await asyncio.to_thread(self._daemon.remove, box.container, is_ending=True)
-        elif box.init is not None:
-            init, box.init = box.init, None
-            await asyncio.to_thread(_await_end, init)
         self.names.discard(box.id)
         # The box comes last: processes of the container use it until the container is gone.
         await asyncio.to_thread(remove_tree, box.folder)

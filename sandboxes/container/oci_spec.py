@@ -131,6 +131,9 @@ def read_pattern(container: RunningContainer, runtime: Runtime, folder: Path) ->
         limits = _limits(container.pid)
     except (OSError, ValueError, IndexError) as error:
         raise UnfitError(f"what Docker's container is cannot be read: {error}") from error
+    # Each of these separates directories, or options (overlayfs.rst).
+    if set(str(folder)) & set(",:\\"):
+        raise UnfitError(f"the path {folder} has a comma, a colon or a backslash")
     # Otherwise the same file would have other numbers (`st_dev`, `st_ino`) than in a container of Docker's.
     if not is_one_disk:
         raise UnfitError(f"{folder} is on another file system than Docker's layers in {storage}")

@@ -38,7 +38,7 @@ Between the proxy and a container's keeper only:
 
 | op | sent by | answer | descriptors |
 |---|---|---|---|
-| keeper_ready | keeper, unasked | | |
+| keeper_ready | keeper, unasked | | the process descriptor of the container's pid 1 |
 | begin | proxy | sandbox_begun | with a checkpoint the last pid and CRIU's files; sandbox_begun: with egress the \
 listening socket |
 | restored_processes | proxy | sandbox_begun | |

@@ -218,16 +218,14 @@ class LayersSwitched(IpcMessage, op="layers_switched", descriptors=(3, 3)):
 
 # Unasked, like `Ready` of a pid 1.
 @dataclass(frozen=True)
-class KeeperReady(IpcMessage, op="keeper_ready"):
-    """The container's anchor runs.
+class KeeperReady(IpcMessage, op="keeper_ready", descriptors=(1, 1)):
+    """The container's anchor runs. The process descriptor of its pid 1 accompanies this message.
 
     Attributes:
         bash: Whether its sessions run in bash; otherwise in /bin/sh.
-        pid: The container's first process, by its number on this machine.
     """
 
     bash: bool
-    pid: int
 
 
 @dataclass(frozen=True)

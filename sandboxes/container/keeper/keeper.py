@@ -95,7 +95,13 @@ def run(channel: int, order: ForkKeeper) -> None:
         # Before the start: the pattern's layer must not be gone while a container is on it.
         pattern = cgroup_processes.ContainerProcesses(order.start.pattern, order.start.pattern_container)
         pid = start.start(order.start, order.container)
-    members = cgroup_processes.ContainerProcesses(pid, order.container)
+    try:
+        members = cgroup_processes.ContainerProcesses(pid, order.container)
+    except OSError:
+        if order.start is not None:
+            # It is a child of this process, so the pid is no other one's.
+            os.kill(pid, signal.SIGKILL)
+        raise
     # Docker removes those that it has made.
     groups = [] if order.start is None or not order.start.group else cgroups.groups_at(order.start.group)
 
@@ -231,7 +237,7 @@ class Keeper:
         for pid in self._shells.anchor_pids:
             # Children inherit resource limits, and all processes descend from pid 1 or the anchor (getrlimit(2)).
             limit(pid, self._changes.disk_bytes)
-        self._link.send(KeeperReady(self._has_bash, self._members.pid))
+        self._link.hand_over(KeeperReady(self._has_bash), [os.dup(self._members.init)])
         while (envelope := self._supervisor.next_request()) is not None:
             match request := envelope.message:
                 case BeginSandbox():
