@@ -142,17 +142,18 @@ class Patterns:
         """Remove the patterns of other kinds that no container is on, in the background."""
         for kind in [kind for kind, task in self._tasks.items() if task.done() and kind not in kept]:
             if not self._users[kind]:
-                self._background.spawn("remove a pattern", self._remove(kind))
+                del self._users[kind]
+                # Taken out now: what starts from here on gets another one.
+                self._background.spawn("remove a pattern", self._remove(self._tasks.pop(kind)))
 
     async def close(self) -> None:
         """Remove all patterns. The sandboxes are closed by now, so nothing is on their layers."""
-        await asyncio.gather(*(self._remove(kind) for kind in list(self._tasks)))
+        tasks, self._tasks = self._tasks, {}
+        await asyncio.gather(*map(self._remove, tasks.values()))
 
-    async def _remove(self, kind: SpareKind) -> None:
-        task = self._tasks.pop(kind, None)
-        if task is not None:
-            with contextlib.suppress(SandboxError, SpecError, UnfitError):
-                await self._boxes.throw_away((await task)[0])
+    async def _remove(self, task: asyncio.Task[tuple[Box, Pattern]]) -> None:
+        with contextlib.suppress(SandboxError, SpecError, UnfitError):
+            await self._boxes.throw_away((await task)[0])
 
 
 def _box(task: asyncio.Task[tuple[Box, Pattern]]) -> Box | None:

@@ -204,7 +204,7 @@ class ContainerSandbox(MachineSandbox):
 
     @property
     def _disk(self) -> str:
-        return "where Docker keeps containers"
+        return "where Docker keeps containers" if self._box.started else "where the proxy keeps its data"
 
     def _kill(self) -> None:
         # The keeper kills the container when its channel closes.

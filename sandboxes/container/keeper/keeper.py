@@ -64,7 +64,7 @@ from sandboxes.ipc.state_messages import (
     KeeperReady,
     SandboxBegun,
 )
-from sandboxes.linux import cgroups, confine, outlet, processes
+from sandboxes.linux import confine, outlet, processes
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.socket_queues import SocketQueues
 
@@ -90,27 +90,20 @@ def run(channel: int, order: ForkKeeper) -> None:
     # children (wait(2)).
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     link = DriverLink(socket.socket(fileno=channel))
-    pid, pattern = order.pid, None
-    if order.start is not None:
+    if order.start is None:
+        pattern, members = None, cgroup_processes.ContainerProcesses(order.pid, order.container)
+    else:
         # Before the start: the pattern's layer must not be gone while a container is on it.
         pattern = cgroup_processes.ContainerProcesses(order.start.pattern, order.start.pattern_container)
-        pid = start.start(order.start, order.container)
-    try:
-        members = cgroup_processes.ContainerProcesses(pid, order.container)
-    except OSError:
-        if order.start is not None:
-            # It is a child of this process, so the pid is no other one's.
-            os.kill(pid, signal.SIGKILL)
-        raise
-    # Docker removes those that it has made.
-    groups = [] if order.start is None or not order.start.group else cgroups.groups_at(order.start.group)
+        members = start.start(order.start, order.container)
 
     def end() -> None:
         # The death of pid 1 makes the kernel kill every process of its pid namespace (pid_namespaces(7)). What Docker
         # has started it then removes (`auto_remove`).
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(members.init, signal.SIGKILL)
-        cgroups.remove_emptied(groups)
+        if order.start is not None:
+            start.remove_groups(order.start)
 
     _end_with_parent(end)
     try:
@@ -122,7 +115,7 @@ def run(channel: int, order: ForkKeeper) -> None:
         kernel.bring_up_loopback()
         # In a child, because `mounts.narrow` changes the namespaces of the process that calls it.
         processes.run_in_child(lambda: mounts.narrow(members.pid), "the container's mounts could not be narrowed")
-        # This process stays in the launcher's mount namespace, where the view is mounted.
+        # This process stays outside of the container's mount namespace, where nobody sees the view.
         lower = mounts.view(order.lowers, order.view)
         roots = delta.DeltaRoots(os.open(order.upper, FOLDER), lower, lower)
         Keeper(link, members, ContainerAnchor(Path(order.box), members), roots, order, pattern).serve()

@@ -27,7 +27,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The root of a tree of plain files that stands for a hierarchy; this process is in its group `own`."""
     root = make_group(tmp_path / "cgroup", "cpu memory pids")
     make_group(root / "own", "cpu memory pids")
-    monkeypatch.setattr(cgroups, "_mounts", lambda: {"": root})
+    monkeypatch.setattr(cgroups, "mount_points", lambda: {"": root})
     monkeypatch.setattr(cgroups, "_own_groups", lambda: {"": root / "own"})
     return root
 
