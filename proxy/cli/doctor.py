@@ -66,7 +66,7 @@ def check(data_dir: Path, *, checkpoints: bool = True) -> list[Requirement]:
     results = [*_platform()]
     if not all(requirement.ok for requirement in results):
         return results
-    results += [_namespaces(), _file_system(data_dir), _cgroups(), _descriptors(), _docker()]
+    results += [_namespaces(), _file_system(data_dir), _cgroups(), _descriptors(), _docker(data_dir)]
     results += [*_damage(data_dir), *_host_changes(data_dir)]
     if all(requirement.ok for requirement in results if requirement.required):
         results += [_trial(data_dir), _shells(), _criu() if checkpoints else _no_checkpoints(), _sqlite(data_dir)]
@@ -110,7 +110,7 @@ def _try_in_child(name: str, flags: int, detail: str, remedy: str) -> Requiremen
 
 
 def _file_system(data_dir: Path) -> Requirement:
-    existing = next(folder for folder in (data_dir, *data_dir.absolute().parents) if folder.is_dir())
+    existing = _existing(data_dir)
     free = shutil.disk_usage(existing).free
     ok = os.access(existing, os.W_OK | os.X_OK) and free > 2 * RESERVE_BYTES
     detail = f"{existing}: {free >> 20} MB free" if os.access(existing, os.W_OK) else f"{existing} is not writable"
@@ -207,7 +207,7 @@ def _no_checkpoints() -> Requirement:
     return Requirement("checkpoints", True, detail, "", required=False)
 
 
-def _docker() -> Requirement:
+def _docker(data_dir: Path) -> Requirement:
     from sandboxes.container.daemon import Daemon
     from sandboxes.container.oci_spec import UnfitError, runtime_of
 
@@ -220,16 +220,21 @@ def _docker() -> Requirement:
     finally:
         daemon.close()
     try:
-        starts = f"{runtime_of(info)[0]} starts containers"
+        starts = f"{runtime_of(info, _existing(data_dir))[0]} starts containers"
     except UnfitError as error:
         starts = f"Docker starts all containers, because {error}"
     detail = f"{info.get('ServerVersion')} at {daemon.where}, storage driver {info.get('Driver')}; {starts}"
     return Requirement(name, info.get("Driver") == "overlay2" and os.geteuid() == 0, detail, remedy, required=False)
 
 
+def _existing(data_dir: Path) -> Path:
+    """Return the data directory, or the directory in which it would be made."""
+    return next(folder for folder in (data_dir, *data_dir.absolute().parents) if folder.is_dir())
+
+
 def _sqlite(data_dir: Path) -> Requirement:
     """Check how SQLite databases are forked in the data directory, and measure the cost."""
-    existing = next(folder for folder in (data_dir, *data_dir.absolute().parents) if folder.is_dir())
+    existing = _existing(data_dir)
     method = choose(existing)
     cost_ms = measure(existing, method, _TRIAL_BYTES) * 1e3
     cost = f"{cost_ms:.2f} ms for any size"

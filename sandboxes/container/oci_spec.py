@@ -42,11 +42,12 @@ Runtime = tuple[str, ...]
 """The path of the OCI runtime that Docker uses, and its options."""
 
 
-def runtime_of(info: Mapping[str, Any]) -> Runtime:
+def runtime_of(info: Mapping[str, Any], data: Path) -> Runtime:
     """Return the runtime of a daemon.
 
     Args:
         info: The daemon's description of itself.
+        data: The directory in which the containers' own directories will be.
 
     Raises:
         UnfitError: Only Docker can start its containers.
@@ -56,6 +57,14 @@ def runtime_of(info: Mapping[str, Any]) -> Runtime:
     options = [str(option) for option in info.get("SecurityOptions") or ()]
     if unsupported := next((name for name in _UNSUPPORTED if any(f"name={name}" in text for text in options)), None):
         raise UnfitError(f"Docker runs with {unsupported!r}")
+    # Each of these separates directories of an overlay, or options (overlayfs.rst).
+    if set(str(data)) & set(",:\\"):
+        raise UnfitError(f"the path {data} has a comma, a colon or a backslash")
+    docker = Path(info.get("DockerRootDir") or "/var/lib/docker")
+    # Otherwise files of the image would be on another device than those of the container, and programs such as
+    # `tar --one-file-system` would leave them out.
+    if not docker.is_dir() or docker.stat().st_dev != data.stat().st_dev:
+        raise UnfitError(f"{data} is on another file system than Docker's files in {docker}")
     entry = (info.get("Runtimes") or {}).get(_RUNTIME) or {}
     path = shutil.which(entry.get("path") or _RUNTIME)
     if path is None:
@@ -72,7 +81,7 @@ class Pattern:
         runtime: What starts the others.
         specification: The container's `config.json`.
         overlay: Options of its overlay mount, without the directories that are its own.
-        storage: The directory of Docker's layers.
+        storage: The directory of Docker's layers, to which the options name them relative.
     """
 
     container: RunningContainer
@@ -112,31 +121,23 @@ class Pattern:
         )  # fmt: skip
 
 
-def read_pattern(container: RunningContainer, runtime: Runtime, folder: Path) -> Pattern:
+def read_pattern(container: RunningContainer, runtime: Runtime) -> Pattern:
     """Return the pattern that a container is. 1 ms.
 
     Args:
         container: A container that Docker has just started.
         runtime: Docker's runtime.
-        folder: Where the others' directories will be.
 
     Raises:
         UnfitError: It has something that is not known here, or what it is cannot be read.
     """
     try:
         specification = json.loads((_bundle(container.pid) / "config.json").read_bytes())
-        overlay = _overlay(container.pid)
         storage = Path(container.upper).parents[1]
-        is_one_disk = storage.stat().st_dev == folder.stat().st_dev
+        overlay = _overlay(container.pid, storage)
         limits = _limits(container.pid)
     except (OSError, ValueError, IndexError) as error:
         raise UnfitError(f"what Docker's container is cannot be read: {error}") from error
-    # Each of these separates directories, or options (overlayfs.rst).
-    if set(str(folder)) & set(",:\\"):
-        raise UnfitError(f"the path {folder} has a comma, a colon or a backslash")
-    # Otherwise the same file would have other numbers (`st_dev`, `st_ino`) than in a container of Docker's.
-    if not is_one_disk:
-        raise UnfitError(f"{folder} is on another file system than Docker's layers in {storage}")
     specification = _checked(specification)
     if not specification["process"].get("rlimits"):
         # Docker's containers inherit the daemon's; these would inherit the proxy's.
@@ -151,8 +152,11 @@ def _bundle(pid: int) -> Path:
     return Path(f"/proc/{parent}/cwd")
 
 
-def _overlay(pid: int) -> tuple[str, ...]:
-    """Return the options of the overlay that is a container's root, without its upper and its work directory."""
+def _overlay(pid: int, storage: Path) -> tuple[str, ...]:
+    """Return the options of the overlay that is a container's root, without its upper and its work directory.
+
+    Layers are relative to Docker's directory: mount(2) takes 4,096 bytes, and an image has up to 127 layers.
+    """
     for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
         mount, _, super_block = line.partition(" - ")
         if mount.split()[4] == "/":
@@ -160,7 +164,9 @@ def _overlay(pid: int) -> tuple[str, ...]:
             if kind != "overlay" or "\\" in options:
                 raise UnfitError("the root of Docker's container is no overlay of plain paths")
             own = ("upperdir=", "workdir=", "rw", "ro")
-            return tuple(option for option in options.split(",") if not option.startswith(own))
+            return tuple(
+                option.replace(f"{storage}/", "") for option in options.split(",") if not option.startswith(own)
+            )
     raise UnfitError("Docker's container has no root")
 
 

@@ -19,7 +19,7 @@ from sandboxes.spec import Limits
 from sandboxes.task_owner import TaskOwner
 
 MAX_FAILURES = 3
-"""After so many failures in a row to start a container without Docker, Docker starts all of them.
+"""After so many failures in a row to start a container without Docker, Docker starts all of the same image and limits.
 
 The value is an estimate.
 """
@@ -45,9 +45,9 @@ class Patterns:
         # None: Docker starts all containers.
         self._runtime: Runtime | None = None
         self._tasks: dict[SpareKind, asyncio.Task[tuple[Box, Pattern]]] = {}
-        # How many containers of a kind are being started or in use.
+        # How many containers of a kind are being started or in use, and how many starts failed one after the other.
         self._users: Counter[SpareKind] = Counter()
-        self._failures = 0
+        self._failures: Counter[SpareKind] = Counter()
 
     def open(self, info: Mapping[str, Any]) -> None:
         """Take the runtime that the daemon uses, if its containers can be started without it.
@@ -55,17 +55,17 @@ class Patterns:
         Args:
             info: The daemon's description of itself.
         """
-        self._runtime, self._failures = None, 0
+        self._runtime = None
+        self._failures.clear()
         if not self._docker_starts:
             try:
-                self._runtime = runtime_of(info)
+                self._runtime = runtime_of(info, self._boxes.folder.parent)
             except UnfitError as error:
                 _log.info("Docker starts all containers: %s", error)
 
-    @property
-    def has_runtime(self) -> bool:
-        """Whether containers are started without Docker."""
-        return self._runtime is not None
+    def are_used(self, kind: SpareKind) -> bool:
+        """Return whether containers of an image and limits are started without Docker."""
+        return self._runtime is not None and self._failures[kind] < MAX_FAILURES
 
     async def start(self, kind: SpareKind) -> Box:
         """Start a container: in 0.05 s with a pattern, otherwise in 0.15 s.
@@ -90,18 +90,16 @@ class Patterns:
         try:
             box = await self._boxes.start_by_pattern(pattern, kind[1])
         except SandboxError as error:
-            self._failures += 1
-            if self._failures >= MAX_FAILURES:
-                self._runtime = None
-            which = "this container" if self._runtime else "all containers from now on"
-            _log.warning("Docker starts %s, because a start without it failed: %s", which, error)
+            self._failures[kind] += 1
+            which = "this container" if self.are_used(kind) else "all containers from now on"
+            _log.warning("image %s: Docker starts %s, because a start without it failed: %s", kind[0], which, error)
             return None
-        self._failures = 0
+        del self._failures[kind]
         box.on_end = lambda: self._users.subtract((kind,))
         return box
 
     async def _pattern(self, kind: SpareKind) -> Pattern | None:
-        """Return the pattern of an image and limits; None if Docker starts all containers.
+        """Return the pattern of an image and limits; None if Docker starts its containers.
 
         Docker starts the pattern if there is none, or if it has ended.
 
@@ -109,7 +107,7 @@ class Patterns:
             SpecError: The image cannot be used.
             SandboxError: Docker failed.
         """
-        if (runtime := self._runtime) is None:
+        if (runtime := self._runtime) is None or not self.are_used(kind):
             return None
         task = self._tasks.get(kind)
         if task is not None and (box := _box(task)) is not None and box.channel.lost is not None:
@@ -123,17 +121,16 @@ class Patterns:
         try:
             return (await asyncio.shield(task))[1]
         except UnfitError as error:
-            # A matter of the daemon and not of the image.
-            if self._runtime is not None:
-                _log.warning("Docker starts all containers: %s", error)
-            self._runtime = None
+            if self.are_used(kind):
+                _log.warning("image %s: Docker starts all containers: %s", kind[0], error)
+            self._failures[kind] = MAX_FAILURES
             return None
 
     async def _make(self, kind: SpareKind, runtime: Runtime) -> tuple[Box, Pattern]:
         box = await self._boxes.start_by_docker(*kind)
         try:
             assert box.started is not None, "Docker has started it"
-            return box, await asyncio.to_thread(read_pattern, box.started, runtime, self._boxes.folder)
+            return box, await asyncio.to_thread(read_pattern, box.started, runtime)
         except BaseException:
             await self._boxes.throw_away(box)
             raise

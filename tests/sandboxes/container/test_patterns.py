@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
+import json
 import os
 import re
 import resource
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -192,14 +195,19 @@ def test_docker_starts_what_its_runtime_does_not(container_dir: Path, failing: s
     async def go() -> None:
         async with driving(container_dir) as driver:
             patterns = driver.spares._patterns
-            patterns._runtime = (failing,)
+            runtime, patterns._runtime = patterns._runtime, (failing,)
+            kind = (await asyncio.to_thread(driver.daemon.image, BASH_IMAGE), SPEC.limits)
             for number in range(MAX_FAILURES):
-                assert patterns.has_runtime, number
+                assert patterns.are_used(kind), number
                 sandbox = await driver.start(SPEC)
                 assert not sandbox.container.startswith("forkpoint-")
                 assert (await run(sandbox, "echo on")).out == "on\n"
-            assert not patterns.has_runtime
+            assert not patterns.are_used(kind)
             assert (await run(await driver.start(SPEC), "echo on")).out == "on\n"
+            # It may be a matter of the image.
+            patterns._runtime = runtime
+            other = await driver.start(SPEC.model_copy(update={"limits": Limits(pids=40)}))
+            assert other.container.startswith("forkpoint-")
 
     asyncio.run(go())
 
@@ -239,9 +247,10 @@ def test_an_unusable_image_is_the_specs_fault(container_dir: Path) -> None:
 def test_a_cancelled_start_leaves_nothing(container_dir: Path) -> None:
     async def go() -> None:
         async with driving(container_dir) as driver:
+            image = await asyncio.to_thread(driver.daemon.image, BASH_IMAGE)
             await (await driver.start(SPEC)).close()
             for pause_s in (0.0, 0.001, 0.005, 0.01, 0.02, 0.04):
-                starting = asyncio.create_task(driver.spares.make(BASH_IMAGE, SPEC.limits))
+                starting = asyncio.create_task(driver.spares.make(image, SPEC.limits))
                 await asyncio.sleep(pause_s)
                 starting.cancel()
                 result = (await asyncio.gather(starting, return_exceptions=True))[0]
@@ -249,7 +258,7 @@ def test_a_cancelled_start_leaves_nothing(container_dir: Path) -> None:
                     await driver.spares.boxes.throw_away(result)
             # The pattern alone.
             await asyncio.to_thread(wait_until, lambda: len(containers(container_dir)) == 1, "a container is left")
-            assert not driver.spares._patterns._users[BASH_IMAGE, SPEC.limits]
+            assert not driver.spares._patterns._users[image, SPEC.limits]
             assert len(list(driver.spares.boxes.folder.iterdir())) == 1
 
     asyncio.run(go())
@@ -331,3 +340,36 @@ def test_a_killed_proxy_leaves_no_control_group(container_dir: Path, keeper: sig
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def make_deep_image(name: str, folder: Path, *, layers: int) -> None:
+    """Make an image of bash with many layers, each with one file."""
+    made = subprocess.run(["docker", "create", BASH_IMAGE, "true"], capture_output=True, text=True, check=True)
+    subprocess.run(["docker", "export", made.stdout.strip(), "-o", str(folder / "0.tar")], check=True)
+    subprocess.run(["docker", "rm", made.stdout.strip()], check=True, capture_output=True)
+    for number in range(1, layers):
+        with tarfile.open(folder / f"{number}.tar", "w") as tar:
+            tar.addfile(tarfile.TarInfo(f"layer-{number}"))
+    names = [f"{number}.tar" for number in range(layers)]
+    digests = [f"sha256:{hashlib.sha256((folder / file).read_bytes()).hexdigest()}" for file in names]
+    config = {"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": digests}, "config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "manifest.json").write_text(json.dumps([{"Config": "config.json", "RepoTags": [name], "Layers": names}]))
+    parts = ["manifest.json", "config.json", *names]
+    subprocess.run(["tar", "-C", str(folder), "-cf", str(folder / "image"), *parts], check=True)
+    subprocess.run(["docker", "load", "-i", str(folder / "image")], check=True, capture_output=True)
+
+
+def test_images_may_have_as_many_layers_as_docker_takes(container_dir: Path, tmp_path: Path) -> None:
+    """The kernel takes 4,096 bytes of options, in which all of them are named."""
+    deep = "forkpoint-test-deep:1"
+    make_deep_image(deep, tmp_path, layers=125)
+
+    async def go() -> None:
+        async with driving(container_dir, deep) as driver:
+            sandbox = await driver.start(SPEC)
+            assert sandbox.container.startswith("forkpoint-")
+            assert (await run(sandbox, "ls -d /layer-* | wc -l; echo a > /layer-7; cat /layer-7")).out == "124\na\n"
+
+    asyncio.run(go())
+    subprocess.run(["docker", "rmi", deep], check=True, capture_output=True)
