@@ -1,7 +1,10 @@
 """The keeper beside a container: what it reads of pid 1, and when."""
 
+import os
 import resource
+import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from sandboxes.container.keeper import cgroup_processes
 from sandboxes.container.keeper.keeper import Keeper
 from sandboxes.container.keeper.shell import read_limits
+from sandboxes.container.keeper.start import _execute
 
 
 class NotReadyError(Exception):
@@ -58,3 +62,25 @@ def test_limits_are_read_in_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
         process.stdin.close()
     monkeypatch.undo()
     assert read_limits(process.pid) == {}
+
+
+def test_the_runtime_inherits_nothing(tmp_path: Path) -> None:
+    """No descriptor, no variable and no ignored signal: all that it has, a container may get."""
+    shown = tmp_path / "shown"
+    look = f"grep SigIgn /proc/$$/status > {shown}; ls /proc/$$/fd >> {shown}; env >> {shown}"
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    try:
+        child = os.fork()
+        if child == 0:
+            _execute(["/bin/sh", "-c", look], os.getppid())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        os.close(reading)
+        os.close(writing)
+    ignored, *rest = shown.read_text().splitlines()
+    assert int(ignored.split()[1], 16) == 0
+    assert [line for line in rest if line.isdigit()] in (["0", "1", "2"], ["0", "1", "10", "2"])
+    assert {line.split("=")[0] for line in rest if "=" in line} <= {"PATH", "PWD", "OLDPWD", "SHLVL", "_"}

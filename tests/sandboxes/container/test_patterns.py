@@ -95,11 +95,11 @@ cat /etc/hosts /etc/resolv.conf; ulimit -a; umask; nice; id; env | sort; trap; d
 @pytest.mark.parametrize("image", [BASH_IMAGE, SH_IMAGE])
 def test_is_what_docker_starts(container_dir: Path, image: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rights, limits, filters, mounts, signals and files are the same, whatever the proxy inherits."""
-    # What a proxy may have of its own: another priority, other limits, signals that are ignored.
-    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # What a proxy may have of its own: variables, other limits, and a signal that `nohup` has it ignore.
+    old = resource.getrlimit(resource.RLIMIT_STACK)
     monkeypatch.setattr(os, "environ", {**os.environ, "SECRET": "of the proxy"})
-    old_stop = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (old[0] - 100, old[1]))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_STACK, (old[0] // 2, old[1]))
 
     async def go() -> tuple[list[Any], list[Any]]:
         looks, shown = [], []
@@ -127,8 +127,8 @@ def test_is_what_docker_starts(container_dir: Path, image: str, monkeypatch: pyt
     try:
         looks, shown = asyncio.run(go())
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, old)
-        signal.signal(signal.SIGUSR1, old_stop)
+        resource.setrlimit(resource.RLIMIT_STACK, old)
+        signal.signal(signal.SIGHUP, before)
     for name, fact in looks[0].items():
         assert fact == looks[1][name], name
     assert looks[0]["groups"]
@@ -154,7 +154,9 @@ def test_ends_with_its_pattern(container_dir: Path) -> None:
     async def go() -> None:
         async with driving(container_dir) as driver:
             sandbox = await driver.start(SPEC)
-            (pattern,) = [box for box, _ in [task.result() for task in driver.spares._patterns._tasks.values()]]
+            [(pattern, what)] = [task.result() for task in driver.spares._patterns._tasks.values()]
+            # Whatever the path of Docker's directory is, each layer takes 29 of the 4,096 bytes of a mount's options.
+            assert re.match(r"lowerdir=(l/[A-Z0-9]{26}:?)+$", what.overlay[0])
             call = asyncio.create_task(run(sandbox, "sleep 30; echo no"))
             idle = await driver.start(SPEC)
             kill = ["docker", "kill", pattern.container]
