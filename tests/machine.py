@@ -343,3 +343,8 @@ def _stat(pid: int) -> tuple[str, int, str] | None:
     except OSError:
         return None
     return fields[0], int(fields[1]), fields[19]
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started and that are not collected."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sandboxes.container.boot_scripts import FIFOS, PROGRAMS
 from sandboxes.container.daemon import DATA_DIR, ENDED_S, GONE_S, HOST, INSTANCE, SANDBOX, Daemon, RunningContainer
@@ -42,8 +42,6 @@ The value is an estimate.
 
 _INITS = ("docker-init", "tini-static")
 """Names of a static `tini` on the host; Docker's packages bring the first, Debian's the second."""
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -129,7 +127,7 @@ class Boxes:
     async def start_by_docker(self, image: str, limits: Limits) -> Box:
         """Have Docker start a container, and give it a keeper, in 0.15 s on an idle machine.
 
-        At most `MAX_STARTS` run at once, with those by patterns.
+        At most `MAX_STARTS` starts run at once, of both kinds.
 
         Raises:
             SpecError: The image cannot be used.

@@ -61,7 +61,7 @@ def runtime_of(info: Mapping[str, Any], data: Path) -> Runtime:
     if set(str(data)) & set(",:\\"):
         raise UnfitError(f"the path {data} has a comma, a colon or a backslash")
     docker = Path(info.get("DockerRootDir") or "/var/lib/docker")
-    # Otherwise files of the image would be on another device than those of the container, and programs such as
+    # Otherwise files of the image would be on another device than what the container writes, and programs such as
     # `tar --one-file-system` would leave them out.
     if not docker.is_dir() or docker.stat().st_dev != data.stat().st_dev:
         raise UnfitError(f"{data} is on another file system than Docker's files in {docker}")
@@ -105,12 +105,15 @@ class Pattern:
         folder.mkdir(mode=0o700)
         for part in _OVERLAY:
             (folder / part).mkdir(mode=0o755)
-        config = json.loads(json.dumps(self.specification))
-        config["root"]["path"] = str(folder / "root")
-        for mount in config["mounts"]:
-            if mount["destination"] == BOX:
-                mount["source"] = str(box)
-        config["linux"]["cgroupsPath"] = _group(self.specification["linux"]["cgroupsPath"], name)
+        spec, linux = self.specification, self.specification["linux"]
+        config = {
+            **spec,
+            "root": {**spec["root"], "path": str(folder / "root")},
+            "mounts": [
+                {**mount, "source": str(box)} if mount["destination"] == BOX else mount for mount in spec["mounts"]
+            ],
+            "linux": {**linux, "cgroupsPath": _group(linux["cgroupsPath"], name)},
+        }
         (folder / "config.json").write_text(json.dumps(config))
         # `volatile`: without it, the end of each container would sync the file system of all of them (overlayfs.rst).
         options = [*self.overlay, f"upperdir={folder}/upper", f"workdir={folder}/work", "volatile"]

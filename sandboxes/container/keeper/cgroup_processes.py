@@ -8,7 +8,6 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from sandboxes.linux import cgroups, processes
@@ -128,7 +127,7 @@ def join(pid: int) -> None:
     """Move this process into all control groups of another one, so that the limits of these groups apply to it."""
     # Version 1 has a hierarchy for each set of controllers, version 2 has a single one with an empty name (cgroups(7)).
     # Machines may mount both.
-    mounts = cgroups.mount_points()
+    mounts = {name: mount for names, mount in cgroups.hierarchies() for name in names}
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, kinds, path = line.split(":", 2)
         if path == "/" or (mount := mounts.get(kinds.split(",")[0])) is None:
@@ -181,26 +180,12 @@ def _members_file(pid: int, container: str) -> str:
     lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
     # Docker puts the container's id into the path. A pid that was given to another process meanwhile has a path without
     # it.
-    groups = {kind: path for _, kind, path in lines if container in path}
-    for mount, kinds in _hierarchies():
-        for kind in kinds:
-            if kind in groups and Path(members := f"{mount}{groups[kind]}/cgroup.procs").exists():
+    groups = {name: path for _, kinds, path in lines if container in path for name in kinds.split(",")}
+    # Each container has a group of `pids`. sorted() is stable and False sorts before True, so that hierarchy is first.
+    for names, mount in sorted(cgroups.hierarchies(), key=lambda entry: "pids" not in entry[0]):
+        for name in {"pids", "memory", ""}.intersection(names):
+            if name in groups and Path(members := f"{mount}{groups[name]}/cgroup.procs").exists():
                 return members
     raise ProcessLookupError(
         3, f"process {pid} does not belong to container {container[:12]}, or control groups are not visible here"
     )
-
-
-def _hierarchies() -> Iterable[tuple[str, list[str]]]:
-    """Return mount points of control groups with their controllers; `pids` first: each container has a group there."""
-    hierarchies = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, kind = line.partition(" - ")
-        if kind.startswith("cgroup2 "):
-            hierarchies.append((mount.split()[4], [""]))
-        elif kind.startswith("cgroup "):
-            options = kind.split()[2].split(",")
-            if "pids" in options or "memory" in options:
-                hierarchies.append((mount.split()[4], [",".join(sorted(options)), *options]))
-    # sorted() is stable and False sorts before True, so the hierarchy with `pids` comes first.
-    return sorted(hierarchies, key=lambda entry: "pids" not in entry[1])

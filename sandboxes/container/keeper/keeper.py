@@ -115,7 +115,7 @@ def run(channel: int, order: ForkKeeper) -> None:
         kernel.bring_up_loopback()
         # In a child, because `mounts.narrow` changes the namespaces of the process that calls it.
         processes.run_in_child(lambda: mounts.narrow(members.pid), "the container's mounts could not be narrowed")
-        # This process stays outside of the container's mount namespace, where nobody sees the view.
+        # In a mount namespace that no process of the container is in.
         lower = mounts.view(order.lowers, order.view)
         roots = delta.DeltaRoots(os.open(order.upper, FOLDER), lower, lower)
         Keeper(link, members, ContainerAnchor(Path(order.box), members), roots, order, pattern).serve()

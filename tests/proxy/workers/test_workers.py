@@ -20,7 +20,7 @@ from proxy.shares import Share
 from proxy.storage.data_dir import workers_of
 from proxy.transfer.backup import restore
 from proxy.workers.division import claim
-from tests.machine import Proxy, Served, alive, data_directory, require_sandboxes, served, wait_until
+from tests.machine import Proxy, Served, alive, children, data_directory, require_sandboxes, served, wait_until
 
 TASKS = [f"task-{number}" for number in range(4)]
 """Two of each worker, by `Share`."""
@@ -41,8 +41,7 @@ def call(client: httpx.Client, task: str, rollout: str, command: str) -> httpx.R
 def workers(proxy: Served) -> list[int]:
     """Return the pids of the workers, the one that was started last behind the others."""
     assert proxy.process is not None
-    pid = proxy.process.pid
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children(proxy.process.pid)
 
 
 def test_names_are_of_both_workers() -> None:

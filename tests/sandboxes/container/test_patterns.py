@@ -25,7 +25,7 @@ from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.linux.cgroups import groups_at, mount_points
 from sandboxes.spec import EnvironmentSpec, Limits
-from tests.machine import wait_until
+from tests.machine import children, wait_until
 from tests.sandboxes.box import opened, run
 from tests.sandboxes.docker import BASH_IMAGE, SH_IMAGE, OnImage, containers, first_processes
 
@@ -338,10 +338,6 @@ def test_a_killed_proxy_leaves_no_control_group(container_dir: Path, keeper: sig
     if keeper is None:
         wait_until(lambda: not groups(name), "a control group is left")
     asyncio.run(go())
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def make_deep_image(name: str, folder: Path, *, layers: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.errors import NotFreezableError
 from sandboxes.spec import EnvironmentSpec
-from tests.machine import require_criu, wait_until
+from tests.machine import children, require_criu, wait_until
 from tests.sandboxes.box import opened, run
 from tests.sandboxes.docker import OnImage, first_processes
 
@@ -33,8 +33,8 @@ def test_restore_waits_for_pids_to_be_reaped(container_dir: Path) -> None:
             # The restore takes one of the spares; which one is not known.
             pids = [pid for name, pid in first_processes(container_dir).items() if name != sandbox.container]
             assert len(pids) > 1, "a spare and the pattern"
-            await asyncio.to_thread(wait_until, lambda: all(map(_children, pids)), "a spare has no anchor")
-            anchors = [_children(pid)[0] for pid in pids]
+            await asyncio.to_thread(wait_until, lambda: all(map(children, pids)), "a spare has no anchor")
+            anchors = [children(pid)[0] for pid in pids]
             # A stopped pid 1 reaps nobody.
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
@@ -66,10 +66,6 @@ def test_a_pipe_of_a_killed_shell_is_not_dumped(container_dir: Path) -> None:
                 await restored.freeze()
 
     asyncio.run(go())
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _is_zombie(pid: int) -> bool:

@@ -22,7 +22,7 @@ from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.spec import Archive, EnvironmentSpec, Limits
-from tests.machine import wait_until
+from tests.machine import children, wait_until
 from tests.sandboxes.box import file, opened, run
 from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage, containers, derive, first_processes
 
@@ -403,10 +403,6 @@ def killed(container_dir: Path) -> Callable[..., None]:
                     os.kill(pid, signal.SIGCONT)
 
     return kill
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_orphaned_keeper_kills_its_container(container_dir: Path, killed: Callable[..., None]) -> None:
