@@ -27,6 +27,7 @@ from sandboxes.ipc.fork_server import ForkServer
 from sandboxes.ipc.launch_messages import ContainerStart, ForkKeeper
 from sandboxes.ipc.state_messages import KeeperReady
 from sandboxes.linux.cgroups import groups_at, remove_emptied
+from sandboxes.linux.file_flags import spread_below
 from sandboxes.linux.files import remove_tree
 from sandboxes.spec import Limits
 from sandboxes.task_owner import start
@@ -115,6 +116,8 @@ class Boxes:
                 remove_emptied(groups_at(group))
         remove_tree(self.folder)
         self.folder.mkdir(parents=True)
+        # Some thirty files are made for a container, and removed with it.
+        spread_below(str(self.folder))
         # Any user of a container must be able to pass through to its own box.
         self.folder.chmod(0o711)
 

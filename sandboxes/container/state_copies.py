@@ -19,6 +19,7 @@ from pathlib import Path
 
 from sandboxes.guest.files.delta import ENTRY_BYTES
 from sandboxes.linux import trees
+from sandboxes.linux.file_flags import spread_below
 from sandboxes.linux.files import remove_tree
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class StateCopies:
     def open(self) -> None:
         """Make the directory, and remove states that a killed process wrote or deleted halfway."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        spread_below(str(self.folder))
         # The copies keep the modes and owners of the container's files, so only this directory keeps other users out.
         self.folder.chmod(0o700)
         for path in self.folder.iterdir():

@@ -302,8 +302,11 @@ class LocalPlatform:
         """Report the state of the files, which were just looked at, and go on over other layers."""
         # The sessions are dumps already, so a fresh shell on the new layers continues each of them.
         if (shell := self._ordinary.end()) is None:
-            self._shells.end()
+            self._shells.halt()
         self._send_layer_state(state)
+        if shell is None:
+            # The kernel takes half a millisecond to end a shell, in which the proxy and the launcher work.
+            self._shells.end()
         self._await_switch(shell)
 
     def _send_layer_state(

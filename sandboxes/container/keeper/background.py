@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
-from sandboxes.container.keeper.shell import RIGHTS
+from sandboxes.container.keeper.file_kit import RIGHTS
 from sandboxes.guest.background import BackgroundProcess, pending_outputs
 from sandboxes.guest.process_io import death_of
 from sandboxes.linux.descriptors import close_all

@@ -18,7 +18,7 @@ from sandboxes.container.boot_scripts import BOX, SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.container.keeper.anchor import ANSWER_S, ContainerAnchor
 from sandboxes.container.keeper.background import remove
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
-from sandboxes.container.keeper.shell import RIGHTS
+from sandboxes.container.keeper.file_kit import RIGHTS
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.exec_script import terminal_text, text
 from sandboxes.guest.process_io import Running, death_of, due_of, open_terminal

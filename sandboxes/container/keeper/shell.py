@@ -14,9 +14,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container.boot_scripts import SHELL_FIFOS, SHELL_TEXTS
+from sandboxes.container.boot_scripts import SHELL_TEXTS
 from sandboxes.container.keeper import cgroup_processes
 from sandboxes.container.keeper import posix_session as posix
+from sandboxes.container.keeper.file_kit import ENDS, FileKit
 from sandboxes.guest.bash import restore as bash_restore
 from sandboxes.guest.bash import session as sessions
 from sandboxes.guest.process_io import death_of
@@ -24,14 +25,7 @@ from sandboxes.guest.shell import Shell, is_in_proc_of
 from sandboxes.linux import processes
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.confine import become_user
-from sandboxes.linux.descriptors import close_all, write_out
 from sandboxes.shell_text import Jobs, ShellSession, quote
-
-RIGHTS = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-"""How the keeper opens a FIFO: at both ends, so that neither its open nor the shell's waits for the other."""
-
-_MAKES = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-"""How it makes a text."""
 
 _LIMITS = {
     "Max cpu time": resource.RLIMIT_CPU,
@@ -60,48 +54,44 @@ class ContainerShell(Shell):
     """A shell in a container, whose pipes are FIFOs and whose texts are files in a directory of the box.
 
     Attributes:
-        folder: Its directory, by whose name the anchor knows it.
+        kit: What it has open; None once the next shell has it.
         bash: Whether it is bash; otherwise it is the image's /bin/sh.
         inner: Its process, as the container numbers it; `pid` is its number on this machine.
         limits: The resource limits that it was born with.
-        keeps_folder: Whether `close` leaves its directory, empty, for the next shell.
     """
 
-    def __init__(
-        self, name: str, session: ShellSession | None, folder: Path, texts: Mapping[str, bytes], *, bash: bool
-    ) -> None:
-        """Make the directory with all that the shell will open; the anchor has not started it yet.
+    def __init__(self, name: str, session: ShellSession | None, kit: FileKit, *, bash: bool) -> None:
+        """Take over what the shell will open; the anchor has not started it yet.
 
         Args:
             name: The name of its session.
             session: The session that it is started from; None for a new one.
-            folder: The directory to make.
-            texts: The content of its files.
+            kit: What it will open. `close` removes it.
             bash: Whether it is bash.
         """
-        self._fds = make_files(folder, texts)
-        files = {1: "out", 2: "err", sessions.COMMAND_FD: "command", sessions.GO_FD: "go", sessions.DUMP_FD: "dump"}
         # Until it is known as a process it counts as one that has ended: an event that is always readable.
         death = os.eventfd(1, os.EFD_CLOEXEC)
-        super().__init__(name, session, 0, death, {number: self._fds[file] for number, file in files.items()})
-        self.folder, self.bash, self.inner = folder, bash, 0
+        super().__init__(name, session, 0, death, {number: kit.fds[file] for number, file in ENDS.items()})
+        self.kit: FileKit | None = kit
+        self.bash, self.inner = bash, 0
         self.limits: dict[str, tuple[int, int]] = {}
-        self.keeps_folder = False
 
     @classmethod
     def prepare_again(cls, remembered: Mapping[str, Any], box: Path, *, bash: bool) -> "ContainerShell":
         """Prepare a shell that will be restored: what it had open has to be there again under the same names."""
         texts = {name: text.encode("latin-1") for name, text in remembered["texts"].items()}
-        return cls(remembered["name"], remembered["session"], box / remembered["folder"], texts, bash=bash)
+        return cls(remembered["name"], remembered["session"], FileKit(box / remembered["folder"], texts), bash=bash)
 
     def remember(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep of an idle shell, with its files; a disk format."""
         # CRIU restores a descriptor of a file by its path, size and offset, so the files must come back with the same
         # bytes.
-        texts = {name: (self.folder / name).read_text("latin-1") for name in SHELL_TEXTS}
+        assert self.kit is not None
+        folder = self.kit.folder
+        texts = {name: (folder / name).read_text("latin-1") for name in SHELL_TEXTS}
         facts = {name: getattr(self, name) for name in ("name", "session", "inner", "baseline", "jobs", "runs")}
         facts |= {"knowledge": self.knowledge.hex(), "born": self.born}
-        return {**facts, "limits": self.limits, "folder": self.folder.name, "texts": texts}
+        return {**facts, "limits": self.limits, "folder": folder.name, "texts": texts}
 
     def came_back(self, stored: Mapping[str, Any], pid: int) -> None:
         """Set the process as which CRIU restored the shell."""
@@ -165,7 +155,8 @@ class ContainerShell(Shell):
         # The shell has ended meanwhile.
         if opened is None:
             return False
-        ours = {name: _inode(os.fstat(fd)) for name, fd in self._fds.items()}
+        assert self.kit is not None
+        ours = {name: _inode(os.fstat(fd)) for name, fd in self.kit.fds.items()}
         null = _inode(Path("/dev/null").stat())
         if self.bash:
             texts = {sessions.RESTORE_FD: "restore", sessions.LOOP_FD: "loop", sessions.COMMAND_FD: "command"}
@@ -179,42 +170,19 @@ class ContainerShell(Shell):
         known = {*ours.values(), null, opened.get(0)}
         return low in ({0: ours["go"], **at_rest}, {0: low.get(0), **at_rest}) and set(opened.values()) <= known
 
+    def give_kit(self) -> FileKit:
+        """Give away what it has open, to the next shell. It must be about to end, and nothing else may have it open."""
+        assert self.kit is not None
+        kit, self.kit = self.kit, None
+        return kit
+
     def close(self) -> None:
-        """Close the keeper's ends, and remove the files and the directory. The caller kills the process."""
+        """Close the keeper's ends, and remove the kit unless it was given away. The caller kills the process."""
         super().close()
+        os.close(self.death)
         # Closing wakes a shell that still waits: its read of `go` then returns end of file, and it exits.
-        close_all((*self._fds.values(), self.death))
-        self._fds.clear()
-        for name in (*SHELL_FIFOS, *SHELL_TEXTS):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self.folder}/{name}")  # noqa: PTH108 - putting a `Path` together takes 5 us
-        if not self.keeps_folder:
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
-
-
-def make_files(folder: Path, texts: Mapping[str, bytes]) -> dict[str, int]:
-    """Make the directory from which the anchor starts a shell; return the keeper's ends of its files, by name. 0.2 ms.
-
-    An empty directory of an earlier shell may be there.
-    """
-    folder.mkdir(mode=0o755, exist_ok=True)
-    fds = {}
-    # The modes below are meant as they are.
-    mask = os.umask(0)
-    try:
-        for name in SHELL_FIFOS:
-            # A command that becomes another user may open /dev/stdout, which is this FIFO, again.
-            os.mkfifo(f"{folder}/{name}", 0o666)
-            # The shell opens all of them, and its opens must not block.
-            fds[name] = os.open(f"{folder}/{name}", RIGHTS)
-        for name, text in texts.items():
-            fds[name] = os.open(f"{folder}/{name}", _MAKES, 0o644)
-            # The shell opens the file itself, so where this descriptor stands does not matter.
-            write_out(fds[name], text)
-    finally:
-        os.umask(mask)
-    return fds
+        if self.kit is not None:
+            self.kit.close()
 
 
 def restore_script(

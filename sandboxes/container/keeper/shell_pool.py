@@ -2,12 +2,14 @@
 
 import contextlib
 import signal
+from pathlib import Path
 from typing import Any
 
 from sandboxes.container.boot_scripts import SHELL_TEXTS
 from sandboxes.container.keeper import posix_session as posix
 from sandboxes.container.keeper.anchor import ContainerAnchor
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
+from sandboxes.container.keeper.file_kit import NO_COMMAND, FileKit
 from sandboxes.container.keeper.shell import ContainerShell, read_limits, restore_script
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash import session as sessions
@@ -30,8 +32,8 @@ class ContainerShells(Shells):
         """
         super().__init__({}, "/", {}, None)
         self._anchor, self._members, self._inherited = anchor, members, inherited
-        # Shells that were replaced, whose empty directories the next ones get.
-        self._replaced: list[ContainerShell] = []
+        # The kits of shells that were replaced, for the next ones.
+        self._kits: list[FileKit] = []
 
     def begin(self, order: BeginSandbox, environment: dict[str, str]) -> None:
         """Take on a sandbox's sessions.
@@ -105,25 +107,21 @@ class ContainerShells(Shells):
             signal.pidfd_send_signal(shell.death, signal.SIGKILL)
         # No response is awaited: the anchor waits for this shell before it starts the next one, and reports that.
         self._anchor.collect(shell.inner)
-        shell.keeps_folder = True
+        self._kits.append(shell.give_kit())
         self.forget(shell)
-        self._replaced.append(shell)
 
     def _start(self, name: str, session: ShellSession | None) -> Shell:
         self._anchor.look_after()
         folder = self._anchor.new_folder()
-        if self._replaced:
-            # 0.03 ms; removing a directory and making another takes 2 ms where the file system discards blocks.
-            self._replaced.pop().folder.rename(folder)
         # The shell's whole past is in this script: a session is its dump (docs/decisions/0004-sessions-are-dumps.md).
         script = restore_script(
             session, self.workdir, self.environment, self._inherited,
             bash=self.bash, ready=posix.ready(folder.name), pristine=self.pristine,
         )  # fmt: skip
         loop = sessions.LOOP if self.bash else posix.loop(folder.name)
-        texts = dict(zip(SHELL_TEXTS, (script, loop.encode(), b""), strict=True))
+        texts = dict(zip(SHELL_TEXTS, (script, loop.encode(), NO_COMMAND), strict=True))
         # FIFOs and texts exist before the anchor gets its order, because the shell opens them at once.
-        shell = ContainerShell(name, session, folder, texts, bash=self.bash)
+        shell = ContainerShell(name, session, self._kit(folder, texts), bash=self.bash)
         try:
             pid, inner = self._anchor.start(folder.name)
         except ShellStartError as error:
@@ -132,3 +130,13 @@ class ContainerShells(Shells):
             raise ShellStartError(str(error), broken=not self._anchor.has_shell()) from error
         shell.started(pid, inner, read_limits(self._anchor.pid))
         return shell
+
+    def _kit(self, folder: Path, texts: dict[str, bytes]) -> FileKit:
+        """Return a kit with these texts: of a shell that was replaced if there is one, and else a new one."""
+        while self._kits:
+            kit = self._kits.pop()
+            if kit.is_as_made():
+                kit.serve_next(folder, texts)
+                return kit
+            kit.close()
+        return FileKit(folder, texts)

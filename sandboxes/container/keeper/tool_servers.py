@@ -9,7 +9,7 @@ from typing import Any
 from sandboxes.container.boot_scripts import BOX, SHELL_TEXTS
 from sandboxes.container.keeper.anchor import ContainerAnchor
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
-from sandboxes.container.keeper.shell import make_files
+from sandboxes.container.keeper.file_kit import make_files
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.tool_servers import POLL_S, Log, ServerProcess, Servers, ToolServerError, is_open
 from sandboxes.ipc.server_messages import ServerOrder

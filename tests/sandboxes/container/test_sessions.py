@@ -51,22 +51,49 @@ def test_a_shell_without_descriptors_is_no_result(container_dir: Path, image: st
     asyncio.run(go())
 
 
-def files_of_shells(data_dir: Path) -> list[set[str]]:
-    """Return the names of the files in each directory of a shell."""
+def files_of_shells(data_dir: Path) -> list[dict[str, int]]:
+    """Return the inodes of the files in each directory of a shell, by name."""
     folders = [path for path in data_dir.glob("**/boxes/*/box/*") if path.name.isdigit()]
-    return [{file.name for file in folder.iterdir()} for folder in folders]
+    return [{file.name: file.stat().st_ino for file in folder.iterdir()} for folder in folders]
 
 
-def test_replaced_shells_share_one_directory(container_dir: Path) -> None:
-    """Each call leaves the session a new shell, whose files take the place of the last one's."""
+@pytest.mark.parametrize("image", [BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE])
+def test_the_next_shell_gets_the_files_of_the_last_one(container_dir: Path, image: str) -> None:
+    """Each call leaves the session a new shell. Files for each of them would be removed and made with each call."""
+
+    async def go() -> None:
+        async with opened(driver := OnImage(container_dir, image, spares=0)):
+            sandbox = await driver.start(EnvironmentSpec())
+            seen = []
+            for number in range(3):
+                answer = await run(sandbox, f"A=${{A}}{number}; echo $A; printf '%s|' /dev/.box/[0-9]*")
+                assert answer.out.startswith("012"[: number + 1] + "\n")
+                # The keeper answers once it has replaced the last call's shell.
+                await sandbox.inspect()
+                seen.append((answer.out, files_of_shells(container_dir)))
+            assert {*seen[0][1][0]} == {*SHELL_FIFOS, *SHELL_TEXTS}
+            assert seen[0][1] == seen[1][1] == seen[2][1], "other files"
+            assert len({said for said, _ in seen}) == 3, "a shell's number must not be used again"
+
+    asyncio.run(go())
+
+
+CAPACITY = "python3 -c 'import fcntl; print(fcntl.fcntl(1, fcntl.F_GETPIPE_SZ))'"
+
+
+def test_a_changed_fifo_reaches_no_other_shell(container_dir: Path) -> None:
+    """A restored sandbox has a new one."""
 
     async def go() -> None:
         async with opened(driver := OnImage(container_dir, spares=0)):
             sandbox = await driver.start(EnvironmentSpec())
-            for number in range(3):
-                await run(sandbox, f"echo {number}")
-            # The keeper answers once it has replaced the last call's shell.
-            await sandbox.inspect()
-            assert files_of_shells(container_dir) == [{*SHELL_FIFOS, *SHELL_TEXTS}]
+            usual = await run(sandbox, CAPACITY)
+            assert usual.code == 0, usual.err
+            other = int(usual.out) // 4
+            changed = await run(
+                sandbox, f"python3 -c 'import fcntl; fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, {other})'; {CAPACITY}"
+            )
+            assert changed.out == f"{other}\n"
+            assert (await run(sandbox, CAPACITY)).out == usual.out
 
     asyncio.run(go())

@@ -1,9 +1,12 @@
 """The shells of a local sandbox, and the anchor that starts them."""
 
 import os
+import select
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +20,7 @@ from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.shell_pool import known
 from sandboxes.linux import processes
 from sandboxes.linux.spawn import anchor_program
+from sandboxes.local.platform import LocalPlatform
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import in_sandbox, run
 from tests.sandboxes.guest import forking_anchor
@@ -115,6 +119,40 @@ def test_a_template_ends_with_its_anchor(shell_folder: Path, monkeypatch: pytest
     shells.end()
     if shells.anchor is not None:
         shells.anchor.close()
+
+
+def test_halted_shells_run_nothing_more(shell_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is reported before they are waited for, and a shell that runs on could change it."""
+    monkeypatch.setattr(processes, "list_processes", lambda _=(): set[processes.Process]())
+    shells = LocalShells({"PATH": "/usr/bin:/bin"}, "/", {}, None)
+    shells.anchor = forking_anchor.start(shell_folder)
+    shell = shells.for_command("main")
+    assert isinstance(shell, LocalShell)
+    assert shell.forked
+    shells.halt()
+    assert select.select([shell.death], [], [], 10.0)[0]
+    assert len(shells.anchor_pids) == 2, "the template stays"
+    shells.end()
+    again = shells.ready("main")
+    assert again is shell
+    assert shell.waits_as_template
+    shells.halt()
+    assert not select.select([shell.death], [], [], 0.05)[0]
+    shells.end()
+    shells.drop_templates()
+    shells.anchor.close()
+
+
+def test_a_state_is_reported_when_no_shell_runs_any_more() -> None:
+    order: list[str] = []
+    platform = SimpleNamespace(
+        _ordinary=SimpleNamespace(end=lambda: None),
+        _shells=SimpleNamespace(halt=lambda: order.append("halt"), end=lambda: order.append("end")),
+        _send_layer_state=lambda _: order.append("state"),
+        _await_switch=lambda _: order.append("switch"),
+    )
+    LocalPlatform._move(cast("Any", platform), cast("Any", None))
+    assert order == ["halt", "state", "end", "switch"]
 
 
 def test_a_kit_that_is_closed_is_not_lent() -> None:
