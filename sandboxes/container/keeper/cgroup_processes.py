@@ -64,8 +64,9 @@ class ContainerProcesses:
 
     def find(self, inner: int) -> int | None:
         """Return the pid of the process with an inner pid; None if there is none."""
-        # A container has few processes, so the search is linear. A table would be stale after each fork.
-        for pid in self.pids():
+        # A container has few processes, so the search is linear. A table would be stale after each fork. The newest one
+        # is looked for most often, and the kernel lists it last.
+        for pid in reversed(self.pids()):
             if inner_of(pid) == inner:
                 return pid
         return None
