@@ -1,5 +1,6 @@
 """Docker for tests: images made without a registry, and drivers that use them for specs that name none."""
 
+import asyncio
 import contextlib
 import functools
 import io
@@ -8,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from sandboxes.driver import FrozenState
 from sandboxes.errors import SandboxError
 from sandboxes.spec import EnvironmentSpec
 from snapshots.criu.checkpoints import CriuCheckpointer
+from tests.sandboxes.box import opened
 
 BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE, AGENT_IMAGE = (
     f"forkpoint-test-{kind}:9" for kind in ("bash", "sh", "busybox", "agent")
@@ -277,3 +280,13 @@ def remove_images(data_dir: Path) -> None:
                 daemon.forget_image(image)
     finally:
         daemon.close()
+
+
+def driven(driver: ContainerDriver, test: Callable[[ContainerDriver], Awaitable[None]]) -> None:
+    """Run a test with an opened driver."""
+
+    async def go() -> None:
+        async with opened(driver):
+            await test(driver)
+
+    asyncio.run(go())

@@ -3,7 +3,6 @@
 FORKPOINT_THOROUGH=20 runs twenty times as many random programs.
 """
 
-import asyncio
 import hashlib
 import io
 import json
@@ -12,7 +11,6 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,11 +20,11 @@ from sandboxes.container.driver import ContainerDriver
 from sandboxes.container.portable_copies import FORM
 from sandboxes.driver import FrozenState
 from sandboxes.errors import NotFreezableError, StateGoneError
-from sandboxes.portability import NotPortableError, PortableDriver
+from sandboxes.portability import NotPortableError
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import opened, run
+from tests.sandboxes.box import run
 from tests.sandboxes.container.test_states import LISTING
-from tests.sandboxes.docker import BASH_IMAGE, SH_IMAGE
+from tests.sandboxes.docker import BASH_IMAGE, SH_IMAGE, driven
 from tests.sandboxes.local.test_tree_programs import NAMES
 
 SPEC = EnvironmentSpec(driver="container", image=BASH_IMAGE)
@@ -73,16 +71,6 @@ def taken(driver: ContainerDriver, frozen: FrozenState, parts: dict[str, bytes])
         return unpacking.state(frozen)
 
 
-def driven(data_dir: Path, act: Callable[[ContainerDriver], Any]) -> None:
-    async def go() -> None:
-        driver = ContainerDriver(data_dir, spares=0)
-        assert isinstance(driver, PortableDriver)
-        async with opened(driver):
-            await act(driver)
-
-    asyncio.run(go())
-
-
 @settings(
     deadline=None, max_examples=EXAMPLES, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -108,7 +96,7 @@ def test_imported_states_answer_as_the_frozen_ones(container_dir: Path, program:
         again = await copy.freeze()
         taken(driver, again, packed(driver, again))
 
-    driven(container_dir, act)
+    driven(ContainerDriver(container_dir, spares=0), act)
 
 
 def test_hostile_parts_are_refused(container_dir: Path) -> None:
@@ -163,7 +151,7 @@ def test_hostile_parts_are_refused(container_dir: Path) -> None:
         with pytest.raises(StateGoneError):
             await driver.restore(SPEC, came)
 
-    driven(container_dir, act)
+    driven(ContainerDriver(container_dir, spares=0), act)
 
 
 def changed(data: bytes, change: Callable[[tarfile.TarInfo], None], head: bytes | None = None) -> bytes:
@@ -189,4 +177,4 @@ def test_states_with_a_socket_stay_at_home(container_dir: Path) -> None:
         with pytest.raises(NotFreezableError, match="/root/s is a socket"):
             packed(driver, await sandbox.freeze())
 
-    driven(container_dir, act)
+    driven(ContainerDriver(container_dir, spares=0), act)

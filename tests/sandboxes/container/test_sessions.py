@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 
 from sandboxes.container.boot_scripts import SHELL_FIFOS, SHELL_TEXTS
-from sandboxes.driver import Driver
+from sandboxes.container.driver import ContainerDriver
+from sandboxes.driver import Driver, Sandbox
+from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
 from tests.sandboxes.box import opened, run
-from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage
+from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage, driven
 from tests.sandboxes.session_contract import SessionContract
+
+SPEC = EnvironmentSpec()
 
 
 class TestContainerSessions(SessionContract):
@@ -95,5 +99,94 @@ def test_a_changed_fifo_reaches_no_other_shell(container_dir: Path) -> None:
             )
             assert changed.out == f"{other}\n"
             assert (await run(sandbox, CAPACITY)).out == usual.out
+
+    asyncio.run(go())
+
+
+def test_what_the_live_bash_holds_comes_back(container_dir: Path) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        for command in (
+            "f() { echo \"f $1\"; }; a=(1 '2 3'); declare -A m=([k]='v w'); alias hi='echo hi'; set -u; umask 027",
+            "trap 'echo bye' USR1; shopt -s extglob; readonly R=r; export E='multi\nline'; pushd /tmp >/dev/null",
+            "set -- p q",
+            "ulimit -Sn 300",
+        ):
+            assert (await run(sandbox, command)).effect is Effect.SESSION
+        restored = await driver.restore(SPEC, await sandbox.freeze())
+        commands = "f x; echo ${a[1]} ${m[k]} $R $E $-; hi; trap; dirs; echo $@ ; umask; ulimit -n; shopt extglob; cd -"
+        live, back = await run(sandbox, commands), await run(restored, commands)
+        assert back.outcome == live.outcome
+        assert "f x\n2 3 v w r multi line" in back.out
+        assert "\n300\n" in back.out
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+@pytest.mark.parametrize(
+    ("image", "said"), [(BASH_IMAGE, "line 1: "), (SH_IMAGE, ": 1: "), (BUSYBOX_IMAGE, "line 1: ")]
+)
+def test_invalid_command_keeps_options_and_traps(container_dir: Path, image: str, said: str) -> None:
+    """A command with a syntax error leaves options and traps as they were."""
+
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "set -u; trap 'echo one' USR1; trap 'echo two' USR2")
+        assert (await run(sandbox, "if true")).effect is Effect.NONE
+        assert (await run(sandbox, "kill -USR1 $$; kill -USR2 $$; true")).out == "one\ntwo\n"
+        result = await run(sandbox, "echo ${never}; echo on")
+        assert (result.out, result.effect) == ("", Effect.NONE)
+        assert said in result.err
+
+    driven(OnImage(container_dir, image, spares=0), test)
+
+
+@pytest.mark.parametrize("image", [SH_IMAGE, BUSYBOX_IMAGE])
+def test_posix_session_is_restored_without_functions(container_dir: Path, image: str) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        assert (await run(sandbox, "x='a  b'; export y=\"it's\"; alias hi='echo hi'")).effect is Effect.SESSION
+        assert (
+            await run(sandbox, "umask 027; cd /tmp; set -u; set -- p 'q r'; trap 'echo bye' USR1")
+        ).effect is Effect.SESSION
+        # A function cannot be printed: it is gone after the call, live or restored, so it is no effect either.
+        assert (await run(sandbox, "f() { echo f; }; f")).outcome == ("f\n", "", 0, Effect.NONE)
+        restored = await driver.restore(SPEC, await sandbox.freeze())
+        commands = (
+            'echo "$x" $y $-; hi; trap; umask; pwd; for i in "$@"; do echo "$i"; done; env | grep ^y; command -v f'
+        )
+        live, back = await run(sandbox, commands), await run(restored, commands)
+        assert back.outcome == live.outcome
+        assert back.out.startswith("a  b it's ")
+        assert "\nhi\n" in back.out
+        assert back.out.endswith("0027\n/tmp\np\nq r\ny=it's\n") or back.out.endswith("027\n/tmp\np\nq r\ny=it's\n")
+        assert (await run(sandbox, "if")).code == 2
+        assert (await run(sandbox, "echo $$ >/dev/null; echo ${unset}; echo on")).code != 0
+        assert (await run(sandbox, "exec 3</etc/passwd")).effect is not Effect.NONE
+
+    driven(OnImage(container_dir, image, spares=0), test)
+
+
+@pytest.mark.parametrize("image", [BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE])
+def test_a_session_stays_in_its_directory(container_dir: Path, image: str) -> None:
+    """The directory is moved, removed or behind a changed link: a shell of any kind stays in it, as plain shells do."""
+
+    async def test(sandbox: Sandbox) -> None:
+        for before, after, out in (
+            ("mkdir /tmp/a; cd /tmp/a; echo > in", "mv ../a ../b", "in\n/tmp/a\n"),
+            ("mkdir /tmp/c; cd /tmp/c", "rmdir /tmp/c; mkdir /tmp/c; echo > /tmp/c/other", "/tmp/c\n"),
+            ("mkdir -p /tmp/d/in /tmp/e; ln -s d /tmp/l; cd /tmp/l", "ln -sfn e /tmp/l", "in\n/tmp/l\n"),
+        ):
+            await run(sandbox, before)
+            assert (await run(sandbox, after)).state is None
+            assert (await run(sandbox, "ls; pwd")).outcome == (out, "", 0, Effect.NONE)
+            assert (await run(sandbox, "cd /tmp")).state is not None
+        await run(sandbox, "mkdir /tmp/g; cd /tmp/g; rmdir /tmp/g")
+        await run(sandbox, "exit 3")
+        assert (await run(sandbox, "rm -rf * ./* 2>/dev/null; ls -d /etc")).out == "/etc\n"
+
+    async def go() -> None:
+        async with opened(OnImage(container_dir, image)) as driver:
+            await test(await driver.start(EnvironmentSpec()))
 
     asyncio.run(go())
