@@ -18,6 +18,9 @@ from proxy.workers.worker import Worker
 
 log = structlog.get_logger()
 
+GRACE_S = 30
+"""How long open requests may take when the proxy is told to stop. Then they are answered with an error."""
+
 
 def server(application: DataPlane, worker: Worker | None = None) -> uvicorn.Server:
     """Return the web server of an application; the caller runs it on a listening socket.
@@ -44,7 +47,7 @@ def server(application: DataPlane, worker: Worker | None = None) -> uvicorn.Serv
             # Longer than a model thinks between two calls. With the library's 5 s, the server would close idle
             # connections just as their agents send the next call.
             timeout_keep_alive=120,
-            timeout_graceful_shutdown=30,
+            timeout_graceful_shutdown=GRACE_S,
         ),
         worker,
     )

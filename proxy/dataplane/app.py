@@ -7,6 +7,7 @@ No web framework is used here: routing, validation models and response classes c
 a framework's route serves half the requests of a bare application).
 """
 
+import asyncio
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from proxy.http.exchange import EXPECTED, Exchange
 from proxy.http.problems import count_problem, failed_call, problem_of
 from proxy.http.sent_labels import take_from_query
 from proxy.http.uploads import ClientDisconnectedError
-from proxy.refusals import RefusalError
+from proxy.refusals import Problem, RefusalError
 from proxy.tree.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 
 _CONTENT_TYPE, _FORM = b"content-type", b"application/x-www-form-urlencoded"
 _AGENTS_PATHS = ("/t/", "/e/", "/ng-rollout/")
+
+_STOPPED = Problem(
+    500, "stopped", "Proxy stopped",
+    "The proxy was stopped before the call had an answer. The call may have run: look at the rollout's steps, and then "
+    "continue the rollout or begin another.",
+)  # fmt: skip
+"""No failure of the infrastructure, after which clients send a call again: the call may take its step all the same."""
 
 
 class DataPlane:
@@ -78,6 +86,11 @@ class DataPlane:
             except ClientDisconnectedError:
                 # No response can be sent any more, and it is no error: clients may close at any time.
                 pass
+            except asyncio.CancelledError:
+                if not self.engine.lifecycle.closing.is_set():
+                    raise
+                # The server has given up waiting for this request (`server.GRACE_S`).
+                await exchange.problem(_STOPPED)
             except Exception as error:  # noqa: BLE001 - every error of a request becomes its response
                 await self._report(scope, error, exchange)
 

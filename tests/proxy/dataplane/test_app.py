@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from sandboxes.calls import ToolCall
+from tests.machine import PLAIN
 from tests.proxy.serving import Running, serving
 
 
@@ -262,3 +264,39 @@ def test_a_tenant_at_its_quota_slows_no_other(tmp_path: Path) -> None:
 def test_names_of_real_tasks_are_accepted(proxy: Running) -> None:
     for name in ("django__django-12345", "gpt-4o.v1", "a@b", "x=1,y=2", "task:7", "0"):
         assert proxy.exec("r", "pwd", task=name).status_code == 200
+
+
+@pytest.mark.parametrize("endpoint", ["shell/exec", "mcp"])
+def test_a_call_that_has_no_answer_when_the_proxy_stops_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    """Its step may still be taken, so it is no error after which clients send a call again."""
+    monkeypatch.setattr("proxy.server.GRACE_S", 0.2)
+    begun, ends = threading.Event(), threading.Event()
+
+    async def gate(_call: ToolCall) -> None:
+        begun.set()
+        await asyncio.to_thread(ends.wait, 10.0)
+
+    body: dict[str, Any] = {"command": "true"}
+    if endpoint == "mcp":
+        params = {"name": "exec", "arguments": body}
+        body = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": params}
+    with ThreadPoolExecutor(1) as threads, httpx.Client(timeout=30, verify=PLAIN) as client:
+        with serving(tmp_path, gate=gate) as proxy:
+            url = f"http://{proxy.address[0]}:{proxy.address[1]}/t/task/r/a/{endpoint}"
+            call = threads.submit(client.post, url, json=body, headers={"accept": "application/json"})
+            assert begun.wait(10.0)
+            # The engine waits for the call itself once its client has got an answer.
+            call.add_done_callback(lambda _: ends.set())
+        answer = call.result().json()
+    if endpoint == "mcp":
+        assert "stopped before the call had an answer" in str(answer["error"]), answer
+        assert answer["id"] == 7
+    else:
+        assert answer["type"] == "urn:forkpoint:stopped"
+        assert call.result().status_code == 500
+        assert "retry-after" not in call.result().headers
+    with serving(tmp_path) as proxy:
+        again = proxy.client.get("/api/v1/tasks/task/rollouts/a").json()
+        assert again["steps"]["total"] == 1, "the call has ended while the proxy stopped"
