@@ -23,6 +23,8 @@ import pytest
 
 from proxy.cli.doctor import check
 from proxy.workloads.ephemeral_proxy import free_port
+from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.file_flags import flags_of, spread_below
 from sandboxes.linux.files import remove_tree
 from snapshots.criu.binary import CriuBinary, CriuMissingError
 
@@ -81,6 +83,21 @@ def _missing() -> str:
     with tempfile.TemporaryDirectory(prefix="forkpoint-test-", dir="/var/tmp") as folder:
         unmet = [requirement for requirement in check(Path(folder)) if requirement.required and not requirement.ok]
     return "; ".join(f"{requirement.name}: {requirement.detail}" for requirement in unmet)
+
+
+def assert_spread(folder: Path, beside: Path) -> None:
+    """Assert that ext4 puts the directories in a directory apart, so that each has its own deleted files alone.
+
+    Args:
+        folder: The directory.
+        beside: Another one of the same file system. What that lacks cannot be seen in either.
+    """
+    spread_below(str(beside))
+    flags = []
+    for each in (folder, beside):
+        with Opened(os.open(each, os.O_RDONLY)) as fd:
+            flags.append(flags_of(fd))
+    assert flags[0] == flags[1], folder
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sandboxes.container.boot_scripts import FIFOS
-from sandboxes.container.keeper.cgroup_processes import ContainerProcesses, inner_of, kill, start_time
+from sandboxes.container.keeper.cgroup_processes import ContainerProcesses, inner_of, kill
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash.session import number
 
@@ -61,7 +61,8 @@ class ContainerAnchor:
         # Numbers of directories rise and are not used twice by this keeper, so a late reply for an earlier shell
         # matches no later one.
         self._numbers = itertools.count(1)
-        self._started: int | None = None
+        # A descriptor that is readable once the anchor has ended; None while there is none.
+        self._death: int | None = None
         self._news = b""
         # Linux opens a FIFO for reading and writing without waiting for the other end (fifo(7)). As this process is a
         # reader of its own, a write never meets EPIPE while pid 1 starts another anchor.
@@ -81,10 +82,7 @@ class ContainerAnchor:
         pids = [self.members.find(int(pid)) for pid in (inner, parent)]
         self.bash = kind == "bash"
         self.pids = {pid for pid in pids if pid is not None}
-        self.pid = pids[0] or 0
-        # Pid and start time together name a process: the kernel may give a pid to another process, but not at the same
-        # clock tick (proc_pid_stat(5)).
-        self._started = start_time(self.pid)
+        self._watch(pids[0], int(inner))
         # Children inherit this score, so each shell sets its own back to 0 first (`posix_session.restore_script`). A
         # process may raise its own score without a right.
         for pid in (self.members.pid, *self.pids):
@@ -98,10 +96,26 @@ class ContainerAnchor:
 
     def adopt(self, stored: dict[str, Any]) -> None:
         """Use the anchor that a checkpoint restored, instead of the one that was here."""
-        self.pid = self.members.find(stored["inner"]) or 0
         self.pids = {pid for inner in stored["pids"] if (pid := self.members.find(inner)) is not None}
         self.bash = stored["bash"]
-        self._started = start_time(self.pid)
+        self._watch(self.members.find(stored["inner"]), stored["inner"])
+
+    def _watch(self, pid: int | None, inner: int) -> None:
+        """Note which process the anchor is, and watch for its end."""
+        if self._death is not None:
+            os.close(self._death)
+        self.pid, self._death = pid or 0, None
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._death = os.pidfd_open(pid)
+        # From here on the descriptor names this process, unless the pid was another one's by then.
+        if self._death is not None and inner_of(self.pid) != inner:
+            os.close(self._death)
+            self._death = None
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._death is None or bool(select.select([self._death], [], [], 0)[0])
 
     def look_after(self) -> None:
         """Have another anchor started if the agent has killed this one. Background processes then have no parent.
@@ -109,8 +123,8 @@ class ContainerAnchor:
         Raises:
             ShellStartError: No anchor responds.
         """
-        # This runs before each start and each list of processes, so its usual case is one read of /proc.
-        if start_time(self.pid) == self._started and self._started is not None:
+        # This runs before each start and each list of processes, so its usual case is one system call.
+        if not self._has_ended:
             return
         # The init goes too, with whatever it has left, so that pid 1 reads `again`.
         for pid in self.pids - {self.members.pid}:
@@ -175,7 +189,7 @@ class ContainerAnchor:
             return otherwise
 
     def _order(self, line: str) -> None:
-        if self._started is None or start_time(self.pid) != self._started:
+        if self._has_ended:
             raise ShellStartError("no shell can be started in this sandbox: its anchor has been killed")
         # A line is shorter than PIPE_BUF, so the kernel writes it in one piece, and lines of several writers do not mix
         # (pipe(7)).
@@ -198,12 +212,12 @@ class ContainerAnchor:
                 # A process of the agent's may have written the line, so its form is checked.
                 if fields[:1] == [kind] and len(fields) == expected and all(number(f) is not None for f in fields[-2:]):
                     return fields
-            # The descriptor of pid 1 becomes readable when it ends (pidfd_open(2)). The anchor is polled by its start
-            # time instead, five times a second.
-            readable, _, _ = select.select([self._news_fd, self.members.init], [], [], min(remaining_s, 0.2))
+            # The descriptor of a process becomes readable when it ends (pidfd_open(2)).
+            ends = [self.members.init] if kind == "ready" or self._death is None else [self.members.init, self._death]
+            readable, _, _ = select.select([self._news_fd, *ends], [], [], remaining_s)
             if self._news_fd in readable:
                 self._news += os.read(self._news_fd, 1 << 16)
-            elif self.members.init in readable or (kind != "ready" and start_time(self.pid) != self._started):
+            elif readable:
                 # The container's pid 1 has ended, or the anchor that should respond.
                 break
         raise ShellStartError("no shell can be started in this sandbox: its anchor does not respond")

@@ -1,6 +1,5 @@
 """The data directory is the proxy's own user's alone."""
 
-import os
 import stat
 import threading
 from pathlib import Path
@@ -9,9 +8,8 @@ import pytest
 
 from proxy.storage.data_dir import make_private, owning
 from proxy.storage.errors import StoreError
-from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.dir_lock import DirLock, is_unowned
-from sandboxes.linux.file_flags import flags_of, spread_below
+from tests.machine import assert_spread
 from tests.proxy.serving import serving
 
 
@@ -38,13 +36,7 @@ def test_new_data_directory_is_private(tmp_path: Path) -> None:
 def test_snapshots_lie_apart_on_ext4(tmp_path: Path) -> None:
     """Files of snapshots are not made among those that others have just deleted."""
     make_private(tmp_path / "data")
-    flags = []
-    for folder in (tmp_path, tmp_path / "data"):
-        # What the file system does not have cannot be seen in either.
-        spread_below(str(tmp_path))
-        with Opened(os.open(folder, os.O_RDONLY)) as fd:
-            flags.append(flags_of(fd))
-    assert flags[0] == flags[1]
+    assert_spread(tmp_path / "data", tmp_path)
 
 
 def test_shared_directories_are_refused_as_data(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from sandboxes.driver import Driver, Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
 from sandboxes.spec import EnvironmentSpec
-from tests.machine import require_criu
+from tests.machine import assert_spread, require_criu
 from tests.sandboxes.box import opened, run
 from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage, driven
 from tests.sandboxes.session_contract import SessionContract
@@ -78,6 +78,22 @@ def test_the_next_shell_gets_the_files_of_the_last_one(container_dir: Path, imag
             assert {*seen[0][1][0]} == {*SHELL_FIFOS, *SHELL_TEXTS}
             assert seen[0][1] == seen[1][1] == seen[2][1], "other files"
             assert len({said for said, _ in seen}) == 3, "a shell's number must not be used again"
+
+    asyncio.run(go())
+
+
+def test_no_command_changes_a_file_of_shells(container_dir: Path) -> None:
+    """The next shell gets them, whatever their names, modes and owners are by then."""
+
+    async def go() -> None:
+        async with opened(driver := OnImage(container_dir, spares=0)):
+            sandbox = await driver.start(EnvironmentSpec())
+            assert_spread(driver.spares.boxes.folder, container_dir.parent)
+            assert_spread(driver.states.folder, container_dir.parent)
+            for change in ("chmod 600 {}", "chown 1 {}", "touch {}", "mv {} /tmp/x", "rm {}", "ln {} /dev/.box/other"):
+                for name in ("/dev/.box/[0-9]*/out", "/dev/.box/[0-9]*/restore", "/proc/self/fd/1", "/proc/$$/fd/29"):
+                    assert (await run(sandbox, change.format(name))).code, (change, name)
+            assert (await run(sandbox, "echo x > /proc/$$/fd/29")).code
 
     asyncio.run(go())
 

@@ -14,11 +14,11 @@ from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host import layer_tar
 from sandboxes.linux.file_copy import copy_entry
-from sandboxes.linux.file_flags import flags_of, spread_below
 from sandboxes.local.layer_merge import has_entry
 from sandboxes.local.layers import LayerMeta, Layers, ReadyUppers, Upper, copy_upper
 from sandboxes.local.portable_layers import FORM
 from sandboxes.task_owner import TaskOwner
+from tests.machine import assert_spread
 
 
 @pytest.fixture
@@ -50,14 +50,7 @@ def sparse(path: Path, size: int) -> None:
 
 def test_each_upper_has_a_place_of_its_own_on_ext4(layers: Layers, tmp_path: Path) -> None:
     """Files of one upper are not made among those that were just deleted of others."""
-    placed = []
-    for folder in (tmp_path, layers.uppers):
-        # What the file system does not have cannot be seen in either.
-        spread_below(str(tmp_path))
-        fd = os.open(folder, os.O_RDONLY)
-        placed.append(flags_of(fd))
-        os.close(fd)
-    assert placed[0] == placed[1]
+    assert_spread(layers.uppers, tmp_path)
 
 
 def test_a_kill_before_its_description_leaves_no_layer(layers: Layers, tmp_path: Path) -> None:
