@@ -4,15 +4,20 @@ import os
 import resource
 import signal
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sandboxes.container.boot_scripts import FIFOS
 from sandboxes.container.keeper import cgroup_processes
+from sandboxes.container.keeper.anchor import ContainerAnchor
 from sandboxes.container.keeper.keeper import Keeper
 from sandboxes.container.keeper.shell import read_limits
 from sandboxes.container.keeper.start import _execute
+from sandboxes.guest.anchors.anchor import ShellStartError
 
 
 class NotReadyError(Exception):
@@ -84,3 +89,30 @@ def test_the_runtime_inherits_nothing(tmp_path: Path) -> None:
     assert int(ignored.split()[1], 16) == 0
     assert [line for line in rest if line.isdigit()] in (["0", "1", "2"], ["0", "1", "10", "2"])
     assert {line.split("=")[0] for line in rest if "=" in line} <= {"PATH", "PWD", "OLDPWD", "SHLVL", "_"}
+
+
+def test_orders_are_for_the_anchor_that_was_met(tmp_path: Path) -> None:
+    """None is written for one that has ended, or whose pid is another process's by now."""
+    for name in FIFOS:
+        os.mkfifo(tmp_path / name)
+    with subprocess.Popen(["sleep", "60"]) as process, ExitStack() as ends:
+        ends.callback(process.kill)
+        init = os.pidfd_open(process.pid)
+        members: Any = SimpleNamespace(pid=0, init=init, find=lambda _inner: process.pid)
+        anchor = ContainerAnchor(tmp_path, members)
+        orders = os.open(tmp_path / "orders", os.O_RDONLY | os.O_NONBLOCK)
+        remembered = {"inner": process.pid, "pids": [], "bash": True}
+        anchor.adopt(remembered | {"inner": process.pid + 1})
+        with pytest.raises(ShellStartError, match="anchor has been killed"):
+            anchor.start("1")
+        anchor.adopt(remembered)
+        anchor.collect(7)
+        assert os.read(orders, 100) == b"wait 7\n"
+        process.kill()
+        process.wait()
+        with pytest.raises(ShellStartError, match="anchor has been killed"):
+            anchor.start("1")
+        with pytest.raises(BlockingIOError):
+            os.read(orders, 100)
+    for fd in (init, orders):
+        os.close(fd)

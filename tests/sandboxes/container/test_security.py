@@ -121,13 +121,29 @@ def test_writable_paths_are_in_the_snapshot(container_dir: Path) -> None:
     in_container(container_dir, test)
 
 
-def test_killed_anchor_is_started_again(container_dir: Path) -> None:
-    """All shells die with the anchor; the session's variables come back from its dump."""
+def test_a_killed_group_takes_its_shell_along(container_dir: Path) -> None:
+    """The session's variables come back from its dump."""
 
     async def test(sandbox: Sandbox) -> None:
         assert (await run(sandbox, "x=kept")).code == 0
         assert (await run(sandbox, "kill -9 0; sleep 1; echo no")).code == 137
         assert (await run(sandbox, "echo alive $x")).out == "alive kept\n"
+        assert sandbox.alive
+
+    in_container(container_dir, test)
+
+
+@pytest.mark.parametrize("gone", ["kill -9 $PPID", "kill -9 $PPID; kill -9 $$"], ids=["the anchor", "and the shell"])
+def test_a_killed_anchor_is_started_again(container_dir: Path, gone: str) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        assert (await run(sandbox, "x=kept")).code == 0
+        for number in range(3):
+            await run(sandbox, gone)
+            # Twice: the shell of the killed anchor may have begun before.
+            for _ in range(2):
+                assert (
+                    await run(sandbox, f"echo {number} $x; ps -e -o comm | grep -c tini")
+                ).out == f"{number} kept\n1\n"
         assert sandbox.alive
 
     in_container(container_dir, test)
