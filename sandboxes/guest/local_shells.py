@@ -2,7 +2,6 @@
 
 import contextlib
 import select
-import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -209,7 +208,9 @@ class LocalShells(AnchoredShells):
     def halt(self) -> None:
         """Have the kernel end all shells, without a wait: from now on they run nothing. `end` has to follow."""
         # A template runs no command, and may stay.
-        self._kill([shell for shell in self if not shell.waits_as_template])
+        for shell in self:
+            if not shell.waits_as_template:
+                shell.send_kill()
 
     def end(self) -> None:
         """Kill all shells, because none may hold files of layers that are about to change, and the anchor if it may.
@@ -228,18 +229,13 @@ class LocalShells(AnchoredShells):
         if not (anchor.stays and kit is not None and kit.is_as_made() and not self.anchor_was_touched()):
             self._drop_anchor()
 
-    @classmethod
-    def _end(cls, shells: Sequence[Shell]) -> None:
+    @staticmethod
+    def _end(shells: Sequence[Shell]) -> None:
         """Kill shells whose exit status is not needed, and wait until they have ended; their parent collects them."""
-        cls._kill(shells)
+        for shell in shells:
+            shell.send_kill()
         for shell in shells:
             select.select([shell.death], [], [], MAX_KILL_S)
-
-    @staticmethod
-    def _kill(shells: Sequence[Shell]) -> None:
-        for shell in shells:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(shell.death, signal.SIGKILL)
 
     def adopt(self, anchor: Anchor, shells: list[LocalShell]) -> None:
         """Take over what a checkpoint brought back."""

@@ -257,11 +257,11 @@ def due_of(arguments: Mapping[str, Any]) -> dict[int, int] | None:
 
 
 def death_of(pid: int) -> int:
-    """Return a descriptor that is readable once a process has ended; at once if it has ended already."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return os.eventfd(1, os.EFD_CLOEXEC)
+    """Return a descriptor that is readable once a process has ended; at once if it has, and for 0, which is none."""
+    with contextlib.suppress(ProcessLookupError):
+        if pid:
+            return os.pidfd_open(pid)
+    return os.eventfd(1, os.EFD_CLOEXEC)
 
 
 def new_pipes(*, stdin: bool) -> tuple[dict[int, int], dict[int, int]]:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import select
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from sandboxes.guest.anchors.shell_kit import changeable
 from sandboxes.guest.bash import session as session_texts
-from sandboxes.linux.descriptors import close_all, read_available
+from sandboxes.linux.descriptors import close_all, overwrite, read_available
 from sandboxes.linux.live_state import report_writes
 from sandboxes.linux.processes import limits, run_counts, wait_until_asleep
 from sandboxes.shell_text import Jobs, ShellSession
@@ -161,6 +162,11 @@ class Shell(ABC):
     def is_as_new(self) -> bool:
         """Return whether its open descriptors are those of a shell that waits for its first command."""
 
+    def send_kill(self) -> None:
+        """Have the kernel end the shell, without a wait: from now on it runs nothing."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.death, signal.SIGKILL)
+
     @abstractmethod
     def close(self) -> None:
         """Close our ends of its pipes. The shell itself is not killed."""
@@ -179,13 +185,8 @@ class Shell(ABC):
             output.drain(0)
             output.take()
         go, text = self._orders(command)
-        written = 0
-        # pwrite may take less than it was given (write(2)).
-        while written < len(text):
-            written += os.pwrite(self.command_fd, text[written:], written)
-        # A shorter command must not end with the tail of the last one. Truncated last: if a file was truncated to 0,
-        # ext4 writes it to the disk when it is closed (ext4(5), auto_da_alloc). Its removal then takes 2 ms, not 0.03.
-        os.ftruncate(self.command_fd, len(text))
+        # A shorter command must not end with the tail of the last one.
+        overwrite(self.command_fd, text)
         self._dump.clear()
         # Last: this line makes the shell read the text.
         os.write(self.go_fd, go)

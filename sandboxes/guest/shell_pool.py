@@ -7,7 +7,6 @@
 
 import contextlib
 import select
-import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -183,8 +182,7 @@ class Shells(ABC):
     def kill(self, shell: Shell) -> int | None:
         """Kill a shell, and forget it; return how it ended, if that is known."""
         if not shell.ended:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(shell.death, signal.SIGKILL)
+            shell.send_kill()
         # Asking for the status collects the process: otherwise it would stay a zombie.
         status = self.status(shell)
         self.forget(shell)

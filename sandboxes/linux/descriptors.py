@@ -62,6 +62,21 @@ def write_out(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
+def overwrite(fd: int, data: bytes) -> None:
+    """Make bytes the whole content of a file, wherever the descriptor stands.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    view, written = memoryview(data), 0
+    # pwrite may take less than it was given (write(2)).
+    while written < len(data):
+        written += os.pwrite(fd, view[written:], written)
+    # Truncated last: if a file was truncated to 0, ext4 writes it to the disk when it is closed (ext4(5),
+    # auto_da_alloc). Its removal then takes 2 ms, not 0.03.
+    os.ftruncate(fd, len(data))
+
+
 def read_available(fd: int) -> bytes | None:
     """Read from a non-blocking descriptor, at most 64 KiB.
 

@@ -24,6 +24,7 @@ from sandboxes.container.boot_scripts import FIFOS
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses, inner_of, kill
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash.session import number
+from sandboxes.guest.process_io import death_of
 
 ANSWER_S = 10.0
 """Longest wait for the anchor's response, which takes milliseconds. The value is an estimate."""
@@ -61,8 +62,8 @@ class ContainerAnchor:
         # Numbers of directories rise and are not used twice by this keeper, so a late reply for an earlier shell
         # matches no later one.
         self._numbers = itertools.count(1)
-        # A descriptor that is readable once the anchor has ended; None while there is none.
-        self._death: int | None = None
+        # A descriptor that is readable once the anchor has ended, or while there is none.
+        self._death = death_of(0)
         self._news = b""
         # Linux opens a FIFO for reading and writing without waiting for the other end (fifo(7)). As this process is a
         # reader of its own, a write never meets EPIPE while pid 1 starts another anchor.
@@ -102,20 +103,17 @@ class ContainerAnchor:
 
     def _watch(self, pid: int | None, inner: int) -> None:
         """Note which process the anchor is, and watch for its end."""
-        if self._death is not None:
-            os.close(self._death)
-        self.pid, self._death = pid or 0, None
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._death = os.pidfd_open(pid)
+        os.close(self._death)
+        self.pid = pid or 0
+        self._death = death_of(self.pid)
         # From here on the descriptor names this process, unless the pid was another one's by then.
-        if self._death is not None and inner_of(self.pid) != inner:
+        if self.pid and inner_of(self.pid) != inner:
             os.close(self._death)
-            self._death = None
+            self._death = death_of(0)
 
     @property
     def _has_ended(self) -> bool:
-        return self._death is None or bool(select.select([self._death], [], [], 0)[0])
+        return bool(select.select([self._death], [], [], 0)[0])
 
     def look_after(self) -> None:
         """Have another anchor started if the agent has killed this one. Background processes then have no parent.
@@ -213,7 +211,7 @@ class ContainerAnchor:
                 if fields[:1] == [kind] and len(fields) == expected and all(number(f) is not None for f in fields[-2:]):
                     return fields
             # The descriptor of a process becomes readable when it ends (pidfd_open(2)).
-            ends = [self.members.init] if kind == "ready" or self._death is None else [self.members.init, self._death]
+            ends = [self.members.init] if kind == "ready" else [self.members.init, self._death]
             readable, _, _ = select.select([self._news_fd, *ends], [], [], remaining_s)
             if self._news_fd in readable:
                 self._news += os.read(self._news_fd, 1 << 16)

@@ -18,7 +18,7 @@ from pathlib import Path
 from sandboxes.container.boot_scripts import SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.guest.anchors.shell_kit import changeable
 from sandboxes.guest.bash import session as sessions
-from sandboxes.linux.descriptors import close_all, write_out
+from sandboxes.linux.descriptors import close_all, overwrite, write_out
 
 RIGHTS = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 """How the keeper opens a FIFO: at both ends, so that neither its open nor the shell's waits for the other."""
@@ -64,9 +64,7 @@ class FileKit:
         for name, text in texts.items():
             # The last command is not the one that was written here, and the same loop serves every bash.
             if name == "command" or text != self._texts[name]:
-                os.lseek(self.fds[name], 0, os.SEEK_SET)
-                write_out(self.fds[name], text)
-                os.ftruncate(self.fds[name], len(text))
+                overwrite(self.fds[name], text)
         self._texts = dict(texts)
 
     def close(self) -> None:

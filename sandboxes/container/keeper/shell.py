@@ -69,9 +69,8 @@ class ContainerShell(Shell):
             kit: What it will open. `close` removes it.
             bash: Whether it is bash.
         """
-        # Until it is known as a process it counts as one that has ended: an event that is always readable.
-        death = os.eventfd(1, os.EFD_CLOEXEC)
-        super().__init__(name, session, 0, death, {number: kit.fds[file] for number, file in ENDS.items()})
+        # Until it is known as a process it counts as one that has ended.
+        super().__init__(name, session, 0, death_of(0), {number: kit.fds[file] for number, file in ENDS.items()})
         self.kit: FileKit | None = kit
         self.bash, self.inner = bash, 0
         self.limits: dict[str, tuple[int, int]] = {}

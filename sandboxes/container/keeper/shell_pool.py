@@ -1,7 +1,5 @@
 """The shells of a container's sessions, seen from its keeper: started by the anchor, restored by CRIU."""
 
-import contextlib
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +101,7 @@ class ContainerShells(Shells):
         if shell.ended:
             self.kill(shell)
             return
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(shell.death, signal.SIGKILL)
+        shell.send_kill()
         # No response is awaited: the anchor waits for this shell before it starts the next one, and reports that.
         self._anchor.collect(shell.inner)
         self._kits.append(shell.give_kit())

@@ -17,7 +17,7 @@ import termios
 from collections.abc import Mapping
 
 from sandboxes.guest.bash import session as session_texts
-from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.descriptors import close_all, overwrite
 
 TEXTS = (session_texts.RESTORE_FD, session_texts.LOOP_FD, session_texts.COMMAND_FD)
 """The shell's descriptors of texts."""
@@ -70,15 +70,7 @@ def write_texts(fds: Mapping[int, int], script: bytes) -> None:
     """
     texts = {session_texts.RESTORE_FD: script, session_texts.LOOP_FD: LOOP, session_texts.COMMAND_FD: b""}
     for number, text in texts.items():
-        _write(fds[number], text)
-
-
-def _write(fd: int, text: bytes) -> None:
-    os.ftruncate(fd, 0)
-    written = 0
-    # pwrite may take less than it was given (write(2)).
-    while written < len(text):
-        written += os.pwrite(fd, text[written:], written)
+        overwrite(fds[number], text)
 
 
 def new_text() -> int:
@@ -119,7 +111,7 @@ class ShellKit:
 
     def write_exports(self, exports: bytes) -> None:
         """Write the lines of bash that export the variables which the next shell is born with."""
-        _write(self.theirs[EXPORTS], exports)
+        overwrite(self.theirs[EXPORTS], exports)
 
     def lend(self, script: bytes) -> dict[int, int]:
         """Write the texts for the next shell.

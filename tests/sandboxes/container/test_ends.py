@@ -20,13 +20,7 @@ from sandboxes.errors import SandboxError
 from sandboxes.spec import EnvironmentSpec, Limits
 from tests.machine import children, wait_until
 from tests.sandboxes.box import opened, run
-from tests.sandboxes.docker import (
-    BASH_IMAGE,
-    OnImage,
-    containers,
-    driven,
-    first_processes,
-)
+from tests.sandboxes.docker import BASH_IMAGE, OnImage, containers, driven, first_processes
 
 SPEC = EnvironmentSpec()
 
