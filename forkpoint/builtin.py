@@ -26,16 +26,6 @@ def local_driver(context: DriverContext) -> "Driver":
     )  # fmt: skip
 
 
-def container_driver(context: DriverContext) -> "Driver":
-    """Return the driver of Docker containers."""
-    from sandboxes.container.driver import ContainerDriver
-
-    return ContainerDriver(
-        context.directory, context.checkpointer(outer_session=True), context.sources,
-        spares=context.spares, docker_starts=context.docker_starts,
-    )  # fmt: skip
-
-
 def sqlite_driver(context: DriverContext) -> "Driver":
     """Return the driver of SQLite databases."""
     from sandboxes.sqlite.driver import SqliteDriver

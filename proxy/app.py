@@ -225,9 +225,10 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _drivers(settings: Settings) -> dict[str, Driver]:
-    spares = {"container": settings.container_spares, "postgres": settings.postgres_spares}
+    spares = {"postgres": settings.postgres_spares}
     created: dict[str, Driver] = {}
-    for name in settings.drivers:
+    # `local` runs images too; `container` is its name of earlier versions.
+    for name in dict.fromkeys("local" if name == "container" else name for name in settings.drivers):
         directory = settings.data / name
         checkpointer: CheckpointerFactory = no_checkpointer
         if settings.checkpoints:
@@ -242,7 +243,6 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
                     settings.source_rules,
                     cpu_groups=settings.speculate > 0,
                     trust_bases=settings.trust_bases,
-                    docker_starts=settings.docker_starts,
                 ),
             )
         except PluginError as error:

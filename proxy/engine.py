@@ -369,7 +369,7 @@ def build_engine(
     rollouts = Rollouts(store, journal, trees, pool, walkers, step.order, gate)
     tasks = Tasks(
         store, rollouts, trees, drivers, settings.default_spec, roots,
-        any_image=settings.any_image, gate=gate, share=share,
+        runs_images=settings.runs_images, any_image=settings.any_image, gate=gate, share=share,
     )  # fmt: skip
     executor.renew = tasks.renew
     forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool, speculator.forget)

@@ -59,7 +59,8 @@ class Settings(BaseSettings):
     )
     drivers: tuple[str, ...] = Field(
         default=("local", "sqlite", "http"),
-        description="The drivers to start, by the names of their entry points in the group forkpoint.drivers.",
+        description="The drivers to start, by the names of their entry points in the group forkpoint.drivers. container: "
+        "local, also where `any_image` is set.",
     )
     otel_endpoint: str | None = Field(
         default=None,
@@ -74,7 +75,7 @@ class Settings(BaseSettings):
     )
     any_image: bool = Field(
         default=False,
-        description="Whether an image that no driver has means default_spec. If not, a create request for it gets 404.",
+        description="Whether every image that a client names means default_spec, unless `drivers` names container.",
     )
     max_sandboxes: int = Field(default=64, ge=1, description="Most sandboxes that are live at once.")
     sandbox_patience_s: float = Field(
@@ -83,16 +84,6 @@ class Settings(BaseSettings):
     sandbox_idle_s: float = Field(default=120.0, gt=0, description="Seconds after which an idle sandbox is closed.")
     idle_finish_s: float | None = Field(
         default=None, gt=0, description="Seconds without a call after which a rollout is finished; none for never."
-    )
-    container_spares: int = Field(
-        default=2,
-        ge=0,
-        description="Started containers kept ready for each image in use; up to eight times as many after bursts.",
-    )
-    docker_starts: bool = Field(
-        default=False,
-        description="Docker starts the container of each sandbox, so that it lists all of them; otherwise only one for "
-        "each image and limits in use, and its runtime starts the others as this one was started.",
     )
     postgres_spares: int = Field(
         default=2,
@@ -237,6 +228,11 @@ class Settings(BaseSettings):
             if malformed_source(entry):
                 raise ValueError(f"{entry!r} is not a source: use an absolute path, a URL without a query, or env:NAME")
         return sources
+
+    @property
+    def runs_images(self) -> bool:
+        """Whether the image that a client names is run; otherwise it stands for `default_spec`, or for nothing."""
+        return "container" in self.drivers or ("local" in self.drivers and not self.any_image)
 
     @property
     def source_rules(self) -> SourceRules:

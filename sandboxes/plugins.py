@@ -58,7 +58,6 @@ class DriverContext:
         spares: How many sandboxes the operator wants prepared ahead of need; 0 for drivers without such a setting.
         cpu_groups: Whether sandboxes should be `sandboxes.driver.Metered`, where the machine allows it.
         trust_bases: Whether code of any base may run beside the agent's processes, also after a state was frozen.
-        docker_starts: Whether Docker starts the container of each sandbox, and not its runtime alone.
     """
 
     directory: Path
@@ -67,7 +66,6 @@ class DriverContext:
     sources: SourceRules = field(default_factory=SourceRules)
     cpu_groups: bool = False
     trust_bases: bool = False
-    docker_starts: bool = False
 
 
 DriverFactory = Callable[[DriverContext], Driver]

@@ -208,12 +208,13 @@ MAX_SERVICES = 16
 """Most services of one sandbox. A larger number would start for minutes; compose files of benchmarks have 2 to 6."""
 
 ServiceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,30}$")]
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$")]
 VolumeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 VolumePath = Annotated[AbsolutePath, Field(pattern=r"^(/[^/\x00-\x20\\]+)+$", max_length=1024)]
 Words = Text | tuple[Text, ...]
 """A command line. A string is split into words as a shell splits it, and no shell runs it (as in compose files)."""
 
-_RESERVED = frozenset({MAIN, "localhost", "sandbox"})
+_RESERVED = frozenset({MAIN, "localhost"})
 
 
 class Service(BaseModel):

@@ -146,6 +146,9 @@ def has_dot_segments(target: str) -> bool:
 def _paths(spec: EnvironmentSpec) -> Iterator[str]:
     if spec.base != "host":
         yield spec.base
+    # Other names of images are Docker's.
+    images = (spec.image, *(service.image for service in spec.services.values()))
+    yield from (image for image in images if image is not None and image.startswith("/"))
     yield from spec.copied_sources
     if spec.driver in SQL_DRIVERS - {"postgres"}:
         for database in spec.databases.values():

@@ -11,6 +11,7 @@ from sandboxes.server_spec import (
     AnyServer,
     Egress,
     EndpointName,
+    HostName,
     McpServer,
     Server,
     Service,
@@ -56,7 +57,7 @@ SQL_DRIVERS = frozenset({"sqlite", "postgres"})
 """Drivers whose sandboxes are only databases: they serve the `sql` endpoint and no shell."""
 SHELLLESS_DRIVERS = SQL_DRIVERS | {"video"}
 """Drivers without a shell. Their tasks with equal root states share one tree, unless a spec says `share: off`."""
-SERVER_DRIVERS = frozenset({"local", "container"})
+SERVER_DRIVERS = frozenset({"local"})
 """Drivers that run tool servers in their sandboxes."""
 RESERVED_ENDPOINTS = frozenset({"shell", "sql", "video", "mcp", "docker", "e2b", "tvcache", "process", "archive", "r"})
 """Names of endpoints that are built in; a server cannot have them."""
@@ -65,7 +66,6 @@ _DATABASE_FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "sqlite": ({"source"}, {"source"}),
     "postgres": ({"dsn", "source"}, {"dsn", "source"}),
     "local": ({"path"}, {"path", "source"}),
-    "container": ({"path"}, {"path", "source"}),
 }
 """The fields that a database must have, and the fields that it may have, by driver."""
 
@@ -76,7 +76,7 @@ class Database(BaseModel):
     - Driver `sqlite`: `source` is a database file, a `.sql` script, or CSV files. Each CSV file becomes a table with
       the name of the file.
     - Driver `postgres`: `source` is the name of a database at `dsn`. It is cloned once and never written to.
-    - Drivers `local` and `container`: `path` is a SQLite file in the sandbox, which the shell sees too. `source`, if
+    - Driver `local`: `path` is a SQLite file in the sandbox, which the shell sees too. `source`, if
       given, is a database file on the proxy's machine that is copied there before set-up.
     """
 
@@ -87,7 +87,7 @@ class Database(BaseModel):
         default=None, description="A connection string of libpq, as a URL or as key=value. Only for driver postgres."
     )
     path: AbsolutePath | None = Field(
-        default=None, description="Path in the sandbox. Only for drivers local and container."
+        default=None, description="Path in the sandbox. Only for driver local."
     )
 
 
@@ -105,13 +105,19 @@ class EnvironmentSpec(BaseModel):
         default=None,
         min_length=1,
         max_length=512,
-        description="Name or ID of an image, for driver container, which needs one.",
+        description="An image in place of a base: name or ID of an image of Docker's, or the path of an archive that "
+        "`docker save`, `podman save` or skopeo has written, or of an OCI directory.",
     )
     archives: tuple[Archive, ...] = ()
     files: dict[AbsolutePath, Text] = Field(default_factory=dict, description="Text by path in the sandbox.")
     setup: tuple[Text, ...] = Field(default=(), description="Shell commands that run in order. Each must exit with 0.")
     env: dict[VariableName, Text] = Field(default_factory=dict)
-    workdir: AbsolutePath = "/root"
+    workdir: AbsolutePath | None = Field(
+        default=None, description="Working directory. Default: that of the image, or /root without an image."
+    )
+    hostname: HostName | None = Field(
+        default=None, description="Host name, for an image. Default: twelve digits that are the same for the whole task."
+    )
     databases: dict[DatabaseName, Database] = Field(
         default_factory=dict,
         description="Databases of the sql endpoint by name. A call without a name means the first.",
@@ -133,17 +139,19 @@ class EnvironmentSpec(BaseModel):
     )
     services: dict[ServiceName, Service] = Field(
         default_factory=dict,
-        description="Side services by name, for driver container: programs of other images that run beside the calls.",
+        description="Side services by name, beside an image: programs of other images that run beside the calls.",
     )
     volumes: dict[VolumeName, dict[ServiceName, VolumePath]] = Field(
         default_factory=dict,
         description="Directories that services share: for each volume its path by service, or by main for the "
         "container of the calls. The first path has the content at the start.",
     )
+    aliases: tuple[ServiceName, ...] = Field(
+        default=(), description="Further names that lead to the sandbox itself, beside an image."
+    )
     egress: Egress | None = Field(
         default=None,
-        description="The hosts that programs in the sandbox may reach, for drivers local and container. None by "
-        "default.",
+        description="The hosts that programs in the sandbox may reach, for driver local. None by default.",
     )
     video: VideoTools | None = Field(default=None, description="Videos of the video endpoint, for driver video.")
     options: dict[str, Any] = Field(
@@ -169,6 +177,16 @@ class EnvironmentSpec(BaseModel):
         "video do.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_driver(cls, given: Any) -> Any:
+        """Take "container" for `local` with an image: its name in earlier versions, whose specs are still accepted."""
+        if not isinstance(given, dict) or given.get("driver") != "container":
+            return given
+        if given.get("image") is None:
+            raise ValueError("driver 'container' needs an `image`")
+        return {**given, "driver": "local"}
+
     @property
     def shared(self) -> bool:
         """Whether all tasks with this root state share one tree."""
@@ -178,6 +196,11 @@ class EnvironmentSpec(BaseModel):
     def shares_timeouts(self) -> bool:
         """Whether a result of a call that ran out of wall time may answer other rollouts."""
         return self.timeouts == "shared"
+
+    @property
+    def directory(self) -> str:
+        """The working directory: of a spec that leaves it to its image, the one of a spec without an image."""
+        return self.workdir or "/root"
 
     @property
     def hosted(self) -> dict[str, Server]:
@@ -221,10 +244,14 @@ class EnvironmentSpec(BaseModel):
         The source of a database is left out, because only its content matters. `Driver.identity` covers that content.
         """
         members = self.model_dump(mode="json", exclude={"share", "confined"})
+        # Earlier versions had no specs without one.
+        members["workdir"] = self.workdir if self.image is not None else self.directory
+        if self.hostname is None:
+            del members["hostname"]
         for database in members["databases"].values():
             del database["source"], database["dsn"]
         members["video"] = None if self.video is None else self.video.root()
-        for kind in ("servers", "mcp_servers", "services", "volumes", "egress", "video", "options"):
+        for kind in ("servers", "mcp_servers", "services", "volumes", "aliases", "egress", "video", "options"):
             if not members[kind]:
                 # Older versions had no such members. Without empty ones, their trees are found again.
                 del members[kind]
@@ -285,8 +312,8 @@ class EnvironmentSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check_services(self) -> "EnvironmentSpec":
-        if (self.services or self.volumes) and self.driver != "container":
-            raise ValueError(f"driver {self.driver!r} runs no services. Use driver 'container'.")
+        if (self.services or self.volumes) and self.image is None:
+            raise ValueError("services run beside an image: name one (`image`), or leave `services` and `volumes` out.")
         check_services(self.services, self.volumes)
         return self
 
@@ -308,6 +335,10 @@ class EnvironmentSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check_image(self) -> "EnvironmentSpec":
-        if self.image is not None and self.driver != "container":
-            raise ValueError(f"driver {self.driver!r} has no images. Leave out `image`, or use driver 'container'.")
+        if self.image is not None and self.driver != "local":
+            raise ValueError(f"driver {self.driver!r} has no images. Leave out `image`, or use driver 'local'.")
+        if self.image is not None and self.base != "host":
+            raise ValueError("a sandbox has one root file system: leave out `image` or `base`.")
+        if self.hostname is not None and self.image is None:
+            raise ValueError("only sandboxes of an image have a host name of their own: leave out `hostname`.")
         return self

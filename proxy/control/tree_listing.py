@@ -122,7 +122,7 @@ def title_of(spec: EnvironmentSpec, default: EnvironmentSpec, template: str | No
     base = spec.image or (spec.base if spec.driver == "local" else ", ".join([*spec.databases, *spec.upstreams]))
     shown = _IN_EVERY_TITLE if spec.driver in SERVER_DRIVERS else _IN_EVERY_TITLE | _IN_OTHER_TITLES
     parts = [template or "", f"{spec.driver} {base}".strip()]
-    parts += [f"workdir {spec.workdir}"] if spec.workdir not in {"/", default.workdir} else []
+    parts += [f"workdir {spec.directory}"] if spec.directory not in {"/", default.directory} else []
     for name in EnvironmentSpec.model_fields:
         value, usual = getattr(spec, name), getattr(default, name)
         if value and value != usual and name not in shown:

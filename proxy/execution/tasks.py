@@ -38,6 +38,7 @@ class Tasks:
         default_spec: EnvironmentSpec,
         roots: RootChanges,
         *,
+        runs_images: bool = True,
         any_image: bool = False,
         gate: Gate | None = None,
         share: Share | None = None,
@@ -51,12 +52,14 @@ class Tasks:
             drivers: The drivers by name.
             default_spec: Environment of tasks that were given none.
             roots: Knows which trees are what their specs mean now.
-            any_image: Whether an image that no driver has means the default environment, instead of an error.
+            runs_images: Whether the image that a client names is run.
+            any_image: Whether it means the default environment otherwise, instead of an error.
             gate: Knows which tasks this member of a cluster owns; None without a cluster.
             share: The tasks of this worker; None for all tasks.
         """
         self._store, self.rollouts, self._trees, self._drivers = store, rollouts, trees, drivers
-        self._default_spec, self._roots, self._any_image, self._gate = default_spec, roots, any_image, gate
+        self._default_spec, self._roots, self._gate = default_spec, roots, gate
+        self._runs_images, self._any_image = runs_images, any_image
         self._share = share
         self._tasks: dict[str, Task] = {}
         self._opening: dict[str, asyncio.Lock] = {}
@@ -307,7 +310,7 @@ class Tasks:
             return running or await self.rollout(task_name, name, labels)
         task = await self.open(task_name)
         own_spec = None if task.origin is None else task.spec
-        spec = spec_for(environment, own_spec, self._default_spec, self._drivers.keys(), any_image=self._any_image)
+        spec = spec_for(environment, own_spec, self._default_spec, runs_images=self._runs_images, any_image=self._any_image)
         key = await self.key(spec)
         # Another first request may have begun the rollout meanwhile.
         tree = self._trees.open(task_name, key, spec)

@@ -1,6 +1,6 @@
 """Environments that create requests of Docker and E2B clients name, and the specs that they mean."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ class EnvironmentRequest:
         base: The environment that the settings give this image name; None if they give none.
         services: Side services to add, each as a spec has it.
         volumes: Shared volumes to add, as a spec has them.
+        aliases: Names to add that lead to the sandbox.
         setup: Set-up commands to add.
     """
 
@@ -34,6 +35,7 @@ class EnvironmentRequest:
     base: EnvironmentSpec | None = None
     services: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     volumes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
 
 
@@ -41,38 +43,39 @@ def spec_for(
     request: EnvironmentRequest,
     task_spec: EnvironmentSpec | None,
     default: EnvironmentSpec,
-    drivers: Collection[str],
     *,
+    runs_images: bool,
     any_image: bool,
 ) -> EnvironmentSpec:
     """Return the spec of a rollout that begins with a request.
 
-    The base is the first of these that exists: the task's spec, the environment of the settings for this image, a
-    container of this image. The request then adds its variables, working directory and limits.
+    The base is the first of these that exists: the task's spec, the environment of the settings for this image, the
+    image. The request then adds its variables, working directory and limits.
 
     Args:
         request: What the client requests.
         task_spec: The spec with which the task was PUT; None if it was not.
-        default: The default spec; a container of the image has its limits.
-        drivers: Names of the drivers that are on.
-        any_image: Whether an unknown image means the default spec.
+        default: The default spec; a sandbox of the image has its limits.
+        runs_images: Whether the image that a client names is run.
+        any_image: Whether it means the default spec otherwise.
 
     Raises:
         RefusalError: 404, the image does not exist here; 400, a variable or path is impossible.
     """
     base = task_spec or request.base
-    if base is None and "container" in drivers:
-        base = EnvironmentSpec(driver="container", image=request.image, workdir="/", limits=default.limits)
+    if base is None and runs_images:
+        base = EnvironmentSpec(image=request.image, workdir="/", limits=default.limits)
     if base is None and any_image:
         base = default
     if base is None:
-        detail = f"No such image: {request.image}. PUT the task with an environment, or turn the driver container on."
+        detail = f"No such image: {request.image}. PUT the task with an environment, or turn the driver local on."
         raise RefusalError(404, "no-such-image", detail)
     limits = {"memory_mb": request.memory_mb, "pids": request.pids}
     fields = base.model_dump()
     fields["env"] |= request.env
     fields["services"] |= request.services
     fields["volumes"] |= request.volumes
+    fields["aliases"] = (*fields["aliases"], *request.aliases)
     fields["setup"] = (*fields["setup"], *request.setup)
     fields["workdir"] = request.workdir or fields["workdir"]
     fields["limits"] |= {name: value for name, value in limits.items() if value}

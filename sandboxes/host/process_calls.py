@@ -82,7 +82,7 @@ class ProcessCalls:
             raise
 
     def _request(self, call: ToolCall, timeout_s: float) -> RunProcess:
-        arguments = {**call.arguments, "cwd": call.arguments.get("cwd") or self._spec.workdir}
+        arguments = {**call.arguments, "cwd": call.arguments.get("cwd") or self._spec.directory}
         base, given = {**self._environment, **self._spec.env}, call.arguments.get("env") or {}
         variables = environment(base, given, HOST, tty=bool(call.arguments.get("tty")))
         # Clients may send numbers as values.

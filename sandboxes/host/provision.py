@@ -43,7 +43,7 @@ async def furnish(sandbox: Provisioned, spec: EnvironmentSpec, sources: SourceRu
         SpecError: One of them fails.
     """
     # First, because archives and files may lie below it.
-    await run_set_up(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.workdir)}")
+    await run_set_up(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.directory)}")
     for archive in spec.archives:
         with _opened(archive.source, spec, sources) as opened:
             await _unpack(sandbox, archive.source, opened, archive.target)
@@ -58,7 +58,7 @@ async def furnish(sandbox: Provisioned, spec: EnvironmentSpec, sources: SourceRu
             raise SpecError(f"file {path!r} cannot be written: {orjson.loads(answer.body)['detail']}")
     # All commands share a session, so a `cd` of an earlier one must not decide where a later one runs.
     for command in spec.setup:
-        await run_set_up(sandbox, spec, command, f"cd -- {quote(spec.workdir)}\n{command}")
+        await run_set_up(sandbox, spec, command, f"cd -- {quote(spec.directory)}\n{command}")
 
 
 async def run_set_up(sandbox: Provisioned, spec: EnvironmentSpec, what: str, command: str) -> None:

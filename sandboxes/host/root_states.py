@@ -157,7 +157,7 @@ class RootStates(Generic[Root]):
 
 def needs_setup(spec: EnvironmentSpec) -> bool:
     """Return whether a spec's root state differs from its bare base or image."""
-    return bool(spec.copied_sources or spec.files or spec.setup or spec.services or spec.workdir not in _PRESENT_DIRS)
+    return bool(spec.copied_sources or spec.files or spec.setup or spec.services or spec.directory not in _PRESENT_DIRS)
 
 
 def root_key(spec: EnvironmentSpec, identity: str, *, without: frozenset[str] = frozenset()) -> str:
@@ -170,6 +170,6 @@ def root_key(spec: EnvironmentSpec, identity: str, *, without: frozenset[str] = 
     """
     # Sorted, so that equal specs have equal keys whatever the order of their fields.
     # Older versions had no services. Without empty ones, their root states are found again.
-    absent = {name for name in ("services", "volumes") if not getattr(spec, name)}
+    absent = {name for name in ("services", "volumes", "aliases", "hostname") if not getattr(spec, name)}
     fields = orjson.dumps(spec.model_dump(exclude=_BESIDE_FILES | without | absent), option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(fields + identity.encode(), digest_size=16).hexdigest()

@@ -111,6 +111,19 @@ class LayerStack:
     root: list[str] | None = None
 
 
+@dataclass(frozen=True)
+class ServiceMounts:
+    """The mounts of side services, which every change of layers makes anew.
+
+    Attributes:
+        roots: The directories that are roots of services, as absolute paths of the sandbox.
+        shared: Directories that a second path leads to: of each the directory and that path.
+    """
+
+    roots: list[str]
+    shared: list[list[str]]
+
+
 # Descriptors and not paths: a detached mount has no path.
 @dataclass(frozen=True)
 class Mounted(IpcMessage, op="mounted", descriptors=(2, 5)):
@@ -143,6 +156,7 @@ class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
     Attributes:
         stack: The layers.
         binds: Directories of the host that are visible in the sandbox, read-only.
+        services: What its side services need.
         added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
         same_below: Whether the sandbox's present root shows exactly what the layers below the new upper hold. Then it
             serves as the view of them, and no other overlay has to be mounted.
@@ -150,6 +164,7 @@ class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
 
     stack: LayerStack
     binds: list[str]
+    services: ServiceMounts
     added_bytes: int
     same_below: bool
 

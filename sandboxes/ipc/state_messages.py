@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandboxes.ipc.codec import IpcMessage, IpcRequest
+from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.ipc.messages import Done, StateSummary
 from sandboxes.shell_text import ShellSession
 
@@ -102,6 +103,9 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
         checkpoint: The running processes to restore; None for none.
         criu_arguments: CRIU's arguments; empty without a checkpoint.
         egress: Whether to make the listening socket of its egress.
+        hostname: Its host name.
+        user: The user of its sessions, as an image names it; empty for root.
+        services: What its side services need in its file system.
         hides_shell: Whether the shell files that the spare shows are of another base.
     """
 
@@ -124,6 +128,9 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     checkpoint: Checkpoint | None
     criu_arguments: list[str]
     egress: bool
+    hostname: str
+    user: str
+    services: ServiceMounts
     hides_shell: bool
 
 

@@ -60,6 +60,8 @@ _RLIMIT_SIGPENDING = 11
 """Python 3.11 has no name for it (asm-generic/resource.h)."""
 _CLONE3 = 435
 _X32_BIT = 0x40000000
+_QUEUE_BYTES = 819_200
+"""The most bytes of POSIX message queues that one user may hold: the kernel's default, which containers have."""
 _MAX_FILES = 65536
 """The highest limit of open files that a process may give itself. Docker's is 1,048,576, which makes old programs that
 close every descriptor very slow."""
@@ -89,7 +91,6 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    "mq_open": (240, 180),
     "unshare": (272, 97),
     "perf_event_open": (298, 241),
     "fanotify_init": (300, 262),
@@ -209,7 +210,7 @@ def limit_resources(disk_bytes: int, memory_bytes: int | None, pids: int | None)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     ceiling = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, ceiling), ceiling))
-    resource.setrlimit(resource.RLIMIT_MSGQUEUE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_MSGQUEUE, (_QUEUE_BYTES, _QUEUE_BYTES))
     pending = resource.getrlimit(_RLIMIT_SIGPENDING)[1]
     pending = _PENDING_SIGNALS if pending == resource.RLIM_INFINITY else min(pending, _PENDING_SIGNALS)
     resource.setrlimit(_RLIMIT_SIGPENDING, (pending, pending))

@@ -63,6 +63,8 @@ _MASTER = os.makedev(5, 2)
 """The device /dev/ptmx, whose descriptors are the master ends of terminals."""
 _MEMORY_FILES = ("/memfd:", "/dev/zero", "/SYSV")
 _LINGERING = ("lingering",)
+_OPEN_TO_ALL = ("/dev/pts/ptmx", "/dev/pts", "/dev/mqueue", "/proc")
+"""Directories and a file that are in no layer, and whose owner and mode a command may change."""
 _EVENT_QUEUES = ("anon_inode:inotify", "anon_inode:[fanotify]")
 
 
@@ -324,7 +326,7 @@ def settings(pid: int) -> list[str]:
     Nothing of that is in a file or session. Empty as for `inherited`. 0.05 ms.
     """
     try:
-        held = [os.stat(f"/proc/{pid}/root{name}") for name in ("/dev/pts/ptmx", "/dev/pts", "/proc")]  # noqa: PTH116
+        held = [os.stat(f"/proc/{pid}/root{name}") for name in _OPEN_TO_ALL]  # noqa: PTH116
     except OSError:
         return []
     shown = [f"{status.st_mode:o} {status.st_uid} {status.st_gid}" for status in held]

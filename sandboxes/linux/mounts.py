@@ -2,10 +2,10 @@
 
 Theory of operation. pid 1 starts in a copy of the host's mount namespace:
 
-1. `prepare` mounts a private /dev and /proc over the host's. Kernel files that tell about the host are masked, as
+1. `prepare` mounts a private /dev, /proc and /sys over the host's. Kernel files that tell about the host are masked, as
    container runtimes do, and all others are read-only. /dev is read-only too, because whatever a call leaves must be
    in the overlay.
-2. `switch` attaches an overlay, moves /proc, /dev and the other mounts into it, and makes it the root. The host's root
+2. `switch` attaches an overlay, moves these and the other mounts into it, and makes it the root. The host's root
    is detached, and nothing of it can be reached any more.
 3. Later calls of `switch` replace one stack of layers by the next one. This is how a sandbox moves to another state
    without a new process tree.
@@ -15,6 +15,7 @@ Paths are handled by `os` and not by pathlib, which pid 1 does not load.
 
 import os
 import stat
+from collections.abc import Iterable, Sequence
 
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.spawn import ANCHOR, SHELL_FILES, anchor_program
@@ -31,16 +32,18 @@ _MASKED_FILES = (
 """Files of the kernel that tell about the machine or its memory. Each looks empty. Docker masks a part of them. The
 load, the memory and the processors of the machine stay visible (`loadavg`, `meminfo`, `stat`), because programs ask."""
 _MASKED_DIRECTORIES = ("acpi", "scsi", "asound", "driver", "fs", "tty/driver", "pressure")
+_MASKED_SYSTEM = ("firmware", "devices/virtual/powercap", "devices/virtual/dmi")
+"""Directories of /sys that name the machine, or show its power use. Each looks empty; Docker masks the first two."""
 _MAX_TERMINALS = 256
 """The most terminals of one sandbox. The machine has 4,096, of which 1,024 are kept for itself (kernel.pty.reserve)."""
 SHARED_MEMORY = "/run/shm"
 """Where /dev/shm points. What a call leaves in shared memory is then a file of the overlay, like everything else."""
-_KERNEL_TYPES = {"proc", "sysfs", "devpts", "cgroup", "cgroup2"}
+_KERNEL_TYPES = {"proc", "sysfs", "devpts", "mqueue", "cgroup", "cgroup2"}
 """File systems of the kernel's own. No process can make a link there."""
 
 
 def prepare(*, devices_from_host: bool, shell_files: str = "") -> None:
-    """Mount the sandbox's own /dev and /proc over the host's, in this mount namespace; `switch` moves them along.
+    """Mount the sandbox's own /dev, /proc and /sys over the host's, in this mount namespace; `switch` moves them along.
 
     Args:
         devices_from_host: Bind the device nodes from the host. In a user namespace, no process may make device nodes.
@@ -56,6 +59,7 @@ def prepare(*, devices_from_host: bool, shell_files: str = "") -> None:
         show_shell_files(files)
     kernel.mount("proc", "/proc", "proc", _PROC_FLAGS)
     narrow_proc()
+    _show_system()
 
 
 def bind_read_only(folder: str) -> None:
@@ -104,14 +108,33 @@ def switch(root: int, kept: list[str]) -> None:
 
     Args:
         root: A descriptor of the overlay, from `syscalls.overlay`.
-        kept: The mounts that move along, besides /proc and /dev.
+        kept: The mounts that move along, besides /proc, /dev and /sys.
     """
     kernel.attach(root, "/")
     os.fchdir(root)
-    for mount_point in ("/proc", "/dev", *kept):
+    for mount_point in ("/proc", "/dev", "/sys", *kept):
         # Relative to the new root, which is the working directory.
         kernel.move(mount_point, mount_point.lstrip("/"))
     _pivot()
+
+
+def mount_for_services(roots: Iterable[str], shared: Iterable[Sequence[str]]) -> None:
+    """Give each side service the sandbox's /proc, /dev and /sys, and mount the directories that services share.
+
+    All paths are looked up in the sandbox, and none may lead through a link: an image may have one there.
+
+    Args:
+        roots: The services' root directories.
+        shared: Pairs of a directory and of the path that leads to it too.
+
+    Raises:
+        OSError: A path is missing, or leads through a link.
+    """
+    for root in roots:
+        for mount_point in ("/proc", "/dev", "/sys"):
+            kernel.bind_all(mount_point, f"{root}{mount_point}")
+    for source, target in shared:
+        kernel.bind_within_root(source, target)
 
 
 def stop_following_links() -> list[str]:
@@ -165,6 +188,8 @@ def _fill_dev(nodes: dict[str, int]) -> None:
         kernel.MS_NOSUID | kernel.MS_NOEXEC,
         f"newinstance,ptmxmode=0666,mode=620,max={_MAX_TERMINALS}",
     )
+    os.mkdir("dev/mqueue")  # noqa: PTH102
+    kernel.mount("mqueue", "dev/mqueue", "mqueue", _PROC_FLAGS)
     for name, target in {**_LINKS, "shm": SHARED_MEMORY}.items():
         os.symlink(target, f"dev/{name}")  # noqa: PTH211
     if program := anchor_program():
@@ -175,6 +200,19 @@ def _fill_dev(nodes: dict[str, int]) -> None:
     os.mkdir(f".{SHELL_FILES}")  # noqa: PTH102
     # Read-only from here on: whatever a call leaves must be in the overlay.
     remount_read_only("dev", kernel.MS_NOSUID)
+
+
+def _show_system() -> None:
+    """Mount /sys, read-only. The working directory is the root."""
+    try:
+        kernel.mount("sysfs", "/sys", "sysfs", _PROC_FLAGS | kernel.MS_RDONLY)
+    except OSError:
+        # In a user namespace the kernel refuses it if the machine itself has hidden a part of it (mount_too_revealing in
+        # fs/namespace.c). It is then empty.
+        kernel.mount("tmpfs", "/sys", "tmpfs", _PROC_FLAGS | kernel.MS_RDONLY, "size=4k,nr_inodes=2")
+    for name in _MASKED_SYSTEM:
+        if os.path.isdir(f"/sys/{name}"):  # noqa: PTH112
+            kernel.mount("tmpfs", f"/sys/{name}", "tmpfs", _PROC_FLAGS | kernel.MS_RDONLY, "size=4k,nr_inodes=2")
 
 
 def narrow_proc() -> None:

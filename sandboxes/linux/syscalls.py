@@ -45,7 +45,8 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 SECCOMP_MODE_FILTER = 2
 
 AT_FDCWD = -100
-AT_EMPTY_PATH = 0x1000
+AT_EMPTY_PATH, AT_RECURSIVE = 0x1000, 0x8000
+_PATH = os.O_PATH | os.O_DIRECTORY
 OPEN_TREE_CLONE = 1
 OPEN_TREE_CLOEXEC = 0o2000000
 MOUNT_ATTR_RDONLY = 0x1
@@ -311,14 +312,30 @@ def bind_within_root(source: str, target: str) -> None:
     Raises:
         OSError: A path leads through a link (ELOOP) or into another mount (EXDEV), or is no directory.
     """
-    flags = os.O_PATH | os.O_DIRECTORY
-    how = open_how(flags, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS | RESOLVE_NO_XDEV)
-    empty, opened = ctypes.c_char_p(b""), [os.open("/", flags | os.O_CLOEXEC)]
+    _bind(source, target, resolve=RESOLVE_NO_XDEV)
+
+
+def bind_all(source: str, target: str) -> None:
+    """Bind a directory, with all mounts below it, to a directory of the root's own file system.
+
+    Args:
+        source: An absolute path. Neither it nor `target` may lead through a link.
+        target: An absolute path.
+
+    Raises:
+        OSError: A path leads through a link (ELOOP), or is no directory.
+    """
+    _bind(source, target, flags=AT_RECURSIVE)
+
+
+def _bind(source: str, target: str, *, resolve: int = 0, flags: int = 0) -> None:
+    how = open_how(_PATH, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS | resolve)
+    empty, opened = ctypes.c_char_p(b""), [os.open("/", _PATH | os.O_CLOEXEC)]
     try:
         for path in (source, target):
             # Descriptors, not paths: what a path leads to may be changed before the mount.
             opened.append(openat2(opened[0], os.fsencode(path.lstrip("/")) or b".", how))
-        clone = ctypes.c_uint(OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_EMPTY_PATH)
+        clone = ctypes.c_uint(OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_EMPTY_PATH | flags)
         opened.append(syscall("open_tree", ctypes.c_int(opened[1]), empty, clone, about=source))
         attached = ctypes.c_uint(MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH)
         syscall(

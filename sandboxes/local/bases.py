@@ -1,26 +1,34 @@
 """Bases: the root file systems below all layers, each with a digest that identifies it.
 
-A base is the host itself ("host", see `host_base`), a directory, or a tarball, which is unpacked once. Under each of
-them lies the *skeleton*, a layer with the directories that every root needs as mount points.
+A base is the host itself ("host", see `host_base`), a directory, a tarball, which is unpacked once, or an image. Under
+each of the others lies the *skeleton*, a layer with the directories that every root needs as mount points. Over an image
+lies its *dress*, which holds what a container runtime adds (`image_dress`).
 """
 
 import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandboxes.errors import SpecError
+from sandboxes.host.root_states import root_key
 from sandboxes.host.source_digest import SourceDigests, raise_machine_error
 from sandboxes.host.source_watch import Watched
+from sandboxes.images.config import ImageConfig
+from sandboxes.images.store import Image, Images
+from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.files import remove_tree
 from sandboxes.linux.plain_files import open_plain
 from sandboxes.linux.syscalls import sync_file_system
-from sandboxes.local import base_check, root_tar
+from sandboxes.local import base_check, image_dress, root_tar
 from sandboxes.local import host_base as hostbase
+from sandboxes.local.service_commands import SERVICES
+from sandboxes.local.services import mounts_of
 from sandboxes.sources import SourceRules
+from sandboxes.spec import EnvironmentSpec
 
 _log = logging.getLogger(__name__)
 
@@ -37,12 +45,20 @@ class Base:
         lowers: Its directories, the topmost first; at least two.
         binds: Directories of the host that a sandbox sees read-only, at their own paths.
         hidden: Paths in these directories that a sandbox must not see.
+        image: The configuration of the image; None for a base that is none.
+        hostname: The host name of its sandboxes.
+        services: The mounts of the spec's side services.
+        service_images: The configuration of their images, by name.
     """
 
     identity: str
     lowers: tuple[str, ...]
     binds: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
+    image: ImageConfig | None = None
+    hostname: str = "sandbox"
+    services: ServiceMounts = ServiceMounts([], [])  # noqa: RUF009 - a frozen value
+    service_images: Mapping[str, ImageConfig] = field(default_factory=dict)
 
     @property
     def root(self) -> str | None:
@@ -61,16 +77,20 @@ class Bases:
         sources: Digests of directories and files.
     """
 
-    def __init__(self, data_dir: Path, *, privileged: bool, rules: SourceRules | None = None) -> None:
+    def __init__(
+        self, data_dir: Path, images: Images, *, privileged: bool, rules: SourceRules | None = None
+    ) -> None:
         """Name the directories; `open` makes them.
 
         Args:
             data_dir: The driver's own directory.
+            images: The images that specs may name.
             privileged: Whether the proxy is root, so that the host's root can be a layer.
             rules: What specs may name; its private paths are hidden from sandboxes on the host's own system.
         """
         self._data = data_dir
         self._folder = data_dir / "bases"
+        self._images = images
         self.host_view = data_dir / "host"
         self._privileged = privileged
         self._rules = rules or SourceRules()
@@ -97,66 +117,75 @@ class Bases:
         # The number is part of the name, so that a changed skeleton gets another directory and old states keep theirs.
         self._make("skeleton-2", hostbase.skeleton)
 
-    def base(self, name: str, *, confined: bool = False) -> Base:
-        """Return a base by its name in specs, as `refresh` last saw it."""
-        known = self._known.get(name)
+    def base(self, spec: EnvironmentSpec) -> Base:
+        """Return the base of a spec, as `refresh` last saw it."""
+        known = self._known.get(name := name_of(spec))
         if known is None:
-            return self.refresh(name, confined=confined)
+            return self.refresh(spec)
         if name == "host":
             # Its mask hides what not everybody may read, so a new secret of the host needs a new mask.
-            return known if self._host_fingerprint.known() is not None else self.refresh(name)
+            return known if self._host_fingerprint.known() is not None else self.refresh(spec)
         # The known base, not a fresh look: the caller has just compared its identity, or compares it afterwards. Only
         # what the spec may name is looked at again.
-        self._rules.real(name, confined=confined)
+        self._require_allowed(spec)
         return known
 
-    def known(self, name: str) -> str | None:
+    def known(self, spec: EnvironmentSpec) -> str | None:
         """Return the identity of a base if it is certainly unchanged since `refresh`; microseconds, no blocking."""
-        base = self._known.get(name)
+        name = name_of(spec)
+        # The name of an image may stand for another image by now.
+        if spec.image is not None or (base := self._known.get(name)) is None:
+            return None
         content = self._host_fingerprint.known() if name == "host" else self.sources.known(name)
-        return None if base is None or content is None else base.identity
+        return None if content is None else base.identity
 
-    def frozen(self, name: str, identity: str, *, confined: bool = False) -> Base | None:
+    def frozen(self, spec: EnvironmentSpec, identity: str) -> Base | None:
         """Return the base on which a state was frozen, or what a rollout there would see of it now.
 
         A tarball's files were unpacked for its content, so they are there as they were. The host goes on changing below
         running sandboxes, too, so a state of it comes back on the host as it is.
 
         Args:
-            name: Its name in specs.
+            spec: The spec that names it.
             identity: What the base was when the state was frozen.
-            confined: Whether it must be among the allowed sources.
 
         Returns:
             None if it is a directory that has changed, or files that are gone.
         """
         kind, _, digest = identity.partition(":")
         # Only what this name has meant: an imported state could name any tarball that another task uses.
-        if kind == "tar" and identity in self._former.get(name, ()) and (self._folder / f"tar-{digest}").is_dir():
-            self._rules.real(name, confined=confined)
+        former = identity in self._former.get(name_of(spec), ())
+        if kind == "tar" and former and (self._folder / f"tar-{digest}").is_dir():
+            self._require_allowed(spec)
             return Base(identity, (str((self._folder / f"tar-{digest}").resolve()), self._skeleton))
-        base = self.base(name, confined=confined)
+        base = self.base(spec)
         is_host = kind == base.identity.partition(":")[0] and kind.startswith("host")
         return base if is_host or base.identity == identity else None
+
+    def _require_allowed(self, spec: EnvironmentSpec) -> None:
+        if (path := path_of(spec)) is not None:
+            self._rules.real(path, confined=spec.confined)
 
     def close(self) -> None:
         """End all watches."""
         self._host_fingerprint.close()
         self.sources.directories.close()
 
-    def refresh(self, name: str, *, confined: bool = False) -> Base:
-        """Return a base as it is now.
-
-        Args:
-            name: Its name in specs: "host", or the path of a directory or tarball.
-            confined: Whether it must be among the allowed sources.
+    def refresh(self, spec: EnvironmentSpec) -> Base:
+        """Return the base of a spec as it is now.
 
         Raises:
             SpecError: It is missing, cannot be read, or has no /bin/bash.
             OSError: The machine is short of memory, descriptors or disk.
         """
+        name = name_of(spec)
         try:
-            base = self._host() if name == "host" else self._named(Path(name), confined=confined)
+            if spec.image is not None:
+                base = self._of_image(spec)
+            elif name == "host":
+                base = self._host()
+            else:
+                base = self._named(Path(name), confined=spec.confined)
         except (OSError, root_tar.RootTarError) as error:
             # A full disk is the machine's fault and stays an OSError; only the rest is the spec's.
             raise_machine_error(error)
@@ -166,6 +195,30 @@ class Bases:
         self._known[name] = base
         self._former.setdefault(name, set()).add(base.identity)
         return base
+
+    def _of_image(self, spec: EnvironmentSpec) -> Base:
+        assert spec.image is not None
+        image = self._image(spec, spec.image)
+        services = {
+            name: self._image(spec, service.image, below=f"{SERVICES}/{name}")
+            for name, service in sorted(spec.services.items())
+        }
+        lowers = (*(lower for service in services.values() for lower in service.lowers), *image.lowers)
+        volumes = [path.strip("/") for path in image.config.volumes]
+        for name, service in services.items():
+            volumes += [f"{SERVICES}/{name}/{path}".strip("/") for path in service.config.volumes]
+        identity = "image:" + " ".join([image.id, *(f"{name}={service.id}" for name, service in services.items())])
+        dress = image_dress.Dress(hostname_of(spec, image.id), tuple(services), spec.aliases, tuple(volumes))
+        digest = hashlib.blake2b(f"{identity} {dress}".encode(), digest_size=16).hexdigest()
+        layer = self._make(f"dress-1-{digest}", lambda target: image_dress.build(dress, lowers, target))
+        return Base(
+            identity, (str(layer), *lowers), image=image.config, hostname=dress.hostname, services=mounts_of(spec),
+            service_images={name: service.config for name, service in services.items()},
+        )  # fmt: skip
+
+    def _image(self, spec: EnvironmentSpec, name: str, below: str = "") -> Image:
+        known = self._rules.real(name, confined=spec.confined) if name.startswith("/") else name
+        return self._images.resolve(known, below=below)
 
     def _host(self) -> Base:
         # If sandboxes would see files of the proxy's own, these are hidden, and their paths become part of the
@@ -228,6 +281,31 @@ class Bases:
                 part.rename(target)
             self._intact.add(name)
         return target
+
+
+def name_of(spec: EnvironmentSpec) -> str:
+    """Return the name of a spec's base: the same for equal bases of one proxy (pure)."""
+    if spec.image is None:
+        return spec.base
+    # The dress is of the spec too.
+    return f"image {spec.image} {hostname_of(spec, spec.image)}"
+
+
+def path_of(spec: EnvironmentSpec) -> str | None:
+    """Return the path that a spec names its base by; None for the host and for an image's name (pure)."""
+    if spec.image is not None:
+        return spec.image if spec.image.startswith("/") else None
+    return None if spec.base == "host" else spec.base
+
+
+def hostname_of(spec: EnvironmentSpec, image: str) -> str:
+    """Return the host name of a spec's sandboxes: twelve hexadecimal digits, as Docker gives, equal in all of them.
+
+    Args:
+        spec: The spec, which may name one.
+        image: What the image is.
+    """
+    return spec.hostname or root_key(spec, image)[:12]
 
 
 def _is_intact(base: Path, digest: Path) -> bool:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,6 +24,8 @@ from sandboxes.errors import SandboxError, StateGoneError
 from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.ipc.channel import ChannelClosedError
+from sandboxes.images.store import Images
+from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import DirLock
 from sandboxes.linux.spawn import anchor_digest
@@ -31,6 +33,7 @@ from sandboxes.local.bases import Base, Bases
 from sandboxes.local.machine import START_S, Machine, Spare
 from sandboxes.local.portable_layers import LayerPorter
 from sandboxes.local.sandbox import LocalSandbox
+from sandboxes.local.services import prepare, service_orders
 from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
@@ -38,9 +41,9 @@ from sandboxes.spec import EnvironmentSpec
 LookT = TypeVar("LookT")
 _MAX_PRISTINE = 256
 """The most specs whose new sessions are remembered, 2 kB each. A start of another spec waits for its first shell."""
-VERSION = 4
+VERSION = 5
 """Part of every identity. Raise it when equal calls would give other results or other digests than before."""
-STATE_VERSION = 4
+STATE_VERSION = 5
 """Version of frozen states. Raise it, too, when earlier ones would be restored over bases that differ from theirs."""
 
 
@@ -81,7 +84,8 @@ class LocalDriver:
         """
         self.sources = sources or SourceRules()
         self.data_dir = data_dir.resolve()
-        self.bases = Bases(self.data_dir, privileged=os.geteuid() == 0, rules=self.sources)
+        self.images = Images(self.data_dir / "images")
+        self.bases = Bases(self.data_dir, self.images, privileged=os.geteuid() == 0, rules=self.sources)
         self.sandboxes = OpenSandboxes[LocalSandbox]()
         self.machine = Machine(
             self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer(), self.sandboxes.holding,
@@ -150,7 +154,7 @@ class LocalDriver:
         # What a confined spec may name is looked at again each time.
         if not spec.confined and (known := self.unchanged(spec)) is not None:
             return _identity(*known)
-        base = await asyncio.to_thread(self.bases.refresh, spec.base, confined=spec.confined)
+        base = await asyncio.to_thread(self.bases.refresh, spec)
         look = self.bases.sources.of_source
         return _identity(
             base.identity,
@@ -162,7 +166,7 @@ class LocalDriver:
 
     def unchanged(self, spec: EnvironmentSpec) -> tuple[str, ...] | None:
         """Return what the base and the sources of a spec are, see `sandboxes.driver.WatchingDriver`."""
-        known = self.bases.known(spec.base), *map(self.bases.sources.known, spec.copied_sources)
+        known = self.bases.known(spec), *map(self.bases.sources.known, spec.copied_sources)
         return None if None in known else cast("tuple[str, ...]", known)
 
     async def start(self, spec: EnvironmentSpec) -> LocalSandbox:
@@ -172,14 +176,16 @@ class LocalDriver:
             SpecError: The spec cannot be built.
             SandboxError: The machine failed.
         """
-        base = await self._look(spec.base, lambda: self.bases.base(spec.base, confined=spec.confined))
+        base = await self._look(spec, lambda: self.bases.base(spec))
+        spec = _completed(spec, base)
         root = await self._root(spec, base)
         # Between here and `_launch` no sandbox has these layers in its stack, and a collection would delete them.
         with self.sandboxes.holding(root.layers):
             # What a new session looks like follows from these. With it, the start need not wait for the first shell.
-            same = base.identity, root, spec.workdir, tuple(spec.env.items()), spec.limits
+            same = base.identity, root, spec.directory, tuple(spec.env.items()), spec.limits
             sandbox = await self._launch(spec, base, root, root.layers, _state({}, self._pristine.get(same)))
             self._remember_pristine(same, sandbox.pristine)
+        await sandbox.start_services(service_orders(spec, base.service_images))
         await sandbox.start_servers()
         return sandbox
 
@@ -208,13 +214,12 @@ class LocalDriver:
                 raise StateGoneError(
                     f"layers {', '.join(damaged)} of this state were changed on disk. Replay its path instead."
                 )
-            base = await self._look(
-                spec.base, lambda: self.bases.frozen(spec.base, payload["base"], confined=spec.confined)
-            )
+            base = await self._look(spec, lambda: self.bases.frozen(spec, payload["base"]))
             if base is None:
                 raise StateGoneError(
-                    f"base {spec.base!r} has changed since this state was frozen. Replay its path instead."
+                    f"base {spec.image or spec.base!r} has changed since this state was frozen. Replay its path instead."
                 )
+            spec = _completed(spec, base)
             images = payload.get("images")
             if images is not None and images not in self.machine.checkpointer.names():
                 raise StateGoneError(f"the images of these processes ({images}) are gone. Replay their path instead.")
@@ -257,9 +262,9 @@ class LocalDriver:
         await asyncio.to_thread(checkpointer.drop, unneeded)
         return size
 
-    async def _look(self, base: str, look: Callable[[], LookT]) -> LookT:
+    async def _look(self, spec: EnvironmentSpec, look: Callable[[], LookT]) -> LookT:
         """Return what a function finds out about a base; it runs in a thread if the base has to be walked for it."""
-        return look() if self.bases.known(base) is not None else await asyncio.to_thread(look)
+        return look() if self.bases.known(spec) is not None else await asyncio.to_thread(look)
 
     async def _root(self, spec: EnvironmentSpec, base: Base) -> RootLayers:
         """Return a spec's root state; build it if its layers are missing."""
@@ -279,8 +284,11 @@ class LocalDriver:
         # Set-up makes the working directory, so its own sandbox starts at the root.
         at_top = spec.model_copy(update={"workdir": "/"})
         # Without seals: all commands of the set-up become one layer, whose depth does not depend on their number.
-        sandbox = await self._launch(at_top, base, bare, (), _state({}), seals=False)
+        # The directories that services share are made below.
+        unshared = replace(base, services=ServiceMounts(base.services.roots, []))
+        sandbox = await self._launch(at_top, unshared, bare, (), _state({}), seals=False)
         try:
+            await prepare(sandbox, spec)
             await furnish(sandbox, spec, self.sources)
             state = await sandbox.freeze(root=True)
         finally:
@@ -363,6 +371,13 @@ def _identity(base: str, *sources: str) -> str:
     for source in sources:
         digest.update(source.encode())
     return digest.hexdigest()
+
+
+def _completed(spec: EnvironmentSpec, base: Base) -> EnvironmentSpec:
+    """Return a spec with the working directory that it leaves to its image (pure)."""
+    if spec.workdir is not None or base.image is None:
+        return spec
+    return spec.model_copy(update={"workdir": base.image.workdir or "/"})
 
 
 def _state(

@@ -75,7 +75,6 @@ def run(
     kernel.unshare(NAMESPACES)
     # After the groups were joined: they become the root of what the sandbox sees of control groups.
     kernel.unshare(kernel.CLONE_NEWCGROUP)
-    socket.sethostname("sandbox")
     kernel.bring_up_loopback()
     os.umask(0o022)
     mounts.prepare(devices_from_host=not privileged, shell_files=shell_files)
@@ -98,6 +97,7 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     if isinstance(mounted.message, Failed):
         raise OSError(mounted.message.error)
     overlay, upper_mount, lower, root, *shown = mounted.fds
+    socket.sethostname(order.hostname)
     # Before any process of the agent, also of a checkpoint, could take the port.
     listening = [outlet.listen()] if order.egress else []
     for folder in order.binds:
@@ -110,6 +110,7 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     for files_of_shell in shown:
         mounts.show_shell_files(files_of_shell)
     mounts.switch(overlay, order.binds)
+    mounts.mount_for_services(order.services.roots, order.services.shared)
     # The mount is attached by now. A descriptor of it would keep the layers of a state that the sandbox has left busy.
     os.close(overlay)
     restored: Restored | None = None

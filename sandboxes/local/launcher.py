@@ -184,6 +184,7 @@ class Launcher:
                     mounts.append(kernel.clone_mount("/", kernel.SEALED))
                 _copy_top(mounts[1], upper)
                 rootfs.switch(overlay, request.binds)
+                rootfs.mount_for_services(request.services.roots, request.services.shared)
             finally:
                 kernel.setns(self.own_mounts, kernel.CLONE_NEWNS)
                 # setns has moved the working directory to the root of the namespace that was entered. It must not hold

@@ -147,8 +147,8 @@ class LocalPlatform:
         return {os.getpid()}
 
     def ipc_objects(self) -> int:
-        """Return the number of System V objects. POSIX message queues cannot be made in a local sandbox."""
-        return processes.ipc_objects()
+        """Return the number of System V objects and POSIX message queues."""
+        return processes.ipc_objects() + len(os.listdir("/dev/mqueue"))  # noqa: PTH208 - pathlib is not loaded in pid 1
 
     def proc_directory(self, pid: int) -> str:
         """Return the directory of a process: this process and the agent see the same /proc."""

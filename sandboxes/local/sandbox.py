@@ -17,9 +17,11 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sandboxes.calls import Execution, ToolCall
 from sandboxes.checkpointing import MappedFiles
 from sandboxes.driver import FrozenState
 from sandboxes.egress.gateway import variables
@@ -27,9 +29,11 @@ from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.host.machine_sandbox import MachineSandbox
+from sandboxes.host.server_calls import ServerCalls
 from sandboxes.ipc.inherited import inherited
 from sandboxes.ipc.launch_messages import RunCriu
 from sandboxes.ipc.messages import CallDone
+from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.ipc.state_messages import (
     FinishRestore,
     InspectHeld,
@@ -40,10 +44,12 @@ from sandboxes.ipc.state_messages import (
     SandboxStarted,
     StartSandbox,
 )
+from sandboxes.listener import Listener
 from sandboxes.local.bases import Base
 from sandboxes.local.layers import LayerMeta, Upper, undo
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.local.sandbox_layers import SandboxLayers
+from sandboxes.local.service_commands import call_in_service, frame_of
 from sandboxes.spec import EnvironmentSpec
 
 if TYPE_CHECKING:
@@ -84,9 +90,11 @@ class LocalSandbox(MachineSandbox):
         """
         # The descriptor names pid 1 until it is closed, so signals never reach another process (pidfd_open(2)).
         self._process: int | None = spare.process
+        # What surrounds the spec's own variables: those of the image below, and of the egress.
+        self._given = {**({} if base.image is None else base.image.environment), **variables(spec)}
         super().__init__(
             spare.id, spare.channel, spec, machine.data_dir, machine.read_only,
-            server_environment={**ENVIRONMENT, **variables(spec)}, process_environment=variables(spec),
+            server_environment={**ENVIRONMENT, **self._given}, process_environment=self._given,
         )  # fmt: skip
         self._seals, self._shown = seals, spare.shell_files
         self.begun_at: StateDigest | None = None
@@ -143,8 +151,8 @@ class LocalSandbox(MachineSandbox):
             # Without control groups of its own the sandbox limits itself, with rlimits.
             memory_bytes=None if cgroups.writable else memory_bytes,
             pids=None if cgroups.writable else limits.pids,
-            environment={**ENVIRONMENT, **variables(self._spec), **self._spec.env},
-            workdir=self._spec.workdir,
+            environment={**ENVIRONMENT, **self._given, **self._spec.env},
+            workdir=self._spec.directory,
             output_bytes=limits.output_bytes,
             below_bytes=sum(map(self._machine.layers.size_bytes, self._layers.above_root)),
             born_ns=self._born_ns,
@@ -155,6 +163,9 @@ class LocalSandbox(MachineSandbox):
             checkpoint=state["checkpoint"],
             criu_arguments=[],
             egress=self._spec.egress is not None,
+            hostname=self._base.hostname,
+            user="" if self._base.image is None else self._base.image.user,
+            services=self._base.services,
             hides_shell=bool(self._shown) and self._shown != folder,
         )
         try:
@@ -178,10 +189,39 @@ class LocalSandbox(MachineSandbox):
         if self._spec.egress is not None:
             self.egress = await self._machine.egress.open_outlet(self.id, self._spec, handed_over[1])
         if started.shell_error is not None and not self._layers.stack:
-            raise SpecError(f"base {self._spec.base!r}: {started.shell_error}")
+            raise SpecError(f"base {self._spec.image or self._spec.base!r}: {started.shell_error}")
         self.begun_at, self.pristine = started.state.digest, started.pristine
 
+    async def start_services(self, orders: Sequence[ServerOrder]) -> None:
+        """Start the side services one after the other. If one fails, the sandbox is closed.
+
+        Raises:
+            ServerError: One of them ended, or did not get ready in time.
+        """
+        try:
+            if orders:
+                await ServerCalls(self).start(orders)
+        except BaseException:
+            await self.close()
+            raise
+
     # -- calls -------------------------------------------------------------------------------------------------------
+
+    async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
+        """Run a call; see `MachineSandbox.execute`.
+
+        Raises:
+            SpecError: The call is for a side service that the spec does not have.
+        """
+        if call.endpoint in {"process", "archive", "shell"} and (service := call.arguments.get("service")):
+            call = self._for_service(call, str(service))
+        return await super().execute(call, listener)
+
+    def _for_service(self, call: ToolCall, name: str) -> ToolCall:
+        service, config = self._spec.services.get(name), self._base.service_images.get(name)
+        if service is None or config is None:
+            raise SpecError(f"there is no service {name!r}: the spec has {sorted(self._spec.services) or 'none'}.")
+        return call_in_service(call, frame_of(name, service, config))
 
     def _begin_after_call(self, done: CallDone) -> None:
         # The last state is out of date as soon as a call has run, whether or not the call wrote.

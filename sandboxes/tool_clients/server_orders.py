@@ -35,7 +35,7 @@ def order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> S
         port=server.port,
         # The server's own variables come last and win.
         environment={**environment, **spec.env, **server.env},
-        workdir=spec.workdir,
+        workdir=spec.directory,
         ready=server.ready,
         ready_s=server.ready_s,
     )
@@ -53,7 +53,7 @@ def mcp_order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) 
         command=f"exec {shlex.join([server.command, *server.args])}",
         port=server.port,
         environment={**environment, **spec.env, **server.env},
-        workdir=server.cwd or spec.workdir,
+        workdir=server.cwd or spec.directory,
         ready="tcp",
         ready_s=server.ready_s,
     )

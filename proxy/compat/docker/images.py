@@ -1,4 +1,4 @@
-"""Images as Docker's clients see them: those of the container driver, or names that a task's environment stands for."""
+"""Images as Docker's clients see them: those that sandboxes run, or names that a task's environment stands for."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
@@ -16,7 +16,7 @@ _LISTED_IMAGES = 1000
 
 
 class DriverImages(Protocol):
-    """The part of the container driver that knows images."""
+    """The part of the driver `local` that knows images."""
 
     async def config(self, image: str) -> dict[str, Any]:
         """Return an image's ID and defaults.
@@ -58,7 +58,7 @@ class Images:
     async def has_images(self, task: str) -> bool:
         """Return whether the containers of a task are made from the images that clients name."""
         opened = await self._engine.tasks.open(task)
-        return opened.origin is None and "container" in self._engine.drivers
+        return opened.origin is None and self._engine.settings.runs_images
 
     async def config(self, task: str, image: str) -> Mapping[str, Any]:
         """Return the defaults of an image.
@@ -71,31 +71,33 @@ class Images:
         """
         opened = await self._engine.tasks.open(task)
         spec = opened.spec if opened.origin is not None else None
-        driver = spec.driver if spec is not None else "container"
-        if driver == "container" and driver in self._engine.drivers:
+        if self._engine.settings.runs_images and (spec is None or spec.image):
             real_image = spec.image if spec is not None and spec.image else image
             try:
-                return await cast("DriverImages", self._engine.drivers[driver]).config(real_image)
+                return await self._of_driver.config(real_image)
             except SpecError:
                 raise RefusalError(404, "docker", f"No such image: {real_image}") from None
         if spec is None and not self._engine.settings.any_image:
             raise RefusalError(
                 404, "docker", f"No such image: {image}. PUT the task with an environment, or serve with the driver "
-                "container (FORKPOINT_DRIVERS), or with any_image."
+                "local (FORKPOINT_DRIVERS), or with any_image."
             )  # fmt: skip
         return {}
+
+    @property
+    def _of_driver(self) -> DriverImages:
+        return cast("DriverImages", self._engine.drivers["local"])
 
     async def _list(self, request: DockerRequest, task: str) -> Local:
         """List the images that containers of this task can name. Harnesses look here before they build an image."""
         opened = await self._engine.tasks.open(task)
-        driver = self._engine.drivers.get("container")
         wanted = request.filters().get("reference", [])
         names = list(wanted)
         if opened.origin is not None:
             # What the containers are made of is decided; any name that a client asks for stands for it.
             names = names or [opened.spec.image or "forkpoint"]
-        elif driver is not None:
-            tags = await cast("DriverImages", driver).tags()
+        elif self._engine.settings.runs_images:
+            tags = await self._of_driver.tags()
             names = [tag for tag in tags if not wanted or any(_is_tag(tag, name) for name in wanted)]
         entries = []
         for name in names:

@@ -17,8 +17,7 @@ from proxy.compat.docker.requests import ContainerSpec, arguments_of, variables
 from proxy.compat.docker.waiting_commands import waits as waits_alone
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
-from sandboxes.container.boot_scripts import SERVICES
-from sandboxes.container.service_commands import only_port
+from sandboxes.local.service_commands import SERVICES, only_port
 from sandboxes.server_spec import MAIN
 
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
@@ -32,7 +31,7 @@ _ONE_OFF, _DEPENDS_ON = "com.docker.compose.oneoff", "com.docker.compose.depends
 _RUN = f'"$@" >>{OUTPUT} 2>&1 || {{ c=$?; cat {OUTPUT}; exit $c; }}'
 """Runs a service's command and keeps its output. If the command fails, the start of the sandbox reports the output."""
 _HOST_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
-"""A name on the network: what the keeper writes to /etc/hosts (`keeper.mounts`)."""
+"""A name on the network, as a spec's `aliases` have it."""
 _SHORT_ID = re.compile(r"[0-9a-f]{12}")
 """The beginning of a container's ID, as clients show it."""
 _NS = 10**9
@@ -85,8 +84,8 @@ def member(
     _refuse(own_name, host, labels)
     waits, argv = not spec.main, arguments_of(body, config)
     health = _health(body, config)
-    port = only_port(body)
-    if not waits and not health and port is None and only_port(config) is None:
+    port = only_port(body.get("ExposedPorts") or {})
+    if not waits and not health and port is None and only_port(config.get("ExposedPorts") or {}) is None:
         raise RefusalError(
             400, "docker", f"Nothing says when service {own_name!r} is ready. Give it a healthcheck, or exactly one "
             "port under `expose` in the compose file, so that no call meets it half started.",
@@ -239,14 +238,12 @@ def environment(members: Sequence[ProjectMember], requests: Mapping[str, Environ
             users.setdefault(volume, {})[MAIN if member is main else member.name] = path
     further = {alias for member in members for alias in member.aliases} | ({main.name} if main is not None else set())
     outputs = [f": >{SERVICES}/{name}{OUTPUT} && chmod 666 {SERVICES}/{name}{OUTPUT}" for name in sorted(names)]
-    # Each directory there is a name in /etc/hosts. This one has no files but the points at which the keeper mounts.
     unused = sorted(further - names - {MAIN}) if services else []
     if wrong := [name for name in unused if not _HOST_NAME.fullmatch(name)]:
         raise RefusalError(
             400, "docker", f"{wrong[0]!r} cannot be a name on the project's network. Use at most 31 lower-case "
             "letters, digits, '-' and '_', the first of them a letter.",
         )  # fmt: skip
-    others = [f"cd {SERVICES} && mkdir -p {name}/proc {name}/dev {name}/sys" for name in unused]
     base = requests[main.name] if main is not None else EnvironmentRequest(services[0].image)
     return EnvironmentRequest(
         base.image, base.env, base.workdir, base.memory_mb, base.pids,
@@ -256,5 +253,6 @@ def environment(members: Sequence[ProjectMember], requests: Mapping[str, Environ
         },
         # A volume with one user is a directory of it.
         volumes={volume: paths for volume, paths in sorted(users.items()) if len(paths) > 1},
-        setup=(*outputs, *others),
+        aliases=tuple(unused),
+        setup=tuple(outputs),
     )  # fmt: skip

@@ -205,7 +205,7 @@ def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> 
     arguments: dict[str, Any] = {
         "argv": [process["cmd"], *args],
         "env": variables(process.get("envs")),
-        "cwd": join(spec.workdir, string_field(process, "cwd")).rstrip("/") or "/",
+        "cwd": join(spec.directory, string_field(process, "cwd")).rstrip("/") or "/",
         "user": user_of(request),
         "tty": False,
         "stdin": message.get("stdin") is True,

@@ -1,14 +1,15 @@
 """Commands that run in a side service: in its root directory, with its variables, its directory and its user (pure)."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from sandboxes.calls import ToolCall
-from sandboxes.container.boot_scripts import SERVICES
+from sandboxes.images.config import ImageConfig
 from sandboxes.server_spec import Service
 
+SERVICES = "/.services"
+"""The directory of a sandbox that has the files of its side services, a directory for each."""
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """The search path of images that name none, as Docker gives it."""
 _ROOT = frozenset({"", "0", "root", "0:0", "root:root"})
@@ -41,13 +42,12 @@ class ServiceFrame:
         return f'c=$(command -v chroot) && exec {before} "$c" {after}'
 
 
-def frame_of(name: str, service: Service, config: Mapping[str, Any]) -> ServiceFrame:
+def frame_of(name: str, service: Service, config: ImageConfig) -> ServiceFrame:
     """Return what surrounds the commands of a service, from its spec and the configuration of its image."""
-    given = dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry)
-    user = service.user or str(config.get("User") or "")
+    user = service.user or config.user
     home = {"HOME": "/root"} if user.partition(":")[0] in ("", "0", "root") else {}
-    environment = {"PATH": _PATH, "HOSTNAME": name, **home, **given, **service.environment}
-    return ServiceFrame(name, environment, service.working_dir or str(config.get("WorkingDir") or "/"), user)
+    environment = {"PATH": _PATH, "HOSTNAME": name, **home, **config.environment, **service.environment}
+    return ServiceFrame(name, environment, service.working_dir or config.workdir or "/", user)
 
 
 def call_in_service(call: ToolCall, frame: ServiceFrame) -> ToolCall:
@@ -76,8 +76,8 @@ def call_in_service(call: ToolCall, frame: ServiceFrame) -> ToolCall:
     return replace(call, arguments={**arguments, "argv": argv, "env": {}, "cwd": "/", "user": None})
 
 
-def only_port(source: Mapping[str, Any]) -> int | None:
-    """Return the TCP port that an image's configuration or a create request exposes, if it exposes exactly one."""
-    ports = [entry.partition("/") for entry in source.get("ExposedPorts") or {}]
+def only_port(exposed: Iterable[str]) -> int | None:
+    """Return the TCP port among those that an image or a create request exposes, such as "80/tcp", if it is one."""
+    ports = [entry.partition("/") for entry in exposed]
     numbers = [number for number, _, protocol in ports if protocol in ("", "tcp") and number.isdigit()]
     return int(numbers[0]) if len(numbers) == 1 else None

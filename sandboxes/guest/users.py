@@ -1,0 +1,114 @@
+"""Users as the files of a sandbox name them: what `USER` of an image, or of a call, stands for.
+
+Process: pid 1 of a local sandbox. The files are the agent's, so they are read with a limit, and their lines are data.
+"""
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sandboxes.linux.descriptors import Opened
+
+_MAX_BYTES = 1 << 20
+"""What is read of /etc/passwd and /etc/group. Those of large organisations have some hundred kilobytes."""
+_MAX_GROUPS = 1024
+"""The most groups of a user that are used (half of what the kernel takes, NGROUPS_MAX of old kernels is 32)."""
+_LAST_ID = (1 << 32) - 2
+"""The highest user or group; the next number stands for "no change" (setresuid(2))."""
+
+
+class UnknownUserError(Exception):
+    """The sandbox has no such user or group. The text is that of container runtimes."""
+
+
+@dataclass(frozen=True)
+class User:
+    """A user with its groups.
+
+    Attributes:
+        uid: The user's number.
+        gid: The number of its first group.
+        groups: The numbers of all its groups.
+        home: Its home directory.
+        name: Its name; empty for a number that no line has.
+    """
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    home: str
+    name: str = ""
+
+
+ROOT = User(0, 0, (0,), "/root", "root")
+
+
+def read(user: str, root: str = "") -> User:
+    """Return a user of this process's root, see `resolve`.
+
+    Args:
+        user: How it is named.
+        root: A directory whose files count instead; it is no link.
+
+    Raises:
+        UnknownUserError: There is no such user or group.
+    """
+    return resolve(user, _lines(f"{root}/etc/passwd"), _lines(f"{root}/etc/group"))
+
+
+def resolve(user: str, passwd: Sequence[str], group: Sequence[str]) -> User:
+    """Return what a user is, by the rules of container runtimes (pure).
+
+    Args:
+        user: `user`, `uid`, `user:group` and so on; empty for root.
+        passwd: The lines of /etc/passwd.
+        group: The lines of /etc/group.
+
+    Raises:
+        UnknownUserError: There is no such user or group.
+    """
+    wanted, _, wanted_group = user.partition(":")
+    uid, gid, home, name = _number(wanted or "0"), 0, "/", ""
+    for entry in _entries(passwd, 7):
+        if wanted and entry[0] == wanted or entry[2] == str(uid):
+            uid, gid, home, name = _number(entry[2]), _number(entry[3]) or 0, entry[5] or "/", entry[0]
+            break
+    if uid is None:
+        raise UnknownUserError(f"unable to find user {wanted}: no matching entries in passwd file")
+    if not wanted_group:
+        more = [_number(entry[2]) for entry in _entries(group, 4) if name and name in entry[3].split(",")]
+        groups = tuple(dict.fromkeys([gid, *(number for number in more if number is not None)]))
+        return User(uid, gid, groups[:_MAX_GROUPS], home, name)
+    named = next((_number(entry[2]) for entry in _entries(group, 4) if entry[0] == wanted_group), None)
+    gid_given = _number(wanted_group) if named is None else named
+    if gid_given is None:
+        raise UnknownUserError(f"unable to find group {wanted_group}: no matching entries in group file")
+    return User(uid, gid_given, (gid_given,), home, name)
+
+
+def _entries(lines: Sequence[str], fields: int) -> Iterator[list[str]]:
+    for line in lines:
+        parts = line.split(":")
+        if len(parts) >= fields and _number(parts[2]) is not None:
+            yield parts
+
+
+def _number(text: str) -> int | None:
+    # Digits of ASCII only: Python takes others for numbers too.
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(_LAST_ID)) else None
+    return number if number is not None and number <= _LAST_ID else None
+
+
+def _lines(path: str) -> list[str]:
+    """Return the lines of a file; none if there is no such file."""
+    try:
+        # A FIFO would let this process wait without an end.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return []
+    with Opened(fd):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return []
+        # Latin-1 has a character for each byte.
+        return os.pread(fd, _MAX_BYTES, 0).decode("latin-1").splitlines()
