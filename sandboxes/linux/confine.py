@@ -29,6 +29,8 @@ from sandboxes.linux import syscalls as kernel
 # CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE SYS_CHROOT SETFCAP
 CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31)
 """The capabilities that processes keep, by number (linux/capability.h)."""
+LOOKING = 19
+"""CAP_SYS_PTRACE, which only pid 1 keeps: with it /proc shows what processes of other users hold (ptrace(2))."""
 LAST_CAPABILITY = 40
 """The highest capability of Linux 5.9 to 6.x. Older kernels have fewer, and refuse to drop those with EINVAL."""
 
@@ -221,9 +223,10 @@ def limit_resources(disk_bytes: int, memory_bytes: int | None, pids: int | None)
 
 
 def confine() -> None:
-    """Give up every capability but `CAPABILITIES`, and every call that `program` refuses, for good.
+    """Give up every capability but `CAPABILITIES` and `LOOKING`, and every call that `program` refuses, for good.
 
-    The order matters: seccomp without CAP_SYS_ADMIN needs no_new_privs, and dropping from the bounding set needs
+    No program that this process executes has `LOOKING`, because it is not in the bounding set (capabilities(7)).
+        The order matters: seccomp without CAP_SYS_ADMIN needs no_new_privs, and dropping from the bounding set needs
     CAP_SETPCAP, so both come before their preconditions are given up.
     """
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -231,10 +234,15 @@ def confine() -> None:
         if capability not in CAPABILITIES:
             _drop_bounding(capability)
     kernel.prctl(kernel.PR_CAP_AMBIENT, kernel.PR_CAP_AMBIENT_CLEAR_ALL)
-    kernel.capset(sum(1 << capability for capability in CAPABILITIES))
+    kernel.capset(sum(1 << capability for capability in (*CAPABILITIES, LOOKING)))
     kernel.seccomp(program(kernel.MACHINE))
     # Not dumpable: no process of the sandbox can ptrace pid 1, or read its memory and descriptors through /proc/1.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+
+
+def stop_looking() -> None:
+    """Give up `LOOKING`, in a fork of pid 1 that executes no program."""
+    kernel.capset(sum(1 << capability for capability in CAPABILITIES))
 
 
 def become_user(uid: int, gid: int, groups: Sequence[int]) -> None:

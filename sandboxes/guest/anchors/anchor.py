@@ -48,7 +48,7 @@ from typing import Any, ClassVar, Self
 from sandboxes.guest.anchors.shell_kit import PLACES, ShellKit
 from sandboxes.guest.anchors.starter import AnchorLostError, Starter
 from sandboxes.guest.bash import session as session_texts
-from sandboxes.linux import spawn
+from sandboxes.linux import confine, spawn
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
 
@@ -230,6 +230,7 @@ def _hold(fds: Mapping[int, int]) -> int:
                 os.closerange(fd + 1, following)
             # Pid 1 is not dumpable, which closes its /proc to the agent, and a fork inherits that. The holder has
             # nothing that the agent must not see.
+            confine.stop_looking()
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
             os.close(say)
             signal.pause()
