@@ -5,24 +5,19 @@ them lies the *skeleton*, a layer with the directories that every root needs as 
 """
 
 import hashlib
-import logging
 import os
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.errors import SpecError
 from sandboxes.host.source_digest import SourceDigests, raise_machine_error
 from sandboxes.host.source_watch import Watched
-from sandboxes.linux.files import remove_tree
+from sandboxes.images import root_tar
+from sandboxes.images.built_trees import BuiltTrees
+from sandboxes.images.config import ImageError
 from sandboxes.linux.plain_files import open_plain
-from sandboxes.linux.syscalls import sync_file_system
-from sandboxes.local import base_check, root_tar
 from sandboxes.local import host_base as hostbase
 from sandboxes.sources import SourceRules
-
-_log = logging.getLogger(__name__)
 
 _MAX_LINKS = 40
 """Limits the symlinks that one path leads through, as the kernel does (path_resolution(7))."""
@@ -71,31 +66,24 @@ class Bases:
         """
         self._data = data_dir
         self._folder = data_dir / "bases"
+        self._trees = BuiltTrees(self._folder)
         self.host_view = data_dir / "host"
         self._privileged = privileged
         self._rules = rules or SourceRules()
         # Those that lie where the host base shows nothing need no hole.
         self._hidden = sorted({path for path in (data_dir, *self._rules.private) if hostbase.in_sight(path)})
-        # Methods run in threads, and two specs may name the same base at once. Only one of them builds it.
-        self._making = threading.Lock()
         self.sources = SourceDigests()
         # The host is looked at again only after inotify has reported something.
         self._host_fingerprint = Watched(hostbase.fingerprint)
-        # Unpacked bases that this process has unpacked itself or read completely.
-        self._intact: set[str] = set()
         self._known: dict[str, Base] = {}
         self._former: dict[str, set[str]] = {}
 
     def open(self) -> None:
         """Make the directories, and remove bases that a killed process left half built."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._trees.open()
         self.host_view.mkdir(exist_ok=True)
-        # A kill -9 while `_make` builds leaves a `.part`. The driver's lock is held, so no other process is building
-        # here.
-        for unfinished in self._folder.glob("*.part"):
-            remove_tree(unfinished)
         # The number is part of the name, so that a changed skeleton gets another directory and old states keep theirs.
-        self._make("skeleton-2", hostbase.skeleton)
+        self._trees.make("skeleton-2", hostbase.skeleton)
 
     def base(self, name: str, *, confined: bool = False) -> Base:
         """Return a base by its name in specs, as `refresh` last saw it."""
@@ -157,7 +145,7 @@ class Bases:
         """
         try:
             base = self._host() if name == "host" else self._named(Path(name), confined=confined)
-        except (OSError, root_tar.RootTarError) as error:
+        except (OSError, ImageError) as error:
             # A full disk is the machine's fault and stays an OSError; only the rest is the spec's.
             raise_machine_error(error)
             raise SpecError(
@@ -174,9 +162,9 @@ class Bases:
         identity = hashlib.blake2b(self._host_fingerprint.value() + hole, digest_size=16).hexdigest()
         if self._privileged:
             # Over the host's root: whiteouts in the mask hide what sandboxes must not see.
-            mask = self._make(f"mask-2-{identity}", lambda target: hostbase.build_mask(target, self._hidden))
+            mask = self._trees.make(f"mask-2-{identity}", lambda target: hostbase.build_mask(target, self._hidden))
             return Base(f"host:{identity}", (str(mask), str(self.host_view / "root")))
-        copy = self._make(f"host-2-{identity}", lambda target: hostbase.build_copy(target, self._hidden))
+        copy = self._trees.make(f"host-2-{identity}", lambda target: hostbase.build_copy(target, self._hidden))
         # The kernel refuses an overlay of `/` in a user namespace, so these directories come as bind mounts.
         binds = tuple(folder for folder in hostbase.BOUND if Path(folder).is_dir())
         return Base(f"host-user:{identity}", (str(copy), self._skeleton), binds, tuple(map(str, self._hidden)))
@@ -191,7 +179,7 @@ class Bases:
         with open_plain(real) as path:
             if not path.is_dir():
                 digest = self.sources.of_file(path, name=str(name))
-                folder = self._make(f"tar-{digest}", lambda target: root_tar.unpack(path, target), checked=True)
+                folder = self._trees.make(f"tar-{digest}", lambda target: root_tar.unpack(path, target), checked=True)
                 _check_bash(folder, name)
                 return Base(f"tar:{digest}", (str(folder.resolve()), self._skeleton))
             # A directory is used in place, so it may change at any time.
@@ -199,40 +187,6 @@ class Bases:
             _check_bash(path, name)
         # The launcher opens it by this path again, without following links.
         return Base(identity, (str(real), self._skeleton))
-
-    def _make(self, name: str, build: Callable[[Path], object], *, checked: bool = False) -> Path:
-        """Return a directory of bases; build it if it is missing, completely or not at all.
-
-        Args:
-            name: Its name.
-            build: Fills the directory.
-            checked: Whether a directory that was changed on disk is built again.
-        """
-        target, digest = self._folder / name, self._folder / f"{name}.digest"
-        with self._making:
-            # Before its first use in this process: no sandbox has it mounted.
-            if checked and name not in self._intact and target.is_dir() and not _is_intact(target, digest):
-                _log.error("base %s is not as it was unpacked, and is unpacked again", target)
-                if not remove_tree(target):
-                    raise OSError(f"the damaged base {target} cannot be removed; remove it by hand")
-            if not target.is_dir():
-                part = self._folder / f"{name}.part"
-                remove_tree(part)
-                part.mkdir()
-                build(part)
-                if checked:
-                    digest.write_text(base_check.digest_of(part))
-                # A base is trusted after a loss of power, too: its files must be on the disk before its name is.
-                sync_file_system(str(self._folder))
-                # The rename is atomic (rename(2)), so a base exists completely or not at all.
-                part.rename(target)
-            self._intact.add(name)
-        return target
-
-
-def _is_intact(base: Path, digest: Path) -> bool:
-    """Return whether a base is as it was unpacked. Earlier versions wrote no digest, so that nothing is known."""
-    return digest.exists() and digest.read_text() == base_check.digest_of(base)
 
 
 def _check_bash(folder: Path, named: Path) -> None:
