@@ -6,10 +6,8 @@ lies its *dress*, which holds what a container runtime adds (`image_dress`).
 """
 
 import hashlib
-import logging
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,24 +15,20 @@ from sandboxes.errors import SpecError
 from sandboxes.host.root_states import root_key
 from sandboxes.host.source_digest import SourceDigests, raise_machine_error
 from sandboxes.host.source_watch import Watched
-from sandboxes.images.config import ImageConfig
+from sandboxes.images import root_tar
+from sandboxes.images.built_trees import BuiltTrees
+from sandboxes.images.config import ImageConfig, ImageError
 from sandboxes.images.store import Image, Images
 from sandboxes.ipc.launch_messages import ServiceMounts
-from sandboxes.linux.files import remove_tree
 from sandboxes.linux.plain_files import open_plain
-from sandboxes.linux.syscalls import sync_file_system
-from sandboxes.local import base_check, image_dress, root_tar
+from sandboxes.linux.spawn import BASH
+from sandboxes.local import image_dress
 from sandboxes.local import host_base as hostbase
+from sandboxes.local.lower_view import has_file
 from sandboxes.local.service_commands import SERVICES
 from sandboxes.local.services import mounts_of
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
-
-_log = logging.getLogger(__name__)
-
-_MAX_LINKS = 40
-"""Limits the symlinks that one path leads through, as the kernel does (path_resolution(7))."""
-
 
 @dataclass(frozen=True, slots=True)
 class Base:
@@ -45,6 +39,7 @@ class Base:
         lowers: Its directories, the topmost first; at least two.
         binds: Directories of the host that a sandbox sees read-only, at their own paths.
         hidden: Paths in these directories that a sandbox must not see.
+        own_bash: Whether it has a bash. Otherwise sandboxes have one of this machine's.
         image: The configuration of the image; None for a base that is none.
         hostname: The host name of its sandboxes.
         services: The mounts of the spec's side services.
@@ -55,18 +50,12 @@ class Base:
     lowers: tuple[str, ...]
     binds: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
+    own_bash: bool = True
     image: ImageConfig | None = None
     hostname: str = "sandbox"
     services: ServiceMounts = ServiceMounts([], [])  # noqa: RUF009 - a frozen value
     service_images: Mapping[str, ImageConfig] = field(default_factory=dict)
 
-    @property
-    def root(self) -> str | None:
-        """The directory that a sandbox has as its root; None if no directory has all of it."""
-        # The host in a user namespace is a copy of /etc and binds of the rest.
-        if self.binds:
-            return None
-        return "/" if self.identity.startswith("host:") else self.lowers[0]
 
 
 class Bases:
@@ -90,32 +79,24 @@ class Bases:
         """
         self._data = data_dir
         self._folder = data_dir / "bases"
-        self._images = images
+        self._trees, self._images = BuiltTrees(self._folder), images
         self.host_view = data_dir / "host"
         self._privileged = privileged
         self._rules = rules or SourceRules()
         # Those that lie where the host base shows nothing need no hole.
         self._hidden = sorted({path for path in (data_dir, *self._rules.private) if hostbase.in_sight(path)})
-        # Methods run in threads, and two specs may name the same base at once. Only one of them builds it.
-        self._making = threading.Lock()
         self.sources = SourceDigests()
         # The host is looked at again only after inotify has reported something.
         self._host_fingerprint = Watched(hostbase.fingerprint)
-        # Unpacked bases that this process has unpacked itself or read completely.
-        self._intact: set[str] = set()
         self._known: dict[str, Base] = {}
         self._former: dict[str, set[str]] = {}
 
     def open(self) -> None:
         """Make the directories, and remove bases that a killed process left half built."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._trees.open()
         self.host_view.mkdir(exist_ok=True)
-        # A kill -9 while `_make` builds leaves a `.part`. The driver's lock is held, so no other process is building
-        # here.
-        for unfinished in self._folder.glob("*.part"):
-            remove_tree(unfinished)
         # The number is part of the name, so that a changed skeleton gets another directory and old states keep theirs.
-        self._make("skeleton-2", hostbase.skeleton)
+        self._trees.make("skeleton-2", hostbase.skeleton)
 
     def base(self, spec: EnvironmentSpec) -> Base:
         """Return the base of a spec, as `refresh` last saw it."""
@@ -157,7 +138,7 @@ class Bases:
         former = identity in self._former.get(name_of(spec), ())
         if kind == "tar" and former and (self._folder / f"tar-{digest}").is_dir():
             self._require_allowed(spec)
-            return Base(identity, (str((self._folder / f"tar-{digest}").resolve()), self._skeleton))
+            return self._base(identity, (str((self._folder / f"tar-{digest}").resolve()), self._skeleton))
         base = self.base(spec)
         is_host = kind == base.identity.partition(":")[0] and kind.startswith("host")
         return base if is_host or base.identity == identity else None
@@ -175,7 +156,7 @@ class Bases:
         """Return the base of a spec as it is now.
 
         Raises:
-            SpecError: It is missing, cannot be read, or has no /bin/bash.
+            SpecError: It is missing, or cannot be read.
             OSError: The machine is short of memory, descriptors or disk.
         """
         name = name_of(spec)
@@ -186,7 +167,7 @@ class Bases:
                 base = self._host()
             else:
                 base = self._named(Path(name), confined=spec.confined)
-        except (OSError, root_tar.RootTarError) as error:
+        except (OSError, ImageError) as error:
             # A full disk is the machine's fault and stays an OSError; only the rest is the spec's.
             raise_machine_error(error)
             raise SpecError(
@@ -210,9 +191,9 @@ class Bases:
         identity = "image:" + " ".join([image.id, *(f"{name}={service.id}" for name, service in services.items())])
         dress = image_dress.Dress(hostname_of(spec, image.id), tuple(services), spec.aliases, tuple(volumes))
         digest = hashlib.blake2b(f"{identity} {dress}".encode(), digest_size=16).hexdigest()
-        layer = self._make(f"dress-1-{digest}", lambda target: image_dress.build(dress, lowers, target))
+        layer = self._trees.make(f"dress-1-{digest}", lambda target: image_dress.build(dress, lowers, target))
         return Base(
-            identity, (str(layer), *lowers), image=image.config, hostname=dress.hostname, services=mounts_of(spec),
+            identity, (str(layer), *lowers), own_bash=has_file(image.lowers, BASH), image=image.config, hostname=dress.hostname, services=mounts_of(spec),
             service_images={name: service.config for name, service in services.items()},
         )  # fmt: skip
 
@@ -227,9 +208,9 @@ class Bases:
         identity = hashlib.blake2b(self._host_fingerprint.value() + hole, digest_size=16).hexdigest()
         if self._privileged:
             # Over the host's root: whiteouts in the mask hide what sandboxes must not see.
-            mask = self._make(f"mask-2-{identity}", lambda target: hostbase.build_mask(target, self._hidden))
+            mask = self._trees.make(f"mask-2-{identity}", lambda target: hostbase.build_mask(target, self._hidden))
             return Base(f"host:{identity}", (str(mask), str(self.host_view / "root")))
-        copy = self._make(f"host-2-{identity}", lambda target: hostbase.build_copy(target, self._hidden))
+        copy = self._trees.make(f"host-2-{identity}", lambda target: hostbase.build_copy(target, self._hidden))
         # The kernel refuses an overlay of `/` in a user namespace, so these directories come as bind mounts.
         binds = tuple(folder for folder in hostbase.BOUND if Path(folder).is_dir())
         return Base(f"host-user:{identity}", (str(copy), self._skeleton), binds, tuple(map(str, self._hidden)))
@@ -244,43 +225,16 @@ class Bases:
         with open_plain(real) as path:
             if not path.is_dir():
                 digest = self.sources.of_file(path, name=str(name))
-                folder = self._make(f"tar-{digest}", lambda target: root_tar.unpack(path, target), checked=True)
-                _check_bash(folder, name)
-                return Base(f"tar:{digest}", (str(folder.resolve()), self._skeleton))
+                folder = self._trees.make(f"tar-{digest}", lambda target: root_tar.unpack(path, target), checked=True)
+                return self._base(f"tar:{digest}", (str(folder.resolve()), self._skeleton))
             # A directory is used in place, so it may change at any time.
             identity = f"directory:{self.sources.of_directory(path, name=str(name), real=str(real))}"
-            _check_bash(path, name)
+            own_bash = has_file((str(path),), BASH)
         # The launcher opens it by this path again, without following links.
-        return Base(identity, (str(real), self._skeleton))
+        return Base(identity, (str(real), self._skeleton), own_bash=own_bash)
 
-    def _make(self, name: str, build: Callable[[Path], object], *, checked: bool = False) -> Path:
-        """Return a directory of bases; build it if it is missing, completely or not at all.
-
-        Args:
-            name: Its name.
-            build: Fills the directory.
-            checked: Whether a directory that was changed on disk is built again.
-        """
-        target, digest = self._folder / name, self._folder / f"{name}.digest"
-        with self._making:
-            # Before its first use in this process: no sandbox has it mounted.
-            if checked and name not in self._intact and target.is_dir() and not _is_intact(target, digest):
-                _log.error("base %s is not as it was unpacked, and is unpacked again", target)
-                if not remove_tree(target):
-                    raise OSError(f"the damaged base {target} cannot be removed; remove it by hand")
-            if not target.is_dir():
-                part = self._folder / f"{name}.part"
-                remove_tree(part)
-                part.mkdir()
-                build(part)
-                if checked:
-                    digest.write_text(base_check.digest_of(part))
-                # A base is trusted after a loss of power, too: its files must be on the disk before its name is.
-                sync_file_system(str(self._folder))
-                # The rename is atomic (rename(2)), so a base exists completely or not at all.
-                part.rename(target)
-            self._intact.add(name)
-        return target
+    def _base(self, identity: str, lowers: tuple[str, ...]) -> Base:
+        return Base(identity, lowers, own_bash=has_file(lowers, BASH))
 
 
 def name_of(spec: EnvironmentSpec) -> str:
@@ -306,36 +260,3 @@ def hostname_of(spec: EnvironmentSpec, image: str) -> str:
         image: What the image is.
     """
     return spec.hostname or root_key(spec, image)[:12]
-
-
-def _is_intact(base: Path, digest: Path) -> bool:
-    """Return whether a base is as it was unpacked. Earlier versions wrote no digest, so that nothing is known."""
-    return digest.exists() and digest.read_text() == base_check.digest_of(base)
-
-
-def _check_bash(folder: Path, named: Path) -> None:
-    """Refuse a root file system without bash."""
-    if not _exists_inside(folder, "bin/bash"):
-        raise SpecError(
-            f"base {str(named)!r} has no /bin/bash. Use a root file system with bash, such as debootstrap's minbase."
-        )
-
-
-def _exists_inside(root: Path, name: str) -> bool:
-    """Return whether a path is a file, with symlinks resolved as a process with this root resolves them."""
-    parts, here = name.split("/"), Path()
-    for _ in range(_MAX_LINKS):
-        if not parts:
-            return (root / here).is_file()
-        part = parts.pop(0)
-        if part in {"", "."}:
-            continue
-        # `here` is relative to the root, and the parent of an empty path is itself, as `/..` is `/`.
-        here = here.parent if part == ".." else here / part
-        if (root / here).is_symlink():
-            link = str((root / here).readlink())
-            parts = [*link.split("/"), *parts]
-            # An absolute link starts at the base's root, not at the host's. The host's bash must not count as the
-            # base's.
-            here = Path() if link.startswith("/") else here.parent
-    return False

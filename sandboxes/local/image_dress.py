@@ -5,22 +5,17 @@ own /etc/hosts, /etc/hostname and /etc/resolv.conf over the image's; here they a
 change like any other file.
 """
 
-import errno
 import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.descriptors import Opened
-from sandboxes.linux.file_copy import is_whiteout
+from sandboxes.local.lower_view import status_of
 from sandboxes.local.service_commands import SERVICES
 
 _FIXED_NS = 10**18
 """The modification time of what is made here, 2001-09-09, so that equal images give equal root states."""
-_NO_LINKS = kernel.open_how(os.O_PATH | os.O_NOFOLLOW, kernel.RESOLVE_NO_SYMLINKS | kernel.RESOLVE_BENEATH)
-"""An image is a stranger's: no path in it leads out of it."""
 _MOUNT_POINTS = ("proc", "sys", "dev")
 _SHARED_MEMORY = "run/shm"
 """Where /dev/shm leads (`linux.mounts.SHARED_MEMORY`)."""
@@ -86,7 +81,7 @@ def _dress(dress: Dress, lowers: Sequence[str], target: Path, root: str) -> None
     if _folder(lowers, target, f"{root}etc", 0o755):
         for name, text in dress.texts.items():
             _file(target / f"{root}etc" / name, text, 0o644)
-        if _status(lowers, f"{root}etc/mtab") is None:
+        if status_of(lowers, f"{root}etc/mtab") is None:
             link = target / f"{root}etc/mtab"
             link.symlink_to("/proc/mounts")
             os.utime(link, ns=(_FIXED_NS, _FIXED_NS), follow_symlinks=False)
@@ -100,7 +95,7 @@ def _folder(lowers: Sequence[str], target: Path, name: str, mode: int) -> bool:
     path = Path()
     for part in parts:
         path /= part
-        there = _status(lowers, str(path))
+        there = status_of(lowers, str(path))
         if there is not None and not stat.S_ISDIR(there.st_mode):
             # A link, mostly: its target is not looked for, because it may lead anywhere.
             return False
@@ -118,7 +113,7 @@ def _file(path: Path, text: str, mode: int) -> None:
 
 def _take_facts(lowers: Sequence[str], target: Path, name: str) -> None:
     """Give a directory of the layer the owner, mode and time that it has in the image."""
-    path, there = target / name, _status(lowers, name)
+    path, there = target / name, status_of(lowers, name)
     if there is None:
         os.utime(path, ns=(_FIXED_NS, _FIXED_NS))
         return
@@ -126,22 +121,3 @@ def _take_facts(lowers: Sequence[str], target: Path, name: str) -> None:
         os.chown(path, there.st_uid, there.st_gid)
     path.chmod(stat.S_IMODE(there.st_mode))
     os.utime(path, ns=(there.st_mtime_ns, there.st_mtime_ns))
-
-
-def _status(lowers: Sequence[str], name: str) -> os.stat_result | None:
-    """Return what an image has at a path; None if there is nothing, or a link or file on the way."""
-    for lower in lowers:
-        with Opened(os.open(lower, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
-            try:
-                found = kernel.openat2(top, os.fsencode(name) or b".", _NO_LINKS)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                # A link or a file on the way hides what lower directories have there.
-                if error.errno in {errno.ELOOP, errno.ENOTDIR}:
-                    return None
-                raise
-        with Opened(found):
-            status = os.fstat(found)
-        return None if is_whiteout(status) else status
-    return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.local import bases as module
+from sandboxes.images import built_trees as module
 from sandboxes.local.bases import Bases
 from tests.sandboxes.damaged_files import flip
 

@@ -1,7 +1,7 @@
-"""Digests of unpacked bases: one that was changed on disk is unpacked again, and never served.
+"""Digests of unpacked trees: one that was changed on disk is unpacked again, and never served.
 
-A base is read when it has been unpacked, and once more in the life of each process that uses it. That takes 30 us a
-file and 0.8 s for a gigabyte in memory, in a process of its own (`python -m sandboxes.local.base_check`): thousands of
+A tree is read when it has been unpacked, and once more in the life of each process that uses it. That takes 30 us a
+file and 0.8 s for a gigabyte in memory, in a process of its own (`python -m sandboxes.images.tree_check`): thousands of
 files would keep the proxy's interpreter busy while hits wait.
 """
 
@@ -14,21 +14,21 @@ from sandboxes.guest.files import manifest
 from sandboxes.guest.files.scan import USER_MARKS
 
 
-def digest_of(base: Path) -> str:
-    """Return a digest of all that a base holds, computed by a process of its own. Blocking.
+def digest_of(tree: Path) -> str:
+    """Return a digest of all that a tree holds, computed by a process of its own. Blocking.
 
     Raises:
         OSError: It cannot be read.
     """
-    program = [sys.executable, "-m", "sandboxes.local.base_check", str(base)]
+    program = [sys.executable, "-m", "sandboxes.images.tree_check", str(tree)]
     done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, check=False)  # noqa: S603 - our own program
     if done.returncode:
-        raise OSError(f"{base} cannot be read: {done.stderr.decode(errors='replace')[-200:]}")
+        raise OSError(f"{tree} cannot be read: {done.stderr.decode(errors='replace')[-200:]}")
     return done.stdout.decode().strip()
 
 
-def _read(base: Path) -> str:
-    top = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _read(tree: Path) -> str:
+    top = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         content = manifest.of_tree(top, USER_MARKS, contents=True)
         return f"{content.stats.hex()} {content.contents.hex()}"
