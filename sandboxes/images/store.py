@@ -40,6 +40,7 @@ from sandboxes.linux.plain_files import open_plain
 _log = logging.getLogger(__name__)
 
 _ID = re.compile(r"sha256:[0-9a-f]{64}")
+_ID_CHARS = len("sha256:") + 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,11 @@ class Images:
         """Close the connections to the daemon. The images stay."""
         self.daemon.close()
 
-    def resolve(self, name: str) -> Image:
+    def resolve(self, name: str, *, below: str = "") -> Image:
         """Return an image; unpack it if that is necessary: some seconds for a gigabyte.
 
         Args:
+            below: A path below which its directory has all files, such as `.services/web`; empty for none.
             name: The id of an image that was unpacked, the name or id of an image of the daemon's, or the absolute
                 path, without links, of a file or directory with an image (`sources.SourceRules.real`).
 
@@ -104,8 +106,8 @@ class Images:
         """
         with self._in_use():
             try:
-                image = self._unpacked(name) or (
-                    self._archived(name) if name.startswith("/") else self._docker_image(name)
+                image = self._unpacked(name, below) or (
+                    self._archived(name, below) if name.startswith("/") else self._docker_image(name, below)
                 )
             except (ImageError, OSError) as error:
                 raise_machine_error(error)
@@ -142,7 +144,7 @@ class Images:
                 return
             keep, self._recent = keep | self._recent, set()
             for config in self._folder.glob("sha256-*.json"):
-                if config.stem.replace("-", ":") not in keep:
+                if config.stem[:_ID_CHARS].replace("-", ":") not in keep:
                     # The configuration last: a kill in between leaves it for the next call.
                     self._trees.forget(config.stem)
                     config.unlink()
@@ -160,24 +162,24 @@ class Images:
 
     # -- where an image comes from -----------------------------------------------------------------------------------
 
-    def _unpacked(self, id_: str) -> Image | None:
+    def _unpacked(self, id_: str, below: str) -> Image | None:
         """Return an image that was unpacked before, by its id."""
-        name = id_.replace(":", "-")
+        name = _folder_name(id_, below)
         config = self._folder / f"{name}.json"
         if not _ID.fullmatch(id_) or not config.exists() or not self._trees.is_intact(name):
             return None
         return Image(id_, ImageConfig.parse(json.loads(config.read_bytes())), (str(self._folder / name),))
 
-    def _archived(self, path: str) -> Image:
+    def _archived(self, path: str, below: str) -> Image:
         with open_plain(path) as opened, ImageArchive(opened) as archive:
-            return self._made(archive.id, archive.config, archive.unpack)
+            return self._made(archive.id, archive.config, archive.unpack, below)
 
-    def _docker_image(self, name: str) -> Image:
+    def _docker_image(self, name: str, below: str) -> Image:
         found = self.daemon.image(name)
         if not _ID.fullmatch(found.id):
             raise ImageError(f"Docker's id of it is {found.id!r}")
         config = ImageConfig.parse(found.config)
-        if self._fits(found):
+        if not below and self._fits(found):
             return Image(found.id, config, (str(self._folder / "root"), *found.layers))
 
         def unpack(target: Path) -> None:
@@ -188,14 +190,18 @@ class Images:
                 with ImageArchive(Path(f"/proc/self/fd/{file.fileno()}")) as archive:
                     archive.unpack(target)
 
-        return self._made(found.id, config, unpack)
+        return self._made(found.id, config, unpack, below)
 
-    def _made(self, id_: str, config: ImageConfig, unpack: Callable[[Path], None]) -> Image:
-        name = id_.replace(":", "-")
+    def _made(self, id_: str, config: ImageConfig, unpack: Callable[[Path], None], below: str) -> Image:
+        name = _folder_name(id_, below)
 
         def build(target: Path) -> None:
             write_whole(self._folder / f"{name}.json", json.dumps(config.members()).encode(), sync=True)
-            unpack(target)
+            (target / below).mkdir(parents=True, exist_ok=True)
+            unpack(target / below)
+            for folder in (Path(below), *Path(below).parents) if below else ():
+                if folder != Path(below):
+                    os.utime(target / folder, (0, 0))
 
         return Image(id_, config, (str(self._trees.make(name, build, checked=True)),))
 
@@ -216,6 +222,11 @@ class Images:
             _log.info("image %s is copied, because the layers that Docker has of it do not fit: %s", found.id, obstacle)
             self.daemon.unpin(pin)
         return not obstacle
+
+
+def _folder_name(id_: str, below: str) -> str:
+    """Return the name of the directory with an image."""
+    return id_.replace(":", "-") + below.replace("/", "-")
 
 
 def _exist(layers: tuple[str, ...]) -> bool:

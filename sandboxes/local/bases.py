@@ -181,7 +181,7 @@ class Bases:
         assert spec.image is not None
         image = self._image(spec, spec.image)
         services = {
-            name: self._image(spec, service.image, below=f"{SERVICES}/{name}")
+            name: self._image(spec, service.image, below=f"{SERVICES}/{name}".lstrip("/"))
             for name, service in sorted(spec.services.items())
         }
         lowers = (*(lower for service in services.values() for lower in service.lowers), *image.lowers)

@@ -134,7 +134,7 @@ class LocalSandbox(MachineSandbox):
             SpecError: The base cannot run a shell.
             SandboxError: The sandbox or the machine failed.
         """
-        shells = await self._machine.shells.of(self._base.identity, self._base.root)
+        shells = None
         folder = "" if shells is None else shells.folder
         # Pid 1 gets the mounts from the launcher itself, and its order meanwhile.
         # A spare shows the shell files that were used last.
