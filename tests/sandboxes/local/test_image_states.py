@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.container.driver import ContainerDriver
+from sandboxes.local.driver import LocalDriver
 from sandboxes.container.portable_copies import part_of
 from sandboxes.effects import Effect
 from sandboxes.errors import SpecError, StateGoneError
@@ -45,10 +45,10 @@ LISTING = (
         ["echo x > /dev/shm/x; echo y >> /etc/hosts"],
     ],
 )
-def test_restored_container_has_the_frozen_files(container_dir: Path, commands: list[str]) -> None:
+def test_restored_container_has_the_frozen_files(data_dir: Path, commands: list[str]) -> None:
     """A restored container has the files of the frozen one."""
 
-    async def test(driver: ContainerDriver) -> None:
+    async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         for command in commands:
             await run(sandbox, command)
@@ -64,11 +64,11 @@ def test_restored_container_has_the_frozen_files(container_dir: Path, commands: 
             await restored.close()
             await again.close()
 
-    driven(OnImage(container_dir, spares=0), test)
+    driven(OnImage(data_dir), test)
 
 
-def test_state_costs_what_it_added(container_dir: Path) -> None:
-    async def test(driver: ContainerDriver) -> None:
+def test_state_costs_what_it_added(data_dir: Path) -> None:
+    async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "head -c 4000000 /dev/urandom > big; echo a > small")
         first = await sandbox.freeze()
@@ -93,7 +93,7 @@ def test_state_costs_what_it_added(container_dir: Path) -> None:
         assert await driver.collect([]) == 0
         assert _bytes_below(driver.states.folder) < 10_000
 
-    driven(OnImage(container_dir, spares=0), test)
+    driven(OnImage(data_dir), test)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_state_costs_what_it_added(container_dir: Path) -> None:
         ("mkdir m; for i in {1..6000}; do : >m/$i; done; head -c 70000000 /dev/zero > big", "too many files"),
     ],
 )
-def test_a_damaged_copy_is_never_served(container_dir: Path, large: str, named: str) -> None:
+def test_a_damaged_copy_is_never_served(data_dir: Path, large: str, named: str) -> None:
     """States of any size are restored with their digest; a copy that was changed on disk is refused, with its path."""
 
-    async def test(driver: ContainerDriver) -> None:
+    async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         answer = await run(sandbox, f"echo alpha > f; {large}")
         assert answer.state is not None
@@ -120,13 +120,13 @@ def test_a_damaged_copy_is_never_served(container_dir: Path, large: str, named: 
         with pytest.raises(StateGoneError, match=named):
             await driver.restore(SPEC, frozen)
 
-    driven(OnImage(container_dir, spares=0), test)
+    driven(OnImage(data_dir), test)
 
 
-def test_a_copy_that_is_being_deleted_is_gone(container_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_is_being_deleted_is_gone(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restore that begins while a collection deletes finds the state missing, and lays no part of it anywhere."""
 
-    async def test(driver: ContainerDriver) -> None:
+    async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "echo alpha > f")
         frozen = await sandbox.freeze()
@@ -148,15 +148,15 @@ def test_a_copy_that_is_being_deleted_is_gone(container_dir: Path, monkeypatch: 
             goes_on.set()
             await collecting
 
-    driven(OnImage(container_dir, spares=0), test)
+    driven(OnImage(data_dir), test)
 
 
 def _bytes_below(folder: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
 
 
-def test_freezing_twice_without_a_change_between_is_free(container_dir: Path) -> None:
-    async def test(driver: ContainerDriver) -> None:
+def test_freezing_twice_without_a_change_between_is_free(data_dir: Path) -> None:
+    async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "echo a > a")
         first = await sandbox.freeze()
@@ -165,10 +165,10 @@ def test_freezing_twice_without_a_change_between_is_free(container_dir: Path) ->
         await run(sandbox, "x=1")
         assert (await sandbox.freeze()).payload["sessions"] != first.payload["sessions"]
 
-    driven(OnImage(container_dir, spares=0), test)
+    driven(OnImage(data_dir), test)
 
 
-def test_root_state_is_one_image_layer_built_once(container_dir: Path, tmp_path: Path) -> None:
+def test_root_state_is_one_image_layer_built_once(data_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     (tmp_path / "given" / "f").write_text("from the archive\n")
     spec = EnvironmentSpec(
@@ -179,7 +179,7 @@ def test_root_state_is_one_image_layer_built_once(container_dir: Path, tmp_path:
         workdir="/work",
     )
 
-    async def test(driver: ContainerDriver) -> None:
+    async def test(driver: LocalDriver) -> None:
         one, two = await driver.start(spec), await driver.start(spec)
         commands = "pwd; cat f copy once; stat -c %Y *; ls /dev/shm"
         first, second = await run(one, commands), await run(two, commands)
@@ -194,35 +194,35 @@ def test_root_state_is_one_image_layer_built_once(container_dir: Path, tmp_path:
         ).out
         assert written.effect is Effect.FILES
 
-    driven(ContainerDriver(container_dir, spares=0), test)
+    driven(LocalDriver(data_dir), test)
 
 
-def test_image_configuration_is_respected(container_dir: Path) -> None:
+def test_image_configuration_is_respected(data_dir: Path) -> None:
     name = "forkpoint-test-user:1"
     derive(name, ["USER 1000:1000", "ENV GREETING=hello", "VOLUME /data", 'ENTRYPOINT ["/no/such"]'])
 
-    async def test(driver: ContainerDriver) -> None:
-        sandbox = await driver.start(EnvironmentSpec(driver="container", image=name, workdir="/tmp"))
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(EnvironmentSpec(image=name, workdir="/tmp"))
         assert (await run(sandbox, "id -u; echo $GREETING; pwd")).out == "1000\nhello\n/tmp\n"
         assert (await run(sandbox, "echo x > /tmp/mine")).effect is Effect.FILES
         assert (await file(sandbox, "put", "/tmp/put", b"x"))[0] == 201
         assert (await run(sandbox, "stat -c %u /tmp/put; rm /tmp/put && echo removed")).out == "1000\nremoved\n"
         assert (await file(sandbox, "put", "/etc/passwd", b"x"))[0] == 409
 
-    driven(ContainerDriver(container_dir, spares=0), test)
+    driven(LocalDriver(data_dir), test)
 
 
-def test_unusable_image_is_a_spec_error(container_dir: Path) -> None:
+def test_unusable_image_is_a_spec_error(data_dir: Path) -> None:
     _derive_empty()
 
-    async def test(driver: ContainerDriver) -> None:
+    async def test(driver: LocalDriver) -> None:
         for image, says in (("no/such:image", "docker pull"), ("forkpoint-test-empty:1", "no /bin/sh")):
             with pytest.raises(SpecError, match=says):
-                await driver.start(EnvironmentSpec(driver="container", image=image))
+                await driver.start(EnvironmentSpec(image=image))
         with pytest.raises(SpecError, match="needs an image"):
             await driver.identity(EnvironmentSpec(driver="container"))
 
-    driven(ContainerDriver(container_dir, spares=0), test)
+    driven(LocalDriver(data_dir), test)
     with pytest.raises(ValueError, match="has no images"):
         EnvironmentSpec(driver="local", image="x")
 

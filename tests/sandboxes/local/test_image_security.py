@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.container.driver import ContainerDriver
+from sandboxes.local.driver import LocalDriver
 from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.driver import Sandbox
 from sandboxes.errors import NotFreezableError
@@ -53,7 +53,7 @@ REFUSED = {name: attack for name, attack in REFUSED_BY_LOCAL.items() if name not
 
 def in_container(folder: Path, test: Callable[[Sandbox], Awaitable[None]], **spec: object) -> None:
     async def go() -> None:
-        async with opened(OnImage(folder, spares=0)) as driver:
+        async with opened(OnImage(folder)) as driver:
             await test(await driver.start(EnvironmentSpec.model_validate(spec)))
 
     asyncio.run(go())
@@ -66,11 +66,11 @@ class TestContainerSecurity(SecurityContract):
     max_processes = 7
 
     @pytest.fixture
-    def inside(self, container_dir: Path) -> Inside:
-        return partial(in_container, container_dir)
+    def inside(self, data_dir: Path) -> Inside:
+        return partial(in_container, data_dir)
 
 
-def test_rights_are_few_and_can_not_grow(container_dir: Path) -> None:
+def test_rights_are_few_and_can_not_grow(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         answer = (await run(sandbox, "grep -E '^(Cap|NoNew|Seccomp:)' /proc/self/status")).out.splitlines()
         facts = dict(line.split(":\t") for line in answer)
@@ -79,17 +79,17 @@ def test_rights_are_few_and_can_not_grow(container_dir: Path) -> None:
         allowed = sum(1 << capability for capability in (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 29, 31))
         assert all(int(facts[kind], 16) & ~allowed == 0 for kind in ("CapPrm", "CapEff", "CapBnd", "CapInh", "CapAmb"))
 
-    in_container(container_dir, test)
+    in_container(data_dir, test)
 
 
-def test_host_environment_and_files_stay_outside(container_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_environment_and_files_stay_outside(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container sees no variables and no files of the host."""
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
 
     async def test(sandbox: Sandbox) -> None:
         answer = await run(sandbox, "env; cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'; id; hostname")
         assert "hunter2" not in answer.out
-        assert str(container_dir) not in answer.out
+        assert str(data_dir) not in answer.out
         assert os.uname().nodename not in answer.out.splitlines()
         # Of the machine's disk only the box is there, and it holds pipes and the texts of its own shells.
         result = await run(sandbox, "cat /proc/self/mountinfo | grep -v -e overlay -e proc -e sysfs -e cgroup")
@@ -101,10 +101,10 @@ def test_host_environment_and_files_stay_outside(container_dir: Path, monkeypatc
         )
         assert (await run(sandbox, "cat /etc/hosts")).out == "127.0.0.1 localhost sandbox\n::1 localhost\n"
 
-    in_container(container_dir, test)
+    in_container(data_dir, test)
 
 
-def test_writable_paths_are_in_the_snapshot(container_dir: Path) -> None:
+def test_writable_paths_are_in_the_snapshot(data_dir: Path) -> None:
     """Every path that can be written belongs to the image's files: elsewhere no effect would show it."""
 
     async def test(sandbox: Sandbox) -> None:
@@ -118,10 +118,10 @@ def test_writable_paths_are_in_the_snapshot(container_dir: Path) -> None:
         restored = (await sandbox.freeze()).payload
         assert restored
 
-    in_container(container_dir, test)
+    in_container(data_dir, test)
 
 
-def test_a_killed_group_takes_its_shell_along(container_dir: Path) -> None:
+def test_a_killed_group_takes_its_shell_along(data_dir: Path) -> None:
     """The session's variables come back from its dump."""
 
     async def test(sandbox: Sandbox) -> None:
@@ -130,11 +130,11 @@ def test_a_killed_group_takes_its_shell_along(container_dir: Path) -> None:
         assert (await run(sandbox, "echo alive $x")).out == "alive kept\n"
         assert sandbox.alive
 
-    in_container(container_dir, test)
+    in_container(data_dir, test)
 
 
 @pytest.mark.parametrize("gone", ["kill -9 $PPID", "kill -9 $PPID; kill -9 $$"], ids=["the anchor", "and the shell"])
-def test_a_killed_anchor_is_started_again(container_dir: Path, gone: str) -> None:
+def test_a_killed_anchor_is_started_again(data_dir: Path, gone: str) -> None:
     async def test(sandbox: Sandbox) -> None:
         assert (await run(sandbox, "x=kept")).code == 0
         for number in range(3):
@@ -146,17 +146,17 @@ def test_a_killed_anchor_is_started_again(container_dir: Path, gone: str) -> Non
                 ).out == f"{number} kept\n1\n"
         assert sandbox.alive
 
-    in_container(container_dir, test)
+    in_container(data_dir, test)
 
 
-def test_shared_memory_is_files_and_takes_no_memory(container_dir: Path) -> None:
+def test_shared_memory_is_files_and_takes_no_memory(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         assert (await run(sandbox, "head -c 20M /dev/zero > /dev/shm/x; echo alive")).out == "alive\n"
 
-    in_container(container_dir, test, limits=SMALL)
+    in_container(data_dir, test, limits=SMALL)
 
 
-def test_file_operations_stay_inside(container_dir: Path, tmp_path: Path) -> None:
+def test_file_operations_stay_inside(data_dir: Path, tmp_path: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         outside = tmp_path / "outside"
         outside.write_text("host")
@@ -175,17 +175,17 @@ def test_file_operations_stay_inside(container_dir: Path, tmp_path: Path) -> Non
         for path in ("/dev/x", "/proc/sys/kernel/panic", "/proc/1/oom_score_adj", "/sys/x", "/dev/.box/anchor"):
             assert (await file(sandbox, "put", path, b"-1000"))[0] >= 400, path
 
-    in_container(container_dir, test)
+    in_container(data_dir, test)
 
 
-def test_links_do_not_lead_out_of_a_snapshot(container_dir: Path, tmp_path: Path) -> None:
+def test_links_do_not_lead_out_of_a_snapshot(data_dir: Path, tmp_path: Path) -> None:
     """Freezing and restoring walk the agent's files as root of the machine."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_text("host")
 
     async def go() -> None:
-        async with opened(OnImage(container_dir, spares=0)) as driver:
+        async with opened(OnImage(data_dir)) as driver:
             spec = EnvironmentSpec()
             sandbox = await driver.start(spec)
             # A link to the machine's own path, under names that hold a directory in the image, and in the copy.
@@ -211,15 +211,15 @@ def test_links_do_not_lead_out_of_a_snapshot(container_dir: Path, tmp_path: Path
 
 
 def driver_states(driver: object) -> Path:
-    assert isinstance(driver, ContainerDriver)
+    assert isinstance(driver, LocalDriver)
     return driver.states.folder
 
 
-def test_the_machine_survives_the_removal_of_everything(container_dir: Path) -> None:
+def test_the_machine_survives_the_removal_of_everything(data_dir: Path) -> None:
     before = {name: len(os.listdir(name)) for name in ("/", "/etc", "/usr/bin", "/root")}  # noqa: PTH208
 
     async def go() -> None:
-        async with opened(OnImage(container_dir, spares=0)) as driver:
+        async with opened(OnImage(data_dir)) as driver:
             sandbox = await driver.start(EnvironmentSpec())
             assert isinstance(sandbox, ContainerSandbox)
             answer = await run(sandbox, "cd /; rm -rf --no-preserve-root / 2>/dev/null; echo done", timeout_s=60)
@@ -234,11 +234,11 @@ def test_the_machine_survives_the_removal_of_everything(container_dir: Path) -> 
     assert {name: len(os.listdir(name)) for name in before} == before  # noqa: PTH208
 
 
-def test_deep_folders_end_the_call_only(container_dir: Path) -> None:
+def test_deep_folders_end_the_call_only(data_dir: Path) -> None:
     """A command nests folders deeper than a tree is walked. It gets an error, the sandbox lives, and `rm` mends it."""
 
     async def go() -> None:
-        async with opened(OnImage(container_dir, spares=0)) as driver:
+        async with opened(OnImage(data_dir)) as driver:
             sandbox = await driver.start(EnvironmentSpec())
             nest = "mkdir /tmp/top; cd /tmp/top; for i in {1..300}; do mkdir d; cd -P d 2>/dev/null || exit; done; :"
             answer = await run(sandbox, f"bash -c '{nest}'; cd /", timeout_s=30)

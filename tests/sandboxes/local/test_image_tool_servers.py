@@ -72,7 +72,7 @@ def driven(folder: Path, test: Callable[[OnImage], Awaitable[None]], *, checkpoi
     asyncio.run(go())
 
 
-def test_container_server_is_part_of_the_state(container_dir: Path) -> None:
+def test_container_server_is_part_of_the_state(data_dir: Path) -> None:
     async def test(driver: OnImage) -> None:
         sandbox = await driver.start(spec())
         assert (await ask(sandbox, "GET", "/echo")).effect is Effect.PROCESSES
@@ -82,11 +82,11 @@ def test_container_server_is_part_of_the_state(container_dir: Path) -> None:
         assert (await ask(sandbox, "GET", "/touch")).effect is Effect.FILES
         assert (await run(sandbox, "cat /root/touched")).out == "x"
 
-    driven(container_dir, test)
+    driven(data_dir, test)
 
 
 @pytest.mark.parametrize("path", ["/die", "/silent"])
-def test_failing_server_ends_its_container(container_dir: Path, path: str) -> None:
+def test_failing_server_ends_its_container(data_dir: Path, path: str) -> None:
     """A server that fails ends its container."""
 
     async def test(driver: OnImage) -> None:
@@ -96,17 +96,17 @@ def test_failing_server_ends_its_container(container_dir: Path, path: str) -> No
             await ask(sandbox, "GET", path)
         assert not sandbox.alive
 
-    driven(container_dir, test)
+    driven(data_dir, test)
 
 
-def test_a_server_that_does_not_start_says_why(container_dir: Path) -> None:
+def test_a_server_that_does_not_start_says_why(data_dir: Path) -> None:
     async def test(driver: OnImage) -> None:
         broken = Server(command="echo no such luck; exit 3", port=9000)
         sandbox = await driver.start(spec(servers={"api": broken}))
         with pytest.raises(ServerError, match="no such luck"):
             await ask(sandbox, "GET", "/")
 
-    driven(container_dir, test)
+    driven(data_dir, test)
 
 
 async def hear(sandbox: Sandbox, method: str) -> list[str]:
@@ -114,7 +114,7 @@ async def hear(sandbox: Sandbox, method: str) -> list[str]:
     return list(orjson.loads((await sandbox.execute(call)).result.body)["result"]["seen"])
 
 
-def test_servers_are_restored_from_a_checkpoint(container_dir: Path) -> None:
+def test_servers_are_restored_from_a_checkpoint(data_dir: Path) -> None:
     require_criu()
 
     async def test(driver: OnImage) -> None:
@@ -136,7 +136,7 @@ def test_servers_are_restored_from_a_checkpoint(container_dir: Path) -> None:
         assert (await hear(other, "resources/read"))[3:] == ["resources/list", "resources/read"]
         assert (await hear(sandbox, "resources/read"))[4:] == ["prompts/list", "resources/read"]
 
-    driven(container_dir, test, checkpoints=True)
+    driven(data_dir, test, checkpoints=True)
 
 
 async def say(sandbox: Sandbox, text: str, *, first: bool = False) -> dict[str, Any]:
@@ -149,7 +149,7 @@ async def say(sandbox: Sandbox, text: str, *, first: bool = False) -> dict[str, 
     return dict(orjson.loads(message["text"]))
 
 
-def test_websocket_server_is_restored_with_its_memory(container_dir: Path) -> None:
+def test_websocket_server_is_restored_with_its_memory(data_dir: Path) -> None:
     require_criu()
 
     async def test(driver: OnImage) -> None:
@@ -163,4 +163,4 @@ def test_websocket_server_is_restored_with_its_memory(container_dir: Path) -> No
         assert (await say(other, "add two"))["said"] == [drawn, "two"]
         assert (await say(sandbox, "get"))["said"] == [drawn, "one"]
 
-    driven(container_dir, test, checkpoints=True)
+    driven(data_dir, test, checkpoints=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.container.boot_scripts import SHELL_FIFOS, SHELL_TEXTS
-from sandboxes.container.driver import ContainerDriver
+from sandboxes.local.driver import LocalDriver
 from sandboxes.driver import Driver, Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
@@ -21,33 +21,33 @@ SPEC = EnvironmentSpec()
 
 class TestContainerSessions(SessionContract):
     @pytest.fixture
-    def driver(self, container_dir: Path) -> Driver:
+    def driver(self, data_dir: Path) -> Driver:
         require_criu()
-        return OnImage(container_dir, checkpoints=True)
+        return OnImage(data_dir, checkpoints=True)
 
 
 class TestDashSessions(SessionContract):
     bash = False
 
     @pytest.fixture
-    def driver(self, container_dir: Path) -> Driver:
-        return OnImage(container_dir, SH_IMAGE)
+    def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir, SH_IMAGE)
 
 
 class TestBusyboxSessions(SessionContract):
     bash = False
 
     @pytest.fixture
-    def driver(self, container_dir: Path) -> Driver:
-        return OnImage(container_dir, BUSYBOX_IMAGE)
+    def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir, BUSYBOX_IMAGE)
 
 
 @pytest.mark.parametrize("image", [BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE])
-def test_a_shell_without_descriptors_is_no_result(container_dir: Path, image: str) -> None:
+def test_a_shell_without_descriptors_is_no_result(data_dir: Path, image: str) -> None:
     """One shell would go on. A recorded end of it would be false, so the call is an error."""
 
     async def go() -> None:
-        async with opened(driver := OnImage(container_dir, image, spares=0)):
+        async with opened(driver := OnImage(data_dir, image)):
             sandbox = await driver.start(EnvironmentSpec())
             with pytest.raises(SandboxError, match="too few file descriptors"):
                 await run(sandbox, "ulimit -n 3")
@@ -62,11 +62,11 @@ def files_of_shells(data_dir: Path) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("image", [BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE])
-def test_the_next_shell_gets_the_files_of_the_last_one(container_dir: Path, image: str) -> None:
+def test_the_next_shell_gets_the_files_of_the_last_one(data_dir: Path, image: str) -> None:
     """Each call leaves the session a new shell. Files for each of them would be removed and made with each call."""
 
     async def go() -> None:
-        async with opened(driver := OnImage(container_dir, image, spares=0)):
+        async with opened(driver := OnImage(data_dir, image)):
             sandbox = await driver.start(EnvironmentSpec())
             seen = []
             for number in range(3):
@@ -74,7 +74,7 @@ def test_the_next_shell_gets_the_files_of_the_last_one(container_dir: Path, imag
                 assert answer.out.startswith("012"[: number + 1] + "\n")
                 # The keeper answers once it has replaced the last call's shell.
                 await sandbox.inspect()
-                seen.append((answer.out, files_of_shells(container_dir)))
+                seen.append((answer.out, files_of_shells(data_dir)))
             assert {*seen[0][1][0]} == {*SHELL_FIFOS, *SHELL_TEXTS}
             assert seen[0][1] == seen[1][1] == seen[2][1], "other files"
             assert len({said for said, _ in seen}) == 3, "a shell's number must not be used again"
@@ -82,14 +82,14 @@ def test_the_next_shell_gets_the_files_of_the_last_one(container_dir: Path, imag
     asyncio.run(go())
 
 
-def test_no_command_changes_a_file_of_shells(container_dir: Path) -> None:
+def test_no_command_changes_a_file_of_shells(data_dir: Path) -> None:
     """The next shell gets them, whatever their names, modes and owners are by then."""
 
     async def go() -> None:
-        async with opened(driver := OnImage(container_dir, spares=0)):
+        async with opened(driver := OnImage(data_dir)):
             sandbox = await driver.start(EnvironmentSpec())
-            assert_spread(driver.spares.boxes.folder, container_dir.parent)
-            assert_spread(driver.states.folder, container_dir.parent)
+            assert_spread(driver.spares.boxes.folder, data_dir.parent)
+            assert_spread(driver.states.folder, data_dir.parent)
             for change in ("chmod 600 {}", "chown 1 {}", "touch {}", "mv {} /tmp/x", "rm {}", "ln {} /dev/.box/other"):
                 for name in ("/dev/.box/[0-9]*/out", "/dev/.box/[0-9]*/restore", "/proc/self/fd/1", "/proc/$$/fd/29"):
                     assert (await run(sandbox, change.format(name))).code, (change, name)
@@ -101,11 +101,11 @@ def test_no_command_changes_a_file_of_shells(container_dir: Path) -> None:
 CAPACITY = "python3 -c 'import fcntl; print(fcntl.fcntl(1, fcntl.F_GETPIPE_SZ))'"
 
 
-def test_a_changed_fifo_reaches_no_other_shell(container_dir: Path) -> None:
+def test_a_changed_fifo_reaches_no_other_shell(data_dir: Path) -> None:
     """A restored sandbox has a new one."""
 
     async def go() -> None:
-        async with opened(driver := OnImage(container_dir, spares=0)):
+        async with opened(driver := OnImage(data_dir)):
             sandbox = await driver.start(EnvironmentSpec())
             usual = await run(sandbox, CAPACITY)
             assert usual.code == 0, usual.err
@@ -119,8 +119,8 @@ def test_a_changed_fifo_reaches_no_other_shell(container_dir: Path) -> None:
     asyncio.run(go())
 
 
-def test_what_the_live_bash_holds_comes_back(container_dir: Path) -> None:
-    async def test(driver: ContainerDriver) -> None:
+def test_what_the_live_bash_holds_comes_back(data_dir: Path) -> None:
+    async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         for command in (
             "f() { echo \"f $1\"; }; a=(1 '2 3'); declare -A m=([k]='v w'); alias hi='echo hi'; set -u; umask 027",
@@ -136,16 +136,16 @@ def test_what_the_live_bash_holds_comes_back(container_dir: Path) -> None:
         assert "f x\n2 3 v w r multi line" in back.out
         assert "\n300\n" in back.out
 
-    driven(OnImage(container_dir, spares=0), test)
+    driven(OnImage(data_dir), test)
 
 
 @pytest.mark.parametrize(
     ("image", "said"), [(BASH_IMAGE, "line 1: "), (SH_IMAGE, ": 1: "), (BUSYBOX_IMAGE, "line 1: ")]
 )
-def test_invalid_command_keeps_options_and_traps(container_dir: Path, image: str, said: str) -> None:
+def test_invalid_command_keeps_options_and_traps(data_dir: Path, image: str, said: str) -> None:
     """A command with a syntax error leaves options and traps as they were."""
 
-    async def test(driver: ContainerDriver) -> None:
+    async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "set -u; trap 'echo one' USR1; trap 'echo two' USR2")
         assert (await run(sandbox, "if true")).effect is Effect.NONE
@@ -154,12 +154,12 @@ def test_invalid_command_keeps_options_and_traps(container_dir: Path, image: str
         assert (result.out, result.effect) == ("", Effect.NONE)
         assert said in result.err
 
-    driven(OnImage(container_dir, image, spares=0), test)
+    driven(OnImage(data_dir, image), test)
 
 
 @pytest.mark.parametrize("image", [SH_IMAGE, BUSYBOX_IMAGE])
-def test_posix_session_is_restored_without_functions(container_dir: Path, image: str) -> None:
-    async def test(driver: ContainerDriver) -> None:
+def test_posix_session_is_restored_without_functions(data_dir: Path, image: str) -> None:
+    async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         assert (await run(sandbox, "x='a  b'; export y=\"it's\"; alias hi='echo hi'")).effect is Effect.SESSION
         assert (
@@ -180,11 +180,11 @@ def test_posix_session_is_restored_without_functions(container_dir: Path, image:
         assert (await run(sandbox, "echo $$ >/dev/null; echo ${unset}; echo on")).code != 0
         assert (await run(sandbox, "exec 3</etc/passwd")).effect is not Effect.NONE
 
-    driven(OnImage(container_dir, image, spares=0), test)
+    driven(OnImage(data_dir, image), test)
 
 
 @pytest.mark.parametrize("image", [BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE])
-def test_a_session_stays_in_its_directory(container_dir: Path, image: str) -> None:
+def test_a_session_stays_in_its_directory(data_dir: Path, image: str) -> None:
     """The directory is moved, removed or behind a changed link: a shell of any kind stays in it, as plain shells do."""
 
     async def test(sandbox: Sandbox) -> None:
@@ -202,7 +202,7 @@ def test_a_session_stays_in_its_directory(container_dir: Path, image: str) -> No
         assert (await run(sandbox, "rm -rf * ./* 2>/dev/null; ls -d /etc")).out == "/etc\n"
 
     async def go() -> None:
-        async with opened(OnImage(container_dir, image)) as driver:
+        async with opened(OnImage(data_dir, image)) as driver:
             await test(await driver.start(EnvironmentSpec()))
 
     asyncio.run(go())

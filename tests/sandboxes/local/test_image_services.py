@@ -51,12 +51,12 @@ STORE_SERVICE: Mapping[str, Any] = {"image": BASH_IMAGE, "command": ["python3", 
 
 def spec(**more: Any) -> EnvironmentSpec:
     members = {"files": FILES, "services": {"store": STORE_SERVICE}, **more}
-    return EnvironmentSpec(driver="container", image=BASH_IMAGE, **members)
+    return EnvironmentSpec(image=BASH_IMAGE, **members)
 
 
 def driven(folder: Path, test: Callable[[OnImage], Awaitable[None]], *, checkpoints: bool = False) -> None:
     async def go() -> None:
-        async with opened(OnImage(folder, checkpoints=checkpoints, spares=0)) as driver:
+        async with opened(OnImage(folder, checkpoints=checkpoints)) as driver:
             assert isinstance(driver, OnImage)
             await test(driver)
 
@@ -74,7 +74,7 @@ async def store(sandbox: Any, *words: str) -> str:
     "line", [r"/proc\t/x", r"/proc/sys\t/x", r"/link\t/x", r"/x\t/proc/sys", r"/dev\t/x", r"/x\t/link/sys"]
 )
 def test_image_names_no_shared_directory_of_the_kernel(
-    container_dir: Path, services: dict[str, Any], line: str
+    data_dir: Path, services: dict[str, Any], line: str
 ) -> None:
     """An image or a set-up may write the list itself: without its masks, /proc would lead to the machine."""
 
@@ -83,10 +83,10 @@ def test_image_names_no_shared_directory_of_the_kernel(
         with pytest.raises(SandboxError, match="could not be narrowed"):
             await driver.start(spec(services=services, setup=setup))
 
-    driven(container_dir, test)
+    driven(data_dir, test)
 
 
-def test_services_and_calls_are_one_state(container_dir: Path) -> None:
+def test_services_and_calls_are_one_state(data_dir: Path) -> None:
     """Memory of a service, its files and a shared volume are frozen, restored and forked with the calls' container."""
     require_criu()
 
@@ -111,10 +111,10 @@ def test_services_and_calls_are_one_state(container_dir: Path) -> None:
         assert (await run(sandbox, "cat /logs/log")).out == "x\nx\n"
         assert await store(sandbox, "get", "y") == "none"
 
-    driven(container_dir, test, checkpoints=True)
+    driven(data_dir, test, checkpoints=True)
 
 
-def test_changes_in_a_service_are_effects_of_the_call(container_dir: Path) -> None:
+def test_changes_in_a_service_are_effects_of_the_call(data_dir: Path) -> None:
     """A call that changes a service's memory or files changes the sandbox; a call that reaches no service does not."""
 
     async def test(driver: OnImage) -> None:
@@ -128,10 +128,10 @@ def test_changes_in_a_service_are_effects_of_the_call(container_dir: Path) -> No
         with pytest.raises(NotFreezableError):
             await sandbox.freeze()
 
-    driven(container_dir, test)
+    driven(data_dir, test)
 
 
-def test_services_have_no_way_out(container_dir: Path) -> None:
+def test_services_have_no_way_out(data_dir: Path) -> None:
     """A service has what the container has: loopback only, and /proc, /sys and /dev as narrow as the container's."""
 
     async def test(driver: OnImage) -> None:
@@ -153,7 +153,7 @@ def test_services_have_no_way_out(container_dir: Path) -> None:
         own = {line for line in listed if line.startswith(("/proc", "/sys", "/dev"))}
         assert {f"/.services/store{line}" for line in own} <= set(listed)
 
-    driven(container_dir, test)
+    driven(data_dir, test)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_services_have_no_way_out(container_dir: Path) -> None:
         ({"port": 7001, "ready_s": 2}, "7001"),
     ],
 )
-def test_an_unhealthy_service_ends_its_sandbox(container_dir: Path, more: Any, problem: str) -> None:
+def test_an_unhealthy_service_ends_its_sandbox(data_dir: Path, more: Any, problem: str) -> None:
     """No call runs beside a service that did not get ready; the error has what it printed."""
 
     async def test(driver: OnImage) -> None:
@@ -172,10 +172,10 @@ def test_an_unhealthy_service_ends_its_sandbox(container_dir: Path, more: Any, p
             await driver.start(spec(services={"store": {**STORE_SERVICE, **more}}))
         assert not list(driver.sandboxes)
 
-    driven(container_dir, test)
+    driven(data_dir, test)
 
 
-def test_a_socket_below_another_root_is_not_dumped(container_dir: Path) -> None:
+def test_a_socket_below_another_root_is_not_dumped(data_dir: Path) -> None:
     """CRIU would bind it at the same name of the main container, and the service's clients would not reach it."""
     require_criu()
 
@@ -187,10 +187,10 @@ def test_a_socket_below_another_root_is_not_dumped(container_dir: Path) -> None:
         with pytest.raises(NotFreezableError, match="another root"):
             await sandbox.freeze()
 
-    driven(container_dir, test, checkpoints=True)
+    driven(data_dir, test, checkpoints=True)
 
 
-def test_files_of_the_kernel_are_not_dumped_through_a_service(container_dir: Path) -> None:
+def test_files_of_the_kernel_are_not_dumped_through_a_service(data_dir: Path) -> None:
     """CRIU would open the name with its own rights, and /proc leads to its own descriptors."""
     require_criu()
 
@@ -200,16 +200,16 @@ def test_files_of_the_kernel_are_not_dumped_through_a_service(container_dir: Pat
         with pytest.raises(NotFreezableError, match="a file of the kernel"):
             await sandbox.freeze()
 
-    driven(container_dir, test, checkpoints=True)
+    driven(data_dir, test, checkpoints=True)
 
 
-def test_a_missing_image_of_a_service_is_named(container_dir: Path) -> None:
+def test_a_missing_image_of_a_service_is_named(data_dir: Path) -> None:
     async def test(driver: OnImage) -> None:
         wrong = spec(services={"store": {**STORE_SERVICE, "image": "forkpoint-no-such-image"}})
         with pytest.raises(SpecError, match="forkpoint-no-such-image"):
             await driver.identity(wrong)
 
-    driven(container_dir, test)
+    driven(data_dir, test)
 
 
 def orders(config: Mapping[str, Any], **more: Any) -> Any:

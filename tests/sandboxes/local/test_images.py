@@ -1,0 +1,64 @@
+"""The contracts of sandboxes hold on images: with bash, with dash alone, and with busybox alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandboxes.driver import Driver, FrozenState
+from tests.machine import require_criu
+from tests.sandboxes.contract import CheckpointContract, MachineContract
+from tests.sandboxes.docker import OnImage
+from tests.sandboxes.image_archives import busybox_image, sh_image
+from tests.sandboxes.jobs_contract import JobsContract
+from tests.sandboxes.live_changes import LiveChangesSuite
+from tests.sandboxes.processes import ProcessesSuite
+
+
+class TestImages(MachineContract):
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir)
+
+
+class TestImagesWithCriu(CheckpointContract):
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        require_criu()
+        return OnImage(data_dir, checkpoints=True)
+
+
+class TestImagesWithDash(MachineContract):
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir, sh_image())
+
+
+class TestImagesWithBusybox(MachineContract):
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir, busybox_image())
+
+
+class TestJobsOfImages(JobsContract):
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir, busybox_image())
+
+
+class TestLiveChangesOfImages(LiveChangesSuite):
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir)
+
+
+class TestProcessesOfImages(ProcessesSuite):
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir)
+
+
+class TestProcessesOfImagesWithDash(ProcessesSuite):
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir, sh_image())
