@@ -2,6 +2,6 @@
 
 Process: a process of its own for each command; `serve` becomes the proxy.
 May import: proxy, proxy.cli.rendering, proxy.storage, proxy.transfer, proxy.workloads, snapshots.criu, sandboxes,
-sandboxes.container, sandboxes.host, sandboxes.linux, sandboxes.local, sandboxes.shell_files, sandboxes.sql,
+sandboxes.host, sandboxes.images, sandboxes.linux, sandboxes.local, sandboxes.shell_files, sandboxes.sql,
 sandboxes.sqlite.
 """
