@@ -41,7 +41,7 @@ class BuiltTrees:
         target, digest = self._folder / name, self._folder / f"{name}.digest"
         with self._making[name]:
             # Before its first use in this process: no sandbox has it mounted.
-            if checked and name not in self._intact and target.is_dir() and not _is_intact(target, digest):
+            if checked and not self._look(name) and target.is_dir():
                 _log.error("%s is not as it was unpacked, and is unpacked again", target)
                 self._remove(target)
             if not target.is_dir():
@@ -62,6 +62,11 @@ class BuiltTrees:
             self._intact.add(name)
         return target
 
+    def is_intact(self, name: str) -> bool:
+        """Return whether a directory is there, and is as it was unpacked. It is read once in the life of a process."""
+        with self._making[name]:
+            return self._look(name)
+
     def forget(self, name: str) -> None:
         """Remove a directory that nothing uses any more.
 
@@ -73,11 +78,16 @@ class BuiltTrees:
             self._remove(self._folder / name)
             (self._folder / f"{name}.digest").unlink(missing_ok=True)
 
+    def _look(self, name: str) -> bool:
+        tree, digest = self._folder / name, self._folder / f"{name}.digest"
+        if name in self._intact or not tree.is_dir():
+            return tree.is_dir()
+        # Earlier versions wrote no digest, so that nothing is known.
+        if not digest.exists() or digest.read_text() != tree_check.digest_of(tree):
+            return False
+        self._intact.add(name)
+        return True
+
     def _remove(self, tree: Path) -> None:
         if not remove_tree(tree):
             raise OSError(f"the directory {tree} cannot be removed; remove it by hand")
-
-
-def _is_intact(tree: Path, digest: Path) -> bool:
-    """Return whether a tree is as it was unpacked. Earlier versions wrote no digest, so that nothing is known."""
-    return digest.exists() and digest.read_text() == tree_check.digest_of(tree)

@@ -5,11 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from sandboxes.linux import syscalls as kernel
-
-ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(kernel.MACHINE, kernel.MACHINE)
-"""This machine's architecture, as images name it (Go's GOARCH)."""
-
 _T = TypeVar("_T")
 
 
@@ -49,23 +44,24 @@ class ImageConfig:
         Raises:
             ImageError: A member has another type than it should have, or a text that no program can be given.
         """
-        config = _member({"config": value}, "config", _mapping, {})
-        pairs = (text.partition("=") for text in _member(config, "Env", _texts, ()))
-        health = _member(_member(config, "Healthcheck", _mapping, {}), "Test", _texts, ())
-        volumes = tuple(sorted(_member(config, "Volumes", _mapping, {})))
+        config = _member({"config": value}, "config", _mapping) or {}
+        pairs = [text.partition("=") for text in _member(config, "Env", _texts) or ()]
+        health = _member(_member(config, "Healthcheck", _mapping) or {}, "Test", _texts)
+        volumes = tuple(sorted(_member(config, "Volumes", _mapping) or {}))
         if not all(path.startswith("/") for path in volumes):
             raise ImageError("its configuration has a relative path among its `Volumes`")
         return cls(
             # As Docker takes them: the last one counts, and a name without a value is no variable.
             environment={name: text for name, is_set, text in pairs if name and is_set},
-            user=_member(config, "User", _text, ""),
-            workdir=posixpath.normpath("//" + _member(config, "WorkingDir", _text, "")).replace("//", "/"),
-            entrypoint=_member(config, "Entrypoint", _texts, ()),
-            command=_member(config, "Cmd", _texts, ()),
+            user=_member(config, "User", _text) or "",
+            # As a path of the image's root, so that no `..` leads out of it.
+            workdir=posixpath.normpath("/" + (_member(config, "WorkingDir", _text) or "").lstrip("/")),
+            entrypoint=_member(config, "Entrypoint", _texts) or (),
+            command=_member(config, "Cmd", _texts) or (),
             healthcheck=None if health in {(), ("NONE",)} else health,
-            ports=tuple(sorted(_member(config, "ExposedPorts", _mapping, {}))),
+            ports=tuple(sorted(_member(config, "ExposedPorts", _mapping) or {})),
             volumes=volumes,
-            labels={name: _text(text) for name, text in _member(config, "Labels", _mapping, {}).items()},
+            labels={name: _text(text) for name, text in (_member(config, "Labels", _mapping) or {}).items()},
         )
 
     def members(self) -> dict[str, Any]:
@@ -80,9 +76,9 @@ class ImageConfig:
         return {name: value for name, value in members.items() if value}
 
 
-def _member(config: dict[str, Any], name: str, read: Callable[[object], _T], default: _T) -> _T:
+def _member(config: dict[str, Any], name: str, read: Callable[[object], _T]) -> _T | None:
     try:
-        return default if config.get(name) is None else read(config[name])
+        return None if config.get(name) is None else read(config[name])
     except ImageError as error:
         raise ImageError(f"its configuration has a wrong `{name}`: {error}") from error
 

@@ -20,6 +20,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self, cast
@@ -29,7 +30,7 @@ from sandboxes.host.defaults import RESERVE_BYTES
 from sandboxes.host.tar_stream import TarStream
 from sandboxes.images.config import ImageError
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.descriptors import Opened, write_out
 from sandboxes.linux.files import remove_entry
 
 MAX_ENTRIES = 5_000_000
@@ -39,7 +40,7 @@ WHITEOUT = ".wh."
 """Precedes the names that a layer hides."""
 
 _OPAQUE = ".wh..wh..opq"
-_ATTRIBUTE = "SCHILY.xattr."
+ATTRIBUTE = "SCHILY.xattr."
 """Precedes the names of extended attributes in pax headers, as tar, Docker and containerd write them."""
 
 _SPARE_BYTES = 1 << 30
@@ -118,7 +119,7 @@ class RootWriter:
                     continue
                 with suppress(FileNotFoundError, NotADirectoryError), self._folder("/".join(above)) as folder:
                     if name == _OPAQUE:
-                        for hidden in os.listdir(folder):
+                        for hidden in os.listdir(folder):  # noqa: PTH208 - of a descriptor
                             remove_entry(hidden, folder)
                     # Other names of this kind are aufs' own notes.
                     elif not name.startswith(WHITEOUT * 2):
@@ -206,18 +207,7 @@ class RootWriter:
             _own(name, member, folder)
         elif member.isreg():
             with os.fdopen(_new_file(name, folder), "wb", buffering=0) as file:
-                # A sparse file has only its data in the archive: pairs of offset and size.
-                for at, size in cast("Any", member).sparse or [(0, member.size)]:
-                    file.seek(at)
-                    for piece in stream.content(size):
-                        disk = os.fstatvfs(folder)
-                        if disk.f_bavail * disk.f_frsize < RESERVE_BYTES:
-                            raise OSError(errno.ENOSPC, "the disk is nearly full")
-                        # One write takes all of a piece, which is far below 2 GB (write(2)), or the disk is full.
-                        if file.write(piece) != len(piece):
-                            raise OSError(errno.ENOSPC, "the disk is full")
-                if cast("Any", member).sparse:
-                    file.truncate(member.size)
+                _fill(file, member, stream)
                 _set_facts(file.fileno(), self._facts(member))
         else:
             raise ImageError(f"{member.name!r} is of a kind that no root file system has")
@@ -245,7 +235,7 @@ class RootWriter:
         attributes = {
             name: text.encode("utf-8", "surrogateescape")
             for key, text in (member.pax_headers.items() if self._attributes else ())
-            if key.startswith(_ATTRIBUTE) and is_kept(name := key.removeprefix(_ATTRIBUTE))
+            if key.startswith(ATTRIBUTE) and is_kept(name := key.removeprefix(ATTRIBUTE))
         }
         mode = stat.S_IMODE(member.mode)
         return _Facts(mode, member.uid, member.gid, member.mtime, tuple(sorted(attributes.items())))
@@ -319,6 +309,20 @@ def _parts(path: str) -> list[str]:
 
 def _new_file(name: str, folder: int) -> int:
     return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+
+
+def _fill(file: FileIO, member: tarfile.TarInfo, stream: TarStream) -> None:
+    # A sparse file has only its data in the archive: pairs of offset and size.
+    sparse = cast("Any", member).sparse
+    for at, size in sparse or [(0, member.size)]:
+        file.seek(at)
+        for piece in stream.content(size):
+            disk = os.fstatvfs(file.fileno())
+            if disk.f_bavail * disk.f_frsize < RESERVE_BYTES:
+                raise OSError(errno.ENOSPC, "the disk is nearly full")
+            write_out(file.fileno(), piece)
+    if sparse:
+        file.truncate(member.size)
 
 
 def _made_folder(name: str, folder: int) -> Opened:
