@@ -37,6 +37,9 @@ class Limits(BaseModel):
 
     memory_mb: int = Field(default=2048, ge=16, le=1 << 20)
     pids: int = Field(default=512, ge=8, le=1 << 16)
+    cpus: float | None = Field(
+        default=None, gt=0, le=4096, description="CPUs, such as 0.5 or 2; none for all. Programs see so many, rounded up."
+    )
     disk_mb: int = Field(default=4096, ge=1, le=1 << 24, description="New bytes over the base, and the largest file.")
     timeout_s: float = Field(default=120.0, gt=0, le=86_400, description="Time limit of a call that names none.")
     output_bytes: int = Field(

@@ -103,6 +103,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
         checkpoint: The running processes to restore; None for none.
         criu_arguments: CRIU's arguments; empty without a checkpoint.
         egress: Whether to make the listening socket of its egress.
+        cpus: How many CPUs its processes may run on; None for all.
         hostname: Its host name.
         user: The user of its sessions, as an image names it; empty for root.
         services: What its side services need in its file system.
@@ -128,6 +129,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     checkpoint: Checkpoint | None
     criu_arguments: list[str]
     egress: bool
+    cpus: int | None
     hostname: str
     user: str
     services: ServiceMounts

@@ -11,9 +11,10 @@ Theory of operation. Linux has two versions of cgroups, and both are common:
 The proxy makes one group for itself, and in it one for each sandbox. Where no hierarchy is writable, every method does
 nothing and the driver falls back to resource limits of single processes.
 
-The CPU weight lets the proxy run first: without it, a hit waits for a CPU behind everything that misses run. Version 2
-gives the weight to the proxy's group, which has all sandboxes in it. Version 1 has a hierarchy of its own for it, with
-one group that the launcher joins: what it forks is born there, and no sandbox waits to join it.
+The CPU weight of all sandboxes together lets the proxy run first: without it, a hit waits for a CPU behind everything
+that misses run. Version 2 gives the weight to the proxy's group, which has all sandboxes in it. Version 1 has a hierarchy
+of its own for it, with a group that the launcher joins. Among themselves sandboxes have equal weights, however many
+processes each of them runs.
 """
 
 import contextlib
@@ -36,6 +37,8 @@ _WEIGHT = 50
 """The same for version 2, where each group beside it, such as all services together, has 100."""
 _OWN_WEIGHT = {1: ("cpu.shares", 1024, 2), 2: ("cpu.weight", 100, 1)}
 """By version, the file with the weight of one sandbox's group, the kernel's default, and the least that it accepts."""
+_PERIOD_US, _LEAST_QUOTA_US = 100_000, 1_000
+"""The period of a CPU quota, which is the kernel's default, and the least quota that it takes (sched-bwc.rst)."""
 _SWEEP_S = 5.0
 """Longest time that a sweep waits for killed processes. They end in milliseconds, unless they wait for a dead disk."""
 _POLL_S = 0.005
@@ -49,7 +52,7 @@ class Cgroups:
         version: 1 or 2; 0 before `open` found a hierarchy.
         parents: This instance's group by controller; empty if no hierarchy is writable.
         behind: The group with the small CPU weight that `put_behind` fills; None with version 2, which needs none.
-        meters: With `meters_cpu`, this instance's groups that weigh and count the CPU time of sandboxes, by controller;
+        meters: This instance's groups that weigh the sandboxes and, with `meters_cpu`, count their CPU time, by controller;
             empty if they cannot be written.
         problem: Why no hierarchy is writable; empty if one is.
     """
@@ -59,7 +62,7 @@ class Cgroups:
 
         Args:
             name: The name.
-            meters_cpu: Whether each sandbox gets CPU groups of its own. On version 1 a start then takes 4 ms longer.
+            meters_cpu: Whether the CPU time of each sandbox is counted.
         """
         self.name, self._meters_cpu = name, meters_cpu
         self.version = 0
@@ -90,9 +93,8 @@ class Cgroups:
                 # Without a weight, sandboxes run all the same; hits then wait longer beside misses.
                 with contextlib.suppress(OSError):
                     self._weigh_sandboxes(groups)
-                if self._meters_cpu:
-                    with contextlib.suppress(OSError):
-                        self._meter_sandboxes()
+                with contextlib.suppress(OSError):
+                    self._separate_sandboxes()
                 return
 
     def _make_below(self, groups: dict[str, Path]) -> dict[str, Path]:
@@ -119,17 +121,20 @@ class Cgroups:
         self.behind.mkdir(parents=True, exist_ok=True)
         (self.behind.parent / "cpu.shares").write_text(str(_SHARES_PER_CORE * (os.cpu_count() or 1)))
 
-    def _meter_sandboxes(self) -> None:
+    def _separate_sandboxes(self) -> None:
+        """Give each sandbox a CPU group of its own, and with `meters_cpu` one that counts its time."""
         if self.version == 2:
             parent = self.parents[MEMORY]
             # The root of the hierarchy or a delegated group gave it to the parent (`_weigh_sandboxes`).
             _enable_controllers(parent, CPU)
             self.meters = {CPU: parent, CPU_TIME: parent}
             return
+        if self.behind is not None:
+            self.meters = {CPU: self.behind.parent}
         group = _own_groups().get(CPU_TIME)
-        if group is not None and self.behind is not None:
+        if self._meters_cpu and group is not None and self.behind is not None:
             (group / self.name).mkdir(exist_ok=True)
-            self.meters = {CPU: self.behind.parent, CPU_TIME: group / self.name}
+            self.meters[CPU_TIME] = group / self.name
 
     def set_background(self, sandbox: str, *, background: bool) -> bool:
         """Let all other sandboxes go first where they compete for the CPU; return False if that is impossible. 20 µs.
@@ -185,8 +190,20 @@ class Cgroups:
             group.mkdir(exist_ok=True)
         return sorted(str(group / "cgroup.procs") for group in groups)
 
-    def limit(self, sandbox: str, *, memory_bytes: int, pids: int) -> None:
-        """Set what the processes of a sandbox may use together. 0.1 ms."""
+    def limit(self, sandbox: str, *, memory_bytes: int, pids: int, cpus: float | None) -> None:
+        """Set what the processes of a sandbox may use together. 0.1 ms.
+
+        Args:
+            sandbox: The sandbox.
+            memory_bytes: Memory.
+            pids: Processes.
+            cpus: CPU seconds in a second; None for no limit.
+        """
+        if cpus is not None and CPU in self.meters:
+            quota_us = max(_LEAST_QUOTA_US, int(cpus * _PERIOD_US))
+            name, text = ("cpu.cfs_quota_us", f"{quota_us}") if self.version == 1 else ("cpu.max", f"{quota_us} {_PERIOD_US}")
+            with contextlib.suppress(FileNotFoundError):
+                (self.meters[CPU] / sandbox / name).write_text(text)
         for controller, parent in self.parents.items():
             limits = {"pids.max": pids + _OWN_PIDS} if controller == PIDS else self._memory_limits(memory_bytes)
             for name, value in limits.items():

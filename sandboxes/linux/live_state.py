@@ -302,7 +302,8 @@ def inherited(pid: int) -> list[str]:
     """
     try:
         attributes, io_priority = _scheduling(pid)
-        cpus = sorted(os.sched_getaffinity(pid))
+        # Which CPUs a sandbox has depends on chance (`limits.cpus`).
+        cpus = "own" if (allowed := os.sched_getaffinity(pid)) == os.sched_getaffinity(0) else sorted(allowed)
         settings = [shown(f"/proc/{pid}/{name}").decode() for name in ("oom_score_adj", "coredump_filter")]
         # A process that is ending, or a zombie, has given its memory up, and its filter reads as empty.
         return [attributes.hex(), str(io_priority), str(cpus), *settings] if all(settings) else []

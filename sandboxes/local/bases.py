@@ -40,7 +40,8 @@ class Base:
         binds: Directories of the host that a sandbox sees read-only, at their own paths.
         hidden: Paths in these directories that a sandbox must not see.
         own_bash: Whether it has a bash. Otherwise sandboxes have one of this machine's.
-        image: The configuration of the image; None for a base that is none.
+        images: The ids of the images that it has files of.
+        image: The configuration of the main image; None for a base that is none.
         hostname: The host name of its sandboxes.
         services: The mounts of the spec's side services.
         service_images: The configuration of their images, by name.
@@ -51,6 +52,7 @@ class Base:
     binds: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
     own_bash: bool = True
+    images: tuple[str, ...] = ()
     image: ImageConfig | None = None
     hostname: str = "sandbox"
     services: ServiceMounts = ServiceMounts([], [])  # noqa: RUF009 - a frozen value
@@ -193,7 +195,8 @@ class Bases:
         digest = hashlib.blake2b(f"{identity} {dress}".encode(), digest_size=16).hexdigest()
         layer = self._trees.make(f"dress-1-{digest}", lambda target: image_dress.build(dress, lowers, target))
         return Base(
-            identity, (str(layer), *lowers), own_bash=has_file(image.lowers, BASH), image=image.config, hostname=dress.hostname, services=mounts_of(spec),
+            identity, (str(layer), *lowers), own_bash=has_file(image.lowers, BASH),
+            images=(image.id, *(service.id for service in services.values())), image=image.config, hostname=dress.hostname, services=mounts_of(spec),
             service_images={name: service.config for name, service in services.items()},
         )  # fmt: skip
 

@@ -53,9 +53,11 @@ class RootLayers(RootState):
 
     Attributes:
         layers: The layers, topmost first; empty if the spec asks for nothing but its base.
+        images: The ids of the images below them.
     """
 
     layers: tuple[str, ...]
+    images: tuple[str, ...] = ()
 
 
 class LocalDriver:
@@ -243,7 +245,7 @@ class LocalDriver:
         return self.machine.egress.recordings(spec)
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """Delete layers and checkpoints that are neither kept nor in use. The layers of root states in use stay.
+        """Delete layers, checkpoints and images that are neither kept nor in use. What root states in use need stays.
 
         See `sandboxes.driver.Driver.collect`.
         """
@@ -262,6 +264,9 @@ class LocalDriver:
         self.machine.layers.disown(unneeded)
         self.machine.reaper.retry(await asyncio.to_thread(self.machine.layers.drop, unneeded))
         await asyncio.to_thread(checkpointer.drop, unneeded)
+        # Each state lies over a root state. An image that is removed too early is unpacked again.
+        images = {image for root in roots for image in root.images}
+        await asyncio.to_thread(self.images.collect, images | self.sandboxes.parts_in_use())
         return size
 
     async def _look(self, spec: EnvironmentSpec, look: Callable[[], LookT]) -> LookT:
@@ -280,7 +285,7 @@ class LocalDriver:
 
     async def _build_root(self, spec: EnvironmentSpec, base: Base) -> RootLayers:
         """Run set-up in a sandbox of the bare base, and freeze that."""
-        bare = RootLayers(layers=(), born_ns=time.time_ns())
+        bare = RootLayers(layers=(), images=base.images, born_ns=time.time_ns())
         if not needs_setup(spec):
             return bare
         # Set-up makes the working directory, so its own sandbox starts at the root.
@@ -296,7 +301,9 @@ class LocalDriver:
         finally:
             await sandbox.close()
         content = state.state.content.hex() if state.state is not None else ""
-        root = RootLayers(layers=tuple(state.payload["layers"]), born_ns=time.time_ns(), content=content)
+        root = RootLayers(
+            layers=tuple(state.payload["layers"]), images=base.images, born_ns=time.time_ns(), content=content
+        )
         # A whole task depends on its root state. Unlike other layers it must outlive a loss of power.
         await asyncio.to_thread(self.machine.layers.sync, root.layers)
         return root

@@ -11,6 +11,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 from collections.abc import Iterable
@@ -98,6 +99,8 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
         raise OSError(mounted.message.error)
     overlay, upper_mount, lower, root, *shown = mounted.fds
     socket.sethostname(order.hostname)
+    if order.cpus is not None:
+        _run_on(order.cpus)
     # Before any process of the agent, also of a checkpoint, could take the port.
     listening = [outlet.listen()] if order.egress else []
     for folder in order.binds:
@@ -139,6 +142,13 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     if restored is not None:
         platform.adopt(restored)
     platform.serve([namespace, *listening], begun=begun)
+
+
+def _run_on(count: int) -> None:
+    """Let this process, and all that it will start, run on some CPUs only: programs ask how many there are."""
+    # By chance, so that sandboxes spread over all. Which ones they are is no part of a state (`live_state.inherited`).
+    all_cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, random.sample(all_cpus, min(count, len(all_cpus))))
 
 
 def report_failure(channel: int, error: BaseException) -> None:

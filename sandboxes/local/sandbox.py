@@ -15,6 +15,7 @@ Theory of operation. The sandbox's root is an overlay: an *upper*, which it writ
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Sequence
@@ -109,8 +110,8 @@ class LocalSandbox(MachineSandbox):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The layers and checkpoints that must not be collected while this sandbox is open."""
-        return (*self._layers.stack, *self._held)
+        """The layers, checkpoints and images that must not be collected while this sandbox is open."""
+        return (*self._layers.stack, *self._held, *self._base.images)
 
     @property
     def cpu_s(self) -> float | None:
@@ -142,7 +143,7 @@ class LocalSandbox(MachineSandbox):
         limits, cgroups = self._spec.limits, self._machine.cgroups
         memory_bytes = limits.memory_mb << 20
         # Before the order: the spare has run without limits, and the agent's first process must not.
-        cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
+        cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids, cpus=limits.cpus)
         tables, table = self._machine.layers.tables.of_state(self._layers.above_root)
         order = StartSandbox(
             binds=list(self._base.binds),
@@ -163,6 +164,7 @@ class LocalSandbox(MachineSandbox):
             checkpoint=state["checkpoint"],
             criu_arguments=[],
             egress=self._spec.egress is not None,
+            cpus=None if limits.cpus is None else math.ceil(limits.cpus),
             hostname=self._base.hostname,
             user="" if self._base.image is None else self._base.image.user,
             services=self._base.services,
