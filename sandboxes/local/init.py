@@ -148,7 +148,7 @@ def _run_on(count: int) -> None:
     """Let this process, and all that it will start, run on some CPUs only: programs ask how many there are."""
     # By chance, so that sandboxes spread over all. Which ones they are is no part of a state (`live_state.inherited`).
     all_cpus = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, random.sample(all_cpus, min(count, len(all_cpus))))
+    os.sched_setaffinity(0, random.SystemRandom().sample(all_cpus, min(count, len(all_cpus))))
 
 
 def report_failure(channel: int, error: BaseException) -> None:
