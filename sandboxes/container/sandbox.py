@@ -6,7 +6,6 @@ something, so a second freeze returns the first one's state (`_frozen`). With li
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from sandboxes.calls import Execution, ToolCall
@@ -23,6 +22,7 @@ from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGo
 from sandboxes.host.defaults import ENVIRONMENT
 from sandboxes.host.machine_sandbox import MachineSandbox
 from sandboxes.host.server_calls import ServerCalls
+from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.messages import CallDone
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.ipc.state_messages import (
@@ -131,7 +131,7 @@ class ContainerSandbox(MachineSandbox):
         # The keeper answers this order before CRIU has restored anything. It then waits for `FinishProcessRestore`,
         # which follows once CRIU has reported its success to this side.
         async def start_criu(arguments: list[str], files: list[int]) -> None:
-            await self._begin(replace(order, criu_arguments=arguments), files)
+            await self._begin(with_members(order, criu_arguments=arguments), files)
 
         await self._checkpointer.restore(frozen.payload["images"], start_criu, [])
         await self.link.ask(FinishProcessRestore())

@@ -1,23 +1,24 @@
 """Messages to the launchers, which fork pid 1s and keepers, mount layers and start CRIU; `messages` has the table."""
 
-from dataclasses import dataclass
-
-from sandboxes.ipc.codec import IpcMessage, IpcRequest
+from sandboxes.ipc.codec import IpcMessage, IpcRequest, Record
 from sandboxes.ipc.messages import Done
 
 
-@dataclass(frozen=True)
-class LauncherReady(IpcMessage, op="launcher_ready"):
-    """The launcher has its mounts and waits for requests."""
+class ForkServerReady(IpcMessage, op="fork_server_ready"):
+    """A fork server has what it needs and waits for requests.
+
+    Attributes:
+        confined: Whether files outside its directory are out of its reach; see `workers.zygote`.
+    """
+
+    confined: bool = False
 
 
-@dataclass(frozen=True)
 class Forked(IpcMessage, op="forked", descriptors=(0, 1)):
     """The process was forked; a descriptor of a pid 1 accompanies this message, and none of a keeper."""
 
 
 # The socket is made by the proxy, so the new pid 1 needs no name by which it could be reached.
-@dataclass(frozen=True)
 class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(2, 2)):
     """Fork a pid 1, which serves on the first socket, and hears on the second one that its layers were switched.
 
@@ -32,7 +33,6 @@ class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(2, 2)):
 
 
 # Once for each launcher: with each fork it would cost as much as a part of what it saves.
-@dataclass(frozen=True)
 class WritePages(IpcRequest[Done], op="write_pages"):
     """Give each pid 1 that is forked from now on these pages before it is needed; see `fork_pages`.
 
@@ -43,8 +43,7 @@ class WritePages(IpcRequest[Done], op="write_pages"):
     runs: list[list[int]]
 
 
-@dataclass(frozen=True)
-class ContainerStart:
+class ContainerStart(Record):
     """How a keeper starts its container by the OCI runtime; see `sandboxes.container.oci_spec`.
 
     Attributes:
@@ -67,7 +66,6 @@ class ContainerStart:
 
 
 # A keeper stays outside its container, on the machine, where the container's processes cannot reach it.
-@dataclass(frozen=True)
 class ForkKeeper(IpcRequest[Forked], op="fork_keeper", descriptors=(1, 1)):
     """Fork a keeper, which serves on the socket that accompanies this message.
 
@@ -94,8 +92,7 @@ class ForkKeeper(IpcRequest[Forked], op="fork_keeper", descriptors=(1, 1)):
     start: ContainerStart | None = None
 
 
-@dataclass(frozen=True)
-class LayerStack:
+class LayerStack(Record):
     """The layers of an overlay mount.
 
     Attributes:
@@ -112,13 +109,11 @@ class LayerStack:
 
 
 # Descriptors and not paths: a detached mount has no path.
-@dataclass(frozen=True)
 class Mounted(IpcMessage, op="mounted", descriptors=(2, 5)):
     """The layers are mounted; see the table in `messages` for the descriptors."""
 
 
 # The launcher answers to pid 1 and not to the proxy, here and for `SwitchLayers`: that saves a round trip.
-@dataclass(frozen=True)
 class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
     """Make a detached overlay mount for a spare sandbox, and give it to its pid 1: `Mounted`, or `Failed`.
 
@@ -134,7 +129,6 @@ class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
 
 
 # The namespace crosses as a descriptor, because a number could belong to another process by then.
-@dataclass(frozen=True)
 class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
     """Put a sandbox on other layers, and tell its pid 1 with `LayersSwitched`, or with `Failed`.
 
@@ -155,7 +149,6 @@ class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
 
 
 # All of CRIU's files are opened by the proxy; the launcher passes them on.
-@dataclass(frozen=True)
 class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
     """Start CRIU, with these arguments, inside a sandbox to dump its processes."""
 
@@ -163,12 +156,10 @@ class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
 
 
 # Unasked: CRIU's socket exists only once CRIU is about to run.
-@dataclass(frozen=True)
 class CriuStarted(IpcMessage, op="criu_started", descriptors=(1, 1)):
     """CRIU runs; the socket to it accompanies this message."""
 
 
-@dataclass(frozen=True)
 class NamesInspected(IpcMessage, op="names_inspected"):
     """No name that the processes hold can lead CRIU astray.
 
@@ -181,7 +172,6 @@ class NamesInspected(IpcMessage, op="names_inspected"):
     times: dict[str, list[int]]
 
 
-@dataclass(frozen=True)
 class NamesRefused(IpcMessage, op="names_refused"):
     """The processes must not be dumped, for this reason."""
 
@@ -189,13 +179,11 @@ class NamesRefused(IpcMessage, op="names_refused"):
 
 
 # Only while CRIU holds the processes still: the answer is true until they run on.
-@dataclass(frozen=True)
 class InspectNames(IpcRequest[NamesInspected | NamesRefused], op="inspect_names"):
     """Look at every name that the processes hold, before CRIU looks one up."""
 
 
 # After CRIU's last look at a path, and before the restored processes run.
-@dataclass(frozen=True)
 class FollowLinks(IpcRequest[Done], op="follow_links"):
     """Put back the times of what CRIU has touched, and let the sandbox follow symbolic links again.
 

@@ -4,19 +4,23 @@ A checkpoint is the record that `guest.checkpoint_restore` and `keeper.checkpoin
 is part of a snapshot on disk, so its members are a disk format: they are carried here as plain JSON.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sandboxes.ipc.codec import IpcMessage, IpcRequest
-from sandboxes.ipc.messages import Done, StateSummary
+from sandboxes.ipc.codec import IpcMessage, IpcRequest, Record, plain_json
+from sandboxes.ipc.messages import Done, ReportedSession, StateSummary
 from sandboxes.shell_text import ShellSession
 
 Checkpoint = dict[str, Any]
 """What the supervisor has to know to take restored processes over; part of a snapshot."""
 
+if TYPE_CHECKING:
+    ReportedCheckpoint = dict[str, Any]
+else:
+    ReportedCheckpoint = dict[str, plain_json(6)]
+"""A checkpoint as a supervisor reports it: sessions are members of its shells."""
+
 
 # No error: the sandbox goes on unfrozen.
-@dataclass(frozen=True)
 class NotFreezable(IpcMessage, op="not_freezable"):
     """The state cannot be frozen, for this reason."""
 
@@ -24,7 +28,6 @@ class NotFreezable(IpcMessage, op="not_freezable"):
 
 
 # The answer to the first half of a freeze: the proxy runs CRIU on this tree before it asks for the files.
-@dataclass(frozen=True)
 class ProcessTree(IpcMessage, op="process_tree"):
     """Processes run, and CRIU can dump them: they are the tree below this process, by its number in the sandbox."""
 
@@ -35,12 +38,10 @@ class ProcessTree(IpcMessage, op="process_tree"):
 
 
 # Unasked: a pid 1 is forked ahead of its use and waits as a spare.
-@dataclass(frozen=True)
 class Ready(IpcMessage, op="ready"):
     """Pid 1 has its namespaces and waits for `StartSandbox`."""
 
 
-@dataclass(frozen=True)
 class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 2)):
     """The sandbox runs; its mount namespace accompanies this message, and with egress its listening socket.
 
@@ -52,11 +53,10 @@ class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 2)):
 
     shell_error: str | None
     state: StateSummary
-    pristine: ShellSession | None
+    pristine: ReportedSession | None
 
 
 # Asked once for each launcher, because all its forks have the same things at the same addresses.
-@dataclass(frozen=True)
 class PagesListed(IpcMessage, op="pages_listed"):
     """The pages of memory that pid 1 shares with no other process.
 
@@ -67,20 +67,17 @@ class PagesListed(IpcMessage, op="pages_listed"):
     runs: list[list[int]]
 
 
-@dataclass(frozen=True)
 class ListPages(IpcRequest[PagesListed], op="list_pages"):
     """List the pages of memory that are not shared."""
 
 
 # The second half is `FinishRestore`, because CRIU runs between the two under the proxy's control.
-@dataclass(frozen=True)
 class RestoreStarted(IpcMessage, op="restore_started"):
     """CRIU was started, and the proxy may tell it to restore."""
 
 
 # One descriptor is the complete table of the state's rows; a restore from a checkpoint adds `ns_last_pid` and CRIU's
 # files. The body is the tables of the layers above that one. The mounts come from the launcher (`Mounted`).
-@dataclass(frozen=True)
 class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(1, 6)):
     """Become a sandbox.
 
@@ -127,14 +124,12 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     hides_shell: bool
 
 
-@dataclass(frozen=True)
 class FinishRestore(IpcRequest[SandboxStarted], op="restored"):
     """CRIU has restored the processes and ended."""
 
 
 # A record and no message. The two digests of `guest.files.manifest`.
-@dataclass(frozen=True)
-class LayerManifest:
+class LayerManifest(Record):
     """The digests by which damage of a layer is noticed later.
 
     Attributes:
@@ -148,7 +143,6 @@ class LayerManifest:
 
 # The answer to `Pause` without processes, and to `InspectHeld` while CRIU holds them. The body is the table of the rows
 # that the upper layer changes.
-@dataclass(frozen=True)
 class LayerState(IpcMessage, op="layer_state"):
     """The state of a sandbox whose upper layer can be frozen now.
 
@@ -163,17 +157,16 @@ class LayerState(IpcMessage, op="layer_state"):
         checkpoint: What must be known of the running processes; None if none run.
     """
 
-    sessions: dict[str, ShellSession]
-    pristine: ShellSession | None
+    sessions: dict[str, ReportedSession]
+    pristine: ReportedSession | None
     manifest: LayerManifest
     differing: list[str]
     size_bytes: int
     empty: bool
     state: StateSummary
-    checkpoint: Checkpoint | None
+    checkpoint: ReportedCheckpoint | None
 
 
-@dataclass(frozen=True)
 class Pause(IpcRequest[NotFreezable | ProcessTree | LayerState], op="pause"):
     """Get ready to be frozen.
 
@@ -187,7 +180,6 @@ class Pause(IpcRequest[NotFreezable | ProcessTree | LayerState], op="pause"):
 
 
 # Files and processes are of the same moment, because neither can change meanwhile.
-@dataclass(frozen=True)
 class InspectHeld(IpcRequest[NotFreezable | LayerState], op="inspect_held"):
     """Report the state while CRIU holds all processes still.
 
@@ -199,7 +191,6 @@ class InspectHeld(IpcRequest[NotFreezable | LayerState], op="inspect_held"):
 
 
 # The descriptors replace those of `Mounted` and `StartSandbox`, which still lead to the old layers.
-@dataclass(frozen=True)
 class LayersSwitched(IpcMessage, op="layers_switched", descriptors=(3, 3)):
     """The sandbox has a fresh upper layer.
 
@@ -217,7 +208,6 @@ class LayersSwitched(IpcMessage, op="layers_switched", descriptors=(3, 3)):
 
 
 # Unasked, like `Ready` of a pid 1.
-@dataclass(frozen=True)
 class KeeperReady(IpcMessage, op="keeper_ready", descriptors=(1, 1)):
     """The container's anchor runs. The process descriptor of its pid 1 accompanies this message.
 
@@ -228,7 +218,6 @@ class KeeperReady(IpcMessage, op="keeper_ready", descriptors=(1, 1)):
     bash: bool
 
 
-@dataclass(frozen=True)
 class SandboxBegun(IpcMessage, op="sandbox_begun", descriptors=(0, 1)):
     """The container is the sandbox that was requested, or CRIU was started to make it so.
 
@@ -244,7 +233,6 @@ class SandboxBegun(IpcMessage, op="sandbox_begun", descriptors=(0, 1)):
 
 
 # No descriptors without a checkpoint: the container exists already, with its mounts.
-@dataclass(frozen=True)
 class BeginSandbox(IpcRequest[SandboxBegun], op="begin", descriptors=(0, 5)):
     """Make a spare container a sandbox.
 
@@ -275,12 +263,10 @@ class BeginSandbox(IpcRequest[SandboxBegun], op="begin", descriptors=(0, 5)):
     egress: bool
 
 
-@dataclass(frozen=True)
 class FinishProcessRestore(IpcRequest[SandboxBegun], op="restored_processes"):
     """CRIU has restored the container's processes and ended."""
 
 
-@dataclass(frozen=True)
 class CopiedState(IpcMessage, op="copied_state"):
     """The container's own files were copied.
 
@@ -292,14 +278,13 @@ class CopiedState(IpcMessage, op="copied_state"):
         checkpoint: What must be known of the running processes; None if none run.
     """
 
-    sessions: dict[str, ShellSession]
-    pristine: ShellSession | None
+    sessions: dict[str, ReportedSession]
+    pristine: ReportedSession | None
     added_bytes: int
     state: StateSummary
-    checkpoint: Checkpoint | None
+    checkpoint: ReportedCheckpoint | None
 
 
-@dataclass(frozen=True)
 class FreezeContainer(IpcRequest[NotFreezable | ProcessTree | CopiedState], op="freeze"):
     """Copy the container's files, or name the tree of its running processes.
 
@@ -315,7 +300,6 @@ class FreezeContainer(IpcRequest[NotFreezable | ProcessTree | CopiedState], op="
 
 
 # The second half of a freeze with processes; `folder` and `becomes` are those of the first half.
-@dataclass(frozen=True)
 class CopyFiles(IpcRequest[NotFreezable | CopiedState], op="copy"):
     """Copy the container's files while CRIU holds all processes still; see `FreezeContainer`."""
 
@@ -324,7 +308,6 @@ class CopyFiles(IpcRequest[NotFreezable | CopiedState], op="copy"):
 
 
 # The keeper starts CRIU on the machine, with the files that the proxy has opened.
-@dataclass(frozen=True)
 class DumpProcesses(IpcRequest[Done], op="dump", descriptors=(4, 4)):
     """Start CRIU, with these arguments, to dump the container's processes."""
 

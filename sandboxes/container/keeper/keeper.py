@@ -18,7 +18,7 @@ import select
 import signal
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from sandboxes.guest.process_io import Running
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.supervisor import Supervisor
 from sandboxes.guest.terminal import give
-from sandboxes.ipc.codec import IpcMessage
+from sandboxes.ipc.codec import IpcMessage, with_members
 from sandboxes.ipc.launch_messages import ForkKeeper
 from sandboxes.ipc.messages import (
     CallDone,
@@ -367,7 +367,7 @@ class Keeper:
 
     def complete_order(self, order: ServerOrder) -> ServerOrder:
         """Return the order with the image's variables, which the proxy does not know, below its own."""
-        return replace(order, environment={**self._shells.environment, **order.environment})
+        return with_members(order, environment={**self._shells.environment, **order.environment})
 
     def end_servers(self) -> None:
         """Kill everything in the container but its first process and the anchor."""

@@ -17,7 +17,7 @@ from sandboxes.container.keeper import keeper
 from sandboxes.container.orphans import kill_newcomers
 from sandboxes.ipc.codec import decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
-from sandboxes.ipc.launch_messages import Forked, ForkKeeper, LauncherReady
+from sandboxes.ipc.launch_messages import Forked, ForkKeeper, ForkServerReady
 from sandboxes.ipc.messages import Failed
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.cgroups import move_to_roots
@@ -81,7 +81,7 @@ def main() -> None:
     # Garbage collection in a fork would write to pages that it shares with this process, and so copy them.
     freeze_heap()
     gc.disable()
-    driver.sendall(pack_message(LauncherReady()))
+    driver.sendall(pack_message(ForkServerReady()))
     kept = _serve(driver)
     # A proxy that stops has removed its boxes by now. If there are some it died, and Docker may still be starting
     # containers that it started, which no keeper waits for. The parent's pid would not tell: a process that dies
