@@ -1,16 +1,12 @@
 """What workers send each other: connections, and requests for views that show the tasks of all workers."""
 
-from dataclasses import dataclass
-
 from sandboxes.ipc.codec import IpcMessage, IpcRequest
 
 
-@dataclass(frozen=True)
 class GivenConnection(IpcMessage, op="given_connection", descriptors=(1, 1)):
     """A client's connection; the body is what the client has sent and got no answer to."""
 
 
-@dataclass(frozen=True)
 class ViewAnswer(IpcMessage, op="view_answer"):
     """A worker's response; its body is the body.
 
@@ -23,17 +19,14 @@ class ViewAnswer(IpcMessage, op="view_answer"):
     headers: list[list[str]]
 
 
-@dataclass(frozen=True)
 class Piece(IpcMessage, op="piece"):
     """The next piece of a response, which is the body; without a body the response is complete."""
 
 
-@dataclass(frozen=True)
 class PieceRequest(IpcRequest[Piece], op="piece_request"):
     """A request for the next piece of the response that a `ViewRequest` began on this channel."""
 
 
-@dataclass(frozen=True)
 class ViewRequest(IpcRequest[ViewAnswer], op="view_request"):
     """A request that a client has sent to another worker, for this worker's part of the response.
 

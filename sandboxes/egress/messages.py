@@ -1,14 +1,11 @@
 """Messages between a driver and its egress proxy; the driver asks, and gets its answers in order."""
 
-from dataclasses import dataclass
-
 from sandboxes.calls import EgressExchange
 from sandboxes.ipc.codec import IpcMessage, IpcRequest
 from sandboxes.ipc.messages import Done
 
 
 # The listening socket accompanies it: made in the sandbox's network namespace, to which it belongs for ever.
-@dataclass(frozen=True)
 class OpenOutlet(IpcRequest[Done], op="open_outlet", descriptors=(1, 1)):
     """Serve the connections of a sandbox.
 
@@ -23,7 +20,6 @@ class OpenOutlet(IpcRequest[Done], op="open_outlet", descriptors=(1, 1)):
     scope: str
 
 
-@dataclass(frozen=True)
 class ExchangesTaken(IpcMessage, op="exchanges_taken"):
     """What the programs of a sandbox requested since the last time.
 
@@ -38,19 +34,16 @@ class ExchangesTaken(IpcMessage, op="exchanges_taken"):
     live: bool
 
 
-@dataclass(frozen=True)
 class TakeExchanges(IpcRequest[ExchangesTaken], op="take_exchanges"):
     """Say what the programs of a sandbox requested since the last time."""
 
     sandbox: str
 
 
-@dataclass(frozen=True)
 class RecountRecordings(IpcRequest[Done], op="recount_recordings"):
     """Count the recordings again: the driver has put others beside them."""
 
 
-@dataclass(frozen=True)
 class CloseOutlet(IpcRequest[Done], op="close_outlet"):
     """End the connections of a sandbox, and accept no more of them."""
 

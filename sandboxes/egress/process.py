@@ -19,9 +19,9 @@ from sandboxes.egress.messages import CloseOutlet, OpenOutlet, RecountRecordings
 from sandboxes.egress.outlet import Outlet
 from sandboxes.egress.recordings import Recordings
 from sandboxes.ipc.channel import Channel, ChannelClosedError
-from sandboxes.ipc.codec import IpcMessage, decode
+from sandboxes.ipc.codec import IpcMessage, decode, pack_message
 from sandboxes.ipc.fork_child import connect
-from sandboxes.ipc.frames import pack
+from sandboxes.ipc.launch_messages import ForkServerReady
 from sandboxes.ipc.messages import Done, Failed
 from sandboxes.linux import confine
 from sandboxes.linux import syscalls as kernel
@@ -94,9 +94,9 @@ def serve(dialer: Dialer) -> None:
         drop_privileges(folder, network=True)
         kernel.seccomp(confine.program(kernel.MACHINE))
     except OSError as error:
-        driver.sendall(pack({"error": str(error)}))
+        driver.sendall(pack_message(Failed(str(error))))
         return
-    driver.sendall(pack({"ready": True}))
+    driver.sendall(pack_message(ForkServerReady()))
     asyncio.run(_run(folder, dialer, driver))
     # Without waiting for threads that look up names.
     os._exit(0)

@@ -11,6 +11,7 @@ from sandboxes.guest.files.operations import problem
 from sandboxes.guest.files.tracker import Digests
 from sandboxes.guest.process_call import StartedProcess
 from sandboxes.guest.shell import Shell
+from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.messages import CallDone, CommandOutcome, FileDelta, FileOutcome, Outcome, RunCommand, RunProcess
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux.processes import Process
@@ -53,7 +54,7 @@ class Performed:
         note = limit_note("depth", disk_bytes)
         match self.outcome:
             case CommandOutcome() as outcome:
-                return replace(self, outcome=replace(outcome, exit_code=OVER_DISK), body=self.body + note)
+                return replace(self, outcome=with_members(outcome, exit_code=OVER_DISK), body=self.body + note)
             case FileOutcome():
                 status, media_type, body = problem(507, "File operation failed", note.decode().strip("\n[]"))
                 return replace(self, outcome=FileOutcome(status, media_type), body=body)

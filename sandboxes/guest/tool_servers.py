@@ -16,9 +16,9 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
+from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux.descriptors import close_all, read_available, write_out
 
@@ -171,7 +171,7 @@ class Servers(ABC):
         fresh = known is None or known.ended
         if fresh:
             if order.behind is not None:
-                self.start(replace(order.behind, environment=order.environment), watch)
+                self.start(with_members(order.behind, environment=order.environment), watch)
             self._start(order)
         if order.port is None:
             # Copies: the proxy closes its own at the end of the call, and the pipes must outlive that.

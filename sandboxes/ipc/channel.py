@@ -9,10 +9,10 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
-from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest, answers_of, decode, encode, pack_message
-from sandboxes.ipc.frames import Inbox, MalformedFrameError, Message, pack, receive
+from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest, answers_of, decode, pack_message
+from sandboxes.ipc.frames import Frame, Inbox, MalformedFrameError, receive
 from sandboxes.ipc.messages import Failed
 
 _MOST_EARLY, _MOST_EARLY_BYTES = 256, 64 << 20
@@ -45,9 +45,9 @@ class Channel:
         self._socket = end
         self._inbox = Inbox()
         # In the order of the requests: the peer answers one after the other, so no answer needs a number.
-        self._waiting: deque[asyncio.Future[Message]] = deque()
+        self._waiting: deque[asyncio.Future[Frame]] = deque()
         # Messages that came unasked before a caller waited for them.
-        self._early: deque[Message] = deque()
+        self._early: deque[Frame] = deque()
         self._early_bytes = 0
         self._paused = self._queued = False
         # Frames of two callers must not mix, and the queue of waiting callers must have the order on the wire.
@@ -59,8 +59,8 @@ class Channel:
         # Read all the time and not only when a caller waits, so the end of the peer is noticed at once.
         self._loop.add_reader(end.fileno(), self._readable)
 
-    async def request(self, fields: dict[str, Any], body: bytes = b"", fds: Sequence[int] = ()) -> Message:
-        """Send a request and return its answer; the caller closes the answer's descriptors.
+    async def request(self, message: IpcMessage, body: bytes = b"", fds: Sequence[int] = ()) -> Frame:
+        """Send a request and return its answer as it comes; the caller closes the answer's descriptors.
 
         Raises:
             ChannelClosedError: The other end is gone.
@@ -71,19 +71,19 @@ class Channel:
                 raise ChannelClosedError(self.lost)
             # Before the send, because the answer may come while the rest of a long frame is still being written.
             answer = self._expect()
-            await self._send(pack(fields, body, len(fds)), fds)
+            await self._send(pack_message(message, body, len(fds)), fds)
         # Outside the lock: the next caller may send while this one waits.
         return await answer
 
     async def ask(self, request: IpcRequest[AnswerT], body: bytes = b"", fds: Sequence[int] = ()) -> Envelope[AnswerT]:
-        """Send a typed request and return its answer; the caller closes the answer's descriptors.
+        """Send a request and return its answer; the caller closes the answer's descriptors.
 
         Raises:
             ChannelClosedError: The other end is gone, or has sent a frame that is no answer to this request.
             PeerFailedError: The other end reports that it failed.
         """
         # `answers_of` checks at run time what the type argument promises to mypy.
-        frame = await self.request(encode(request), body, fds)
+        frame = await self.request(request, body, fds)
         return cast("Envelope[AnswerT]", self._expect_one_of(frame, answers_of(type(request))))
 
     async def post(self, message: IpcMessage, fds: Sequence[int] = (), *, body: bytes = b"") -> None:
@@ -91,7 +91,7 @@ class Channel:
         async with self._sending:
             # No error for a lost peer: the next request reports it, and a post has no caller that could act.
             if self.lost is None:
-                await self._send(pack_message(message, body, fds=len(fds)), fds)
+                await self._send(pack_message(message, body, len(fds)), fds)
 
     async def next(self, *expected: type[AnswerT]) -> Envelope[AnswerT]:
         """Return the next message that answers no request.
@@ -102,26 +102,20 @@ class Channel:
         """
         return cast("Envelope[AnswerT]", self._expect_one_of(await self.receive(), expected))
 
-    def _expect_one_of(self, frame: Message, expected: tuple[type[IpcMessage], ...]) -> Envelope[IpcMessage]:
+    def _expect_one_of(self, frame: Frame, expected: tuple[type[IpcMessage], ...]) -> Envelope[IpcMessage]:
         """Decode a frame. After one that cannot be decoded, or is not expected, the channel is closed."""
         try:
-            envelope = decode(frame)
+            envelope = decode(frame, *expected, Failed)
         except MalformedFrameError as error:
             # After a frame that cannot be decoded, nothing that follows can be trusted to begin where it should.
             self.close(str(error))
             raise ChannelClosedError(str(error)) from error
-        if isinstance(envelope.message, expected):
-            return envelope
-        # The descriptors are in this process already. Without the close each bad answer would leak some.
-        for fd in envelope.fds:
-            os.close(fd)
         # The channel stays open: a launcher goes on after one failed request.
         if isinstance(envelope.message, Failed):
             raise PeerFailedError(envelope.message.error)
-        self.close(f"{envelope.message.op!r} came where another message was expected")
-        raise ChannelClosedError(self.lost)
+        return envelope
 
-    async def receive(self) -> Message:
+    async def receive(self) -> Frame:
         """Return the next message that answers no request."""
         if self._early:
             message = self._early.popleft()
@@ -158,8 +152,8 @@ class Channel:
                 # Read here, because its caller may be gone: asyncio would log an exception that was not read.
                 future.exception()
 
-    def _expect(self) -> asyncio.Future[Message]:
-        future: asyncio.Future[Message] = self._loop.create_future()
+    def _expect(self) -> asyncio.Future[Frame]:
+        future: asyncio.Future[Frame] = self._loop.create_future()
         # A cancelled caller stays in the queue: its answer still comes and must not go to the next caller.
         self._waiting.append(future)
         self._resume()
@@ -264,7 +258,7 @@ class Channel:
             self._lose(str(error))
         return True
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self, message: Frame) -> None:
         if self._waiting:
             # Strictly first in, first out, as the peer answers.
             future = self._waiting.popleft()

@@ -10,13 +10,18 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import cast
+
+import msgspec
 
 from sandboxes import IMPORT_ROOT
 from sandboxes.errors import SandboxError
-from sandboxes.ipc.channel import Channel, ChannelClosedError
-from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest, answers_of, decode, encode
-from sandboxes.ipc.frames import MalformedFrameError, Message
+from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
+from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest, answers_of, decode
+from sandboxes.ipc.frames import MalformedFrameError
+from sandboxes.ipc.launch_messages import ForkServerReady
+from sandboxes.ipc.messages import Failed
 
 START_S = 30.0
 """Longest wait for a fork server to start or to respond: either takes milliseconds, seconds on a busy machine."""
@@ -24,6 +29,8 @@ START_S = 30.0
 STOP_S = 10.0
 """Longest wait for a fork server to exit after its socket was closed; it is killed then."""
 
+_LIBRARY_ROOT = str(Path(msgspec.__file__).parent.parent)
+"""The directory that msgspec lies in, for children that load no other installed package."""
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
 
 
@@ -93,19 +100,21 @@ class ForkServer:
             # The loop has reaped it, and has yet to say so.
             return True
 
-    async def start(self) -> dict[str, Any]:
-        """Start the child.
-
-        Returns:
-            The fields of its first message, which says that it is ready.
+    async def start(self) -> ForkServerReady:
+        """Start the child, and return its first message.
 
         Raises:
             SandboxError: It does not start.
         """
         # Closed by the kernel when either process dies, however it dies: no file, no name, nothing to clean up.
         ours, theirs = socket.socketpair()
-        # The path is set before the first import, because -I and -S leave an interpreter without ours.
-        program = f"import sys; sys.path.insert(0, {IMPORT_ROOT!r}); from {self._module} import main; main()"
+        # The path is set before the first import, because -I and -S leave an interpreter without ours. A child without
+        # installed packages gets msgspec all the same, and nothing else from where it lies.
+        library = f"sys.path.insert(0, {_LIBRARY_ROOT!r}); import msgspec; del sys.path[0]; "
+        program = (
+            f"import sys; {'' if self._site_packages else library}"
+            f"sys.path.insert(0, {IMPORT_ROOT!r}); from {self._module} import main; main()"
+        )
         # -I: nothing of the user's environment. -S: no site-packages. -B: no bytecode files beside the sources.
         flags = ["-I", "-B"] if self._site_packages else ["-I", "-S", "-B"]
         # Our copy of the child's end must go: as long as it is open, the death of the child is not seen.
@@ -119,13 +128,11 @@ class ForkServer:
         # The first message comes unasked, after the child has loaded everything.
         try:
             async with asyncio.timeout(START_S):
-                ready = (await self._channel.receive()).fields
-        # The process stays: `close`, which the driver calls after a failed start, ends it.
-        except (ChannelClosedError, TimeoutError) as error:
+                ready = (await self._channel.next(ForkServerReady)).message
+        # The process stays: `close`, which the driver calls after a failed start, ends it. A child that fails says what
+        # it lacks, such as a right or a kernel feature.
+        except (ChannelClosedError, PeerFailedError, TimeoutError) as error:
             raise SandboxError(self._start_failure(str(error) or f"no response within {START_S:g} s")) from error
-        # The child says what it lacks, such as a right or a kernel feature.
-        if "error" in ready:
-            raise SandboxError(self._start_failure(ready["error"]))
         self._prepare(self._process.pid)
         return ready
 
@@ -149,47 +156,36 @@ class ForkServer:
                     await self._process.wait()
                 await self.start()
 
-    async def request(self, fields: dict[str, Any], fds: Sequence[int] = ()) -> Message:
-        """Send the child a request and return its response, whose descriptors are the caller's to close.
+    async def ask(self, request: IpcRequest[AnswerT], fds: Sequence[int] = ()) -> Envelope[AnswerT]:
+        """Send the child a request and return its answer, whose descriptors are the caller's to close.
 
         Args:
-            fields: The request.
+            request: The request.
             fds: Descriptors that go with it; they stay open here.
 
         Raises:
-            SandboxError: The fork server is not open, died, is silent, or reports an error of the kernel's.
+            SandboxError: The fork server is not open, died, is silent, or reports an error of the kernel's, or this
+                process had no room for the answer's descriptors.
         """
         if self._channel is None:
             raise SandboxError(f"{self._name} is not running: the driver is not open")
         try:
             # Limited, because a child in an uninterruptible system call answers never.
             async with asyncio.timeout(START_S):
-                response = await self._channel.request(fields, fds=fds)
+                frame = await self._channel.request(request, fds=fds)
         # The answer may still come; the channel keeps its position, so it does not go to the next caller.
         except TimeoutError as error:
             raise SandboxError(f"{self._name} gave no response within {START_S:g} s") from error
         except ChannelClosedError as error:
             raise SandboxError(f"{self._name} ended: {error}. Retry: the next sandbox starts another.") from error
-        # An error is an answer: the child goes on, and its channel is in order.
-        if "error" in response.fields:
-            raise SandboxError(f"{self._name}: the kernel refused: {response.fields['error']}")
-        return response
-
-    async def ask(self, request: IpcRequest[AnswerT], fds: Sequence[int] = ()) -> Envelope[AnswerT]:
-        """Send the child a typed request and return its answer; see `request`.
-
-        Raises:
-            SandboxError: The fork server is not open, died, is silent, or reports an error of the kernel's, or this
-                process had no room for the answer's descriptors.
-        """
-        response = await self.request(encode(request), fds)
         try:
-            answer = decode(response)
+            answer = decode(frame, *answers_of(type(request)), Failed)
         except MalformedFrameError as error:
             # The kernel drops descriptors for which this process has no room (recvmsg(2)).
             raise SandboxError(f"{self._name}: {error}. Raise the limit of open files: ulimit -n.") from error
-        # An assertion and no error: unlike a sandbox, the child is not untrusted.
-        assert isinstance(answer.message, answers_of(type(request))), "the child is our own code"
+        # An error is an answer: the child goes on, and its channel is in order.
+        if isinstance(answer.message, Failed):
+            raise SandboxError(f"{self._name}: the kernel refused: {answer.message.error}")
         return cast("Envelope[AnswerT]", answer)
 
     async def post(self, message: IpcMessage, fds: Sequence[int] = ()) -> None:

@@ -1,15 +1,13 @@
-"""Frames between our processes: a JSON object, a body of bytes, and descriptors that accompany them.
+"""Frames between our processes: a message as bytes, a body of bytes, and descriptors that accompany them.
 
-They are JSON, because what comes from a sandbox is untrusted: a parser of JSON builds plain values and nothing else.
-Only `receive` does I/O.
+`codec` reads the message. Only `receive` does I/O.
 """
 
 import array
-import json
 import os
 import socket
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 HEADER = struct.Struct("!III")
 MAX_BYTES = 1 << 31
@@ -20,22 +18,18 @@ _DESCRIPTORS_AT_ONCE = 10
 """The most descriptors that accompany one frame: those of a sandbox that is restored."""
 _MOST_PENDING = 64
 """The most descriptors that wait for the rest of their frames. A peer that sends more would use up this process's."""
-# Without spaces: frames are read by programs, and an answer's size is part of a call's cost.
-_encode = json.JSONEncoder(separators=(",", ":")).encode
-# Not `json.loads`, which also looks for spaces around the object.
-_decode = json.JSONDecoder().raw_decode
 
 
-class Message(NamedTuple):
-    """A frame's content.
+class Frame(NamedTuple):
+    """A frame as it came.
 
     Attributes:
-        fields: The JSON object.
+        content: The message.
         body: The bytes after it.
         fds: The descriptors that came along; the receiver closes them.
     """
 
-    fields: dict[str, Any]
+    content: bytes
     body: bytes
     fds: list[int]
 
@@ -47,11 +41,10 @@ class MalformedFrameError(ValueError):
         super().__init__(f"a frame from the other end cannot be read: {reason}")
 
 
-def pack(fields: dict[str, Any], body: bytes = b"", fds: int = 0) -> bytes:
+def pack(content: bytes, body: bytes = b"", fds: int = 0) -> bytes:
     """Return a frame that a number of descriptors accompanies."""
-    text = _encode(fields).encode()
     # The header gives all three lengths, so a reader knows at once how much to wait for.
-    return HEADER.pack(len(text), len(body), fds) + text + body
+    return HEADER.pack(len(content), len(body), fds) + content + body
 
 
 def receive(end: socket.socket, max_bytes: int = _PIECE) -> tuple[bytes, list[int]]:
@@ -92,7 +85,7 @@ class Inbox:
         while self._fds:
             os.close(self._fds.pop())
 
-    def take(self) -> Message | None:
+    def take(self) -> Frame | None:
         """Return the next frame; None until it is whole.
 
         Raises:
@@ -103,24 +96,17 @@ class Inbox:
             raise MalformedFrameError(f"{len(self._fds)} descriptors belong to no frame")
         if len(self._bytes) < HEADER.size:
             return None
-        text_bytes, body_bytes, fds = HEADER.unpack_from(self._bytes)
-        end = HEADER.size + text_bytes + body_bytes
+        content_bytes, body_bytes, fds = HEADER.unpack_from(self._bytes)
+        end = HEADER.size + content_bytes + body_bytes
         # Refused before the rest has come: a hostile length must not make the inbox grow.
         if end > MAX_BYTES:
             raise MalformedFrameError(f"{end} bytes")
         if len(self._bytes) < end:
             return None
-        middle = HEADER.size + text_bytes
+        middle = HEADER.size + content_bytes
         # Copied out, because the buffer is cut below and reused.
-        text, body = bytes(self._bytes[HEADER.size : middle]), bytes(self._bytes[middle:end])
+        content, body = bytes(self._bytes[HEADER.size : middle]), bytes(self._bytes[middle:end])
         del self._bytes[:end]
         # The header says how many of the descriptors belong to this frame; the rest belong to the next.
         carried, self._fds = self._fds[:fds], self._fds[fds:]
-        try:
-            fields, size = _decode(decoded := text.decode())
-        # A RecursionError is no ValueError: a few thousand brackets are enough for it.
-        except (ValueError, RecursionError) as error:
-            raise MalformedFrameError(str(error)) from error
-        if size != len(decoded) or not isinstance(fields, dict):
-            raise MalformedFrameError("not an object")
-        return Message(fields, body, carried)
+        return Frame(content, body, carried)

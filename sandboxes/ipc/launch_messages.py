@@ -1,23 +1,24 @@
-"""Messages to the launchers, which fork pid 1s and keepers, mount layers and start CRIU; `messages` has the table."""
+"""Messages to the launcher, which forks pid 1s, mounts layers and starts CRIU; `messages` has the table."""
 
-from dataclasses import dataclass
-
-from sandboxes.ipc.codec import IpcMessage, IpcRequest
+from sandboxes.ipc.codec import IpcMessage, IpcRequest, Record
 from sandboxes.ipc.messages import Done
 
 
-@dataclass(frozen=True)
-class LauncherReady(IpcMessage, op="launcher_ready"):
-    """The launcher has its mounts and waits for requests."""
+class ForkServerReady(IpcMessage, op="fork_server_ready"):
+    """A fork server has what it needs and waits for requests.
+
+    Attributes:
+        confined: Whether files outside its directory are out of its reach; see `workers.zygote`.
+    """
+
+    confined: bool = False
 
 
-@dataclass(frozen=True)
 class Forked(IpcMessage, op="forked", descriptors=(0, 1)):
-    """The process was forked; a descriptor of a pid 1 accompanies this message, and none of a keeper."""
+    """The process was forked; its descriptor accompanies this message."""
 
 
 # The socket is made by the proxy, so the new pid 1 needs no name by which it could be reached.
-@dataclass(frozen=True)
 class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(2, 2)):
     """Fork a pid 1, which serves on the first socket, and hears on the second one that its layers were switched.
 
@@ -32,7 +33,6 @@ class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(2, 2)):
 
 
 # Once for each launcher: with each fork it would cost as much as a part of what it saves.
-@dataclass(frozen=True)
 class WritePages(IpcRequest[Done], op="write_pages"):
     """Give each pid 1 that is forked from now on these pages before it is needed; see `fork_pages`.
 
@@ -43,59 +43,7 @@ class WritePages(IpcRequest[Done], op="write_pages"):
     runs: list[list[int]]
 
 
-@dataclass(frozen=True)
-class ContainerStart:
-    """How a keeper starts its container by the OCI runtime; see `sandboxes.container.oci_spec`.
-
-    Attributes:
-        command: The runtime and its own options.
-        folder: The directory with `config.json`, and with the directories `upper`, `work` and `root` of an overlay.
-        storage: Docker's storage directory. Lower directories of the overlay may be named relative to it.
-        options: The options of the overlay mount.
-        group: The path of its control groups; empty if systemd makes them, and then removes them.
-        pattern: The pid 1 of the pattern, by its number on this machine.
-        pattern_container: Docker's ID of the pattern.
-    """
-
-    command: list[str]
-    folder: str
-    storage: str
-    options: str
-    group: str
-    pattern: int
-    pattern_container: str
-
-
-# A keeper stays outside its container, on the machine, where the container's processes cannot reach it.
-@dataclass(frozen=True)
-class ForkKeeper(IpcRequest[Forked], op="fork_keeper", descriptors=(1, 1)):
-    """Fork a keeper, which serves on the socket that accompanies this message.
-
-    Attributes:
-        pid: The container's first process, by its number on this machine; 0 if the keeper starts it.
-        container: Docker's ID of the container, or what the keeper calls it. It is part of its control group's path.
-        upper: The directory that takes what the container writes.
-        lowers: The image's layers, the topmost first.
-        view: A directory where the keeper may mount for a moment.
-        box: The directory that the container sees as its box.
-        disk_bytes: How much the container may write.
-        reserve_bytes: With less free disk than this, failures are the machine's.
-        start: How the keeper starts the container; None if Docker has started it.
-    """
-
-    pid: int
-    container: str
-    upper: str
-    lowers: list[str]
-    view: str
-    box: str
-    disk_bytes: int
-    reserve_bytes: int
-    start: ContainerStart | None = None
-
-
-@dataclass(frozen=True)
-class LayerStack:
+class LayerStack(Record):
     """The layers of an overlay mount.
 
     Attributes:
@@ -111,8 +59,7 @@ class LayerStack:
     root: list[str] | None = None
 
 
-@dataclass(frozen=True)
-class ServiceMounts:
+class ServiceMounts(Record):
     """The mounts of side services, which every change of layers makes anew.
 
     Attributes:
@@ -125,13 +72,11 @@ class ServiceMounts:
 
 
 # Descriptors and not paths: a detached mount has no path.
-@dataclass(frozen=True)
 class Mounted(IpcMessage, op="mounted", descriptors=(2, 5)):
     """The layers are mounted; see the table in `messages` for the descriptors."""
 
 
 # The launcher answers to pid 1 and not to the proxy, here and for `SwitchLayers`: that saves a round trip.
-@dataclass(frozen=True)
 class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
     """Make a detached overlay mount for a spare sandbox, and give it to its pid 1: `Mounted`, or `Failed`.
 
@@ -147,7 +92,6 @@ class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
 
 
 # The namespace crosses as a descriptor, because a number could belong to another process by then.
-@dataclass(frozen=True)
 class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
     """Put a sandbox on other layers, and tell its pid 1 with `LayersSwitched`, or with `Failed`.
 
@@ -170,7 +114,6 @@ class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
 
 
 # All of CRIU's files are opened by the proxy; the launcher passes them on.
-@dataclass(frozen=True)
 class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
     """Start CRIU, with these arguments, inside a sandbox to dump its processes."""
 
@@ -178,12 +121,10 @@ class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
 
 
 # Unasked: CRIU's socket exists only once CRIU is about to run.
-@dataclass(frozen=True)
 class CriuStarted(IpcMessage, op="criu_started", descriptors=(1, 1)):
     """CRIU runs; the socket to it accompanies this message."""
 
 
-@dataclass(frozen=True)
 class NamesInspected(IpcMessage, op="names_inspected"):
     """No name that the processes hold can lead CRIU astray.
 
@@ -196,7 +137,6 @@ class NamesInspected(IpcMessage, op="names_inspected"):
     times: dict[str, list[int]]
 
 
-@dataclass(frozen=True)
 class NamesRefused(IpcMessage, op="names_refused"):
     """The processes must not be dumped, for this reason."""
 
@@ -204,13 +144,11 @@ class NamesRefused(IpcMessage, op="names_refused"):
 
 
 # Only while CRIU holds the processes still: the answer is true until they run on.
-@dataclass(frozen=True)
 class InspectNames(IpcRequest[NamesInspected | NamesRefused], op="inspect_names"):
     """Look at every name that the processes hold, before CRIU looks one up."""
 
 
 # After CRIU's last look at a path, and before the restored processes run.
-@dataclass(frozen=True)
 class FollowLinks(IpcRequest[Done], op="follow_links"):
     """Put back the times of what CRIU has touched, and let the sandbox follow symbolic links again.
 

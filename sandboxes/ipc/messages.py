@@ -3,7 +3,7 @@
 Each request class names its answer as type argument, so mypy checks both ends against each other. Requests on one
 socket are answered in order. A process that fails says `Failed` and ends; that answers any request.
 
-Between the proxy and a sandbox's supervisor (pid 1 of a `local` sandbox, or the keeper beside a container):
+Between the proxy and a sandbox's supervisor (pid 1):
 
 | op | sent by | answer | descriptors |
 |---|---|---|---|
@@ -34,25 +34,12 @@ the table of rows |
 After a call_done with `discard` or `seal`, pid 1 answers as to `pause` unasked. After a layer_state with something in
 the upper layer, pid 1 waits for layers_switched on its second socket.
 
-Between the proxy and a container's keeper only:
+Between the proxy and the launcher, and the process that runs CRIU:
 
 | op | sent by | answer | descriptors |
 |---|---|---|---|
-| keeper_ready | keeper, unasked | | the process descriptor of the container's pid 1 |
-| begin | proxy | sandbox_begun | with a checkpoint the last pid and CRIU's files; sandbox_begun: with egress the \
-listening socket |
-| restored_processes | proxy | sandbox_begun | |
-| freeze | proxy | not_freezable, process_tree or copied_state | |
-| copy | proxy | copied_state | |
-| dump | proxy | done | CRIU's files |
-
-Between the proxy and a launcher (of pid 1s, or of keepers), and the process that runs CRIU:
-
-| op | sent by | answer | descriptors |
-|---|---|---|---|
-| launcher_ready | launcher, unasked | | |
+| fork_server_ready | launcher, unasked | | |
 | fork | proxy | forked | the new pid 1's two sockets; forked: its process |
-| fork_keeper | proxy | forked | the new keeper's socket |
 | write_pages | proxy | done | |
 | mount | proxy | none; mounted or failed go to pid 1 | pid 1's second socket |
 | switch | proxy | none; layers_switched or failed go to pid 1 | the sandbox's mount namespace, pid 1's second socket, \
@@ -72,19 +59,22 @@ Between the proxy and the egress proxy of a driver (`sandboxes.egress.messages`)
 | close_outlet | proxy | done | |
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sandboxes.effects import StateDigest
-from sandboxes.ipc.codec import IpcMessage, IpcRequest
-from sandboxes.shell_text import ShellSession
+from sandboxes.ipc.codec import IpcMessage, IpcRequest, Number, Record, plain_json
+
+if TYPE_CHECKING:
+    ReportedSession = dict[str, Any]
+else:
+    ReportedSession = dict[str, plain_json(3)]
+"""A shell session as a supervisor reports it."""
 
 FileDelta = dict[str, tuple[str, int]]
 """The paths that differ from the root state: what each is now, and its modification time in nanoseconds."""
 
 
 # Not under a request: any request may be answered by it (`Channel.ask` raises it as `PeerFailedError`).
-@dataclass(frozen=True)
 class Failed(IpcMessage, op="failed"):
     """The sender ends, or could not do what was requested.
 
@@ -95,7 +85,6 @@ class Failed(IpcMessage, op="failed"):
     error: str
 
 
-@dataclass(frozen=True)
 class Done(IpcMessage, op="done"):
     """The request was carried out, and there is nothing else to report."""
 
@@ -104,8 +93,7 @@ class Done(IpcMessage, op="done"):
 
 
 # A record and no message: it has no op, because it only comes as a member of messages.
-@dataclass(frozen=True)
-class StateSummary:
+class StateSummary(Record):
     """What every answer reports of the sandbox's state.
 
     Attributes:
@@ -121,7 +109,6 @@ class StateSummary:
 
 
 # A message, although it comes only as a member: the op tells the outcomes of a union apart.
-@dataclass(frozen=True)
 class CommandOutcome(IpcMessage, op="command_outcome"):
     """How a session's command ended; the body is its stdout, then its stderr.
 
@@ -138,8 +125,7 @@ class CommandOutcome(IpcMessage, op="command_outcome"):
     stdout_bytes: int
 
 
-@dataclass(frozen=True)
-class SqlOutcome:
+class SqlOutcome(Record):
     """What is to be known of a statement on a database file besides its result.
 
     Attributes:
@@ -151,7 +137,6 @@ class SqlOutcome:
     volatile: bool
 
 
-@dataclass(frozen=True)
 class FileOutcome(IpcMessage, op="file_outcome"):
     """The HTTP-like answer of an operation on files, on a database or on a background process.
 
@@ -167,7 +152,6 @@ class FileOutcome(IpcMessage, op="file_outcome"):
     sql: SqlOutcome | None = None
 
 
-@dataclass(frozen=True)
 class ProcessOutcome(IpcMessage, op="process_outcome"):
     """How a process of its own ended, or that it goes on.
 
@@ -184,7 +168,6 @@ class ProcessOutcome(IpcMessage, op="process_outcome"):
     kept: bool = False
 
 
-@dataclass(frozen=True)
 class ServerOutcome(IpcMessage, op="server_outcome"):
     """A tool server's answer has come over its own connection.
 
@@ -199,7 +182,6 @@ class ServerOutcome(IpcMessage, op="server_outcome"):
 Outcome = CommandOutcome | FileOutcome | ProcessOutcome | ServerOutcome
 
 
-@dataclass(frozen=True)
 class CallDone(IpcMessage, op="call_done"):
     """A call has ended; the body is its output.
 
@@ -219,7 +201,7 @@ class CallDone(IpcMessage, op="call_done"):
 
     outcome: Outcome
     # The supervisor measures, because the way to the proxy is not part of the call.
-    seconds: float
+    seconds: Number
     changed_session: bool
     changed_processes: bool
     changed_files: bool
@@ -234,7 +216,6 @@ class CallDone(IpcMessage, op="call_done"):
 
 
 # Sent before a call that a replay repeats. A message of its own, because every kind of call may follow.
-@dataclass(frozen=True)
 class ExpectOrder(IpcRequest[Done], op="expect_order"):
     """Give what the next call writes a recorded order of modification times, if it writes the same files.
 
@@ -245,7 +226,6 @@ class ExpectOrder(IpcRequest[Done], op="expect_order"):
     order: bytes
 
 
-@dataclass(frozen=True)
 class RunCommand(IpcRequest[CallDone], op="exec"):
     """Run a command, the body, in a session's shell.
 
@@ -255,11 +235,10 @@ class RunCommand(IpcRequest[CallDone], op="exec"):
     """
 
     session: str
-    timeout_s: float
+    timeout_s: Number
 
 
 # The descriptor is the archive of `unpack`, which may be larger than any frame.
-@dataclass(frozen=True)
 class RunFileOperation(IpcRequest[CallDone], op="file", descriptors=(0, 1)):
     """Run an operation on files, or a statement on a database file, in a child with the agent's rights.
 
@@ -272,25 +251,22 @@ class RunFileOperation(IpcRequest[CallDone], op="file", descriptors=(0, 1)):
     tool: str
     arguments: dict[str, Any]
     # Also the time limit of the child that runs it, so that a hostile file cannot hold the supervisor.
-    timeout_s: float
+    timeout_s: Number
 
 
-@dataclass(frozen=True)
 class UseBackgroundProcess(IpcRequest[CallDone], op="background"):
     """List, poll, write to, resize, signal or watch something that runs in the background; see `guest.background`."""
 
     tool: str
     arguments: dict[str, Any]
-    timeout_s: float
+    timeout_s: Number
 
 
 # The output has a socket of its own: on the channel, a frame must be whole before it can be sent.
-@dataclass(frozen=True)
 class ProcessStarted(IpcMessage, op="process_started", descriptors=(1, 1)):
     """A process of its own was requested; its output comes on the socket that accompanies this message."""
 
 
-@dataclass(frozen=True)
 class RunProcess(IpcRequest[ProcessStarted], op="process"):
     """Run a process of its own, outside any session; the body is its stdin.
 
@@ -303,11 +279,10 @@ class RunProcess(IpcRequest[ProcessStarted], op="process"):
     arguments: dict[str, Any]
     # Whole and not a difference: the process gets these variables and no others.
     environment: dict[str, str]
-    timeout_s: float
+    timeout_s: Number
 
 
 # No request, so nothing answers it: the process may end at the same moment.
-@dataclass(frozen=True)
 class Detach(IpcMessage, op="detach"):
     """The client of the running process has left; the process goes on in the background."""
 
@@ -315,7 +290,6 @@ class Detach(IpcMessage, op="detach"):
 # -- inspection ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Described(IpcMessage, op="described"):
     """The state, for people who look at it.
 
@@ -326,29 +300,25 @@ class Described(IpcMessage, op="described"):
     """
 
     delta: FileDelta | None
-    sessions: dict[str, ShellSession]
-    pristine: ShellSession | None
+    sessions: dict[str, ReportedSession]
+    pristine: ReportedSession | None
 
 
-@dataclass(frozen=True)
 class DescribeState(IpcRequest[Described], op="describe"):
     """Describe the state of the sandbox."""
 
 
 # The master end crosses to the proxy; the shell keeps the other end.
-@dataclass(frozen=True)
 class TerminalOpened(IpcMessage, op="terminal_opened", descriptors=(1, 1)):
     """A shell runs on a new terminal, whose master end accompanies this message."""
 
 
-@dataclass(frozen=True)
 class TerminalFailed(IpcMessage, op="terminal_failed"):
     """There is no terminal, for this reason."""
 
     error: str
 
 
-@dataclass(frozen=True)
 class OpenTerminal(IpcRequest[TerminalOpened | TerminalFailed], op="terminal"):
     """Open an interactive shell in the main session's state, on a terminal of this size in characters."""
 

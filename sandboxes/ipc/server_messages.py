@@ -1,14 +1,12 @@
 """Messages that start tool servers and call them; `messages` has the table of all."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-from sandboxes.ipc.codec import IpcMessage, IpcRequest
+from sandboxes.ipc.codec import IpcMessage, IpcRequest, Number, Record
 from sandboxes.ipc.messages import CallDone, Done
 
 
-@dataclass(frozen=True)
-class ServerOrder:
+class ServerOrder(Record):
     """What a sandbox must know to start a tool server and to reach it.
 
     Attributes:
@@ -30,14 +28,13 @@ class ServerOrder:
     environment: dict[str, str]
     workdir: str
     ready: str
-    ready_s: float
+    ready_s: Number
     # A connection over which a WebSocket runs is a process too; it needs its server first.
     behind: "ServerOrder | None" = None
     health: str | None = None
 
 
 # Two descriptors for a server without a port: its stdin and its stdout.
-@dataclass(frozen=True)
 class ServerConnected(IpcMessage, op="server_connected", descriptors=(1, 2)):
     """The descriptors lead to the server: one connection, or its stdin and its stdout.
 
@@ -52,7 +49,6 @@ class ServerConnected(IpcMessage, op="server_connected", descriptors=(1, 2)):
 
 
 # After this message the sandbox counts as dead: what the server did before is not known.
-@dataclass(frozen=True)
 class ServerFailed(IpcMessage, op="server_failed"):
     """The server ended, or did not get ready in time.
 
@@ -66,7 +62,6 @@ class ServerFailed(IpcMessage, op="server_failed"):
     detail: str
 
 
-@dataclass(frozen=True)
 class UseServer(IpcRequest[ServerConnected | ServerFailed], op="serve"):
     """Begin a call to a tool server; the body is what to send to it at once."""
 
@@ -74,12 +69,10 @@ class UseServer(IpcRequest[ServerConnected | ServerFailed], op="serve"):
 
 
 # Only between `serve` and `served`: the supervisor waits for one of these two.
-@dataclass(frozen=True)
 class ReconnectServer(IpcRequest[ServerConnected | ServerFailed], op="reconnect"):
     """During a call to a tool server: give another connection to it."""
 
 
-@dataclass(frozen=True)
 class FinishServerCall(IpcRequest[CallDone], op="served"):
     """End a call to a tool server: its answer has come.
 
@@ -96,7 +89,6 @@ class FinishServerCall(IpcRequest[CallDone], op="served"):
     note: str | None = None
 
 
-@dataclass(frozen=True)
 class StartServers(IpcRequest[Done | ServerFailed], op="start_servers"):
     """Start tool servers as part of the root state."""
 

@@ -1,23 +1,27 @@
 """Messages that start, freeze and restore a sandbox; `messages` has the table of all.
 
-A checkpoint is the record that `guest.checkpoint_restore` and `keeper.checkpointing` make of running processes. It
+A checkpoint is the record that `guest.checkpoint_restore` makes of running processes. It
 is part of a snapshot on disk, so its members are a disk format: they are carried here as plain JSON.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sandboxes.ipc.codec import IpcMessage, IpcRequest
+from sandboxes.ipc.codec import IpcMessage, IpcRequest, Record, plain_json
 from sandboxes.ipc.launch_messages import ServiceMounts
-from sandboxes.ipc.messages import Done, StateSummary
+from sandboxes.ipc.messages import ReportedSession, StateSummary
 from sandboxes.shell_text import ShellSession
 
 Checkpoint = dict[str, Any]
 """What the supervisor has to know to take restored processes over; part of a snapshot."""
 
+if TYPE_CHECKING:
+    ReportedCheckpoint = dict[str, Any]
+else:
+    ReportedCheckpoint = dict[str, plain_json(6)]
+"""A checkpoint as a supervisor reports it: sessions are members of its shells."""
+
 
 # No error: the sandbox goes on unfrozen.
-@dataclass(frozen=True)
 class NotFreezable(IpcMessage, op="not_freezable"):
     """The state cannot be frozen, for this reason."""
 
@@ -25,7 +29,6 @@ class NotFreezable(IpcMessage, op="not_freezable"):
 
 
 # The answer to the first half of a freeze: the proxy runs CRIU on this tree before it asks for the files.
-@dataclass(frozen=True)
 class ProcessTree(IpcMessage, op="process_tree"):
     """Processes run, and CRIU can dump them: they are the tree below this process, by its number in the sandbox."""
 
@@ -36,12 +39,10 @@ class ProcessTree(IpcMessage, op="process_tree"):
 
 
 # Unasked: a pid 1 is forked ahead of its use and waits as a spare.
-@dataclass(frozen=True)
 class Ready(IpcMessage, op="ready"):
     """Pid 1 has its namespaces and waits for `StartSandbox`."""
 
 
-@dataclass(frozen=True)
 class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 2)):
     """The sandbox runs; its mount namespace accompanies this message, and with egress its listening socket.
 
@@ -53,11 +54,10 @@ class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 2)):
 
     shell_error: str | None
     state: StateSummary
-    pristine: ShellSession | None
+    pristine: ReportedSession | None
 
 
 # Asked once for each launcher, because all its forks have the same things at the same addresses.
-@dataclass(frozen=True)
 class PagesListed(IpcMessage, op="pages_listed"):
     """The pages of memory that pid 1 shares with no other process.
 
@@ -68,20 +68,17 @@ class PagesListed(IpcMessage, op="pages_listed"):
     runs: list[list[int]]
 
 
-@dataclass(frozen=True)
 class ListPages(IpcRequest[PagesListed], op="list_pages"):
     """List the pages of memory that are not shared."""
 
 
 # The second half is `FinishRestore`, because CRIU runs between the two under the proxy's control.
-@dataclass(frozen=True)
 class RestoreStarted(IpcMessage, op="restore_started"):
     """CRIU was started, and the proxy may tell it to restore."""
 
 
 # One descriptor is the complete table of the state's rows; a restore from a checkpoint adds `ns_last_pid` and CRIU's
 # files. The body is the tables of the layers above that one. The mounts come from the launcher (`Mounted`).
-@dataclass(frozen=True)
 class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(1, 6)):
     """Become a sandbox.
 
@@ -136,14 +133,12 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     hides_shell: bool
 
 
-@dataclass(frozen=True)
 class FinishRestore(IpcRequest[SandboxStarted], op="restored"):
     """CRIU has restored the processes and ended."""
 
 
 # A record and no message. The two digests of `guest.files.manifest`.
-@dataclass(frozen=True)
-class LayerManifest:
+class LayerManifest(Record):
     """The digests by which damage of a layer is noticed later.
 
     Attributes:
@@ -157,7 +152,6 @@ class LayerManifest:
 
 # The answer to `Pause` without processes, and to `InspectHeld` while CRIU holds them. The body is the table of the rows
 # that the upper layer changes.
-@dataclass(frozen=True)
 class LayerState(IpcMessage, op="layer_state"):
     """The state of a sandbox whose upper layer can be frozen now.
 
@@ -172,17 +166,16 @@ class LayerState(IpcMessage, op="layer_state"):
         checkpoint: What must be known of the running processes; None if none run.
     """
 
-    sessions: dict[str, ShellSession]
-    pristine: ShellSession | None
+    sessions: dict[str, ReportedSession]
+    pristine: ReportedSession | None
     manifest: LayerManifest
     differing: list[str]
     size_bytes: int
     empty: bool
     state: StateSummary
-    checkpoint: Checkpoint | None
+    checkpoint: ReportedCheckpoint | None
 
 
-@dataclass(frozen=True)
 class Pause(IpcRequest[NotFreezable | ProcessTree | LayerState], op="pause"):
     """Get ready to be frozen.
 
@@ -196,7 +189,6 @@ class Pause(IpcRequest[NotFreezable | ProcessTree | LayerState], op="pause"):
 
 
 # Files and processes are of the same moment, because neither can change meanwhile.
-@dataclass(frozen=True)
 class InspectHeld(IpcRequest[NotFreezable | LayerState], op="inspect_held"):
     """Report the state while CRIU holds all processes still.
 
@@ -208,7 +200,6 @@ class InspectHeld(IpcRequest[NotFreezable | LayerState], op="inspect_held"):
 
 
 # The descriptors replace those of `Mounted` and `StartSandbox`, which still lead to the old layers.
-@dataclass(frozen=True)
 class LayersSwitched(IpcMessage, op="layers_switched", descriptors=(3, 3)):
     """The sandbox has a fresh upper layer.
 
@@ -220,121 +211,3 @@ class LayersSwitched(IpcMessage, op="layers_switched", descriptors=(3, 3)):
     """
 
     added_bytes: int
-
-
-# -- the keeper of a container ---------------------------------------------------------------------------------------
-
-
-# Unasked, like `Ready` of a pid 1.
-@dataclass(frozen=True)
-class KeeperReady(IpcMessage, op="keeper_ready", descriptors=(1, 1)):
-    """The container's anchor runs. The process descriptor of its pid 1 accompanies this message.
-
-    Attributes:
-        bash: Whether its sessions run in bash; otherwise in /bin/sh.
-    """
-
-    bash: bool
-
-
-@dataclass(frozen=True)
-class SandboxBegun(IpcMessage, op="sandbox_begun", descriptors=(0, 1)):
-    """The container is the sandbox that was requested, or CRIU was started to make it so.
-
-    With egress its listening socket accompanies the first such message.
-
-    Attributes:
-        shell_error: Why its shell does not start; None if it does.
-        damaged: In what the copy is not what was frozen, so that the sandbox is of no use; None if it is.
-    """
-
-    shell_error: str | None = None
-    damaged: str | None = None
-
-
-# No descriptors without a checkpoint: the container exists already, with its mounts.
-@dataclass(frozen=True)
-class BeginSandbox(IpcRequest[SandboxBegun], op="begin", descriptors=(0, 5)):
-    """Make a spare container a sandbox.
-
-    Attributes:
-        defaults: Environment variables below those of the image.
-        environment: Environment variables above those of the image.
-        workdir: The directory that its sessions begin in.
-        output_bytes: How much of each stream of a command is recorded.
-        born_ns: When the root state was made, on the clock of file times.
-        sessions: The shell sessions of the state that it begins with, by name.
-        pristine: A new shell's session, if it is known.
-        copy: The directory with the copy of that state's files; empty for the image's state.
-        checkpoint: The running processes to restore; None for none.
-        criu_arguments: CRIU's arguments; empty without a checkpoint.
-        egress: Whether to make the listening socket of its egress.
-    """
-
-    defaults: dict[str, str]
-    environment: dict[str, str]
-    workdir: str
-    output_bytes: int
-    born_ns: int
-    sessions: dict[str, ShellSession]
-    pristine: ShellSession | None
-    copy: str
-    checkpoint: Checkpoint | None
-    criu_arguments: list[str]
-    egress: bool
-
-
-@dataclass(frozen=True)
-class FinishProcessRestore(IpcRequest[SandboxBegun], op="restored_processes"):
-    """CRIU has restored the container's processes and ended."""
-
-
-@dataclass(frozen=True)
-class CopiedState(IpcMessage, op="copied_state"):
-    """The container's own files were copied.
-
-    Attributes:
-        sessions: The shell sessions that differ from a new one, by name.
-        pristine: A new shell's session; None if none was started yet.
-        added_bytes: The bytes that the copy shares with no earlier one.
-        state: The state's digests.
-        checkpoint: What must be known of the running processes; None if none run.
-    """
-
-    sessions: dict[str, ShellSession]
-    pristine: ShellSession | None
-    added_bytes: int
-    state: StateSummary
-    checkpoint: Checkpoint | None
-
-
-@dataclass(frozen=True)
-class FreezeContainer(IpcRequest[NotFreezable | ProcessTree | CopiedState], op="freeze"):
-    """Copy the container's files, or name the tree of its running processes.
-
-    Attributes:
-        folder: The directory to make the copy in.
-        becomes: The path that the directory will have later.
-        checkpoint: Whether CRIU is available for running processes.
-    """
-
-    folder: str
-    becomes: str
-    checkpoint: bool
-
-
-# The second half of a freeze with processes; `folder` and `becomes` are those of the first half.
-@dataclass(frozen=True)
-class CopyFiles(IpcRequest[NotFreezable | CopiedState], op="copy"):
-    """Copy the container's files while CRIU holds all processes still; see `FreezeContainer`."""
-
-    folder: str
-    becomes: str
-
-
-# The keeper starts CRIU on the machine, with the files that the proxy has opened.
-@dataclass(frozen=True)
-class DumpProcesses(IpcRequest[Done], op="dump", descriptors=(4, 4)):
-    """Start CRIU, with these arguments, to dump the container's processes."""
-
-    criu_arguments: list[str]

@@ -28,7 +28,7 @@ from sandboxes.ipc.frames import MalformedFrameError
 from sandboxes.ipc.launch_messages import (
     Forked,
     ForkSandbox,
-    LauncherReady,
+    ForkServerReady,
     LayerStack,
     Mounted,
     MountLayers,
@@ -348,7 +348,7 @@ def main() -> None:
         confine.program(kernel.MACHINE)
         freeze_heap()
         gc.disable()
-        driver.sendall(pack_message(LauncherReady()))
+        driver.sendall(pack_message(ForkServerReady()))
     except OSError as error:
         driver.sendall(pack_message(Failed(str(error))))
         return

@@ -22,6 +22,7 @@ from sandboxes.guest.platform import Performed, not_started
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.supervisor import CallRequest, Supervisor
+from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.fork_pages import own_pages
 from sandboxes.ipc.messages import (
     CallDone,
@@ -225,7 +226,7 @@ class LocalPlatform:
         seal = written and not discard and not self._changes.linked and not self._changes.too_deep
         if self._survivors:
             self._shells.drop_templates()
-        self._link.send(replace(answer, discard=discard, seal=seal), body)
+        self._link.send(with_members(answer, discard=discard, seal=seal), body)
         self._learn(answer, fresh)
         if self._changes.written and not spares(self._changes.tracker.scan.signatures):
             self._shells.drop_templates()

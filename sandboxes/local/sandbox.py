@@ -19,7 +19,6 @@ import math
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.calls import Execution, ToolCall
@@ -31,6 +30,7 @@ from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.host.machine_sandbox import MachineSandbox
 from sandboxes.host.server_calls import ServerCalls
+from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.inherited import inherited
 from sandboxes.ipc.launch_messages import RunCriu
 from sandboxes.ipc.messages import CallDone
@@ -179,7 +179,7 @@ class LocalSandbox(MachineSandbox):
                 # The order goes to pid 1 together with CRIU's program and descriptors. Pid 1 starts CRIU before it
                 # gives up its rights, and reports on `FinishRestore`, once CRIU has restored the processes.
                 async def start_criu(arguments: list[str], files: list[int]) -> None:
-                    await self.link.ask(replace(order, criu_arguments=arguments), tables, [table, *files])
+                    await self.link.ask(with_members(order, criu_arguments=arguments), tables, [table, *files])
 
                 await self._machine.checkpointer.restore(images, start_criu, inherited(state["checkpoint"]))
                 finished = await self.link.ask(FinishRestore())
@@ -329,7 +329,7 @@ class LocalSandbox(MachineSandbox):
             if state.differing:
                 raise NotFreezableError(f"{min(state.differing)} may have been changed since it was mapped")
             # A restore opens mapped files by path, so their names are stored with the checkpoint.
-            states.append(replace(state, checkpoint={**(state.checkpoint or {}), "mapped": mapped}))
+            states.append(with_members(state, checkpoint={**(state.checkpoint or {}), "mapped": mapped}))
             if not state.empty:
                 copies.append(layers.allocate())
                 # Held before it exists as a layer: a collection may run between its making and the end of this freeze.

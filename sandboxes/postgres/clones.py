@@ -22,6 +22,7 @@ import structlog
 
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.postgres.digest import DatabaseDigest
+from sandboxes.postgres.messages import OpenDatabase
 from sandboxes.postgres.sequence_use import SequenceUse
 from sandboxes.postgres.server import DatabaseSettings, PostgresServer
 from sandboxes.task_owner import TaskOwner
@@ -137,12 +138,9 @@ class Clones:
         """
         await template.server.admit(database)
         worker = await self._worker_pool.dedicated()
-        request = {
-            "op": "open", "dsn": template.server.agent_dsn(database), "digest": digest.to_json(),
-            "sequence_use": sequence_use.to_json(),
-        }  # fmt: skip
-        answer = await worker.request(request, timeout_s=OPEN_S)
-        return PrivateClone(database, worker, int(answer.fields["backend"]))
+        request = OpenDatabase(template.server.agent_dsn(database), digest, sequence_use)
+        opened = (await worker.ask(request, timeout_s=OPEN_S)).message
+        return PrivateClone(database, worker, opened.backend)
 
     def restock(self, template: Template) -> None:
         """Create missing spares of a template in the background, if it is small enough."""

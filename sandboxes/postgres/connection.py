@@ -27,7 +27,6 @@ from sandboxes.postgres.tools import EXPLAIN, MAX_COMPARED, compare, listing
 from sandboxes.postgres.values import parameter
 from sandboxes.postgres.volatile import SESSION, UPKEEP, VOLATILE, reach
 from sandboxes.sql.results import Failure, RowCollector, failure, other, success
-from sandboxes.workers.engine import Fields
 
 READS = {"SELECT", "SHOW", "EXPLAIN", "VALUES", "TABLE"}
 """First words of the command tags of statements that may only have read."""
@@ -90,6 +89,23 @@ class PostgresCall:
         """Return a collector with the call's limits."""
         max_rows = MAX_COMPARED if self.tool in ("compare", "explain") else int(self.arguments.get("max_rows", 100))
         return RowCollector(max_rows, self.output_bytes)
+
+
+@dataclass(slots=True)
+class CallFacts:
+    """What a call says of itself besides its result.
+
+    Attributes:
+        volatile: Whether another run of it may give something else.
+        timed_out: Whether its time limit stopped it.
+        uncommitted: Whether it changed the session.
+        name: What names the call in the session's history; None if it only read.
+    """
+
+    volatile: bool = False
+    timed_out: bool = False
+    uncommitted: bool = False
+    name: str | None = None
 
 
 class WriteAttemptError(Exception):
@@ -210,33 +226,31 @@ class PostgresLink:
             self.connection.close()
 
 
-def answer_reading(link: PostgresLink, call: PostgresCall) -> tuple[Fields, bytes]:
-    """Run a call that only reads.
-
-    Returns:
-        Members that describe the call (`volatile`, `timed_out`), and the result.
+def answer_reading(link: PostgresLink, call: PostgresCall) -> tuple[CallFacts, bytes]:
+    """Run a call that only reads, and return its result.
 
     Raises:
         WriteAttemptError: The call does more than read.
     """
     if call.tool in ("tables", "schema"):
-        return {}, listing(link.connection, call.tool, call.arguments.get("table"), call.rows().output_bytes)
+        return CallFacts(), listing(link.connection, call.tool, call.arguments.get("table"), call.rows().output_bytes)
     if call.tool == "script":
         raise WriteAttemptError
     meaning = link.meaning(" ".join(str(call.arguments.get(name, "")) for name in ("sql", "gold")), writing=False)
     if any(names.search(meaning) for names in (SESSION, UNSHOWN, UPKEEP)):
         raise WriteAttemptError
-    fields: Fields = {"volatile": VOLATILE.search(meaning) is not None}
+    facts = CallFacts(volatile=VOLATILE.search(meaning) is not None)
     if call.tool == "compare":
         gold, ordered = str(call.arguments["gold"]), bool(call.arguments["ordered"])
-        return fields, compare(lambda text: link.read(text, call), call.text, gold, ordered=ordered)
+        return facts, compare(lambda text: link.read(text, call), call.text, gold, ordered=ordered)
     text = EXPLAIN + call.text if call.tool == "explain" else call.text
     try:
         parameters = parameters_of(call)
     except ValueError as error:
-        return fields, refused(call, str(error))
+        return facts, refused(call, str(error))
     outcome = link.read(text, call, parameters)
-    return fields | timed_out(outcome), answer_of(link, outcome, call)
+    facts.timed_out = timed_out(outcome)
+    return facts, answer_of(link, outcome, call)
 
 
 def parameters_of(call: PostgresCall) -> list[bytes | None] | None:
@@ -269,9 +283,9 @@ def refused(call: PostgresCall, why: str) -> bytes:
     return failure(error, shape=call.shape)
 
 
-def timed_out(outcome: PostgresOutcome) -> Fields:
-    """Return the member `timed_out` of an answer."""
-    return {"timed_out": outcome.failure is not None and outcome.failure.kind == "timeout"}
+def timed_out(outcome: PostgresOutcome) -> bool:
+    """Return whether the time limit stopped a statement."""
+    return outcome.failure is not None and outcome.failure.kind == "timeout"
 
 
 def only(tags: list[str], kinds: set[str]) -> bool:

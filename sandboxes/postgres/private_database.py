@@ -27,6 +27,7 @@ from sandboxes.postgres import catalog, sequence_use
 from sandboxes.postgres import digest as digests
 from sandboxes.postgres.connection import (
     READS,
+    CallFacts,
     PostgresCall,
     PostgresLink,
     WriteAttemptError,
@@ -38,12 +39,12 @@ from sandboxes.postgres.connection import (
     timed_out,
 )
 from sandboxes.postgres.digest import DatabaseDigest
+from sandboxes.postgres.messages import PrivateState
 from sandboxes.postgres.sequence_use import USES_SEQUENCES, SequenceUse
 from sandboxes.postgres.session_history import HELD, SessionHistory
 from sandboxes.postgres.statement import NOT_IN_TRANSACTION, PostgresOutcome
 from sandboxes.postgres.volatile import CURSOR, SESSION, UPKEEP, VOLATILE
 from sandboxes.sql.results import Failure
-from sandboxes.workers.engine import Fields
 
 _TRANSACTION_SENSITIVE = {"SET", "SAVEPOINT", "RELEASE", "LOCK", "DECLARE", "CLOSE", "FETCH", "MOVE"}
 """First words of the command tags of statements that behave differently inside a transaction."""
@@ -105,38 +106,33 @@ class PrivateDatabase:
             connection.execute("ROLLBACK")
         self.link.session()
 
-    def run(self, call: PostgresCall) -> tuple[Fields, bytes]:
-        """Run a call.
-
-        Returns:
-            The result, and these members. `digest`, `touched`, `has_session` and `witness` describe the database and
-            the session after the call (see `DatabasePosition`). `database` and `session` say which of them the call
-            changed. `volatile` and `timed_out` describe the call.
-        """
+    def run(self, call: PostgresCall) -> tuple[CallFacts, PrivateState, bytes]:
+        """Run a call; return what it says of itself, the state after it, and its result."""
         before, session = self.digest, self._session
         if self.link.status == pq.TransactionStatus.IDLE:
-            fields, result = self._outside_transaction(call)
+            facts, result = self._outside_transaction(call)
         else:
-            fields, result = self._inside_transaction(call)
+            facts, result = self._inside_transaction(call)
         if self._undescribed and self.link.status == pq.TransactionStatus.IDLE:
             self.digest = self.digest.extended(*self._undescribed)
             self._undescribed.clear()
         self._session, temporary = self.link.session()
-        name = fields.pop("name", None)
         if self.link.status == pq.TransactionStatus.IDLE:
             # The call did more than read, so it may have changed temporary objects.
-            if name is not None and (temporary or self._temporary):
-                self._history.temporary.append(name)
-                fields["uncommitted"] = True
+            if facts.name is not None and (temporary or self._temporary):
+                self._history.temporary.append(facts.name)
+                facts.uncommitted = True
             self._temporary = temporary
             self._history.clear_gone(self._session, temporary=temporary)
         use, self._use = self._use, self._look_at_sequences(before)
-        fields["database"] = self.digest != before
-        fields["session"] = self._session != session or self._use != use or bool(fields.pop("uncommitted", False))
-        fields["has_session"] = bool(self._session or self._history) or not self._use.restorable
         session_state = repr((self._session, self._in_transaction, self._history, self._use)).encode()
-        fields["witness"] = hashlib.blake2b(self.digest.state().exact + session_state, digest_size=32).hexdigest()
-        return fields | {"digest": self.digest.to_json(), "sequence_use": self._use.to_json()}, result
+        state = PrivateState(
+            self.digest, self._use, has_session=bool(self._session or self._history) or not self._use.restorable,
+            witness=hashlib.blake2b(self.digest.state().exact + session_state, digest_size=32).digest(),
+            database_changed=self.digest != before,
+            session_changed=self._session != session or self._use != use or facts.uncommitted,
+        )  # fmt: skip
+        return facts, state, result
 
     def _look_at_sequences(self, before: DatabaseDigest) -> SequenceUse:
         """Return what the session knows of sequences after a call; read only where the call may have changed it."""
@@ -151,7 +147,7 @@ class PrivateDatabase:
 
     # -- outside the agent's transactions ----------------------------------------------------------------------------
 
-    def _outside_transaction(self, call: PostgresCall) -> tuple[Fields, bytes]:
+    def _outside_transaction(self, call: PostgresCall) -> tuple[CallFacts, bytes]:
         moves = (
             call.tool == "query" and self._session and CURSOR.search(call.text) and self.link.query_row(_HAS_CURSORS)[0]
         )
@@ -164,19 +160,19 @@ class PrivateDatabase:
         )
         try:
             if not (moves or draws):
-                fields, result = answer_reading(self.link, call)
-                if self._history.seeded and fields.get("volatile"):
+                facts, result = answer_reading(self.link, call)
+                if self._history.seeded and facts.volatile:
                     meaning = self.link.meaning(call.text, writing=False)
-                    fields["uncommitted"] = self._history.note_settings(call.text, meaning)
-                return fields, result
+                    facts.uncommitted = self._history.note_settings(call.text, meaning)
+                return facts, result
         except WriteAttemptError:
             pass
         if call.tool in ("compare", "explain"):
-            return {}, refused(call, f"{call.tool} takes statements that only read")
+            return CallFacts(), refused(call, f"{call.tool} takes statements that only read")
         try:
             parameters = parameters_of(call)
         except ValueError as error:
-            return {}, refused(call, str(error))
+            return CallFacts(), refused(call, str(error))
         meaning = self.link.meaning(call.text, writing=True)
         self._meanings = [meaning]
         # Its effect is outside of transactions, so a failure may have left a part of it.
@@ -184,14 +180,15 @@ class PrivateDatabase:
             self._undescribed.append(call.text)
         unseen = self._history.note_settings(call.text, meaning)
         name = self._history.name_of(call.text, meaning)
-        fields = {"volatile": VOLATILE.search(meaning) is not None, "uncommitted": unseen, "name": name}
+        facts = CallFacts(VOLATILE.search(meaning) is not None, uncommitted=unseen, name=name)
         outcome = self._without_transaction(call, parameters) if moves else self._write(call, parameters)
         if self.link.status != pq.TransactionStatus.IDLE:
             self._in_transaction = [name]
         if moves and outcome.failure is None:
             self._history.cursor_moves.append(call.text)
-            fields["uncommitted"] = True
-        return fields | timed_out(outcome), answer_of(self.link, outcome, call)
+            facts.uncommitted = True
+        facts.timed_out = timed_out(outcome)
+        return facts, answer_of(self.link, outcome, call)
 
     def _write(self, call: PostgresCall, parameters: Any) -> PostgresOutcome:
         """Run a text as one transaction."""
@@ -267,10 +264,10 @@ class PrivateDatabase:
 
     # -- inside the agent's transaction ------------------------------------------------------------------------------
 
-    def _inside_transaction(self, call: PostgresCall) -> tuple[Fields, bytes]:
+    def _inside_transaction(self, call: PostgresCall) -> tuple[CallFacts, bytes]:
         """Run a call in the agent's open transaction. Only the agent's COMMIT commits."""
         if call.tool in ("tables", "schema", "compare", "explain"):
-            return {}, refused(
+            return CallFacts(), refused(
                 call, f"{call.tool} is not available inside an open transaction: COMMIT or ROLLBACK first"
             )
         # In a failed transaction no catalog can be read, and the server refuses the statement anyway.
@@ -293,7 +290,7 @@ class PrivateDatabase:
         try:
             parameters = parameters_of(call)
         except ValueError as error:
-            return {}, refused(call, str(error))
+            return CallFacts(), refused(call, str(error))
         outcome = self.link.send(call.text, call, parameters=parameters)
         if self.link.status == pq.TransactionStatus.IDLE:
             texts = [*self._in_transaction, call.text]
@@ -307,8 +304,7 @@ class PrivateDatabase:
             # Savepoints and cursors cannot be read back, so every statement of another kind counts as a change.
             uncommitted = uses or self._position() != before or not only(outcome.tags, READS)
             self._in_transaction += [name] if uncommitted else []
-        fields = {"volatile": volatile, "uncommitted": uncommitted, "name": name}
-        return fields | timed_out(outcome), answer_of(self.link, outcome, call)
+        return CallFacts(volatile, timed_out(outcome), uncommitted, name), answer_of(self.link, outcome, call)
 
     def _changed_since_begin(self) -> tuple[bool, set[str]]:
         """Return whether the agent's open transaction, unless it failed, changed large tables, and system tables."""

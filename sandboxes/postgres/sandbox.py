@@ -2,19 +2,19 @@
 
 import hashlib
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
-from sandboxes.ipc.frames import Message
+from sandboxes.ipc.codec import Envelope
 from sandboxes.postgres.clones import OPEN_S, Clones, PrivateClone, Template
 from sandboxes.postgres.connection import application_name
 from sandboxes.postgres.digest import DatabaseDigest, combined
-from sandboxes.postgres.sequence_use import SequenceUse
+from sandboxes.postgres.messages import MustWrite, RunStatement, ServerLost, StatementDone
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.results import Failure, failure
+from sandboxes.workers.messages import CloseEngine, SetLimits
 from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerPool, WorkerStuckError
 
 
@@ -122,54 +122,52 @@ class PostgresSandbox:
     async def _read(self, position: DatabasePosition, call: ToolCall) -> Execution | None:
         """Run a call on the state's shared reader; None if it needs a private clone."""
         database = await self._clones.reader(position.template)
-        request = self._run_request(call) | {"dsn": position.template.server.agent_dsn(database)}
+        request = self._request(call, position.template.server.agent_dsn(database))
         async with self._worker_pool.reader() as worker:
             try:
-                answer = await self._request(worker, request, call)
+                answer = await self._run(worker, request)
             except WorkerStuckError:
                 # The server still runs the statement for the killed worker.
                 await position.template.server.end(application_name(worker.pid))
                 raise
-        if answer.fields.get("must_write"):
+        if isinstance(answer.message, MustWrite):
             return None
-        return self._execution(answer.fields, answer.body, Effect.NONE)
+        return self._execution(answer.message, answer.body, Effect.NONE)
 
     async def _write(self, position: DatabasePosition, clone: PrivateClone, call: ToolCall) -> Execution:
         try:
-            answer = await self._request(clone.worker, self._run_request(call), call)
+            answer = await self._run(clone.worker, self._request(call))
         except WorkerStuckError:
             await position.template.server.end(str(clone.backend))
             raise
-        fields = answer.fields
-        position.digest = DatabaseDigest.from_json(fields["digest"])
-        position.sequence_use = SequenceUse.from_json(fields["sequence_use"])
-        position.has_session = bool(fields["has_session"])
-        position.witness = bytes.fromhex(fields["witness"])
-        effect = Effect.DATABASE if fields["database"] else Effect.NONE
-        effect |= Effect.SESSION if fields["session"] else Effect.NONE
-        return self._execution(fields, answer.body, effect)
+        done = answer.message
+        assert isinstance(done, StatementDone), "a private database never refuses to write"
+        state = done.private
+        assert state is not None, "the worker has just run the call on its private database"
+        position.digest, position.sequence_use = state.digest, state.sequence_use
+        position.has_session, position.witness = state.has_session, state.witness
+        effect = Effect.DATABASE if state.database_changed else Effect.NONE
+        effect |= Effect.SESSION if state.session_changed else Effect.NONE
+        return self._execution(done, answer.body, effect)
 
-    async def _request(self, worker: PooledWorker, request: dict[str, Any], call: ToolCall) -> Message:
+    async def _run(self, worker: PooledWorker, request: RunStatement) -> Envelope[StatementDone | MustWrite]:
         """Send a request to a worker. A worker that lost its connection is treated as a lost worker."""
+        limits = SetLimits(self._spec.limits.memory_mb, self._spec.limits.disk_mb)
         # Connecting and digesting take time beyond the statement's own limit.
-        answer = await worker.request(request, timeout_s=float(call.arguments["timeout_s"]) + OPEN_S)
-        cause = answer.fields.get("lost")
-        if cause is None:
-            return answer
+        within_s = float(request.arguments["timeout_s"]) + OPEN_S
+        message, body, fds = await worker.ask(request, limits=limits, timeout_s=within_s)
+        if not isinstance(message, ServerLost):
+            return Envelope(message, body, fds)
         await worker.close()
-        message = str(answer.fields["message"])
-        if cause == "timeout":
-            raise WorkerStuckError(message)
-        raise WorkerLostError("memory" if cause == "memory" else "killed", message)
+        if message.cause == "timeout":
+            raise WorkerStuckError(message.message)
+        raise WorkerLostError("memory" if message.cause == "memory" else "killed", message.message)
 
-    def _execution(self, fields: dict[str, Any], body: bytes, effect: Effect) -> Execution:
-        volatile = bool(fields.get("volatile"))
-        once = (volatile and self._spec.volatile == "never") or (
-            fields.get("timed_out") and not self._spec.shares_timeouts
-        )
+    def _execution(self, done: StatementDone, body: bytes, effect: Effect) -> Execution:
+        once = (done.volatile and self._spec.volatile == "never") or (done.timed_out and not self._spec.shares_timeouts)
         return Execution(
-            ToolResult(200, "application/json", body), effect, float(fields["seconds"]), self._state(),
-            self._witness(), shareable=not once, volatile=volatile,
+            ToolResult(200, "application/json", body), effect, done.seconds, self._state(), self._witness(),
+            shareable=not once, volatile=done.volatile,
         )  # fmt: skip
 
     def _aborted(
@@ -196,12 +194,8 @@ class PostgresSandbox:
         result = ToolResult(200, "application/json", body)
         return Execution(result, Effect.NONE, seconds, self._state(), self._witness(), shareable=False)
 
-    def _run_request(self, call: ToolCall) -> dict[str, Any]:
-        limits = self._spec.limits
-        return {
-            "op": "run", "tool": call.tool, "arguments": dict(call.arguments), "output_bytes": limits.output_bytes,
-            "limits": {"memory_mb": limits.memory_mb, "disk_mb": limits.disk_mb},
-        }  # fmt: skip
+    def _request(self, call: ToolCall, dsn: str | None = None) -> RunStatement:
+        return RunStatement(call.tool, dict(call.arguments), self._spec.limits.output_bytes, dsn)
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -250,7 +244,7 @@ class PostgresSandbox:
         clone = position.clone
         assert clone is not None
         # PostgreSQL clones no database that has sessions, so the worker disconnects and another one connects after.
-        await clone.worker.request({"op": "close"}, timeout_s=OPEN_S)
+        await clone.worker.ask(CloseEngine(), timeout_s=OPEN_S)
         template = await self._save(position)
         await clone.worker.close()
         position.clone = await self._clones.connect(template, clone.database, position.digest, position.sequence_use)

@@ -7,12 +7,27 @@ sequences. No statement is parsed to find out.
 import time
 from collections import OrderedDict
 
-from sandboxes.postgres.connection import PostgresCall, PostgresLink, WriteAttemptError, answer_reading, refused
-from sandboxes.postgres.digest import DatabaseDigest
+from sandboxes.ipc.codec import IpcMessage
+from sandboxes.postgres.connection import (
+    CallFacts,
+    PostgresCall,
+    PostgresLink,
+    WriteAttemptError,
+    answer_reading,
+    refused,
+)
+from sandboxes.postgres.messages import (
+    DatabaseOpened,
+    MustWrite,
+    OpenDatabase,
+    PrivateState,
+    RunStatement,
+    ServerLost,
+    StatementDone,
+)
 from sandboxes.postgres.private_database import PrivateDatabase
-from sandboxes.postgres.sequence_use import SequenceUse
 from sandboxes.postgres.statement import PostgresServerLostError
-from sandboxes.workers.engine import Fields
+from sandboxes.workers.engine import Answer
 
 MAX_CONNECTIONS = 4
 """Databases that a shared worker stays connected to. Each connection is a process on the server."""
@@ -34,36 +49,37 @@ class PostgresEngine:
         self._links: OrderedDict[str, PostgresLink] = OrderedDict()
         self._private: PrivateDatabase | None = None
 
-    def open(self, request: Fields) -> Fields:
-        """Connect to a private database.
+    def answer(self, request: IpcMessage, body: bytes) -> Answer:  # noqa: ARG002 - the protocol has it
+        """Connect to a private database, or run a call on it or on a shared one."""
+        match request:
+            case OpenDatabase():
+                self.close()
+                self._private = PrivateDatabase(PostgresLink(request.dsn), request.digest)
+                self._private.prime(request.sequence_use)
+                self._private.warm_up()
+                return DatabaseOpened(self._private.link.connection.info.backend_pid), b""
+            case RunStatement():
+                return self._run(request)
+        raise AssertionError(f"{request.op} is not for this engine")
 
-        Args:
-            request: `dsn`; `digest` of the content; `sequence_use`, what the session knows of sequences.
-
-        Returns:
-            `backend`: process id of the session on the server.
-        """
-        self.close()
-        self._private = PrivateDatabase(PostgresLink(request["dsn"]), DatabaseDigest.from_json(request["digest"]))
-        self._private.prime(SequenceUse.from_json(request["sequence_use"]))
-        self._private.warm_up()
-        return {"backend": self._private.link.connection.info.backend_pid}
-
-    def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:  # noqa: ARG002 - the protocol has it
-        """Run a call on the private database, or read on the database that `dsn` names."""
+    def _run(self, request: RunStatement) -> Answer:
         call = PostgresCall(
-            request["tool"], request["arguments"], request["output_bytes"],
-            time.monotonic() + float(request["arguments"]["timeout_s"]),
+            request.tool, request.arguments, request.output_bytes,
+            time.monotonic() + float(request.arguments["timeout_s"]),
         )  # fmt: skip
         started = time.perf_counter()
+        state: PrivateState | None = None
         try:
-            if self._private is None:
-                fields, result = _read(self._link(request["dsn"]), call)
+            if request.dsn is not None:
+                facts, result = _read(self._link(request.dsn), call)
             else:
-                fields, result = self._private.run(call)
+                assert self._private is not None
+                facts, state, result = self._private.run(call)
+        except WriteAttemptError:
+            return MustWrite(), b""
         except PostgresServerLostError as error:
-            return {"lost": error.cause, "message": str(error)}, b""
-        return fields | {"seconds": time.perf_counter() - started}, result
+            return ServerLost(error.cause, str(error)), b""
+        return StatementDone(time.perf_counter() - started, facts.volatile, facts.timed_out, state), result
 
     def close(self) -> None:
         """Close all connections."""
@@ -82,17 +98,20 @@ class PostgresEngine:
         return link
 
 
-def _read(link: PostgresLink, call: PostgresCall) -> tuple[Fields, bytes]:
-    """Run a call on a shared database. The answer `must_write` says that the call needs a private one."""
+def _read(link: PostgresLink, call: PostgresCall) -> tuple[CallFacts, bytes]:
+    """Run a call on a shared database.
+
+    Raises:
+        WriteAttemptError: The call needs a private one.
+    """
     try:
-        fields, result = answer_reading(link, call)
+        return answer_reading(link, call)
     except WriteAttemptError:
         if call.tool in ("compare", "explain"):
-            return {}, refused(call, f"{call.tool} takes statements that only read")
-        return {"must_write": True}, b""
+            return CallFacts(), refused(call, f"{call.tool} takes statements that only read")
+        raise
     finally:
         # A failed statement may have left something in the connection, such as a lock. The next call must not see it.
         if link.usable:
             link.connection.execute("DISCARD ALL")
             link.act_as_agent()
-    return fields, result

@@ -21,22 +21,24 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import TypeVar
 
 import orjson
 
 from sandboxes.calls import ToolCall
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
-from sandboxes.ipc.frames import Message
+from sandboxes.ipc.messages import Done
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.sqlite_tools import READING
-from sandboxes.sqlite.counters import UNTOUCHED, RowCounters
+from sandboxes.sqlite.counters import UNTOUCHED
 from sandboxes.sqlite.file_clone import Method
+from sandboxes.sqlite.messages import ForkState, OpenFork, ReadPages, SharedState, StateGone, ToolDone
 from sandboxes.sqlite.store import DatabaseState, Fork, SqliteStore
 from sandboxes.sqlite.worker_calls import CIRCUMSTANTIAL, CallAbortedError, CallOutcome, WorkerCalls
 from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerPool, WorkerStuckError
 
+_AnswerT = TypeVar("_AnswerT", Done, ToolDone)
 _OPEN_S = 60.0
 """Time limit in seconds for opening a fork, and for reading its list of changed pages."""
 
@@ -126,9 +128,9 @@ class SandboxDatabase:
         worker, to_open = await self._dedicated_worker()
         try:
             if to_open is not None:
-                self._require_intact((await worker.request({"op": "open", **to_open}, timeout_s=_OPEN_S)).fields)
+                self._require_intact((await worker.ask(to_open, timeout_s=_OPEN_S)).message)
                 self._opened = True
-            pages = (await worker.request({"op": "run", "tool": "pages"}, timeout_s=_OPEN_S)).body
+            pages = (await worker.ask(ReadPages(), timeout_s=_OPEN_S)).body
         except (WorkerLostError, WorkerStuckError) as error:
             raise SandboxError(f"the state of a database cannot be saved: {error}") from error
         assert self._fork is not None
@@ -150,29 +152,25 @@ class SandboxDatabase:
     async def _read(self, call: ToolCall) -> CallOutcome | None:
         """Run a call on a shared worker; None if it needs a fork."""
         state = self.state
-        location = {
-            "key": f"{state.part} {orjson.dumps(state.settings).decode()}",
-            "path": str(self._store.path(state.part)),
-            "frames": state.frames,
-            "settings": state.settings,
-            "counted": state.counters != UNTOUCHED,
-        }
+        location = SharedState(
+            f"{state.part} {orjson.dumps(state.settings).decode()}", str(self._store.path(state.part)), state.frames,
+            state.settings, counted=state.counters != UNTOUCHED,
+        )  # fmt: skip
         for last in (False, True):
             async with self._worker_pool.reader() as worker:
                 try:
-                    answer = await self._calls.run(worker, call, self.digest(), state=location)
+                    done, body, _ = await self._calls.run(worker, call, self.digest(), state=location)
                 except WorkerLostError as error:
                     if error.cause != "killed" or last:
                         raise self._calls.error_of(error) from error
                     # Something else killed the shared worker. The call itself is not to blame, so try once more.
                     continue
-                if answer.fields.get("needs_private"):
+                if isinstance(done, ToolDone) and done.needs_private:
                     # This worker has just opened the state, so it opens the fork fastest.
                     self._worker_pool.dedicate(worker)
                     self._worker, self._opened = worker, False
                     return None
-            self._require_intact(answer.fields)
-            return self._calls.outcome(answer)
+            return self._calls.outcome(self._require_intact(done), body)
         raise AssertionError("the last attempt returns or raises")
 
     async def _write(self, call: ToolCall, *, retry: bool = True) -> CallOutcome:
@@ -181,7 +179,7 @@ class SandboxDatabase:
         worker, to_open = await self._dedicated_worker()
         before, session = self.state, self.witness
         try:
-            answer = await self._calls.run(worker, call, self.digest(), open=to_open)
+            answer, body, _ = await self._calls.run(worker, call, self.digest(), fork=to_open)
             self._opened = True
         except (WorkerLostError, CallAbortedError) as error:
             if session:
@@ -194,40 +192,43 @@ class SandboxDatabase:
             if error.cause == "killed" and retry:
                 return await self._write(call, retry=False)
             raise self._calls.error_of(error) from error
-        fields = answer.fields
-        self._require_intact(fields)
-        await self._calls.check_disk(fields)
+        done = self._require_intact(answer)
+        await self._calls.check_disk(done)
+        fork = done.fork
+        assert fork is not None, "the worker has just run the call on the fork"
         # Case 1: the call must not have an effect. A failure that depends on time or memory is not reproducible, a
         # failed script rolls back, and a reading tool changes nothing.
-        if fields["kind"] in CIRCUMSTANTIAL or fields["lost"] or (call.tool in READING and not session):
-            await self._undo(fields, session, new=new)
-            return self._calls.outcome(answer)
+        if done.kind in CIRCUMSTANTIAL or fork.lost or (call.tool in READING and not session):
+            await self._undo(fork, session, new=new)
+            return self._calls.outcome(done, body)
         after = replace(
-            before, frames=fields["frames"], digest=fields["digest"], counters=RowCounters(*fields["counters"]),
-            settings=fields["settings"],
+            before, frames=fork.frames, digest=fork.digest, counters=fork.counters, settings=fork.settings
         )  # fmt: skip
-        failed = fields["kind"] is not None
+        failed = done.kind is not None
         # Case 2: a failed statement leaves nothing, not even in the counters.
-        if failed and not session and not fields["session"] and before.digest == after.digest:
-            await self._undo(fields, session, new=new)
-            return self._calls.outcome(answer)
+        if failed and not session and not fork.session and before.digest == after.digest:
+            await self._undo(fork, session, new=new)
+            return self._calls.outcome(done, body)
         # Case 3: whatever the call changed is its effect.
-        return await self._advance(call, answer, after, new=new)
+        return replace(self._calls.outcome(done, body), effect=await self._advance(call, done, fork, after, new=new))
 
-    async def _advance(self, call: ToolCall, answer: Message, after: DatabaseState, *, new: bool) -> CallOutcome:
-        before, session, fields = self.state, self.witness, answer.fields
+    async def _advance(
+        self, call: ToolCall, done: ToolDone, fork: ForkState, after: DatabaseState, *, new: bool
+    ) -> Effect:
+        """Go to the state after a call, and return what the call changed."""
+        before, session = self.state, self.witness
         effect = Effect.DATABASE if after.digest != before.digest else Effect.NONE
         if (after.counters, after.settings) != (before.counters, before.settings):
             effect |= Effect.SESSION
         # A statement that fails may have ended the transaction (OR ROLLBACK), or keep its first rows (OR FAIL).
-        if bool(session) != fields["session"] or (session and fields["wrote"] and fields["kind"] != "refused"):
+        if bool(session) != fork.session or (session and fork.wrote and done.kind != "refused"):
             effect |= Effect.SESSION
-        if effect and fields["session"]:
+        if effect and fork.session:
             statement = orjson.dumps([call.tool, call.arguments], option=orjson.OPT_SORT_KEYS)
             # A replay cannot reproduce what the clock or random numbers put into a session, so its name is unique.
-            unique = secrets.token_bytes(16) if fields["volatile"] else b""
+            unique = secrets.token_bytes(16) if done.volatile else b""
             self.witness = blake2b(self.digest() + statement + unique, digest_size=32).digest()
-        elif not fields["session"]:
+        elif not fork.session:
             self.witness = b""
         if effect:
             self.state = after
@@ -235,28 +236,29 @@ class SandboxDatabase:
             # The call changed nothing, or undid earlier changes.
             self.state = self._last_frozen
             await self._drop_fork()
-        return replace(self._calls.outcome(answer), effect=effect)
+        return effect
 
-    async def _undo(self, fields: Mapping[str, Any], session: bytes, *, new: bool) -> None:
+    async def _undo(self, fork: ForkState, session: bytes, *, new: bool) -> None:
         """Restore the state before a call that must not have an effect."""
         state = self.state
-        now = fields["digest"], RowCounters(*fields["counters"]), fields["settings"], fields["frames"]
+        now = fork.digest, fork.counters, fork.settings, fork.frames
         same = now == (state.digest, state.counters, state.settings, state.frames)
         if session:
             # Session state has no copy to restore from: it is intact, or it is lost.
-            self.alive = not fields["lost"] and fields["session"] and same
-        elif not same or fields["session"]:
+            self.alive = not fork.lost and fork.session and same
+        elif not same or fork.session:
             await self._roll_back()
         elif new:
             await self._drop_fork()
 
-    def _require_intact(self, fields: Mapping[str, Any]) -> None:
-        if "gone" in fields:
-            raise StateGoneError(f"database state {self.state.part} is damaged: {fields['gone']}")
+    def _require_intact(self, answer: _AnswerT | StateGone) -> _AnswerT:
+        if isinstance(answer, StateGone):
+            raise StateGoneError(f"database state {self.state.part} is damaged: {answer.reason}")
+        return answer
 
     # -- the fork ----------------------------------------------------------------------------------------------------
 
-    async def _dedicated_worker(self) -> tuple[PooledWorker, dict[str, Any] | None]:
+    async def _dedicated_worker(self) -> tuple[PooledWorker, OpenFork | None]:
         """Return the worker of the fork; create the fork and the worker if they are missing.
 
         Returns:
@@ -281,11 +283,10 @@ class SandboxDatabase:
             # The sandbox was closed during an await above, when there was no fork yet to remove.
             await self._drop_fork()
             raise SandboxError("the sandbox was closed meanwhile")
-        return self._worker, {
-            "path": str(fork.path), "root": str(self._store.path(state.root)),
-            "pages": str(fork.pages) if fork.pages else None, "saved_frames": fork.origin.frames,
-            "frames": state.frames, "counters": state.counters, "settings": state.settings,
-        }  # fmt: skip
+        return self._worker, OpenFork(
+            str(fork.path), str(self._store.path(state.root)), str(fork.pages) if fork.pages else None,
+            fork.origin.frames, state.frames, state.counters, state.settings,
+        )  # fmt: skip
 
     async def _roll_back(self) -> None:
         """End the worker. The next one opens the fork as it was before the call."""

@@ -18,6 +18,7 @@ from sandboxes.linux.plain_files import open_plain
 from sandboxes.sources import SourceRules
 from sandboxes.sqlite.build import SCRIPT_S
 from sandboxes.sqlite.file_clone import best_copy
+from sandboxes.sqlite.messages import BuildDatabase, BuildFailed
 from sandboxes.sqlite.store import SqliteStore
 from sandboxes.workers.pool import WorkerLostError, WorkerPool, WorkerStuckError
 
@@ -103,26 +104,26 @@ class Sources:
         first = files[0]
         if first.path.suffix == ".csv":
             for file in files:
-                request = {"tool": "build_csv", "path": str(target), "table": file.path.stem}
+                request = BuildDatabase("csv", str(target), file.path.stem)
                 await self._run(file.path, request, await asyncio.to_thread(file.read))
         elif first.path.suffix == ".sql":
             data = await asyncio.to_thread(first.read)
-            await self._run(first.path, {"tool": "build_script", "path": str(target)}, data)
+            await self._run(first.path, BuildDatabase("script", str(target)), data)
         else:
             await asyncio.to_thread(first.copy_database, target)
-            await self._run(first.path, {"tool": "build_file", "path": str(target)}, b"")
+            await self._run(first.path, BuildDatabase("file", str(target)), b"")
 
-    async def _run(self, source: Path, request: dict[str, str], data: bytes) -> None:
+    async def _run(self, source: Path, request: BuildDatabase, data: bytes) -> None:
         """Build the database in a dedicated worker: a source may be anything, and must not harm this process."""
         worker = await self._worker_pool.dedicated()
         try:
-            answer = await worker.request({"op": "run", **request}, data, timeout_s=SCRIPT_S)
+            built = (await worker.ask(request, data, timeout_s=SCRIPT_S)).message
         except (WorkerLostError, WorkerStuckError) as error:
             raise SpecError(f"database source {source} cannot be read: {error}") from error
         finally:
             await worker.close()
-        if "error" in answer.fields:
-            raise SpecError(f"database source {source}: {answer.fields['error']}. {_help(source)}")
+        if isinstance(built, BuildFailed):
+            raise SpecError(f"database source {source}: {built.error}. {_help(source)}")
 
     def _adopt(self, database: Path) -> str:
         _make_wal(database)

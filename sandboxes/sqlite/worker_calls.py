@@ -2,18 +2,18 @@
 
 import asyncio
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sandboxes.calls import ToolCall
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
-from sandboxes.ipc.frames import Message
+from sandboxes.ipc.codec import Envelope
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql import results
 from sandboxes.sql.results import Failure
+from sandboxes.sqlite.messages import OpenFork, RunTool, SharedState, StateGone, ToolDone
+from sandboxes.workers.messages import SetLimits
 from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerStuckError
 
 _RESERVE_BYTES = 16 << 20
@@ -71,29 +71,37 @@ class WorkerCalls:
             folder: A directory on the disk that the databases are on.
         """
         self._spec, self._folder = spec, folder
-        self._limits = {"memory_mb": spec.limits.memory_mb, "disk_mb": spec.limits.disk_mb}
+        self._limits = SetLimits(spec.limits.memory_mb, spec.limits.disk_mb)
 
-    async def run(self, worker: PooledWorker, call: ToolCall, digest: bytes, **more: Any) -> Message:
+    async def run(
+        self,
+        worker: PooledWorker,
+        call: ToolCall,
+        digest: bytes,
+        *,
+        state: SharedState | None = None,
+        fork: OpenFork | None = None,
+    ) -> Envelope[ToolDone | StateGone]:
         """Run a call in a worker.
 
         Args:
             worker: A shared or a dedicated worker.
             call: The call.
             digest: Digest of the database's state. It seeds random numbers if the clock is frozen.
-            more: Further members of the request: `state` or `open`.
+            state: The state to read; None for the fork.
+            fork: The fork to open first; None if it is open.
 
         Raises:
             CallAbortedError: The statement exceeded its time limit.
             WorkerLostError: The worker ended.
         """
         frozen_ms = self._spec.frozen_ms
-        request = {
-            "op": "run", "tool": call.tool, "arguments": dict(call.arguments), "limits": self._limits,
-            "output_bytes": self._spec.limits.output_bytes, "frozen_ms": frozen_ms,
-            "seed": digest.hex() if frozen_ms is not None else "", **more,
-        }  # fmt: skip
+        request = RunTool(
+            call.tool, dict(call.arguments), self._spec.limits.output_bytes, frozen_ms,
+            b"" if frozen_ms is None else digest, state, fork,
+        )  # fmt: skip
         try:
-            return await worker.request(request, timeout_s=call.arguments["timeout_s"])
+            return await worker.ask(request, limits=self._limits, timeout_s=call.arguments["timeout_s"])
         except WorkerStuckError as error:
             failure = Failure("the statement took longer than timeout_s and was stopped", "timeout")
             raise CallAbortedError(failure) from error
@@ -106,24 +114,23 @@ class WorkerCalls:
         # A worker that something else killed says nothing about the statement, also if the machine ran out of memory.
         return SandboxError(str(error))
 
-    async def check_disk(self, fields: Mapping[str, Any]) -> None:
+    async def check_disk(self, done: ToolDone) -> None:
         """Check whether a statement reached a limit because the machine's disk is full.
 
         Raises:
             SandboxError: The disk is full. The agent's statement is not to blame, so there is no result.
         """
-        if fields["kind"] == "limit":
+        if done.kind == "limit":
             disk = await asyncio.to_thread(os.statvfs, self._folder)
             if disk.f_bavail * disk.f_frsize < _RESERVE_BYTES:
                 raise SandboxError(f"the disk of {self._folder} is full. Free some space.")
 
-    def outcome(self, answer: Message) -> CallOutcome:
+    def outcome(self, done: ToolDone, body: bytes) -> CallOutcome:
         """Return the outcome of a call without an effect."""
-        fields = answer.fields
-        circumstantial = fields["kind"] in CIRCUMSTANTIAL and not fields["repeatable"]
-        if fields["kind"] == "timeout" and self._spec.shares_timeouts:
+        circumstantial = done.kind in CIRCUMSTANTIAL and not done.repeatable
+        if done.kind == "timeout" and self._spec.shares_timeouts:
             circumstantial = False
         # With a frozen clock, each run gets the same time and the same random numbers.
-        volatile = fields["volatile"] and self._spec.volatile != "frozen"
+        volatile = done.volatile and self._spec.volatile != "frozen"
         shareable = not circumstantial and not (volatile and self._spec.volatile == "never")
-        return CallOutcome(answer.body, seconds=fields["seconds"], shareable=shareable, volatile=volatile)
+        return CallOutcome(body, seconds=done.seconds, shareable=shareable, volatile=volatile)

@@ -20,14 +20,27 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from sandboxes.ipc.codec import IpcMessage
+from sandboxes.ipc.messages import Done
 from sandboxes.sql.sqlite_authorizer import SETTINGS, Act
 from sandboxes.sql.sqlite_connection import SqliteConnection
 from sandboxes.sql.sqlite_tools import READING, ToolRun, Tools
 from sandboxes.sql.sqlite_volatile import VolatileInputs
 from sandboxes.sqlite import build as sqlite_build
 from sandboxes.sqlite.counters import RowCounters, prime
+from sandboxes.sqlite.messages import (
+    BuildDatabase,
+    BuildFailed,
+    ForkState,
+    OpenFork,
+    ReadPages,
+    RunTool,
+    SharedState,
+    StateGone,
+    ToolDone,
+)
 from sandboxes.sqlite.pages import Pages, WalIndex, wal_bytes
-from sandboxes.workers.engine import Fields
+from sandboxes.workers.engine import Answer
 
 _MAX_OPEN = 4
 """States that a shared worker keeps open, with up to 2 MB of page cache each."""
@@ -48,15 +61,7 @@ def make_engine() -> "SqliteEngine":
 
 
 class SqliteEngine:
-    """The worker engine of the `sqlite` driver (`sandboxes.workers.engine.WorkerEngine`).
-
-    Without an earlier `open`, `run` reads the state that its member `state` describes: `key`, `path`, `frames`,
-    `settings`, and `counted` (the rollout's counters are not those of a new connection). After an `open`, or with an
-    open request as its member `open`, `run` uses that fork.
-
-    The answer's members are `seconds`, `volatile`, `kind` (of the error), `repeatable` and `needs_private`; on a fork,
-    also those of `ForkConnection.state`, and `lost` (a script failed and left changes that only the driver can undo).
-    """
+    """The worker engine of the `sqlite` driver (`sandboxes.workers.engine.WorkerEngine`)."""
 
     def __init__(self, inputs: VolatileInputs) -> None:
         self._inputs = inputs
@@ -64,42 +69,41 @@ class SqliteEngine:
         self._logged = ""
         self._fork: ForkConnection | None = None
 
-    def open(self, request: Fields) -> Fields:
-        """Open a fork.
+    def answer(self, request: IpcMessage, body: bytes) -> Answer:
+        """Open a fork, run a tool, save a fork's pages, or build the database of a root state."""
+        match request:
+            case RunTool():
+                return self._run(request)
+            case OpenFork():
+                return self._open(request), b""
+            case ReadPages():
+                assert self._fork is not None
+                return Done(), self._fork.pages.save()
+            case BuildDatabase():
+                return self._build(request, body), b""
+        raise AssertionError(f"{request.op} is not for this engine")
 
-        Args:
-            request: `path` of the fork; `root`, the root state's database; `pages`, the origin's saved pages, and
-                `saved_frames`, the log's length then; `frames`, `counters` and `settings` of the state to open.
-
-        Returns:
-            Nothing, or the member `gone` with a reason if the files do not match the request.
-        """
+    def _open(self, request: OpenFork) -> Done | StateGone:
         # The fork may be the same file as a state that is open here: see `_close_logged`.
         self.close()
         self._fork = ForkConnection(request, self._inputs)
         return self._fork.begin()
 
-    def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:
-        """Run a tool: one of the sql endpoint's, `pages` (of the fork), or `build_…` (of a root state)."""
-        tool = str(request["tool"])
-        if tool.startswith("build_"):
-            return self._build(tool, request, body), b""
-        if tool == "pages":
-            assert self._fork is not None
-            return {}, self._fork.pages.save()
-        self._inputs.begin(request["frozen_ms"], bytes.fromhex(request["seed"]))
-        if request.get("open") and (gone := self.open(request["open"])):
+    def _run(self, request: RunTool) -> Answer:
+        self._inputs.begin(request.frozen_ms, request.seed)
+        if request.fork is not None and isinstance(gone := self._open(request.fork), StateGone):
             return gone, b""
         if self._fork is not None:
-            return self._fork.run(tool, request)
-        return self._read(tool, request)
+            return self._fork.run(request)
+        assert request.state is not None
+        return self._read(request, request.state)
 
     def warm(self) -> None:
         """Use every code path once. The first use after a fork takes some milliseconds longer."""
         connection = SqliteConnection("file::memory:", self._inputs)
         connection.raw.execute("CREATE TABLE t (a)")
         tool_run = Tools(connection, private=True, output_bytes=1 << 10).run("query", _WARM_UP)
-        _fields(tool_run, 0.0, self._inputs)
+        _done(tool_run, 0.0, self._inputs)
         RowCounters.read(connection.raw)
         apply_settings(connection, read_settings(connection))
         connection.has_session()
@@ -110,39 +114,36 @@ class SqliteEngine:
         while self._shared:
             self._shared.popitem()[1].close()
 
-    def _read(self, tool: str, request: Fields) -> tuple[Fields, bytes]:
-        state = request["state"]
+    def _read(self, request: RunTool, state: SharedState) -> Answer:
         connection = self._connection(state)
-        if isinstance(connection, str):
-            return {"gone": connection}, b""
+        if isinstance(connection, StateGone):
+            return connection, b""
         began = time.perf_counter()
-        tool_run = Tools(connection, private=False, output_bytes=request["output_bytes"]).run(
-            tool, request["arguments"]
-        )
-        fields = _fields(tool_run, began, self._inputs)
-        if state["counted"] and (tool_run.reads_counters or (tool not in READING and tool_run.acts - {Act.READ})):
-            # The call reads the rollout's counters, which this connection lacks; EXPLAIN of a change resets them.
-            fields["needs_private"] = True
-        return fields, b"" if fields["needs_private"] else tool_run.body
+        tools = Tools(connection, private=False, output_bytes=request.output_bytes)
+        tool_run = tools.run(request.tool, request.arguments)
+        # The call reads the rollout's counters, which this connection lacks; EXPLAIN of a change resets them.
+        counts = tool_run.reads_counters or (request.tool not in READING and bool(tool_run.acts - {Act.READ}))
+        done = _done(tool_run, began, self._inputs, needs_private=state.counted and counts)
+        return done, b"" if done.needs_private else tool_run.body
 
-    def _connection(self, state: Fields) -> SqliteConnection | str:
+    def _connection(self, state: SharedState) -> SqliteConnection | StateGone:
         """Return a shared connection to a state, or the reason why the state cannot be opened."""
-        cached = self._shared.get(state["key"])
+        cached = self._shared.get(state.key)
         if cached is not None:
-            self._shared.move_to_end(state["key"])
+            self._shared.move_to_end(state.key)
             return cached
-        path = Path(state["path"])
-        immutable = "" if state["frames"] else "&immutable=1"
-        if state["frames"]:
+        path = Path(state.path)
+        immutable = "" if state.frames else "&immutable=1"
+        if state.frames:
             self._close_logged()
         connection = SqliteConnection(f"{path.as_uri()}?mode=ro{immutable}", self._inputs)
         connection.raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-        if state["frames"] and (frames := _frames(path)) != state["frames"]:
+        if state.frames and (frames := _frames(path)) != state.frames:
             connection.close()
-            return f"its log has {frames} frames, not {state['frames']}"
-        apply_settings(connection, state["settings"])
-        self._shared[state["key"]] = connection
-        self._logged = state["key"] if state["frames"] else self._logged
+            return StateGone(f"its log has {frames} frames, not {state.frames}")
+        apply_settings(connection, state.settings)
+        self._shared[state.key] = connection
+        self._logged = state.key if state.frames else self._logged
         # The least recently used state is first.
         while len(self._shared) > _MAX_OPEN:
             self._shared.popitem(last=False)[1].close()
@@ -158,19 +159,19 @@ class SqliteEngine:
         if connection is not None:
             connection.close()
 
-    def _build(self, tool: str, request: Fields, body: bytes) -> Fields:
-        path = Path(request["path"])
+    def _build(self, request: BuildDatabase, body: bytes) -> Done | BuildFailed:
+        path = Path(request.path)
         try:
-            match tool:
-                case "build_script":
+            match request.source:
+                case "script":
                     sqlite_build.build_script(path, sqlite_build.text_of(body), self._inputs)
-                case "build_csv":
-                    sqlite_build.build_csv(path, request["table"], body, self._inputs)
-                case "build_file":
+                case "csv":
+                    sqlite_build.build_csv(path, request.table, body, self._inputs)
+                case "file":
                     sqlite_build.settle(path, self._inputs)
         except (sqlite_build.BuildError, UnicodeDecodeError) as error:
-            return {"error": str(error)}
-        return {}
+            return BuildFailed(str(error))
+        return Done()
 
 
 class ForkConnection:
@@ -180,18 +181,17 @@ class ForkConnection:
         pages: The pages of the fork that differ from the root's.
     """
 
-    def __init__(self, request: Fields, inputs: VolatileInputs) -> None:
+    def __init__(self, request: OpenFork, inputs: VolatileInputs) -> None:
         self._request, self._inputs = request, inputs
-        self._path = Path(request["path"])
-        saved = request["pages"]
-        self.pages = Pages(Path(request["root"]), Path(saved).read_bytes() if saved else b"")
-        self._frames = int(request["saved_frames"])
+        self._path = Path(request.path)
+        self.pages = Pages(Path(request.root), Path(request.pages).read_bytes() if request.pages else b"")
+        self._frames = request.saved_frames
         self._settings: dict[str, int] = {}
 
-    def begin(self) -> Fields:
+    def begin(self) -> Done | StateGone:
         """Open the fork at its state. Later frames of its log belong to a call that was undone, and are cut off."""
         wal = self._path.with_name(self._path.name + "-wal")
-        length = wal_bytes(self._request["frames"], self.pages.page_size)
+        length = wal_bytes(self._request.frames, self.pages.page_size)
         if wal.exists() and wal.stat().st_size > length:
             os.truncate(wal, length)
         self._connection = SqliteConnection(self._path.as_uri(), self._inputs)
@@ -200,45 +200,35 @@ class ForkConnection:
         self._index = os.open(f"{self._path}-shm", os.O_RDONLY | os.O_CLOEXEC)
         self._wal = os.open(wal, os.O_RDONLY | os.O_CLOEXEC)
         # Counters before settings: priming changes rows, which `query_only` would forbid.
-        prime(self._connection.raw, RowCounters(*self._request["counters"]))
+        prime(self._connection.raw, self._request.counters)
         self._defaults = read_settings(self._connection)
-        apply_settings(self._connection, self._request["settings"])
-        self._settings = dict(self._request["settings"])
+        apply_settings(self._connection, self._request.settings)
+        self._settings = dict(self._request.settings)
         frames = self._take_commits()
-        if frames != self._request["frames"]:
-            return {"gone": f"its log has {frames} frames, not {self._request['frames']}"}
-        return {}
+        if frames != self._request.frames:
+            return StateGone(f"its log has {frames} frames, not {self._request.frames}")
+        return Done()
 
-    def run(self, tool: str, request: Fields) -> tuple[Fields, bytes]:
+    def run(self, request: RunTool) -> Answer:
         """Run a tool, and report the state of the database and the session after it."""
         began = time.perf_counter()
-        tools = Tools(self._connection, private=True, output_bytes=request["output_bytes"])
-        tool_run, lost = self._atomic(tools, request["arguments"]) if tool == "script" else (None, False)
-        if tool_run is None:
-            tool_run = tools.run(tool, request["arguments"])
-        fields = _fields(tool_run, began, self._inputs)
-        return fields | self.state(tool_run) | {"lost": lost}, tool_run.body
+        tools = Tools(self._connection, private=True, output_bytes=request.output_bytes)
+        if request.tool == "script":
+            tool_run, lost = self._atomic(tools, request.arguments)
+        else:
+            tool_run, lost = tools.run(request.tool, request.arguments), False
+        return _done(tool_run, began, self._inputs, fork=self._state(tool_run, lost=lost)), tool_run.body
 
-    def state(self, tool_run: ToolRun) -> Fields:
-        """Describe the fork after a call.
-
-        Returns:
-            `digest`, `frames`, `counters` and `settings` as in `DatabaseState`; `session`: there is session state
-            besides; `wrote`: the call may have written something.
-        """
+    def _state(self, tool_run: ToolRun, *, lost: bool) -> ForkState:
         # Any statement may switch off the deferral of foreign keys, which holds until the next commit.
         if Act.SETTING in tool_run.acts or Act.PRIVATE in tool_run.acts or "defer_foreign_keys" in self._settings:
             now = read_settings(self._connection)
             self._settings = {name: value for name, value in now.items() if value != self._defaults[name]}
         frames = self._take_commits()
-        return {
-            "digest": self.pages.digest().hex(),
-            "frames": frames,
-            "counters": RowCounters.read(self._connection.raw),
-            "settings": self._settings,
-            "session": self._connection.has_session(),
-            "wrote": bool(tool_run.acts - {Act.READ}),
-        }
+        return ForkState(
+            self.pages.digest().hex(), frames, RowCounters.read(self._connection.raw), self._settings,
+            session=self._connection.has_session(), wrote=bool(tool_run.acts - {Act.READ}), lost=lost,
+        )  # fmt: skip
 
     def _atomic(self, tools: Tools, arguments: dict[str, Any]) -> tuple[ToolRun, bool]:
         """Run a script so that a failure undoes it.
@@ -298,15 +288,21 @@ def apply_settings(connection: SqliteConnection, settings: dict[str, int]) -> No
         connection.raw.execute(f"PRAGMA {name}={value}")
 
 
-def _fields(tool_run: ToolRun, began: float, inputs: VolatileInputs) -> Fields:
-    return {
-        "seconds": time.perf_counter() - began,
-        "volatile": inputs.used,
-        "kind": tool_run.failure.kind if tool_run.failure is not None else None,
+def _done(
+    tool_run: ToolRun,
+    began: float,
+    inputs: VolatileInputs,
+    *,
+    needs_private: bool = False,
+    fork: ForkState | None = None,
+) -> ToolDone:
+    failure = tool_run.failure
+    return ToolDone(
+        time.perf_counter() - began, inputs.used, failure.kind if failure is not None else None,
         # A value beyond the length limit fails on every machine, so this failure may be shared.
-        "repeatable": tool_run.failure is not None and tool_run.failure.code == "SQLITE_TOOBIG",
-        "needs_private": tool_run.needs_private,
-    }
+        repeatable=failure is not None and failure.code == "SQLITE_TOOBIG",
+        needs_private=tool_run.needs_private or needs_private, fork=fork,
+    )  # fmt: skip
 
 
 def _frames(path: Path) -> int:

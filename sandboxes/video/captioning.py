@@ -11,13 +11,16 @@ from typing import Any, Protocol, TypeVar
 import orjson
 
 from sandboxes.errors import ServerError
+from sandboxes.ipc.codec import AnswerT, IpcRequest
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 from sandboxes.video import prompts
+from sandboxes.video.messages import Reading, ShowSegments, VideoFault, WriteModel
 from sandboxes.video.model_client import ModelClient, Vector
 from sandboxes.video.progress import PreprocessJob
 from sandboxes.video.store import VideoStore
 from sandboxes.video_spec import VideoModel
+from sandboxes.workers.messages import SetLimits
 
 _BATCH = 64
 """How many segments are read, or texts embedded, with one request."""
@@ -30,8 +33,8 @@ class Read(Protocol):
     """Runs a request in a worker, within limits; see `Pipeline.read`."""
 
     async def __call__(
-        self, request: dict[str, Any], limits: dict[str, int], body: bytes = b""
-    ) -> tuple[dict[str, Any], bytes]:
+        self, request: IpcRequest[AnswerT | VideoFault], limits: SetLimits | None = None, body: bytes = b""
+    ) -> tuple[AnswerT, bytes]:
         """Run a request; see `Pipeline.read`."""
         ...
 
@@ -54,12 +57,12 @@ class Captioner:
     spec: EnvironmentSpec
     fresh: bool
 
-    async def describe(self, job: PreprocessJob, video: dict[str, Any], prefix: str) -> str:
+    async def describe(self, job: PreprocessJob, video: Reading, prefix: str) -> str:
         """Make the part with the captions and return its name.
 
         Args:
             job: Receives the progress.
-            video: The members of a worker's request that name the measured video.
+            video: The measured video.
             prefix: What the name of the part begins with. A digest of the content follows, because a model may answer
                 the same question in another way later.
 
@@ -81,17 +84,16 @@ class Captioner:
         assert self.spec.video.model is not None
         return self.spec.video.model
 
-    async def _segments(self, video: dict[str, Any]) -> tuple[list[dict[str, Any]], list[bytes]]:
+    async def _segments(self, video: Reading) -> tuple[list[dict[str, Any]], list[bytes]]:
         """Return all segments, and for each the picture that represents it."""
         segments: list[dict[str, Any]] = []
         shown: list[bytes] = []
         count = 1
         while len(segments) < count:
-            request = {"tool": "segments", "first": len(segments), "count": _BATCH, **video}
-            fields, body = await self.read(request, limits_of(self.spec))
-            segments += fields["segments"]
-            shown += split(body, fields["sizes"])
-            count = fields["of"]
+            part, body = await self.read(ShowSegments(video, len(segments), _BATCH), limits_of(self.spec))
+            segments += part.segments
+            shown += split(body, part.sizes)
+            count = part.of
         return segments, shown
 
     async def _captions(self, job: PreprocessJob, segments: list[dict[str, Any]], shown: list[bytes]) -> list[Caption]:
@@ -125,20 +127,21 @@ class Captioner:
         return vectors
 
     async def _write(self, folder: Path, prefix: str, captions: list[Caption], vectors: dict[str, list[Vector]]) -> str:
-        texts = {"captions": [text for text, _ in captions], "objects": [objects for _, objects in captions]}
-        shapes = {name: [len(rows), len(rows[0])] for name, rows in vectors.items()}
+        texts, objects = [text for text, _ in captions], [objects for _, objects in captions]
+        shapes = {name: (len(rows), len(rows[0])) for name, rows in vectors.items()}
         body = b"".join(array("f", row).tobytes() for rows in vectors.values() for row in rows)
-        content = blake2b(orjson.dumps([texts, shapes]) + body, digest_size=8).hexdigest()
-        request = {"tool": "describe", "folder": str(folder), "vectors": shapes, **texts}
-        await self.read(request, limits_of(self.spec), body)
+        content = blake2b(
+            orjson.dumps([{"captions": texts, "objects": objects}, shapes]) + body, digest_size=8
+        ).hexdigest()
+        await self.read(WriteModel(str(folder), shapes, texts, objects), limits_of(self.spec), body)
         part = f"{prefix}-{content}"
         await asyncio.to_thread(self.store.adopt, folder, part)
         return part
 
 
-def limits_of(spec: EnvironmentSpec) -> dict[str, int]:
-    """Return what a worker may use for a request of a task, in megabytes."""
-    return {"memory_mb": spec.limits.memory_mb, "disk_mb": spec.limits.disk_mb}
+def limits_of(spec: EnvironmentSpec) -> SetLimits:
+    """Return what a worker may use for a request of a task."""
+    return SetLimits(spec.limits.memory_mb, spec.limits.disk_mb)
 
 
 def split(body: bytes, sizes: Sequence[int]) -> list[bytes]:

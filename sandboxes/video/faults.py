@@ -20,8 +20,3 @@ class VideoError(Exception):
     def to_json(self) -> dict[str, Any]:
         """Return the error as JSON members."""
         return {"kind": self.kind, "message": str(self)}
-
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> "VideoError":
-        """Return the error that `to_json` wrote."""
-        return cls(members["kind"], members["message"])

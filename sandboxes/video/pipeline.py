@@ -26,15 +26,18 @@ from typing import Any
 import orjson
 
 from sandboxes.errors import SandboxError
+from sandboxes.ipc.codec import AnswerT, IpcRequest
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import TaskOwner
 from sandboxes.video import prompts
 from sandboxes.video.captioning import Captioner, limits_of
 from sandboxes.video.catalogue import Contents
 from sandboxes.video.faults import VideoError
+from sandboxes.video.messages import BeginPreprocess, PreprocessPiece, ProbeVideo, Reading, ReadVersions, VideoFault
 from sandboxes.video.model_client import ModelClient
 from sandboxes.video.progress import PreprocessJob, PreprocessJobs
 from sandboxes.video.store import INFO, VIDEO, VideoStore, part_name
+from sandboxes.workers.messages import SetLimits
 from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerPool, WorkerStuckError
 
 READ_S = 30.0
@@ -84,8 +87,7 @@ class Pipeline:
     async def versions(self) -> str:
         """Return the versions of the libraries, on which the content of parts depends."""
         if self._versions is None:
-            fields, _ = await self.read({"tool": "versions"}, {})
-            self._versions = str(fields["versions"])
+            self._versions = (await self.read(ReadVersions()))[0].versions
         return self._versions
 
     def makes(self, part: str) -> bool:
@@ -103,12 +105,17 @@ class Pipeline:
     # -- workers -----------------------------------------------------------------------------------------------------
 
     async def read(
-        self, request: dict[str, Any], limits: dict[str, int], body: bytes = b"", *, timeout_s: float = READ_S
-    ) -> tuple[dict[str, Any], bytes]:
+        self,
+        request: IpcRequest[AnswerT | VideoFault],
+        limits: SetLimits | None = None,
+        body: bytes = b"",
+        *,
+        timeout_s: float = READ_S,
+    ) -> tuple[AnswerT, bytes]:
         """Run a request in a shared worker, and once more if the worker died: another request may have killed it.
 
         Args:
-            request: The members of the request.
+            request: The request.
             limits: See `limits_of`.
             body: The body of the request.
             timeout_s: Time limit of the request.
@@ -164,9 +171,9 @@ class Pipeline:
             )
             part = part_name("v", digest)
             if not await asyncio.to_thread(self.store.is_whole, part):
-                request = {"tool": "probe", "path": str(folder / VIDEO), "max_duration_s": spec.video.max_duration_s}
-                fields, _ = await self.read(request, limits_of(spec), timeout_s=spec.limits.timeout_s)
-                info = fields["info"] | {"sha256": digest, "size_bytes": (folder / VIDEO).stat().st_size}
+                request = ProbeVideo(str(folder / VIDEO), spec.video.max_duration_s)
+                probed, _ = await self.read(request, limits_of(spec), timeout_s=spec.limits.timeout_s)
+                info = probed.info | {"sha256": digest, "size_bytes": (folder / VIDEO).stat().st_size}
                 (folder / INFO).write_bytes(orjson.dumps(info))
                 await asyncio.to_thread(self.store.adopt, folder, part)
         finally:
@@ -239,15 +246,13 @@ class Pipeline:
         self, job: PreprocessJob, part: str, folder: Path, info: dict[str, Any], spec: EnvironmentSpec
     ) -> None:
         assert spec.video is not None
-        request = {
-            "tool": "begin", "path": str(self.store.path(part) / VIDEO), "folder": str(folder), "info": info,
-            "settings": spec.video.measurement_settings(),
-        }  # fmt: skip
+        settings = spec.video.measurement_settings()
+        request = BeginPreprocess(str(self.store.path(part) / VIDEO), str(folder), info, settings)
         worker = await self._worker_pool.dedicated()
         try:
             await _run(worker, request, limits_of(spec), b"", _PIECE_S)
-            while not (fields := (await _run(worker, {"tool": "advance"}, {}, b"", _PIECE_S))[0])["done"]:
-                job.advanced(fields["stage"], fields["at_s"])
+            while (piece := (await _run(worker, PreprocessPiece(), None, b"", _PIECE_S))[0]).stage is not None:
+                job.advanced(piece.stage, piece.at_s)
         except WorkerLostError as lost:
             raise _fault_of(lost) from lost
         except WorkerStuckError:
@@ -257,26 +262,28 @@ class Pipeline:
 
     # -- requests about a state ---------------------------------------------------------------------------------------
 
-    def reading(self, part: str, prepared: PreparedVideo | None, spec: EnvironmentSpec) -> dict[str, Any]:
+    def reading(self, part: str, prepared: PreparedVideo | None, spec: EnvironmentSpec) -> Reading:
         """Return the members of a request that say which video is read, and within which limits."""
         assert spec.video is not None
         measured = None if prepared is None else str(self.store.path(prepared.measured))
         described = None if prepared is None or prepared.described is None else self.store.path(prepared.described)
-        return {
-            "path": str(self.store.path(part) / VIDEO), "measured": measured,
-            "described": None if described is None else str(described),
-            "model": "none" if spec.video.model is None else spec.video.model.model,
-            "limit_bytes": spec.limits.output_bytes,
-        }  # fmt: skip
+        return Reading(
+            str(self.store.path(part) / VIDEO), measured, None if described is None else str(described),
+            "none" if spec.video.model is None else spec.video.model.model, spec.limits.output_bytes,
+        )  # fmt: skip
 
 
 async def _run(
-    worker: PooledWorker, request: dict[str, Any], limits: dict[str, int], body: bytes, timeout_s: float
-) -> tuple[dict[str, Any], bytes]:
-    message = await worker.request({"op": "run", "limits": limits, **request}, body, timeout_s=timeout_s)
-    if "fault" in message.fields:
-        raise VideoError.from_json(message.fields["fault"])
-    return message.fields, message.body
+    worker: PooledWorker,
+    request: IpcRequest[AnswerT | VideoFault],
+    limits: SetLimits | None,
+    body: bytes,
+    timeout_s: float,
+) -> tuple[AnswerT, bytes]:
+    message, output, _ = await worker.ask(request, body, limits=limits, timeout_s=timeout_s)
+    if isinstance(message, VideoFault):
+        raise VideoError(message.kind, message.message)
+    return message, output
 
 
 def _fault_of(lost: WorkerLostError) -> Exception:

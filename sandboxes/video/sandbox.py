@@ -15,11 +15,13 @@ from sandboxes.calls import MODEL_TOKENS, Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import SandboxError
+from sandboxes.ipc.codec import AnswerT, IpcRequest
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.video import prompts
 from sandboxes.video.captioning import limits_of, split
 from sandboxes.video.catalogue import Catalogue
 from sandboxes.video.faults import TRANSIENT, VideoError
+from sandboxes.video.messages import Reading, ReadObjects, RunVideoTool, ShowSegment, VideoFault
 from sandboxes.video.model_client import SPENT, Spent
 from sandboxes.video.pipeline import Pipeline, PreparedVideo
 
@@ -176,37 +178,32 @@ class VideoSandbox:
         if self._state.measured is None:
             prepared = await self._pipeline.prepare(part, self._spec)
             self._state = LoadedVideos(self._state.catalogue, part, prepared.measured, prepared.described)
-        return _json_result({"preprocessed": True, "model": self._reading()["model"]})
+        return _json_result({"preprocessed": True, "model": self._reading().model})
 
     async def _read(self, call: ToolCall, vectors: bytes = b"") -> ToolResult:
-        request = {"tool": "read", "name": call.tool, "arguments": dict(call.arguments), **self._reading()}
-        fields, body = await self._ask(request, vectors)
-        if fields["frame_t"] is None:
-            return ToolResult(200, fields["media_type"], body)
+        answer, body = await self._ask(RunVideoTool(self._reading(), call.tool, dict(call.arguments)), vectors)
+        if answer.frame_t is None:
+            return ToolResult(200, answer.media_type, body)
         headers = (
-            ("content-type", fields["media_type"]), ("content-length", str(len(body))),
-            (FRAME_TIME, f"{fields['frame_t']:.3f}"),
+            ("content-type", answer.media_type), ("content-length", str(len(body))),
+            (FRAME_TIME, f"{answer.frame_t:.3f}"),
         )  # fmt: skip
-        return ToolResult(200, fields["media_type"], body, headers)
+        return ToolResult(200, answer.media_type, body, headers)
 
     async def _question(self, call: ToolCall) -> ToolResult:
-        fields, body = await self._ask({"tool": "question", "segment": call.arguments["segment"], **self._reading()})
-        segment = fields["segment"]
+        part, body = await self._ask(ShowSegment(self._reading(), call.arguments["segment"]))
+        (segment,) = part.segments
         text = prompts.ask_about(segment, call.arguments["question"])
-        answer = await self._chat(text, split(body, fields["sizes"]), call)
-        return _json_result(
-            {**segment, "answer": answer, "answered": True, "model": self._reading()["model"]}, "sampled"
-        )
+        answer = await self._chat(text, split(body, part.sizes), call)
+        return _json_result({**segment, "answer": answer, "answered": True, "model": self._reading().model}, "sampled")
 
     async def _memory(self, call: ToolCall) -> ToolResult:
         assert self._spec.video is not None
-        fields, _ = await self._ask({"tool": "memory", **self._reading()})
-        text = prompts.ask_memory(
-            fields["objects"], fields["segments"], self._spec.video.segment_s, call.arguments["question"]
-        )
+        seen, _ = await self._ask(ReadObjects(self._reading()))
+        text = prompts.ask_memory(seen.objects, seen.segments, self._spec.video.segment_s, call.arguments["question"])
         answer = await self._chat(text, [], call)
         return _json_result(
-            {"answer": answer, "answered": True, "segments": [], "model": self._reading()["model"]}, "sampled"
+            {"answer": answer, "answered": True, "segments": [], "model": self._reading().model}, "sampled"
         )
 
     async def _localization(self, call: ToolCall) -> ToolResult:
@@ -226,11 +223,11 @@ class VideoSandbox:
             self._spec.video.model, text, pictures, variant=call.arguments["variant"], fresh=self._pipeline.fresh
         )
 
-    def _reading(self) -> dict[str, Any]:
+    def _reading(self) -> Reading:
         assert self._state.video is not None
         return self._pipeline.reading(self._state.video, self._state.prepared, self._spec)
 
-    async def _ask(self, request: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], bytes]:
+    async def _ask(self, request: IpcRequest[AnswerT | VideoFault], body: bytes = b"") -> tuple[AnswerT, bytes]:
         return await self._pipeline.read(request, limits_of(self._spec), body, timeout_s=self._spec.limits.timeout_s)
 
 

@@ -1,14 +1,4 @@
-"""The engine of video workers; see `sandboxes.workers.engine`. It runs in a worker process.
-
-| tool | what it does |
-|---|---|
-| `versions` | returns the versions of the libraries |
-| `probe` | returns the properties of a file |
-| `begin`, `advance` | preprocess a video, one piece for each `advance` |
-| `describe` | writes the captions and vectors of a model |
-| `read` | runs one of the tools that only read |
-| `question`, `memory`, `segments` | return what questions to a model need |
-"""
+"""The engine of video workers; see `sandboxes.workers.engine`. It runs in a worker process."""
 
 import errno
 import io
@@ -20,8 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from sandboxes.ipc.codec import IpcMessage
+from sandboxes.ipc.messages import Done
 from sandboxes.video.faults import VideoError
-from sandboxes.workers.engine import Fields
+from sandboxes.video.messages import (
+    BeginPreprocess,
+    LibraryVersions,
+    ObjectsSeen,
+    PieceDone,
+    PreprocessPiece,
+    ProbeVideo,
+    Reading,
+    ReadObjects,
+    ReadVersions,
+    RunVideoTool,
+    SegmentsShown,
+    ShowSegment,
+    ShowSegments,
+    ToolAnswer,
+    VideoFault,
+    VideoProbed,
+    WriteModel,
+)
+from sandboxes.workers.engine import Answer
 
 # Before NumPy is loaded. Workers are forked, which a process with threads must not be; and the arrays are small.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -64,23 +75,45 @@ class VideoEngine:
         self._infos: dict[str, dict[str, Any]] = {}
         self._work: Iterator[passes.PassProgress] | None = None
 
-    def open(self, request: Fields) -> Fields:  # noqa: ARG002 - of the interface
-        """Return nothing: there is nothing to prepare."""
-        return {}
-
-    def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:
-        """Run a request. An error that the agent can act on is returned as `fault`."""
+    def answer(self, request: IpcMessage, body: bytes) -> Answer:
+        """Answer a request. An error that the agent can act on is returned as a `VideoFault`."""
         try:
-            done: tuple[Fields, bytes] = getattr(self, f"_do_{request['tool']}")(request, body)
+            return self._answer(request, body)
         except VideoError as fault:
-            return {"fault": fault.to_json()}, b""
+            return VideoFault(fault.kind, str(fault)), b""
         except OSError as error:
             if error.errno != errno.EFBIG:
                 raise
             # The largest file that the worker may write is limits.disk_mb.
-            too_large = VideoError("limit", "a file that is made from this video exceeds limits.disk_mb")
-            return {"fault": too_large.to_json()}, b""
-        return done
+            return VideoFault("limit", "a file that is made from this video exceeds limits.disk_mb"), b""
+
+    def _answer(self, request: IpcMessage, body: bytes) -> Answer:
+        match request:
+            case ReadVersions():
+                return LibraryVersions(versions()), b""
+            case ProbeVideo(path, max_duration_s):
+                return VideoProbed(video_file.probe(Path(path), max_duration_s)), b""
+            case BeginPreprocess(path, folder, info, settings):
+                self._work = iter(passes.MeasuringPass(Path(path), Path(folder), info, settings))
+                return Done(), b""
+            case PreprocessPiece():
+                return self._advance(), b""
+            case WriteModel():
+                return _write_model(request, body), b""
+            case RunVideoTool():
+                return self._read(request, body)
+            case ShowSegment(video, number):
+                segment, shown = read_tools.question(self._loaded(video), number)
+                return SegmentsShown([read_tools.shown(segment)], [len(data) for data in shown], 1), b"".join(shown)
+            case ShowSegments(video, first, count):
+                loaded = self._loaded(video)
+                segments, shown = read_tools.segments_with_pictures(loaded, first, count)
+                of = len(loaded.prepared("preprocess").segments)
+                return SegmentsShown(segments, [len(data) for data in shown], of), b"".join(shown)
+            case ReadObjects(video):
+                prepared = self._loaded(video).prepared("object_memory_querying")
+                return ObjectsSeen(prepared.objects, len(prepared.segments)), b""
+        raise AssertionError(f"{request.op} is not for this engine")
 
     def close(self) -> None:
         """Close all files."""
@@ -89,41 +122,16 @@ class VideoEngine:
         self._infos.clear()
         self._work = None
 
-    # -- loading and preparing ---------------------------------------------------------------------------------------
-
-    def _do_versions(self, _request: Fields, _body: bytes) -> tuple[Fields, bytes]:
-        return {"versions": versions()}, b""
-
-    def _do_probe(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
-        return {"info": video_file.probe(Path(request["path"]), request["max_duration_s"])}, b""
-
-    def _do_begin(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
-        folder = Path(request["folder"])
-        work = passes.MeasuringPass(Path(request["path"]), folder, request["info"], request["settings"])
-        self._work = iter(work)
-        return {}, b""
-
-    def _do_advance(self, _request: Fields, _body: bytes) -> tuple[Fields, bytes]:
+    def _advance(self) -> PieceDone:
         assert self._work is not None
         until = monotonic() + PIECE_S
         for progress in self._work:
             if monotonic() >= until:
-                return {"done": False, "stage": progress.stage, "at_s": progress.at_s}, b""
-        return {"done": True}, b""
+                return PieceDone(progress.stage, progress.at_s)
+        return PieceDone()
 
-    def _do_describe(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:
-        vectors, at = {}, 0
-        for name, (rows, columns) in request["vectors"].items():
-            size = rows * columns * 4
-            vectors[name] = _unit(np.frombuffer(body[at : at + size], dtype=np.float32).reshape(rows, columns))
-            at += size
-        index.write_model(Path(request["folder"]), request["captions"], request["objects"], vectors)
-        return {}, b""
-
-    # -- reading -----------------------------------------------------------------------------------------------------
-
-    def _do_read(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:
-        loaded, name, arguments = self._loaded(request), request["name"], request["arguments"]
+    def _read(self, request: RunVideoTool, body: bytes) -> Answer:
+        loaded, name, arguments = self._loaded(request.video), request.name, request.arguments
         if name == "segment_localization":
             vectors = {
                 kind: _unit(np.array([v], dtype=np.float32))[0] for kind, v in orjson.loads(body or b"{}").items()
@@ -131,33 +139,17 @@ class VideoEngine:
             answer = read_tools.segment_localization(loaded, arguments, vectors)
         else:
             answer = read_tools.READERS[name](loaded, arguments)
-        if len(answer.body) > request["limit_bytes"]:
+        if len(answer.body) > request.video.limit_bytes:
             raise VideoError(
                 "too-large", f"the result has {len(answer.body)} bytes, more than limits.output_bytes. Request less"
             )
-        return {"media_type": answer.media_type, "frame_t": answer.frame_t}, answer.body
+        return ToolAnswer(answer.media_type, answer.frame_t), answer.body
 
-    def _do_question(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
-        segment, shown = read_tools.question(self._loaded(request), request["segment"])
-        return {"segment": read_tools.shown(segment), "sizes": [len(data) for data in shown]}, b"".join(shown)
-
-    def _do_segments(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
-        loaded = self._loaded(request)
-        segments, shown = read_tools.segments_with_pictures(loaded, request["first"], request["count"])
-        count = len(loaded.prepared("preprocess").segments)
-        return {"segments": segments, "sizes": [len(data) for data in shown], "of": count}, b"".join(shown)
-
-    def _do_memory(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
-        loaded = self._loaded(request)
-        index = loaded.prepared("object_memory_querying")
-        return {"objects": index.objects, "segments": len(index.segments)}, b""
-
-    def _loaded(self, request: Fields) -> read_tools.Loaded:
-        path = request["path"]
-        if path not in self._infos:
-            self._infos = {path: orjson.loads(Path(path).with_name("info.json").read_bytes())}
-        opened = None if request["measured"] is None else self._index(request["measured"], request["described"])
-        return read_tools.Loaded(Path(path), self._infos[path], opened, request["model"], request["limit_bytes"])
+    def _loaded(self, video: Reading) -> read_tools.Loaded:
+        if video.path not in self._infos:
+            self._infos = {video.path: orjson.loads(Path(video.path).with_name("info.json").read_bytes())}
+        opened = None if video.measured is None else self._index(video.measured, video.described)
+        return read_tools.Loaded(Path(video.path), self._infos[video.path], opened, video.model, video.limit_bytes)
 
     def _index(self, measured: str, described: str | None) -> index.Index:
         key = measured, described
@@ -169,6 +161,16 @@ class VideoEngine:
                 self._indexes.popitem(last=False)[1].close()
         self._indexes.move_to_end(key)
         return opened
+
+
+def _write_model(request: WriteModel, body: bytes) -> Done:
+    vectors, at = {}, 0
+    for name, (rows, columns) in request.vectors.items():
+        size = rows * columns * 4
+        vectors[name] = _unit(np.frombuffer(body[at : at + size], dtype=np.float32).reshape(rows, columns))
+        at += size
+    index.write_model(Path(request.folder), request.captions, request.objects, vectors)
+    return Done()
 
 
 def _unit(rows: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
-Fields = dict[str, Any]
-"""JSON members of a message between a driver and a worker."""
+from sandboxes.ipc.codec import IpcMessage
+
+Answer = tuple[IpcMessage, bytes]
+"""What the driver must know about a call, and the body of the agent's response."""
 
 
 class WorkerEngine(Protocol):
@@ -19,27 +21,17 @@ class WorkerEngine(Protocol):
     therefore part of the result.
     """
 
-    def open(self, request: Fields) -> Fields:
-        """Prepare for requests on the files or the DSN that `request` names.
-
-        A later call switches to another state or database.
-        """
-        ...
-
-    def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:
-        """Run one call.
+    def answer(self, request: IpcMessage, body: bytes) -> Answer:
+        """Answer a request of the engine's own vocabulary.
 
         Args:
-            request: The call, in members that driver and engine agree on.
-            body: Bytes that belong to the call, such as a script; usually empty.
-
-        Returns:
-            What the driver must know about the call, and the body of the agent's response.
+            request: The request.
+            body: Bytes that belong to it, such as a script; usually empty.
         """
         ...
 
     def close(self) -> None:
-        """Release what `open` acquired. The worker keeps running and may have to open again."""
+        """Release what requests have opened. The worker keeps running and may have to open again."""
         ...
 
 

@@ -23,13 +23,14 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from sandboxes.errors import SandboxError
-from sandboxes.ipc.channel import Channel, ChannelClosedError
+from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
+from sandboxes.ipc.codec import AnswerT, Envelope, IpcRequest
 from sandboxes.ipc.fork_server import START_S, ForkServer
-from sandboxes.ipc.frames import Message
 from sandboxes.task_owner import TaskOwner
+from sandboxes.workers.messages import EndWorker, ForkWorker, SetLimits, WarmUp, WorkerEnded
 from sandboxes.workers.worker import OUT_OF_MEMORY
 
 GRACE_S = 1.0
@@ -70,18 +71,22 @@ class PooledWorker:
         self.pid = pid
         self._channel, self._pool = channel, pool
         self._closed = False
+        self._limits: SetLimits | None = None
 
     @property
     def alive(self) -> bool:
         """False once the worker is known to have ended."""
         return not self._closed and self._channel.lost is None
 
-    async def request(self, fields: dict[str, Any], body: bytes = b"", *, timeout_s: float) -> Message:
+    async def ask(
+        self, request: IpcRequest[AnswerT], body: bytes = b"", *, limits: SetLimits | None = None, timeout_s: float
+    ) -> Envelope[AnswerT]:
         """Send a request and return its answer. The worker is gone after an error or a cancellation.
 
         Args:
-            fields: The request; `op` is open, run, warm or close.
+            request: The request.
             body: Bytes that belong to the request.
+            limits: What this request and the following ones may use; None leaves it as it is.
             timeout_s: Time limit; the worker is killed `GRACE_S` later.
 
         Raises:
@@ -90,45 +95,42 @@ class PooledWorker:
         """
         try:
             async with asyncio.timeout(timeout_s + GRACE_S):
-                answer = await self._channel.request(fields, body)
+                if limits is not None and limits != self._limits:
+                    self._limits = limits
+                    await self._channel.post(limits)
+                return await self._channel.ask(request, body)
         except TimeoutError:
             await self.close()
             raise WorkerStuckError(f"no answer after {timeout_s + GRACE_S:g} s") from None
         except ChannelClosedError:
             raise await self._lost() from None
+        except PeerFailedError as error:
+            await self.close()
+            raise WorkerLostError("defect", str(error)) from None
         except BaseException:
             # The caller was cancelled. The statement would keep running, and its answer would meet the next caller.
             await self.close()
             raise
-        if "defect" in answer.fields:
-            await self.close()
-            raise WorkerLostError("defect", str(answer.fields["defect"]))
-        return answer
 
-    async def close(self) -> dict[str, Any]:
-        """Kill the process. Idempotent, and completes even if its caller is cancelled.
-
-        Returns:
-            The `signal` or exit `code` of the process; empty if it had been closed before.
-        """
+    async def close(self) -> WorkerEnded:
+        """Kill the process. Idempotent, and completes even if its caller is cancelled."""
         if self._closed:
-            return {}
+            return WorkerEnded()
         self._closed = True
         self._channel.close()
         return await self._pool.end(self)
 
     async def _lost(self) -> WorkerLostError:
-        status = await self.close()
-        if status.get("code") == OUT_OF_MEMORY:
+        ended = await self.close()
+        if ended.code == OUT_OF_MEMORY:
             return WorkerLostError("memory", "the query needed more memory than its limit")
-        if not status:
+        if ended == WorkerEnded():
             # The zygote is gone and took the worker along. The request is not to blame.
             return WorkerLostError("killed", f"worker {self.pid} ended with the zygote")
-        number = status.get("signal")
         # The zygote also sends SIGKILL, but only to a worker that still runs; this one had closed its socket before.
-        if number == signal.SIGKILL:
+        if ended.signal == signal.SIGKILL:
             return WorkerLostError("killed", f"worker {self.pid} was killed")
-        how = f"by signal {number}" if number else f"with code {status.get('code')}"
+        how = f"by signal {ended.signal}" if ended.signal else f"with code {ended.code}"
         return WorkerLostError("crashed", f"worker {self.pid} ended {how}")
 
 
@@ -175,8 +177,7 @@ class WorkerPool:
         Raises:
             SandboxError: The zygote does not start.
         """
-        ready = await self._zygote.start()
-        self.confined = bool(ready["confined"])
+        self.confined = (await self._zygote.start()).confined
 
     async def aclose(self) -> None:
         """End every worker and the zygote. Idempotent."""
@@ -232,8 +233,8 @@ class WorkerPool:
             self._restocks.spawn("restock workers", self._restock())
         return worker
 
-    async def end(self, worker: PooledWorker) -> dict[str, Any]:
-        """Kill a worker and return its `signal` or exit `code`; empty if the zygote is gone, and the worker with it."""
+    async def end(self, worker: PooledWorker) -> WorkerEnded:
+        """Kill a worker and return how it ended; nothing of it if the zygote is gone, and the worker with it."""
         self.workers.discard(worker)
         # A task of its own: the worker must be reaped even if the caller is cancelled.
         return await asyncio.shield(self._endings.spawn("end worker", self._end(worker.pid), awaited=True))
@@ -278,7 +279,7 @@ class WorkerPool:
                 spare = await self._fork()
                 self._spares.append(spare)
                 # The kernel copies each page at its first write after a fork; let the warm-up pay for that.
-                await spare.request({"op": "warm"}, timeout_s=START_S)
+                await spare.ask(WarmUp(), timeout_s=START_S)
 
     # -- the zygote --------------------------------------------------------------------------------------------------
 
@@ -290,14 +291,14 @@ class WorkerPool:
                     if not self._zygote.is_open:
                         await self.open()
                 await self._zygote.ensure_running()
-                response = await self._zygote.request({"op": "fork"}, [theirs.fileno()])
+                forked = (await self._zygote.ask(ForkWorker(), [theirs.fileno()])).message
         except BaseException:
             ours.close()
             raise
-        return PooledWorker(int(response.fields["pid"]), Channel(ours), self)
+        return PooledWorker(forked.pid, Channel(ours), self)
 
-    async def _end(self, pid: int) -> dict[str, Any]:
+    async def _end(self, pid: int) -> WorkerEnded:
         try:
-            return (await self._zygote.request({"op": "end", "pid": pid})).fields
+            return (await self._zygote.ask(EndWorker(pid))).message
         except SandboxError:
-            return {}
+            return WorkerEnded()

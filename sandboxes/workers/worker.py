@@ -8,11 +8,13 @@ import os
 import resource
 import signal
 import socket
-from typing import Any
 
-from sandboxes.ipc.frames import Inbox, Message, pack, receive
+from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message
+from sandboxes.ipc.frames import Inbox, receive
+from sandboxes.ipc.messages import Done, Failed
 from sandboxes.linux import syscalls as kernel
-from sandboxes.workers.engine import WorkerEngine, module_of
+from sandboxes.workers.engine import Answer, WorkerEngine, module_of
+from sandboxes.workers.messages import CloseEngine, SetLimits, WarmUp
 
 OUT_OF_MEMORY = 70
 """Exit code of a worker whose request needed more memory than its limit."""
@@ -55,33 +57,31 @@ def serve(end: socket.socket, engine: WorkerEngine) -> int:
         if not data:
             return 0
         inbox.feed(data, [])
-        while (message := inbox.take()) is not None:
-            limits.set(message.fields.pop("limits", {}))
+        while (frame := inbox.take()) is not None:
+            envelope = decode(frame)
+            if isinstance(envelope.message, SetLimits):
+                limits.set(envelope.message)
+                continue
             try:
-                fields, body = _answer(engine, message)
+                answer, body = _answer(engine, envelope)
             except MemoryError:
                 # The heap may be exhausted, so nothing is sent: the exit code is the message.
                 return OUT_OF_MEMORY
             except Exception as error:  # noqa: BLE001 - the worker ends here, and the driver reports the error
-                end.sendall(pack({"defect": f"{type(error).__name__}: {error}"}))
+                end.sendall(pack_message(Failed(f"{type(error).__name__}: {error}")))
                 return 1
-            end.sendall(pack(fields, body))
+            end.sendall(pack_message(answer, body))
 
 
-def _answer(engine: WorkerEngine, message: Message) -> tuple[dict[str, Any], bytes]:
-    match message.fields.pop("op"):
-        case "open":
-            return engine.open(message.fields), b""
-        case "run":
-            return engine.run(message.fields, message.body)
-        case "warm":
+def _answer(engine: WorkerEngine, envelope: Envelope[IpcMessage]) -> Answer:
+    match envelope.message:
+        case WarmUp():
             getattr(engine, "warm", lambda: None)()
-            return {}, b""
-        case "close":
+        case CloseEngine():
             engine.close()
-            return {}, b""
-        case other:
-            raise ValueError(f"unknown worker operation {other!r}")
+        case request:
+            return engine.answer(request, envelope.body)
+    return Done(), b""
 
 
 class RequestLimits:
@@ -90,19 +90,11 @@ class RequestLimits:
     def __init__(self) -> None:
         # The address space in use. Workers cannot read /proc, so the zygote measured its own.
         self._base_bytes = int(os.environ["FORKPOINT_WORKER_BYTES"])
-        self._current: dict[str, int] = {}
 
-    def set(self, limits: dict[str, int]) -> None:
-        """Apply limits to this request and the following ones.
-
-        Args:
-            limits: `memory_mb` and `disk_mb` (the largest file, in MiB). An empty dictionary keeps the current limits.
-        """
-        if not limits or limits == self._current:
-            return
-        self._current = limits
-        _set_soft_limit(resource.RLIMIT_AS, self._base_bytes + (limits["memory_mb"] << 20))
-        _set_soft_limit(resource.RLIMIT_FSIZE, limits["disk_mb"] << 20)
+    def set(self, limits: SetLimits) -> None:
+        """Apply limits to the following requests."""
+        _set_soft_limit(resource.RLIMIT_AS, self._base_bytes + (limits.memory_mb << 20))
+        _set_soft_limit(resource.RLIMIT_FSIZE, limits.disk_mb << 20)
 
 
 def _set_soft_limit(kind: int, size_bytes: int) -> None:

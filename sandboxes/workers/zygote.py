@@ -19,14 +19,16 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
+from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
-from sandboxes.ipc.frames import Message, pack
+from sandboxes.ipc.launch_messages import ForkServerReady
+from sandboxes.ipc.messages import Failed
 from sandboxes.linux import confine, landlock
 from sandboxes.linux import syscalls as kernel
 from sandboxes.workers import worker
 from sandboxes.workers.engine import module_of
+from sandboxes.workers.messages import EndWorker, ForkWorker, WorkerEnded, WorkerForked
 
 CAP_DAC_OVERRIDE = 1
 """The one capability that workers of root keep (`linux/capability.h`): it bypasses permission checks on files."""
@@ -41,23 +43,26 @@ class Zygote:
 
     def serve(self) -> None:
         """Answer requests until the driver closes its end, then kill the workers."""
-        for message in requests(self.driver):
-            answer = pack(self._answer(message))
+        for frame in requests(self.driver):
+            answer = pack_message(self._answer(decode(frame)))
             # A driver that is gone reads no answer; the next read says so.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.driver.sendall(answer)
         for pid in self._workers:
             os.kill(pid, signal.SIGKILL)
 
-    def _answer(self, message: Message) -> dict[str, Any]:
-        if message.fields["op"] == "fork":
-            try:
-                return {"pid": self._fork(message.fds[0])}
-            except OSError as error:
-                return {"error": str(error)}
-            finally:
-                os.close(message.fds[0])
-        return self._end(int(message.fields["pid"]))
+    def _answer(self, envelope: Envelope[IpcMessage]) -> IpcMessage:
+        match envelope.message:
+            case ForkWorker():
+                try:
+                    return WorkerForked(self._fork(envelope.fds[0]))
+                except OSError as error:
+                    return Failed(str(error))
+                finally:
+                    os.close(envelope.fds[0])
+            case EndWorker(pid):
+                return self._end(pid)
+        raise AssertionError(f"{envelope.message.op} is not for the zygote")
 
     def _fork(self, fd: int) -> int:
         parent = os.getpid()
@@ -69,15 +74,15 @@ class Zygote:
         self._workers.add(pid)
         return pid
 
-    def _end(self, pid: int) -> dict[str, Any]:
-        """Kill a worker if it still runs, reap it, and return its `signal` or its exit `code`."""
+    def _end(self, pid: int) -> WorkerEnded:
+        """Kill a worker if it still runs, reap it, and return how it ended."""
         if pid not in self._workers:
-            return {}
+            return WorkerEnded()
         self._workers.remove(pid)
         # A worker that has already exited is a zombie until the wait below, so the number cannot be another process's.
         os.kill(pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return {"signal": -status} if status < 0 else {"code": status}
+        return WorkerEnded(signal=-status) if status < 0 else WorkerEnded(code=status)
 
 
 def drop_privileges(data_dir: Path, *, network: bool) -> bool:
@@ -123,14 +128,15 @@ def main() -> None:
     try:
         module = module_of(engine)
         getattr(module, "prepare", lambda: None)()
+        prepare()
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         os.environ["FORKPOINT_WORKER_BYTES"] = str(pages * os.sysconf("SC_PAGE_SIZE"))
         confined = drop_privileges(data_dir, network=network)
     except (OSError, ImportError) as error:
-        driver.sendall(pack({"error": str(error)}))
+        driver.sendall(pack_message(Failed(str(error))))
         return
     freeze_heap()
-    driver.sendall(pack({"ready": True, "confined": confined}))
+    driver.sendall(pack_message(ForkServerReady(confined)))
     Zygote(driver, engine).serve()
 
 

@@ -14,14 +14,10 @@ from proxy.http.access import Access, read_tokens
 from proxy.http.address import address_of
 from proxy.http.browser_guard import refuse_foreign
 from proxy.refusals import RefusalError
-from sandboxes.ipc.codec import decode
-from sandboxes.ipc.frames import MalformedFrameError, Message
+from sandboxes.ipc.codec import decode_bytes
+from sandboxes.ipc.frames import MalformedFrameError
 
 FORM = "multipart/form-data; boundary=b"
-
-
-def frame_of(data: bytes) -> None:
-    decode(Message({"op": data.decode("latin-1"), "id": data.hex(), "text": [data.hex()]}, data, []))
 
 
 def form_of(data: bytes) -> None:
@@ -39,7 +35,7 @@ DECODERS: dict[str, Callable[[bytes], object]] = {
     "host": lambda data: refuse_foreign("GET", [(b"host", data)], tool=False),
     "origin": lambda data: refuse_foreign("GET", [(b"host", b"h"), (b"origin", data)], tool=False),
     "token": lambda data: Access(read_tokens("t" * 20, None)).holds_token("Basic " + data.decode("latin-1")),
-    "message of a sandbox": frame_of,
+    "message of a sandbox": decode_bytes,
 }
 
 

@@ -16,7 +16,6 @@ sandbox is dead then. The end of the channel closes the sandbox. The bytes of a 
 (`proxy.cluster.link.data`), which the owner opens.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -26,7 +25,7 @@ from proxy.cluster.link.data import OpenData
 from proxy.cluster.link.frames import LinkError
 from sandboxes.calls import EgressExchange, Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect, StateDigest
-from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message
+from sandboxes.ipc.codec import Envelope, IpcMessage, Number, Record, decode, pack_message
 from sandboxes.ipc.frames import Inbox, MalformedFrameError
 
 
@@ -34,8 +33,7 @@ class HostingError(RuntimeError):
     """The other member has ended the conversation, or has said something that does not belong there."""
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(Record):
     """A storage unit of a state.
 
     Attributes:
@@ -49,7 +47,6 @@ class Unit:
     size_bytes: int
 
 
-@dataclass(frozen=True)
 class HostOrder(IpcMessage, op="host_order"):
     """Restore a sandbox at a state. The body is the spec as JSON, then the payload of the state as JSON.
 
@@ -73,29 +70,25 @@ class HostOrder(IpcMessage, op="host_order"):
     content: bytes | None
     units: list[Unit]
     spec_bytes: int
-    clock_s: float
+    clock_s: Number
 
 
-@dataclass(frozen=True)
 class Lacks(IpcMessage, op="lacks"):
     """The receiver of a state lacks these of its units, by their places in the list."""
 
     places: list[int]
 
 
-@dataclass(frozen=True)
 class SmallUnit(IpcMessage, op="small_unit"):
     """The bytes of a unit are the body. sha256: their SHA-256, in hexadecimal; empty if the unit cannot be read."""
 
     sha256: str
 
 
-@dataclass(frozen=True)
 class LargeUnit(IpcMessage, op="large_unit"):
     """The bytes of a unit come over a data connection from now on."""
 
 
-@dataclass(frozen=True)
 class UnitEnd(IpcMessage, op="unit_end"):
     """A large unit was sent.
 
@@ -108,14 +101,12 @@ class UnitEnd(IpcMessage, op="unit_end"):
     size_bytes: int
 
 
-@dataclass(frozen=True)
 class Hosted(IpcMessage, op="hosted"):
     """The sandbox has been started. name: its name at the host."""
 
     name: str
 
 
-@dataclass(frozen=True)
 class NotHosted(IpcMessage, op="not_hosted"):
     """The sandbox is not started here.
 
@@ -128,7 +119,6 @@ class NotHosted(IpcMessage, op="not_hosted"):
     unfit: bool
 
 
-@dataclass(frozen=True)
 class RunHosted(IpcMessage, op="run_hosted"):
     """Run a call; the body is its body. The members are those of `ToolCall`.
 
@@ -144,17 +134,14 @@ class RunHosted(IpcMessage, op="run_hosted"):
     order: bytes | None
 
 
-@dataclass(frozen=True)
 class CancelHosted(IpcMessage, op="cancel_hosted"):
     """The client has cancelled the call that runs; see `listener.Cancellable`."""
 
 
-@dataclass(frozen=True)
 class DetachHosted(IpcMessage, op="detach_hosted"):
     """The process of the call that runs is to continue in the background; see `listener.Detachable`."""
 
 
-@dataclass(frozen=True)
 class HostedHead(IpcMessage, op="hosted_head"):
     """A tool server has begun to answer."""
 
@@ -162,13 +149,11 @@ class HostedHead(IpcMessage, op="hosted_head"):
     headers: list[list[str]]
 
 
-@dataclass(frozen=True)
 class HostedData(IpcMessage, op="hosted_data"):
     """The next piece of a tool server's answer is the body."""
 
 
-@dataclass(frozen=True)
-class ReplayCall:
+class ReplayCall(Record):
     """A call in the place of the one that ran; see `Execution.replay`. arguments: as JSON."""
 
     endpoint: str
@@ -176,7 +161,6 @@ class ReplayCall:
     arguments: str
 
 
-@dataclass(frozen=True)
 class HostedDone(IpcMessage, op="hosted_done"):
     """A call has ended. The body is the body of the result, then that of the replay. The others are as in `Execution`.
 
@@ -192,7 +176,7 @@ class HostedDone(IpcMessage, op="hosted_done"):
     headers: list[list[str]]
     body_bytes: int
     effect: int
-    seconds: float
+    seconds: Number
     exact: bytes | None
     content: bytes | None
     witness: bytes | None
@@ -205,7 +189,6 @@ class HostedDone(IpcMessage, op="hosted_done"):
     exchanges: list[EgressExchange]
 
 
-@dataclass(frozen=True)
 class HostedFailed(IpcMessage, op="hosted_failed"):
     """The sandbox or its machine has failed, and the sandbox is dead.
 
@@ -220,24 +203,20 @@ class HostedFailed(IpcMessage, op="hosted_failed"):
     status: int
 
 
-@dataclass(frozen=True)
 class RestHosted(IpcMessage, op="rest_hosted"):
     """Wait until background processes have had time to start; see `Resting`."""
 
-    dwell_s: float
+    dwell_s: Number
 
 
-@dataclass(frozen=True)
 class Rested(IpcMessage, op="rested"):
     """They have had it."""
 
 
-@dataclass(frozen=True)
 class FreezeHosted(IpcMessage, op="freeze_hosted"):
     """Freeze the state after the last call."""
 
 
-@dataclass(frozen=True)
 class HostedState(IpcMessage, op="hosted_state"):
     """The state was frozen; the body is its payload as JSON. The members are those of `HostOrder`."""
 
@@ -247,7 +226,6 @@ class HostedState(IpcMessage, op="hosted_state"):
     units: list[Unit]
 
 
-@dataclass(frozen=True)
 class EndHosted(IpcMessage, op="end_hosted"):
     """Close the sandbox."""
 

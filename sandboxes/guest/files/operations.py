@@ -17,8 +17,7 @@ import tarfile
 from typing import Any, NoReturn
 
 from sandboxes.guest.files import docker_archive, shared_sqlite, user_files
-from sandboxes.ipc.codec import decode, encode
-from sandboxes.ipc.frames import Message
+from sandboxes.ipc.codec import decode_bytes, encode
 from sandboxes.ipc.messages import FileOutcome
 from sandboxes.linux.files import remove_path
 
@@ -289,7 +288,8 @@ def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, sourc
         except RecursionError:
             outcome, answer = outcome_of(problem(409, "File operation failed", "directories are nested too deeply"))
         with os.fdopen(_RESULT_FD, "wb") as pipe:
-            pipe.write(b"%d %b\n" % (len(answer), json.dumps(encode(outcome)).encode()) + answer)
+            packed = encode(outcome)
+            pipe.write(b"%d %d\n" % (len(packed), len(answer)) + packed + answer)
         code = 0
     os._exit(code)
 
@@ -303,13 +303,12 @@ def parse_result(data: bytes, *, whole: bool) -> Result:
         data: What came on the pipe.
         whole: Whether the pipe's end was reached.
     """
-    # The length of the answer and JSON in a line, then the answer as it is: a frame would need another copy of what may
-    # be half a gigabyte. A child that is killed while it writes, for its memory or by the agent, leaves a shorter one.
-    head, _, answer = data.partition(b"\n")
-    size, _, text = head.partition(b" ")
-    with contextlib.suppress(ValueError, RecursionError):
-        fields = json.loads(text) if whole and int(size) == len(answer) else None
-        # Decoded like any message from outside; whatever does not have the exact form becomes the error below.
-        if isinstance(fields, dict) and isinstance(outcome := decode(Message(fields, b"", [])).message, FileOutcome):
-            return outcome, answer
+    # Two lengths in a line, the outcome, then the answer as it is: a frame would need another copy of what may be half
+    # a gigabyte. A child that is killed while it writes, for its memory or by the agent, leaves a shorter one.
+    head, _, rest = data.partition(b"\n")
+    # Decoded like any message from outside; whatever does not have the exact form becomes the error below.
+    with contextlib.suppress(ValueError):
+        packed_bytes, answer_bytes = map(int, head.split())
+        if whole and packed_bytes >= 0 and packed_bytes + answer_bytes == len(rest):
+            return decode_bytes(rest[:packed_bytes], FileOutcome), rest[packed_bytes:]
     return outcome_of(problem(507, "File operation failed", "it ran out of time, memory or disk"))

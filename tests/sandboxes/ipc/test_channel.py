@@ -9,8 +9,9 @@ import pytest
 import uvloop
 
 from sandboxes.ipc.channel import Channel, ChannelClosedError
-from sandboxes.ipc.codec import encode
-from sandboxes.ipc.frames import HEADER, pack
+from sandboxes.ipc.codec import pack_message
+from sandboxes.ipc.frames import HEADER
+from sandboxes.ipc.launch_messages import WritePages
 from sandboxes.ipc.messages import Done
 
 
@@ -41,18 +42,18 @@ def test_the_end_behind_the_last_answer_is_noticed() -> None:
     async def go() -> None:
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
-        first, second = (asyncio.ensure_future(channel.request({"op": "run"})) for _ in range(2))
+        first, second = (asyncio.ensure_future(channel.ask(WritePages([]))) for _ in range(2))
         await asyncio.sleep(0)
         assert theirs.recv(1)
-        theirs.send(pack({"done": True}))
+        theirs.send(pack_message(Done()))
         # What it has not read makes the kernel reset the connection.
         theirs.close()
         async with asyncio.timeout(10):
-            assert (await first).fields == {"done": True}
+            assert (await first).message == Done()
             with pytest.raises(ChannelClosedError):
                 await second
             with pytest.raises(ChannelClosedError):
-                await channel.request({"op": "run"})
+                await channel.ask(WritePages([]))
 
     uvloop.run(go())
 
@@ -75,7 +76,7 @@ def test_other_sockets_have_their_turn_between_the_messages_of_channels() -> Non
         server.setblocking(False)
         asyncio.get_running_loop().add_reader(server, lambda: order.append("request") if server.recv(1) else None)
         for _, theirs in ends:
-            theirs.send(pack(encode(Done())))
+            theirs.send(pack_message(Done()))
         async with asyncio.timeout(10):
             await asyncio.gather(*handled)
         asyncio.get_running_loop().remove_reader(server)
@@ -104,9 +105,9 @@ def send_fds(end: socket.socket, data: bytes) -> None:
     "sent",
     [
         [b"\0"] * 8,
-        [pack(encode(Done()))] * 2,
+        [pack_message(Done())] * 2,
         [HEADER.pack(1 << 20, 0, 10)],
-        [pack(encode(Done()), fds=10)],
+        [pack_message(Done(), fds=10)],
     ],
     ids=["more than any frame has", "of no frame", "of half a frame", "of a frame that nobody receives"],
 )
@@ -132,7 +133,7 @@ def test_messages_that_nobody_receives_stay_with_their_sender() -> None:
 
     async def go() -> None:
         ours, theirs = socket.socketpair()
-        channel, frame, sent = Channel(ours), pack(encode(Done()), bytes(1000)), 0
+        channel, frame, sent = Channel(ours), pack_message(Done(), bytes(1000)), 0
         theirs.setblocking(False)
         with theirs:
             for _ in range(200):
@@ -144,7 +145,7 @@ def test_messages_that_nobody_receives_stay_with_their_sender() -> None:
                     await asyncio.sleep(0)
             assert sent < 3000
             async with asyncio.timeout(30):
-                assert await channel.request({"op": "any"})
+                assert await channel.ask(WritePages([]))
                 for _ in range(sent - 1):
                     assert len((await channel.receive()).body) == 1000
         channel.close()

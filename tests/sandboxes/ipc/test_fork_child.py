@@ -7,9 +7,9 @@ import pytest
 
 from sandboxes.ipc.codec import pack_message
 from sandboxes.ipc.fork_child import requests
-from sandboxes.ipc.frames import pack
 from sandboxes.ipc.launch_messages import WritePages
 from sandboxes.local.launcher import Launcher
+from sandboxes.workers.messages import EndWorker
 from sandboxes.workers.zygote import Zygote
 
 
@@ -25,7 +25,7 @@ def test_a_driver_that_dies_before_it_reads_ends_the_requests() -> None:
 @pytest.mark.parametrize(
     ("serve", "request_"),
     [
-        (lambda child: Zygote(child, "sqlite").serve(), pack({"op": "end", "pid": 1})),
+        (lambda child: Zygote(child, "sqlite").serve(), pack_message(EndWorker(1))),
         (
             lambda child: Launcher(child, privileged=False).serve(),
             pack_message(WritePages([])),

@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 
 from sandboxes.errors import SandboxError
+from sandboxes.ipc.codec import IpcRequest, encode
 from sandboxes.ipc.fork_server import ForkServer
-from sandboxes.ipc.frames import Message
-from sandboxes.ipc.launch_messages import ForkSandbox
+from sandboxes.ipc.frames import Frame
+from sandboxes.ipc.launch_messages import CriuStarted, InspectNames
+from sandboxes.ipc.state_messages import Pause, ProcessTree
 from tests.machine import wait_until
 
 CHILD = "tests.sandboxes.ipc.echo_child"
+ASKED = Pause(root=False, checkpoint=False)
+
+
+class StartsCriu(IpcRequest[CriuStarted], op="test_starts_criu"):
+    """A request whose answer has a descriptor."""
 
 
 def served(test: Callable[[ForkServer], Awaitable[None]]) -> None:
@@ -32,7 +39,7 @@ def served(test: Callable[[ForkServer], Awaitable[None]]) -> None:
 
 def test_requests_are_answered_by_the_child() -> None:
     async def test(server: ForkServer) -> None:
-        assert (await server.request({"text": "a"})).fields == {"text": "a", "pid": server.pid}
+        assert (await server.ask(ASKED)).message == ProcessTree(server.pid or 0)
 
     served(test)
 
@@ -50,7 +57,7 @@ def test_the_child_has_its_own_session() -> None:
 def test_an_error_response_is_raised() -> None:
     async def test(server: ForkServer) -> None:
         with pytest.raises(SandboxError, match="the echo: the kernel refused: EPERM"):
-            await server.request({"error": "EPERM"})
+            await server.ask(InspectNames())
 
     served(test)
 
@@ -59,12 +66,12 @@ def test_an_answer_whose_descriptors_were_dropped_is_an_error(monkeypatch: pytes
     """The kernel drops descriptors for which the receiving process has no room; the message itself comes."""
 
     async def test(server: ForkServer) -> None:
-        async def request(*_: object) -> Message:
-            return Message({"op": "mounted"}, b"", [])
+        async def request(*_: object, **__: object) -> Frame:
+            return Frame(encode(CriuStarted()), b"", [])
 
-        monkeypatch.setattr(server, "request", request)
-        with pytest.raises(SandboxError, match="0 descriptors came"):
-            await server.ask(ForkSandbox([], ""))
+        monkeypatch.setattr(server._channel, "request", request)
+        with pytest.raises(SandboxError, match=r"0 descriptors came.*ulimit"):
+            await server.ask(StartsCriu())
 
     served(test)
 
@@ -87,10 +94,12 @@ def test_a_dead_child_is_replaced() -> None:
         assert first is not None
         os.kill(first, signal.SIGKILL)
         with pytest.raises(SandboxError, match="the echo ended"):
-            await server.request({})
+            await server.ask(ASKED)
         assert server.has_died
         await server.ensure_running()
-        assert (await server.request({})).fields["pid"] == server.pid != first
+        answer = (await server.ask(ASKED)).message
+        assert isinstance(answer, ProcessTree)
+        assert answer.pid == server.pid != first
 
     served(test)
 
@@ -116,6 +125,6 @@ def test_closing_ends_the_child_and_refuses_requests() -> None:
         await server.close()
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the child runs on")
         with pytest.raises(SandboxError, match="not open"):
-            await server.request({})
+            await server.ask(ASKED)
 
     served(test)

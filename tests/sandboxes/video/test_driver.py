@@ -15,6 +15,8 @@ from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.video.driver import VideoDriver
+from sandboxes.video.messages import ProbeVideo
+from sandboxes.workers.messages import SetLimits
 from tests.sandboxes.videos import (
     CLIP_S,
     COLOURS,
@@ -379,10 +381,10 @@ def test_workers_are_confined(tmp_path: Path, clip: Path) -> None:
         if os.geteuid() != 0 or not driver.worker_pool.confined:
             pytest.skip("workers are confined where the proxy is root and the kernel has Landlock")
         shutil.copyfile(clip, tmp_path / "data" / "here.mp4")
-        inside = {"tool": "probe", "path": str(tmp_path / "data" / "here.mp4"), "max_duration_s": 100}
-        assert (await driver.pipeline.read(inside, {"memory_mb": 512, "disk_mb": 10}))[0]["info"]["frames"] == 80
+        inside, limits = str(tmp_path / "data" / "here.mp4"), SetLimits(512, 10)
+        assert (await driver.pipeline.read(ProbeVideo(inside, 100.0), limits))[0].info["frames"] == 80
         with pytest.raises(Exception, match="denied"):
-            await driver.pipeline.read(inside | {"path": str(clip)}, {"memory_mb": 512, "disk_mb": 10})
+            await driver.pipeline.read(ProbeVideo(str(clip), 100.0), limits)
 
     driven(tmp_path / "data", test)
 

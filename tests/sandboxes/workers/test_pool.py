@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from sandboxes.sqlite.messages import ReadPages, RunTool, SharedState
+from sandboxes.workers.messages import SetLimits
 from sandboxes.workers.pool import MAX_READERS, WorkerLostError, WorkerPool, WorkerStuckError
 from tests.machine import wait_until
 from tests.sandboxes.box import needs_root
@@ -33,14 +34,11 @@ def with_pool(tmp_path: Path, test: Test) -> None:
     asyncio.run(go())
 
 
-def query(sql: str, path: str, *, timeout_s: float = 30.0, **limits: int) -> dict[str, Any]:
+def query(sql: str, path: str) -> RunTool:
     """Return a request for the SQLite engine, to read a database file."""
-    arguments = {"sql": sql, "params": None, "max_rows": 10, "timeout_s": timeout_s, "format": "json"}
-    state = {"key": path, "path": path, "frames": 0, "settings": {}, "counted": False}
-    return {
-        "op": "run", "tool": "query", "arguments": arguments, "state": state, "frozen_ms": None, "seed": "",
-        "output_bytes": 1 << 20, "limits": {"memory_mb": 256, "disk_mb": 64} | limits,
-    }  # fmt: skip
+    arguments = {"sql": sql, "params": None, "max_rows": 10, "timeout_s": 30.0, "format": "json"}
+    state = SharedState(path, path, 0, {}, counted=False)
+    return RunTool("query", arguments, 1 << 20, None, b"", state)
 
 
 def empty(tmp_path: Path) -> str:
@@ -55,7 +53,7 @@ def test_worker_answers_several_requests(tmp_path: Path) -> None:
     async def test(pool: WorkerPool) -> None:
         worker = await pool.dedicated()
         for number in range(3):
-            answer = await worker.request(query(f"SELECT {number}", empty(tmp_path)), timeout_s=30)
+            answer = await worker.ask(query(f"SELECT {number}", empty(tmp_path)), timeout_s=30)
             assert f"[[{number}]]".encode() in answer.body
         assert worker.alive
         await worker.close()
@@ -70,7 +68,7 @@ def test_loss_reports_its_cause(tmp_path: Path) -> None:
     async def test(pool: WorkerPool) -> None:
         for number, cause in ((signal.SIGKILL, "killed"), (signal.SIGSEGV, "crashed"), (signal.SIGTERM, "crashed")):
             worker = await pool.dedicated()
-            asking = asyncio.ensure_future(worker.request(query(ENDLESS, empty(tmp_path)), timeout_s=30))
+            asking = asyncio.ensure_future(worker.ask(query(ENDLESS, empty(tmp_path)), timeout_s=30))
             await asyncio.sleep(0.05)
             os.kill(worker.pid, number)
             with pytest.raises(WorkerLostError) as lost:
@@ -78,7 +76,7 @@ def test_loss_reports_its_cause(tmp_path: Path) -> None:
             assert lost.value.cause == cause
         worker = await pool.dedicated()
         with pytest.raises(WorkerLostError) as lost:
-            await worker.request({"op": "run", "tool": "query"}, timeout_s=30)
+            await worker.ask(ReadPages(), timeout_s=30)
         assert lost.value.cause == "defect"
 
     with_pool(tmp_path, test)
@@ -93,7 +91,7 @@ def test_loss_of_zygote_is_no_crash_of_worker(tmp_path: Path) -> None:
 
     async def test(pool: WorkerPool) -> None:
         worker = await pool.dedicated()
-        asking = asyncio.ensure_future(worker.request(query(ENDLESS, empty(tmp_path)), timeout_s=30))
+        asking = asyncio.ensure_future(worker.ask(query(ENDLESS, empty(tmp_path)), timeout_s=30))
         os.kill(parent(worker.pid), signal.SIGKILL)
         with pytest.raises(WorkerLostError) as lost:
             await asking
@@ -110,7 +108,7 @@ def test_memory_limit_ends_the_worker(tmp_path: Path) -> None:
         greedy = "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n LIMIT 100) "
         greedy += "SELECT group_concat(hex(zeroblob(4000000))) FROM n"
         with pytest.raises(WorkerLostError) as lost:
-            await worker.request(query(greedy, empty(tmp_path), memory_mb=16), timeout_s=30)
+            await worker.ask(query(greedy, empty(tmp_path)), limits=SetLimits(16, 64), timeout_s=30)
         assert lost.value.cause == "memory"
 
     with_pool(tmp_path, test)
@@ -124,7 +122,7 @@ def test_silent_worker_is_killed(tmp_path: Path) -> None:
         began = time.monotonic()
         os.kill(worker.pid, signal.SIGSTOP)
         with pytest.raises(WorkerStuckError):
-            await worker.request(query("SELECT 1", empty(tmp_path)), timeout_s=0.1)
+            await worker.ask(query("SELECT 1", empty(tmp_path)), timeout_s=0.1)
         assert time.monotonic() - began < 20
         assert not Path(f"/proc/{worker.pid}").exists()  # noqa: ASYNC240 - one look
 
@@ -136,13 +134,13 @@ def test_cancelled_request_kills_its_worker_only(tmp_path: Path) -> None:
 
     async def test(pool: WorkerPool) -> None:
         async with pool.reader() as worker:
-            asking = asyncio.ensure_future(worker.request(query(ENDLESS, empty(tmp_path)), timeout_s=30))
+            asking = asyncio.ensure_future(worker.ask(query(ENDLESS, empty(tmp_path)), timeout_s=30))
             await asyncio.sleep(0.05)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             assert not worker.alive
         async with pool.reader() as other:
-            assert b"[[7]]" in (await other.request(query("SELECT 7", empty(tmp_path)), timeout_s=30)).body
+            assert b"[[7]]" in (await other.ask(query("SELECT 7", empty(tmp_path)), timeout_s=30)).body
 
     with_pool(tmp_path, test)
 
@@ -153,7 +151,7 @@ def test_readers_are_limited(tmp_path: Path) -> None:
     async def test(pool: WorkerPool) -> None:
         async def read() -> int:
             async with pool.reader() as worker:
-                await worker.request(query("SELECT 1", empty(tmp_path)), timeout_s=30)
+                await worker.ask(query("SELECT 1", empty(tmp_path)), timeout_s=30)
                 return len(pool.workers)
 
         assert max(await asyncio.gather(*(read() for _ in range(50)))) <= MAX_READERS
@@ -183,7 +181,7 @@ def test_workers_are_confined(tmp_path: Path) -> None:
         assert len(rights["environ"].strip("\0").split("\0")) <= 4
         assert rights["net"] != rights_of(os.getpid())["net"]
         with pytest.raises(WorkerLostError, match=r"denied|unable to open"):
-            await worker.request(query("SELECT 1", "/etc/hostname"), timeout_s=30)
+            await worker.ask(query("SELECT 1", "/etc/hostname"), timeout_s=30)
 
     with_pool(tmp_path, test)
 
@@ -199,7 +197,7 @@ def test_killed_zygote_is_replaced(tmp_path: Path) -> None:
             wait_until, lambda: not worker.alive or not Path(f"/proc/{worker.pid}").exists(), "dies"
         )
         other = await pool.dedicated()
-        assert b"[[1]]" in (await other.request(query("SELECT 1", empty(tmp_path)), timeout_s=30)).body
+        assert b"[[1]]" in (await other.ask(query("SELECT 1", empty(tmp_path)), timeout_s=30)).body
 
     with_pool(tmp_path, test)
 
@@ -210,6 +208,8 @@ def test_workers_die_with_the_driver(tmp_path: Path) -> None:
     program = f"""
 import asyncio
 from pathlib import Path
+from sandboxes.sqlite.messages import ReadPages, RunTool, SharedState
+from sandboxes.workers.messages import SetLimits
 from sandboxes.workers.pool import WorkerPool
 async def main():
     pool = WorkerPool("sqlite", Path({str(tmp_path)!r}))
