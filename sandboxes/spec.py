@@ -38,7 +38,10 @@ class Limits(BaseModel):
     memory_mb: int = Field(default=2048, ge=16, le=1 << 20)
     pids: int = Field(default=512, ge=8, le=1 << 16)
     cpus: float | None = Field(
-        default=None, gt=0, le=4096, description="CPUs, such as 0.5 or 2; none for all. Programs see so many, rounded up."
+        default=None,
+        gt=0,
+        le=4096,
+        description="CPUs, such as 0.5 or 2; none for all. Programs see so many, rounded up.",
     )
     disk_mb: int = Field(default=4096, ge=1, le=1 << 24, description="New bytes over the base, and the largest file.")
     timeout_s: float = Field(default=120.0, gt=0, le=86_400, description="Time limit of a call that names none.")
@@ -89,9 +92,7 @@ class Database(BaseModel):
     dsn: Text | None = Field(
         default=None, description="A connection string of libpq, as a URL or as key=value. Only for driver postgres."
     )
-    path: AbsolutePath | None = Field(
-        default=None, description="Path in the sandbox. Only for driver local."
-    )
+    path: AbsolutePath | None = Field(default=None, description="Path in the sandbox. Only for driver local.")
 
 
 class EnvironmentSpec(BaseModel):
@@ -119,7 +120,8 @@ class EnvironmentSpec(BaseModel):
         default=None, description="Working directory. Default: that of the image, or /root without an image."
     )
     hostname: HostName | None = Field(
-        default=None, description="Host name, for an image. Default: twelve digits that are the same for the whole task."
+        default=None,
+        description="Host name, for an image. Default: twelve digits that are the same for the whole task.",
     )
     databases: dict[DatabaseName, Database] = Field(
         default_factory=dict,

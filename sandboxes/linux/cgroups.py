@@ -201,7 +201,9 @@ class Cgroups:
         """
         if cpus is not None and CPU in self.meters:
             quota_us = max(_LEAST_QUOTA_US, int(cpus * _PERIOD_US))
-            name, text = ("cpu.cfs_quota_us", f"{quota_us}") if self.version == 1 else ("cpu.max", f"{quota_us} {_PERIOD_US}")
+            name, text = (
+                ("cpu.cfs_quota_us", f"{quota_us}") if self.version == 1 else ("cpu.max", f"{quota_us} {_PERIOD_US}")
+            )
             with contextlib.suppress(FileNotFoundError):
                 (self.meters[CPU] / sandbox / name).write_text(text)
         for controller, parent in self.parents.items():

@@ -30,6 +30,7 @@ from sandboxes.local.services import mounts_of
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 
+
 @dataclass(frozen=True, slots=True)
 class Base:
     """A base.
@@ -59,7 +60,6 @@ class Base:
     service_images: Mapping[str, ImageConfig] = field(default_factory=dict)
 
 
-
 class Bases:
     """The bases of one data directory, each built once. Methods block: run them in a thread.
 
@@ -68,9 +68,7 @@ class Bases:
         sources: Digests of directories and files.
     """
 
-    def __init__(
-        self, data_dir: Path, images: Images, *, privileged: bool, rules: SourceRules | None = None
-    ) -> None:
+    def __init__(self, data_dir: Path, images: Images, *, privileged: bool, rules: SourceRules | None = None) -> None:
         """Name the directories; `open` makes them.
 
         Args:

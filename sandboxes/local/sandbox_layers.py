@@ -123,9 +123,7 @@ class SandboxLayers:
             # A kill -9 from here on leaves an upper without a sandbox; the next `Layers.open` removes it.
             self.upper = self._machine.uppers.take()
             added = 0 if meta is None else meta.size_bytes
-            order = SwitchLayers(
-                self._mounted(), list(self._base.binds), self._base.services, added, same_below
-            )
+            order = SwitchLayers(self._mounted(), list(self._base.binds), self._base.services, added, same_below)
             with Opened(layers.tables.open_complete(() if meta is None else (old.id,))) as complete:
                 # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor, and
                 # reports to pid 1, which then answers here.

@@ -19,7 +19,9 @@ from sandboxes.local.service_commands import SERVICES, frame_of, only_port
 from sandboxes.server_spec import MAIN, Service, start_order, words
 from sandboxes.spec import EnvironmentSpec
 
-_PREPARE = 'for p in chroot env sleep touch; do command -v $p >/dev/null || { echo "the image has no $p" >&2; exit 1; }; done'
+_PREPARE = (
+    'for p in chroot env sleep touch; do command -v $p >/dev/null || { echo "the image has no $p" >&2; exit 1; }; done'
+)
 """Checks that the main image has the programs that start services."""
 
 

@@ -12,7 +12,8 @@ from sandboxes.effects import Effect
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import local_driver, opened, run
-from tests.sandboxes.docker import AGENT_IMAGE, OnImage, make_agent_image, require_docker
+from tests.sandboxes.docker import OnImage
+from tests.sandboxes.image_archives import agent_image
 
 SPEC = EnvironmentSpec()
 SET = """python3 -c 'import os; os.setxattr("/root/{}", "user.{}", b"{}")'"""
@@ -37,14 +38,13 @@ def local(folder: Path) -> Driver:
     return local_driver(folder)
 
 
-def container(folder: Path) -> Driver:
-    require_docker()
-    make_agent_image()
-    return OnImage(folder, AGENT_IMAGE, spares=0)
+def of_image(folder: Path) -> Driver:
+    require_sandboxes()
+    return OnImage(folder, agent_image())
 
 
 @pytest.mark.skipif(not shutil.which("setfacl"), reason="setfacl is not installed (Debian: apt-get install acl)")
-@pytest.mark.parametrize("make", [local, container])
+@pytest.mark.parametrize("make", [local, of_image])
 def test_attributes_of_files_are_state(data_dir: Path, make: Callable[[Path], Driver]) -> None:
     """Each change of an attribute is a state of its own, which is restored with files made below it afterwards."""
 

@@ -54,37 +54,28 @@ async def outside(folder: Path) -> AsyncIterator[tuple[Origin, EgressGateway]]:
 
 
 def driven(
-    folder: Path, test: Callable[[LocalDriver, Origin], Awaitable[None]], checkpointer: Checkpointer | None = None
+    folder: Path,
+    test: Callable[[LocalDriver, Origin], Awaitable[None]],
+    checkpointer: Checkpointer | None = None,
+    *,
+    image: bool = False,
 ) -> None:
     require_sandboxes()
 
     async def go() -> None:
         async with outside(folder) as (origin, egress):
-            driver = LocalDriver(folder, checkpointer, RULES)
-            driver.machine.egress = egress
+            driver = OnImage(folder, checkpoints=True) if image else LocalDriver(folder, checkpointer, RULES)
+            driver.sources, driver.machine.egress = RULES, egress
             async with opened(driver):
                 await test(driver, origin)
 
     asyncio.run(go())
 
 
-def in_containers(folder: Path, test: Callable[[OnImage, Origin], Awaitable[None]]) -> None:
-    folder.mkdir(exist_ok=True)
-
-    async def go() -> None:
-        async with outside(folder) as (origin, egress):
-            driver = OnImage(folder, spares=0, checkpoints=True)
-            driver.sources, driver.egress = RULES, egress
-            async with opened(driver):
-                await test(driver, origin)
-
-    asyncio.run(go())
-
-
-def test_containers_reach_allowed_hosts_in_the_same_way(container_dir: Path) -> None:
+def test_images_reach_allowed_hosts_in_the_same_way(data_dir: Path) -> None:
     require_criu()
 
-    async def test(driver: OnImage, origin: Origin) -> None:
+    async def test(driver: LocalDriver, origin: Origin) -> None:
         sandbox = await driver.start(SPEC)
         output, live, outcomes = await execute(sandbox, BASH_FETCH.format("example.org/x"))
         assert "answer 1" in output
@@ -104,7 +95,7 @@ def test_containers_reach_allowed_hosts_in_the_same_way(container_dir: Path) -> 
         without = await driver.start(EnvironmentSpec())
         assert (await run(without, "exec 3<>/dev/tcp/127.0.0.1/61080")).code != 0
 
-    in_containers(container_dir, test)
+    driven(data_dir, test, image=True)
 
 
 async def execute(sandbox: Sandbox, command: str) -> tuple[str, bool, list[str]]:

@@ -6,7 +6,8 @@ from sandboxes.driver import Driver, Sandbox
 from sandboxes.errors import SandboxError
 from sandboxes.local.driver import LocalDriver
 from tests.sandboxes.box import ran, run
-from tests.sandboxes.docker import BUSYBOX_IMAGE, SH_IMAGE, OnImage, derive
+from tests.sandboxes.docker import OnImage
+from tests.sandboxes.image_archives import bash_image, busybox_image, configured
 from tests.sandboxes.terminals import TerminalsSuite, opened_in, typed
 
 
@@ -16,10 +17,10 @@ class TestLocalTerminals(TerminalsSuite):
         return LocalDriver(data_dir / "local")
 
 
-class TestContainerTerminals(TerminalsSuite):
+class TestImageTerminals(TerminalsSuite):
     @pytest.fixture
-    def driver(self, container_dir: Path) -> Driver:
-        return OnImage(container_dir)
+    def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir)
 
     def test_without_a_shell_there_is_none(self, driver: Driver) -> None:
         async def test(sandbox: Sandbox) -> None:
@@ -30,28 +31,18 @@ class TestContainerTerminals(TerminalsSuite):
         self.driven(driver, test)
 
 
-class TestContainerTerminalsOnDash(TerminalsSuite):
-    functions = False
-
+class TestImageTerminalsOnBusybox(TerminalsSuite):
     @pytest.fixture
-    def driver(self, container_dir: Path) -> Driver:
-        return OnImage(container_dir, SH_IMAGE)
+    def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir, busybox_image())
 
 
-class TestContainerTerminalsOnBusybox(TerminalsSuite):
-    functions = interrupts = False
-
-    @pytest.fixture
-    def driver(self, container_dir: Path) -> Driver:
-        return OnImage(container_dir, BUSYBOX_IMAGE)
-
-
-class TestContainerTerminalsOfAnotherUser:
-    def test_a_terminal_is_its_users(self, container_dir: Path) -> None:
+class TestImageTerminalsOfAnotherUser:
+    def test_a_terminal_is_its_users(self, data_dir: Path) -> None:
         async def test(sandbox: Sandbox) -> None:
             result = await ran(sandbox, "sh", "-c", "id -u; test -t 1 && echo seen >/dev/tty", tty=True)
             assert result.out == b"1\r\nseen\r\n"
             terminal = await opened_in(sandbox)
             await typed(terminal, b"echo as-$(id -u); stty size; echo own >/dev/tty\n", "as-1", "24 80", "own")
 
-        TerminalsSuite().driven(OnImage(container_dir, derive("forkpoint-test-daemon:5", ["USER 1:1"])), test)
+        TerminalsSuite().driven(OnImage(data_dir, configured(bash_image(), {"User": "1:1"})), test)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.local.driver import LocalDriver
 from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.driver import Sandbox
 from sandboxes.errors import NotFreezableError
+from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.attack_list import COMMANDS as REFUSED_BY_LOCAL
 from tests.sandboxes.box import SMALL, file, opened, run

@@ -1,26 +1,17 @@
-"""The container driver beyond the contract: what a state has, what a copy holds, and what is made of an image."""
+"""Sandboxes of images: what is made of an image, and which states lie over it."""
 
-import asyncio
-import os
-import subprocess
-import threading
-from collections.abc import Iterable
+import shutil
 from pathlib import Path
 
 import pytest
 
-from sandboxes.local.driver import LocalDriver
-from sandboxes.container.portable_copies import part_of
 from sandboxes.effects import Effect
 from sandboxes.errors import SpecError, StateGoneError
+from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import Archive, EnvironmentSpec
 from tests.sandboxes.box import file, run
-from tests.sandboxes.docker import (
-    BASH_IMAGE,
-    OnImage,
-    derive,
-    driven,
-)
+from tests.sandboxes.docker import OnImage, driven
+from tests.sandboxes.image_archives import bash_image, busybox_image, configured, saved
 
 SPEC = EnvironmentSpec()
 LISTING = (
@@ -35,7 +26,6 @@ LISTING = (
     [
         ["echo a > a; mkdir -p d/e; echo b > d/e/f; chmod 640 a; chown 7:8 d", "mv d g; ln -s g h"],
         ["rm -rf /opt /home; mkdir /opt; echo new > /opt/x; chmod 700 /opt", "rm /etc/passwd; echo mine > /etc/passwd"],
-        ["echo a > a; ln a b; mkdir d; ln a d/c", "echo more >> b"],
         ["mkdir /mnt/x; touch -d '2001-02-03' /mnt/x/y; mkfifo p; chmod 4755 a 2>/dev/null; truncate -s 100M sparse"],
         [
             "rm -rf /usr/bin/sed; mkdir /usr/bin/sed; echo 1 > /usr/bin/sed/1",
@@ -45,9 +35,7 @@ LISTING = (
         ["echo x > /dev/shm/x; echo y >> /etc/hosts"],
     ],
 )
-def test_restored_container_has_the_frozen_files(data_dir: Path, commands: list[str]) -> None:
-    """A restored container has the files of the frozen one."""
-
+def test_restored_sandbox_has_the_frozen_files(data_dir: Path, commands: list[str]) -> None:
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         for command in commands:
@@ -67,113 +55,11 @@ def test_restored_container_has_the_frozen_files(data_dir: Path, commands: list[
     driven(OnImage(data_dir), test)
 
 
-def test_state_costs_what_it_added(data_dir: Path) -> None:
-    async def test(driver: LocalDriver) -> None:
-        sandbox = await driver.start(SPEC)
-        await run(sandbox, "head -c 4000000 /dev/urandom > big; echo a > small")
-        first = await sandbox.freeze()
-        second = None
-        for number in range(12):
-            await run(sandbox, f"echo {number} > small")
-            second = await sandbox.freeze()
-            assert second.size_bytes < 100_000
-        assert second is not None
-        assert first.size_bytes > 4_000_000
-        # However long the history: each is one directory over the image, and needs no other.
-        assert [len(state.parts) for state in (first, second)] == [2, 2]
-        assert first.parts[1] == second.parts[1] == part_of(first.payload["image"])
-        await sandbox.close()
-        assert await driver.collect(second.parts) < 4_500_000
-        assert driver.states.all() == set(second.parts[:1])
-        restored = await driver.restore(SPEC, second)
-        assert (await run(restored, "wc -c < big; cat small")).out.split() == ["4000000", "11"]
-        with pytest.raises(StateGoneError):
-            await driver.restore(SPEC, first)
-        await restored.close()
-        assert await driver.collect([]) == 0
-        assert _bytes_below(driver.states.folder) < 10_000
-
-    driven(OnImage(data_dir), test)
-
-
-@pytest.mark.parametrize(
-    ("large", "named"),
-    [
-        (":", r"/f' was [0-9a-f]{32} with the clock time \d+ ns and is .*; 0 other paths differ"),
-        ("mkdir m; for i in {1..6000}; do : >m/$i; done; head -c 70000000 /dev/zero > big", "too many files"),
-    ],
-)
-def test_a_damaged_copy_is_never_served(data_dir: Path, large: str, named: str) -> None:
-    """States of any size are restored with their digest; a copy that was changed on disk is refused, with its path."""
-
-    async def test(driver: LocalDriver) -> None:
-        sandbox = await driver.start(SPEC)
-        answer = await run(sandbox, f"echo alpha > f; {large}")
-        assert answer.state is not None
-        frozen = await sandbox.freeze()
-        restored = await driver.restore(SPEC, frozen)
-        assert (await run(restored, "cat f")).state == answer.state
-        (damaged,) = set((driver.states.folder / frozen.parts[0]).glob("diff/**/f"))
-        status = damaged.stat()
-        damaged.write_text("alphb\n")
-        os.utime(damaged, ns=(status.st_atime_ns, status.st_mtime_ns))
-        with pytest.raises(StateGoneError, match=named):
-            await driver.restore(SPEC, frozen)
-
-    driven(OnImage(data_dir), test)
-
-
-def test_a_copy_that_is_being_deleted_is_gone(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restore that begins while a collection deletes finds the state missing, and lays no part of it anywhere."""
-
-    async def test(driver: LocalDriver) -> None:
-        sandbox = await driver.start(SPEC)
-        await run(sandbox, "echo alpha > f")
-        frozen = await sandbox.freeze()
-        await sandbox.close()
-        deletes, goes_on, drop = threading.Event(), threading.Event(), driver.states.drop
-
-        def drop_later(names: Iterable[str]) -> None:
-            deletes.set()
-            assert goes_on.wait(30)
-            drop(names)
-
-        monkeypatch.setattr(driver.states, "drop", drop_later)
-        collecting = asyncio.create_task(driver.collect([]))
-        await asyncio.to_thread(deletes.wait, 30)
-        try:
-            with pytest.raises(StateGoneError, match="is gone"):
-                await driver.restore(SPEC, frozen)
-        finally:
-            goes_on.set()
-            await collecting
-
-    driven(OnImage(data_dir), test)
-
-
-def _bytes_below(folder: Path) -> int:
-    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
-
-
-def test_freezing_twice_without_a_change_between_is_free(data_dir: Path) -> None:
-    async def test(driver: LocalDriver) -> None:
-        sandbox = await driver.start(SPEC)
-        await run(sandbox, "echo a > a")
-        first = await sandbox.freeze()
-        await run(sandbox, "cat a")
-        assert await sandbox.freeze() is first
-        await run(sandbox, "x=1")
-        assert (await sandbox.freeze()).payload["sessions"] != first.payload["sessions"]
-
-    driven(OnImage(data_dir), test)
-
-
-def test_root_state_is_one_image_layer_built_once(data_dir: Path, tmp_path: Path) -> None:
+def test_set_up_over_an_image_is_built_once(data_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     (tmp_path / "given" / "f").write_text("from the archive\n")
     spec = EnvironmentSpec(
-        driver="container",
-        image=BASH_IMAGE,
+        image=bash_image(),
         archives=(Archive(source=str(tmp_path / "given"), target="/work"),),
         setup=("date +%N > /work/once", "cat /work/f > copy", "mkdir -p /dev/shm/d"),
         workdir="/work",
@@ -186,47 +72,93 @@ def test_root_state_is_one_image_layer_built_once(data_dir: Path, tmp_path: Path
         assert first.outcome == second.outcome
         assert first.out.startswith("/work\nfrom the archive\nfrom the archive\n")
         assert (first.effect, first.state) == (Effect.NONE, second.state)
-        written = await run(one, "echo x > x")
-        frozen = await one.freeze()
-        assert frozen.size_bytes < 50_000
-        assert (await run(await driver.restore(spec, frozen), "cat x once")).out == "x\n" + (
-            await run(one, "cat once")
-        ).out
-        assert written.effect is Effect.FILES
 
     driven(LocalDriver(data_dir), test)
 
 
 def test_image_configuration_is_respected(data_dir: Path) -> None:
-    name = "forkpoint-test-user:1"
-    derive(name, ["USER 1000:1000", "ENV GREETING=hello", "VOLUME /data", 'ENTRYPOINT ["/no/such"]'])
+    config = {
+        "User": "1000:1000", "Env": ["GREETING=hello"], "Volumes": {"/data": {}}, "Entrypoint": ["/no/such"],
+        "WorkingDir": "/tmp",
+    }  # fmt: skip
+    spec = EnvironmentSpec(image=configured(bash_image(), config))
 
     async def test(driver: LocalDriver) -> None:
-        sandbox = await driver.start(EnvironmentSpec(image=name, workdir="/tmp"))
-        assert (await run(sandbox, "id -u; echo $GREETING; pwd")).out == "1000\nhello\n/tmp\n"
+        sandbox = await driver.start(spec)
+        assert (await run(sandbox, "id -u; echo $GREETING; pwd; ls -d /data")).out == "1000\nhello\n/tmp\n/data\n"
         assert (await run(sandbox, "echo x > /tmp/mine")).effect is Effect.FILES
         assert (await file(sandbox, "put", "/tmp/put", b"x"))[0] == 201
         assert (await run(sandbox, "stat -c %u /tmp/put; rm /tmp/put && echo removed")).out == "1000\nremoved\n"
         assert (await file(sandbox, "put", "/etc/passwd", b"x"))[0] == 409
+        # What runs as that user is seen as well as what root runs.
+        assert (await run(sandbox, "sleep 1000 & echo $!")).effect is Effect.PROCESSES
+        assert (await run(sandbox, "cat /tmp/mine")).effect is Effect.NONE
 
     driven(LocalDriver(data_dir), test)
 
 
-def test_unusable_image_is_a_spec_error(data_dir: Path) -> None:
-    _derive_empty()
+def test_unusable_images_are_spec_errors(data_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "user").write_bytes(Path(configured(bash_image(), {"User": "nobody-here"})).read_bytes())
 
     async def test(driver: LocalDriver) -> None:
-        for image, says in (("no/such:image", "docker pull"), ("forkpoint-test-empty:1", "no /bin/sh")):
+        for name, says in (("none", "none"), ("empty", "empty"), ("user", "unable to find user nobody-here")):
             with pytest.raises(SpecError, match=says):
-                await driver.start(EnvironmentSpec(image=image))
-        with pytest.raises(SpecError, match="needs an image"):
-            await driver.identity(EnvironmentSpec(driver="container"))
+                await driver.start(EnvironmentSpec(image=str(tmp_path / name)))
 
     driven(LocalDriver(data_dir), test)
-    with pytest.raises(ValueError, match="has no images"):
-        EnvironmentSpec(driver="local", image="x")
 
 
-def _derive_empty() -> None:
-    empty = subprocess.run(["tar", "-c", "-T", "/dev/null"], capture_output=True, check=True).stdout
-    subprocess.run(["docker", "import", "-", "forkpoint-test-empty:1"], input=empty, capture_output=True, check=True)
+def test_an_image_that_is_gone_ends_its_states(data_dir: Path, tmp_path: Path) -> None:
+    """A changed file is another image: its states would lie over files that they were not made over."""
+    path = tmp_path / "image.tar"
+    shutil.copy(bash_image(), path)
+    spec = EnvironmentSpec(image=str(path))
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(spec)
+        await run(sandbox, "echo x > /tmp/x")
+        frozen = await sandbox.freeze()
+        before = await driver.identity(spec)
+        path.write_bytes(Path(busybox_image()).read_bytes())
+        assert await driver.identity(spec) != before
+        with pytest.raises(StateGoneError, match="has changed"):
+            await driver.restore(spec, frozen)
+
+    driven(LocalDriver(data_dir), test)
+
+
+def test_an_image_without_any_program_runs_bash(data_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "scratch.tar").write_bytes(saved([b"\0" * 1024], {}))
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(EnvironmentSpec(image=str(tmp_path / "scratch.tar")))
+        assert (await run(sandbox, 'f() { echo "$1"; }; f one; pwd; echo /*')).out.startswith("one\n/\n/dev /etc")
+        assert (await run(sandbox, "f two")).out == "two\n"
+
+    driven(LocalDriver(data_dir), test)
+
+
+def test_images_that_nothing_uses_are_removed(data_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "image.tar"
+    path.write_bytes(saved([b"\0" * 1024], {"Env": ["A=1"]}))
+    spec = EnvironmentSpec(image=str(path))
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(spec)
+        image = sandbox.parts[-1].replace(":", "-")
+        # An image that was looked up since the last collection stays.
+        for _ in range(2):
+            await driver.collect([])
+        assert (data_dir / "images" / image).is_dir()
+        await sandbox.close()
+        for root in driver.roots.all():
+            assert root.images or not root.layers
+        shutil.rmtree(data_dir / "roots")
+        (data_dir / "roots").mkdir()
+        await driver.collect([])
+        assert not (data_dir / "images" / image).exists()
+        again = await driver.start(spec)
+        assert (await run(again, "echo $A")).out == "1\n"
+
+    driven(LocalDriver(data_dir), test)

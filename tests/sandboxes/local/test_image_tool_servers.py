@@ -59,7 +59,7 @@ SOCKETS = (Path(__file__).parents[2] / "agents" / "socket_server.py").read_text(
 
 
 def spec(**more: Any) -> EnvironmentSpec:
-    payload = {"driver": "container", "files": {"/srv.py": PROGRAM}, "servers": {"api": API}, **more}
+    payload = {"files": {"/srv.py": PROGRAM}, "servers": {"api": API}, **more}
     return EnvironmentSpec(**payload)
 
 

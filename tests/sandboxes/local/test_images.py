@@ -1,11 +1,10 @@
 """The contracts of sandboxes hold on images: with bash, with dash alone, and with busybox alone."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sandboxes.driver import Driver, FrozenState
+from sandboxes.driver import Driver
 from tests.machine import require_criu
 from tests.sandboxes.contract import CheckpointContract, MachineContract
 from tests.sandboxes.docker import OnImage

@@ -3,10 +3,11 @@
 import shlex
 
 from sandboxes.calls import ToolCall
-from sandboxes.container.service_commands import call_in_service, frame_of
+from sandboxes.images.config import ImageConfig
+from sandboxes.local.service_commands import call_in_service, frame_of
 from sandboxes.server_spec import Service
 
-CONFIG = {"Env": ["KIND=image", "OWN=1"], "WorkingDir": "/srv", "User": "app"}
+CONFIG = ImageConfig({"KIND": "image", "OWN": "1"}, "app", "/srv")
 
 
 def test_process_gets_what_surrounds_the_service() -> None:
@@ -30,14 +31,14 @@ def test_request_replaces_directory_and_user() -> None:
 
 
 def test_archive_gets_the_root_directory() -> None:
-    frame = frame_of("db", Service(image="any"), {})
+    frame = frame_of("db", Service(image="any"), ImageConfig())
     call = ToolCall("archive", "pack", {"path": "/x", "service": "db"}, b"")
     assert call_in_service(call, frame).arguments == {"path": "/x", "root": "/.services/db"}
 
 
 def test_shell_command_stays_one_word_in_a_subshell() -> None:
     """Nothing of the command is read by the main container's shell, which goes on afterwards."""
-    frame = frame_of("db", Service(image="any", user="app"), {})
+    frame = frame_of("db", Service(image="any", user="app"), ImageConfig())
     arguments = {"command": "echo ')'; $(id)", "session": "main", "timeout_s": 5.0, "service": "db", "user": "root"}
     inner = call_in_service(ToolCall("shell", "exec", arguments), frame)
     assert inner.arguments.keys() == {"command", "session", "timeout_s"}
