@@ -377,10 +377,6 @@ class Keeper:
         """Give up a shell. However it ended, its parent has to collect it, and that is the anchor."""
         self._shells.kill(shell)
 
-    def run_ordinary(self, request: RunCommand, command: bytes) -> Performed | None:  # noqa: ARG002
-        """Begin nothing: what a container's command leaves behind is found by the regular looks alone."""
-        return None
-
     def finish_call(self, answer: CallDone, body: bytes, fresh: list[str]) -> None:
         """Send the answer, unless the container ended during the call."""
         # The result of a call that the container's end cut short would be recorded as if the command had failed by
