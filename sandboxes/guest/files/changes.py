@@ -136,7 +136,6 @@ class WrittenFiles:
         return disk.over(pids)
 
 
-
 class Changes(WrittenFiles):
     """The files of one local sandbox. Its upper directory may become a layer, and then others lie below a new one."""
 
