@@ -5,7 +5,7 @@ collide with other packages (PyPI's `proxy.py` installs a top-level `proxy`, for
 `forkpoint/proxy/` and so on, and rewrites every import of them. An editable installation needs no copy: there the
 repository itself is on the path.
 
-The hook also compiles `vfork.c`, `anchor.c`, `preloaded.c` and `ordinary.c` in `sandboxes/linux`. The wheel then is for
+The hook also compiles `vfork.c`, `anchor.c` and `preloaded.c` in `sandboxes/linux`. The wheel then is for
 this machine's architecture. Where no compiler works it is for every machine, and Forkpoint does without them, more
 slowly.
 
@@ -35,9 +35,8 @@ PACKAGE = "forkpoint"
 NATIVE = Path("sandboxes", "linux")
 HELPER, LIBRARY = NATIVE / "vfork.c", NATIVE / "libvfork.so"
 ANCHOR_SOURCE, ANCHOR = NATIVE / "anchor.c", NATIVE / "anchor.elf"
-ORDINARY_SOURCE, ORDINARY = NATIVE / "ordinary.c", NATIVE / "libordinary.so"
 PRELOADED_SOURCE, PRELOADED = NATIVE / "preloaded.c", NATIVE / "preloaded.so"
-COMPILED = {HELPER: LIBRARY, ANCHOR_SOURCE: ANCHOR, PRELOADED_SOURCE: PRELOADED, ORDINARY_SOURCE: ORDINARY}
+COMPILED = {HELPER: LIBRARY, ANCHOR_SOURCE: ANCHOR, PRELOADED_SOURCE: PRELOADED}
 """The C files, and what they are compiled into."""
 COMPILED_NAMES = {target.name for target in COMPILED.values()}
 _WITHOUT_LIBC = (
@@ -50,7 +49,6 @@ FLAGS = {
     LIBRARY: _SHARED,
     ANCHOR: (*_WITHOUT_LIBC, "-static", "-fno-pie", "-no-pie", "-Wl,-z,noseparate-code"),
     PRELOADED: (*_WITHOUT_LIBC, "-shared", "-fPIC", "-fvisibility=hidden"),
-    ORDINARY: _SHARED,
 }
 """The compiler's arguments, by what it makes."""
 SITE = Path("proxy", "ui", "manual")

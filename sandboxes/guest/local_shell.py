@@ -187,7 +187,7 @@ class LocalShell(Shell):
     def _changed_limits(self) -> dict[str, list[int]]:
         changed: dict[str, list[int]] = {}
         # The kernel's text of all limits costs a tenth of asking for each.
-        if processes.limits(self.pid) == own_limits():
+        if processes.limits(self.pid) == _own_limits():
             return changed
         for name, number in _LIMITS:
             with contextlib.suppress(OSError, ValueError):
@@ -213,37 +213,6 @@ class LocalShell(Shell):
         """Return whether its open descriptors are those of a shell that waits for its first command."""
         # No process can open one in a template.
         return self.waits_as_template or open_descriptors(self.pid) == self._known
-
-    @property
-    def known_descriptors(self) -> bytes:
-        """What an idle shell has open: a number, a blank and the kernel's name for each, with a NUL behind it."""
-        return b"".join(f"{number} {name}\0".encode() for number, name in sorted(self._known.items()))
-
-    def begun(self, baseline: ShellSession, first_dump: bytes, dump: bytes) -> None:
-        """Take note that it has made its first dump, and was given a command.
-
-        Args:
-            baseline: The session as its first dump shows it.
-            first_dump: Its first dump.
-            dump: What has come of the dump after the command.
-        """
-        self.baseline, self.first_dump = baseline, first_dump
-        self.runs += 1
-        self.feed(dump)
-
-    def become(self, pid: int, death: int, template: ShellTemplate | None) -> None:
-        """Take over another bash that becomes the same session, on the same pipes and texts. This one has ended.
-
-        Args:
-            pid: Its process.
-            death: A descriptor that is readable once it has ended. That of the last one is closed already.
-            template: The other bash as a template, if it is one.
-        """
-        super().close()
-        self.pid, self.death, self._ends[-1] = pid, death, death
-        self.template, self.forked = template, False
-        self.baseline, self.first_dump = None, b""
-        self._forget_commands()
 
     def _forget_commands(self) -> None:
         self.jobs, self.knowledge, self.runs = (), b"", 0
@@ -318,7 +287,7 @@ class LocalShell(Shell):
 
 
 @functools.cache
-def own_limits() -> bytes:
+def _own_limits() -> bytes:
     """Return the resource limits of this process, with which each shell begins."""
     return processes.limits(os.getpid())
 

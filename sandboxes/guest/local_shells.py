@@ -12,11 +12,10 @@ from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.anchors.template import ShellTemplate, can_stand_for
 from sandboxes.guest.bash.restore import NO_LOOKUP, restore_script
 from sandboxes.guest.bash.session import KEPT
-from sandboxes.guest.local_shell import LocalShell, own_limits
+from sandboxes.guest.local_shell import LocalShell
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import unless_broken
 from sandboxes.linux import processes
-from sandboxes.linux.live_state import inherited
 from sandboxes.shell_text import ShellSession
 
 
@@ -249,20 +248,10 @@ class LocalShells(AnchoredShells):
         assert self.anchor is not None
         return {"anchor": self.anchor.remember(), "shells": [shell.remember() for shell in self]}
 
-    def origin(self, session: ShellSession | None) -> tuple[bytes, dict[str, str]]:
+    def _origin(self, session: ShellSession | None) -> tuple[bytes, dict[str, str]]:
         """Return the script by which a bash becomes a session, and the variables that it has before."""
         # A session that is not new brings its own variables in its script.
         return restore_script(session, self.workdir, self.pristine), self.environment if session is None else NO_LOOKUP
-
-    def are_untouched(self) -> bool:
-        """Return whether shells that are idle, and what starts the next ones, are as when they were new. 0.3 ms."""
-        kit = None if self.anchor is None else self.anchor.kit
-        if kit is None or self.anchor_was_touched() or not kit.is_as_made() or processes.list_processes(self.idle_pids):
-            return False
-        return all(
-            not shell.holds_more() and inherited(shell.pid) == self.born and processes.limits(shell.pid) == own_limits()
-            for shell in self
-        )
 
     def begin(self, name: str) -> None:
         """Have a session's shell started while this process does other things, and before any other is asked for.
@@ -271,7 +260,7 @@ class LocalShells(AnchoredShells):
         """
         session = self.sessions.get(name)
         with contextlib.suppress(ShellStartError, AnchorLostError):
-            origin = self.origin(session)
+            origin = self._origin(session)
             template = self._may_be_template(session, *origin)
             anchor = self._ready_anchor()
             assert anchor.kit is not None, "a new anchor has one"
@@ -287,7 +276,7 @@ class LocalShells(AnchoredShells):
             return folded
         # Two shells need no template: which of them had one would depend on what happened before.
         self.drop_templates()
-        script, environment = self.origin(session)
+        script, environment = self._origin(session)
         template = self._may_be_template(session, script, environment)
         if template and self.anchor is not None and self.anchor.kit is None:
             # Only a shell on a kit is a template, and a new anchor has one.

@@ -33,8 +33,6 @@ class Performed:
         awaited: Whether the processes that it started are known to be ready.
         host_full: Whether it was killed because the machine's disk was nearly full, or because the sandbox holds what
             all sandboxes share and the machine has none left of; see `linux.user_counts`.
-        observed: Whether it is known already that nothing survives it, and that it has changed no session.
-        began_at: When it began, by `time.perf_counter`; None if it began with its request.
     """
 
     outcome: Outcome
@@ -43,8 +41,6 @@ class Performed:
     read: bool = False
     awaited: bool = False
     host_full: bool = False
-    observed: bool = False
-    began_at: float | None = None
 
     def nested_too_deep(self, disk_bytes: int) -> "Performed":
         """Return what came of a call that leaves directories nested too deeply: the agent gets a line about it.
@@ -123,12 +119,6 @@ class Platform(Protocol):
 
     def run_command(self, request: RunCommand, command: bytes) -> Performed:
         """Run a command in a session's shell."""
-
-    def run_ordinary(self, request: RunCommand, command: bytes) -> Performed | None:
-        """Run a command that is likely to leave nothing behind but files. None: it was not begun.
-
-        Nothing survives from before. No look was taken at shells and processes yet.
-        """
 
     def start_process(self, request: RunProcess, stdin: bytes, to: socket) -> StartedProcess:
         """Start a process of its own, whose output goes to a socket.

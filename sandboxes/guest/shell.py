@@ -94,7 +94,6 @@ class Shell(ABC):
             job. Empty if there was none; a fresh shell that is restored from a dump then does as well.
         born: What the first shell passed on to its children (`live_state.inherited`).
         runs: How many commands it was given.
-        first_dump: Its first dump as bytes; empty until that has come.
         out: The stdout of its command.
         err: The stderr of its command.
         dump_fd: Our end of the pipe on which it dumps.
@@ -118,7 +117,6 @@ class Shell(ABC):
         self.knowledge = b""
         self.born: list[str] = []
         self.runs = 0
-        self.first_dump = b""
         self._watches: list[int] = []
         self.out, self.err = Output(ends[1]), Output(ends[2])
         self.command_fd, self.go_fd = ends[session_texts.COMMAND_FD], ends[session_texts.GO_FD]
@@ -191,21 +189,6 @@ class Shell(ABC):
         # Last: this line makes the shell read the text.
         os.write(self.go_fd, go)
 
-    def feed(self, dump: bytes) -> None:
-        """Take what has come of a dump already."""
-        self._dump[:] = dump
-
-    @property
-    def last_dump(self) -> bytes:
-        """What has come of its last dump."""
-        return bytes(self._dump)
-
-    @property
-    def has_dumped(self) -> bool:
-        """Whether its last dump has come whole."""
-        # A command that writes this mark itself ends its dump early; `parse_dump` checks the form of the rest.
-        return self._dump.endswith(session_texts.END)
-
     def read_dump(self) -> bool:
         """Read what has come of a dump, and give bash a moment if that is only a part; return whether it is whole."""
         while data := read_available(self.dump_fd):
@@ -216,7 +199,8 @@ class Shell(ABC):
                 self._dump[-len(session_texts.END) :] = (self._dump[-len(session_texts.END) :] + data)[
                     -len(session_texts.END) :
                 ]
-            if self.has_dumped:
+            # A command that writes this mark itself ends its dump early; `parse_dump` checks the form of the rest.
+            if self._dump.endswith(session_texts.END):
                 return True
             if len(data) < _MUCH_BYTES:
                 time.sleep(_PIECES_S)

@@ -206,12 +206,9 @@ class Shells(ABC):
         deadline = time.monotonic() + READY_S
         with contextlib.suppress(MalformedDumpError):
             while time.monotonic() < deadline:
-                # The dump may have been read already; no event would come then.
-                whole = shell.has_dumped
-                events = set() if whole else {fd for fd, _ in poll.poll(READY_S * 1000)}
-                if whole or (shell.dump_fd in events and shell.read_dump()):
+                events = {fd for fd, _ in poll.poll(READY_S * 1000)}
+                if shell.dump_fd in events and shell.read_dump():
                     shell.restore_limits()
-                    shell.first_dump = shell.last_dump
                     _, shell.baseline = shell.finish_dump()
                     # Of the first one: a command may have changed what starts the shells, and so all later ones.
                     shell.born = self.born = self.born or inherited(shell.pid)

@@ -196,42 +196,37 @@ class Supervisor:
 
     def call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
         """Run a call, and answer with what came of it and what it changed."""
-        before, free, runs, live = self.survivors.now, self.changes.free_bytes(), dict[Process, int](), None
-        session, performed, began_at = request.session if isinstance(request, RunCommand) else None, None, 0.0
-        if isinstance(request, RunCommand) and not before:
-            performed = self._platform.run_ordinary(request, envelope.body)
-        if performed is None:
-            self.shells.reap()
-            self.shells.ready_all()
-            self.survivors.begin()
-            runs = run_counts(self.survivors.processes)
-            live = self._live_state(runs)
-            self.shells.note(session, self._platform.proc_directory, stays=bool(before))
-            began_at = time.perf_counter()
-            try:
-                performed = self._perform(request, envelope)
-            except ToolServerError as error:
-                # The proxy gives this sandbox up: how far the call came is not known.
-                self.link.send(ServerFailed(error.kind, str(error)))
-                return
-        seconds = time.perf_counter() - (performed.began_at or began_at)
-        if not performed.observed:
-            # Before files are looked at: processes that are about to end may still be writing.
-            self.survivors.settle()
+        before, free = self.survivors.now, self.changes.free_bytes()
+        session = request.session if isinstance(request, RunCommand) else None
+        self.shells.reap()
+        self.shells.ready_all()
+        self.survivors.begin()
+        runs = run_counts(self.survivors.processes)
+        live = self._live_state(runs)
+        self.shells.note(session, self._platform.proc_directory, stays=bool(before))
+        began_at = time.perf_counter()
+        try:
+            performed = self._perform(request, envelope)
+        except ToolServerError as error:
+            # The proxy gives this sandbox up: how far the call came is not known.
+            self.link.send(ServerFailed(error.kind, str(error)))
+            return
+        seconds = time.perf_counter() - began_at
+        # Before files are looked at: processes that are about to end may still be writing.
+        self.survivors.settle()
         host_full = performed.host_full or (bool(self.survivors) and self._takes_too_much())
         # Compared as a whole: a process that ended and one that came in its place are a change.
         came_or_went = self.survivors.now != before
         changed, fresh = came_or_went, [] if session is None else [session]
-        if not performed.observed:
-            if not (performed.read or changed):
-                # A process that answers has worked. After a call that only reads, only comings and goings count.
-                changed = ran_between(runs, run_counts(self.survivors.processes))
-            # A process that sleeps may have been changed by the call all the same.
-            touched = not (performed.read or changed) and self._touched(session, live)
-            changed |= touched and bool(before)
-            if not self.survivors and (touched or before):
-                # What no dump has of the other shells would be seen by later calls, and a restored sandbox lacks it.
-                fresh = self.shells.end_idle(session)
+        if not (performed.read or changed):
+            # A process that answers has worked. After a call that only reads, only comings and goings count.
+            changed = ran_between(runs, run_counts(self.survivors.processes))
+        # A process that sleeps may have been changed by the call all the same.
+        touched = not (performed.read or changed) and self._touched(session, live)
+        changed |= touched and bool(before)
+        if not self.survivors and (touched or before):
+            # What no dump has of the other shells would be seen by later calls, and a restored sandbox lacks it.
+            fresh = self.shells.end_idle(session)
         wrote_files = self.changes.look()
         self.stillness.saw(wrote=wrote_files, moved=came_or_went)
         if self.changes.too_deep:
@@ -374,8 +369,6 @@ class Supervisor:
 
     def _wait(self, shell: Shell, timeout_s: float) -> str:
         """Wait for a shell's dump; return "dump", "died", "timeout", "disk", "depth" or "host"."""
-        if shell.has_dumped:
-            return "dump"
         deadline, watch = time.monotonic() + timeout_s, self._call_watch()
         waiting = poll()
         outputs = {output.fd: output for output in (shell.out, shell.err)}

@@ -114,7 +114,7 @@ class Survivors:
         shared = {("ipc", objects, self._settled)} if objects else set()
         now: set[Any] = (
             running | held | shared | self._background.state | kept(self._shells) | rescheduled(self._shells)
-            | self.changed_founders()
+            | self._changed_founders()
         )  # fmt: skip
         self.moving = bool(now)
         # Beside survivors a shell is not replaced after its call, so it goes on knowing its jobs, whatever they are.
@@ -137,7 +137,7 @@ class Survivors:
             pause_s = next(pauses_s, pause_s)
             time.sleep(pause_s)
 
-    def changed_founders(self) -> set[tuple[str, ...]]:
+    def _changed_founders(self) -> set[tuple[str, ...]]:
         """Return what a command has changed of processes of the sandbox's own."""
         looked = ((self._born.get(pid), settings(pid)) for pid in self._founders())
         return {("founders", *now) for born, now in looked if born and now and now != born}

@@ -16,7 +16,6 @@ from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta
 from sandboxes.guest.files.changes import Changes
 from sandboxes.guest.files.state_rows import StateRows
-from sandboxes.guest.local_shell import LocalShell
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.platform import Performed, not_started
 from sandboxes.guest.process_io import death_of
@@ -54,7 +53,6 @@ from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.trees import TOO_DEEP
 from sandboxes.local.call_process import LocalProcess, background_process, start
-from sandboxes.local.ordinary_calls import WITHIN_S, OrdinaryCalls
 from sandboxes.local.servers import LocalServers
 
 
@@ -94,7 +92,6 @@ class LocalPlatform:
         self._shells = shells
         self._changes, self._background = Changes(roots, order, rows), BackgroundProcesses(order.output_bytes)
         self._servers = LocalServers(shells)
-        self._ordinary = OrdinaryCalls(link, shells)
         self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, self, sockets)
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
         self._held_from = 0.0
@@ -175,24 +172,6 @@ class LocalPlatform:
             shell, request.timeout_s, lambda: self._shells.kill_except(spared, first=shell.pid)
         )
 
-    def run_ordinary(self, request: RunCommand, command: bytes) -> Performed | None:
-        """Run a command in the library of `ordinary_calls`; see `Platform.run_ordinary`."""
-        shell = self._ordinary.fresh_shell(request.session)
-        if shell is None or request.timeout_s < WITHIN_S or not self._changes.is_within_bounds(lambda: [shell.pid]):
-            return None
-        # There is no other shell, so nothing is noted; what was noted before the last call is forgotten.
-        self._shells.note(request.session, self.proc_directory, stays=False)
-        if (ran := self._ordinary.run(shell, command)) is None:
-            return None
-        if ran.status is None:
-            within_s = request.timeout_s - (time.perf_counter() - ran.began_at)
-            performed = self._supervisor.finish_command(
-                shell, within_s, lambda: self._shells.kill_except(set(), first=shell.pid)
-            )
-            return replace(performed, began_at=ran.began_at)
-        outcome = CommandOutcome(ran.status, timed_out=False, truncated=False, stdout_bytes=len(ran.stdout))
-        return Performed(outcome, ran.stdout + ran.stderr, observed=True, began_at=ran.began_at)
-
     def start_process(self, request: RunProcess, stdin: bytes, to: socket.socket) -> LocalProcess:
         """Start a process of its own under the anchor."""
         return start(self._shells, request, stdin, to)
@@ -227,7 +206,6 @@ class LocalPlatform:
         if self._survivors:
             self._shells.drop_templates()
         self._link.send(with_members(answer, discard=discard, seal=seal), body)
-        self._learn(answer, fresh)
         if self._changes.written and not spares(self._changes.tracker.scan.signatures):
             self._shells.drop_templates()
         # The answer comes first: the proxy waits for it, and takes the next message as the state that follows it.
@@ -238,16 +216,8 @@ class LocalPlatform:
         elif not self._survivors:
             self._renew(fresh)
 
-    def _learn(self, answer: CallDone, fresh: list[str]) -> None:
-        """Learn from a call that has left nothing behind, if that is not known already."""
-        ordinary = isinstance(answer.outcome, CommandOutcome) and not (answer.changed_session or self._survivors)
-        if ordinary and not self._ordinary.is_known and len(fresh) == 1 and not self._changes.too_deep:
-            self._ordinary.learn(lambda: self._shells.are_untouched() and not self._survivors.changed_founders())
-
     def _renew(self, names: list[str]) -> None:
         """Replace the shells of some sessions; all of them, and the anchor, if the call has touched the anchor."""
-        if (shell := self._ordinary.end(names)) is not None and self._ordinary.start(shell):
-            return
         if self._shells.anchor_was_touched():
             self._shells.end()
             names = list(self._shells.sessions) or ["main"]
@@ -302,13 +272,11 @@ class LocalPlatform:
     def _move(self, state: StateSummary) -> None:
         """Report the state of the files, which were just looked at, and go on over other layers."""
         # The sessions are dumps already, so a fresh shell on the new layers continues each of them.
-        if (shell := self._ordinary.end()) is None:
-            self._shells.halt()
+        self._shells.halt()
         self._send_layer_state(state)
-        if shell is None:
-            # The kernel takes half a millisecond to end a shell, in which the proxy and the launcher work.
-            self._shells.end()
-        self._await_switch(shell)
+        # The kernel takes half a millisecond to end a shell, in which the proxy and the launcher work.
+        self._shells.end()
+        self._await_switch()
 
     def _send_layer_state(
         self, summary: StateSummary, paths: Sequence[str] = (), checkpoint: dict[str, Any] | None = None
@@ -371,12 +339,8 @@ class LocalPlatform:
             self._background.add(process)
         self._survivors.settle(patient=False)
 
-    def _await_switch(self, ended: LocalShell | None) -> None:
-        """Wait until the launcher has moved this mount namespace to other layers, and go on with fresh shells.
-
-        Args:
-            ended: The shell that `OrdinaryCalls.end` has ended; None if all were ended in the regular way.
-        """
+    def _await_switch(self) -> None:
+        """Wait until the launcher has moved this mount namespace to other layers, and go on with fresh shells."""
         # The proxy orders the move when it has the state, and waits for `Done`. It sends nothing in between.
         report = self._switches.link.wait()
         if not isinstance(report.message, LayersSwitched):
@@ -386,8 +350,7 @@ class LocalPlatform:
         upper_mount, lower, table = report.fds
         self._changes.switched(opened_root(upper_mount), lower, table, report.message.added_bytes)
         self._link.send(Done())
-        if ended is None or not self._ordinary.start(ended):
-            self._shells.renew(list(self._shells.sessions) or ["main"])
+        self._shells.renew(list(self._shells.sessions) or ["main"])
         self._switches.keep([upper_mount, lower])
 
 

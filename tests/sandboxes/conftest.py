@@ -6,7 +6,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from hatch_build import ANCHOR_SOURCE, HELPER, ORDINARY_SOURCE, PRELOADED_SOURCE, compile_helper
+from hatch_build import ANCHOR_SOURCE, HELPER, PRELOADED_SOURCE, compile_helper
 from sandboxes.linux import spawn
 from sandboxes.linux.files import remove_tree
 from sandboxes.shell_files import copies
@@ -66,12 +66,6 @@ def execute_shells(monkeypatch: pytest.MonkeyPatch) -> None:
 def spawn_helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The native library that starts programs, compiled from its source."""
     return _compiled(HELPER, tmp_path_factory.mktemp("helper") / "libvfork.so")
-
-
-@pytest.fixture(scope="session")
-def ordinary_helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The native library that takes the steps of ordinary calls, compiled from its source."""
-    return _compiled(ORDINARY_SOURCE, tmp_path_factory.mktemp("ordinary") / "libordinary.so")
 
 
 def _compiled(source: Path, target: Path) -> Path:

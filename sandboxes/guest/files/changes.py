@@ -130,17 +130,10 @@ class WrittenFiles:
 
     def over_disk(self, pids: Callable[[], Iterable[int]]) -> str | None:
         """Return a reason once the sandbox holds too much; see `DiskWatch.over`."""
-        return self._disk_watch().over(pids)
-
-    def is_within_bounds(self, pids: Callable[[], Iterable[int]]) -> bool:
-        """Return whether a short call needs no look at the disk while it runs; see `DiskWatch.is_within_bounds`."""
-        return not self.too_deep and self._disk_watch().is_within_bounds(pids)
-
-    def _disk_watch(self) -> DiskWatch:
         disk = self._disk
         disk.upper, disk.below_bytes = self.roots.upper, self.below_bytes
         disk.unmeasured_free = self._measured_free if self.too_deep else None
-        return disk
+        return disk.over(pids)
 
 
 class Changes(WrittenFiles):

@@ -92,10 +92,6 @@ class DiskWatch:
             self._free = now
         return reason
 
-    def is_within_bounds(self, pids: Callable[[], Iterable[int]]) -> bool:
-        """Return whether `over` would return None now. If not, the next `over` still returns the reason."""
-        return self._reason(free_of(self.upper), pids) is None
-
     def _reason(self, now: tuple[int, int], pids: Callable[[], Iterable[int]]) -> str | None:
         """Return what `over` returns, by the free bytes now. They are kept if there is no reason."""
         if min(now) < self._reserve:

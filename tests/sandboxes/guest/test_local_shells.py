@@ -146,10 +146,9 @@ def test_halted_shells_run_nothing_more(shell_folder: Path, monkeypatch: pytest.
 def test_a_state_is_reported_when_no_shell_runs_any_more() -> None:
     order: list[str] = []
     platform = SimpleNamespace(
-        _ordinary=SimpleNamespace(end=lambda: None),
         _shells=SimpleNamespace(halt=lambda: order.append("halt"), end=lambda: order.append("end")),
         _send_layer_state=lambda _: order.append("state"),
-        _await_switch=lambda _: order.append("switch"),
+        _await_switch=lambda: order.append("switch"),
     )
     LocalPlatform._move(cast("Any", platform), cast("Any", None))
     assert order == ["halt", "state", "end", "switch"]

@@ -41,17 +41,6 @@ def test_empty_files_count(upper: int, tmp_path: Path, disk: list[int]) -> None:
     assert over() == "disk"
 
 
-def test_short_call_is_watched_once_too_much_is_held(upper: int, tmp_path: Path, disk: list[int]) -> None:
-    """What others write on the disk is no reason, and a reason is still there for the watch of the call."""
-    watched = disk_watch.DiskWatch(upper, 64 << 20, 0)
-    disk[0] -= 32 << 20
-    assert watched.is_within_bounds(list)
-    (tmp_path / "upper/file").write_bytes(bytes(65 << 20))
-    disk[0] -= 65 << 20
-    assert not watched.is_within_bounds(list)
-    assert watched.over(list) == "disk"
-
-
 def test_few_inodes_are_the_machine_s_fault(upper: int, disk: list[int]) -> None:
     over = watch(upper, 1 << 20, 1 << 20)
     disk[1] = 1 << 19
