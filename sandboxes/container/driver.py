@@ -38,7 +38,7 @@ from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
-VERSION = 4
+VERSION = 5
 """Part of every identity. Raise it when equal calls would give other results or other digests than before."""
 
 REAP_S = 30.0

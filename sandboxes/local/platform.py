@@ -24,7 +24,6 @@ from sandboxes.guest.supervisor import CallRequest, Supervisor
 from sandboxes.ipc.fork_pages import own_pages
 from sandboxes.ipc.messages import (
     CallDone,
-    CommandOutcome,
     DescribeState,
     Done,
     ExpectOrder,
