@@ -5,6 +5,7 @@
 A frame is Docker's header of 8 bytes (kind, three zeros, length as big-endian 32 bits) and its data.
 """
 
+import codecs
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ MAX_BYTES = 32 << 20
 LINGER_S = 2.0
 """How long output is read after a process ended while background processes hold its pipes; as long as Docker does."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_END_BYTES = 1 << 10
+"""How much of the end of an output is kept beside its beginning. Our marks have 200 bytes at most."""
 _HEADER = struct.Struct(">BxxxI")
 
 
@@ -127,6 +130,51 @@ class Frames:
         """Return the complete body, with a last frame for the ending."""
         fields = {"exit_code": exit_code, "timed_out": timed_out, "truncated": not self.whole}
         return bytes(self._body) + frame(END, json.dumps(fields).encode())
+
+
+class KeptOutput:
+    """The first bytes of an output, up to a limit (`limits.output_bytes`).
+
+    What is kept depends on the bytes and on the limit, and not on the pieces in which they come. A cut never leaves a
+    part of a UTF-8 character.
+
+    Attributes:
+        data: What is kept.
+        dropped: How many more bytes came.
+        end: The last bytes that came, for marks that are not cut; empty while nothing is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.dropped, self.end = 0, b""
+
+    def add(self, data: bytes, max_bytes: int) -> None:
+        """Append data. From the first byte on that is beyond the limit, all is counted and not kept."""
+        if not self.dropped:
+            self.data += data
+            if len(self.data) <= max_bytes:
+                return
+            whole = whole_characters(self.data[:max_bytes])
+            data = bytes(self.data[whole:])
+            self.end = bytes(self.data[max(0, whole - _END_BYTES) : whole])
+            del self.data[whole:]
+        self.dropped += len(data)
+        self.end = (self.end + data)[-_END_BYTES:]
+
+    def take(self) -> bytes:
+        """Remove and return what was kept, with a last line about what was not."""
+        note = f"\n[forkpoint: {self.dropped} more bytes left out]\n".encode() if self.dropped else b""
+        taken = bytes(self.data) + note
+        self.data.clear()
+        self.dropped, self.end = 0, b""
+        return taken
+
+
+def whole_characters(data: bytes | bytearray) -> int:
+    """Return how many bytes there are before a UTF-8 character that has begun at the end and is not complete."""
+    # A character has four bytes at the most. What is no UTF-8 counts as whole.
+    end = bytes(data[-3:])
+    return len(data) - len(end) + codecs.utf_8_decode(end, "replace", False)[1]
 
 
 class Incoming:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sandboxes.ipc.messages import UseBackgroundProcess
-from sandboxes.process_output import END, ERR, LINGER_S, MEDIA_TYPE, OUT, frame
+from sandboxes.process_output import END, ERR, LINGER_S, MEDIA_TYPE, OUT, KeptOutput, frame
 
 ProcessAnswer = tuple[int, str, bytes]
 """Status, media type and body of an answer."""
@@ -41,19 +41,16 @@ WRITE_S = 10.0
 """How long a process may take to read what is written to its stdin; an estimate."""
 
 
-class PendingOutput:
+class PendingOutput(KeptOutput):
     """Output of one stream that was not polled yet.
 
     Attributes:
         fd: Our end of the pipe; -1 once it is closed.
-        data: The output.
-        dropped: How many more bytes came than are kept.
     """
 
     def __init__(self, fd: int) -> None:
+        super().__init__()
         self.fd = fd
-        self.data = bytearray()
-        self.dropped = 0
 
     def drain(self, max_bytes: int) -> None:
         """Read without waiting, and keep at most max_bytes."""
@@ -69,21 +66,12 @@ class PendingOutput:
                 self.close()
                 return
             # Reading goes on when the buffer is full: a process must not stop because no call polls it.
-            room = max(0, max_bytes - len(self.data))
-            self.data += data[:room]
-            self.dropped += max(0, len(data) - room)
+            self.add(data, max_bytes)
 
-    def take(self, size: int | None) -> bytes:
-        """Remove and return at most size bytes.
-
-        Args:
-            size: How many bytes; None for all of them, and a last line about bytes that were not kept.
-        """
+    def take_some(self, size: int) -> bytes:
+        """Remove and return at most size bytes."""
         taken = bytes(self.data[:size])
         del self.data[:size]
-        if size is None and self.dropped:
-            taken += b"\n[forkpoint: %d more bytes left out]\n" % self.dropped
-            self.dropped = 0
         return taken
 
     def close(self) -> None:
@@ -181,7 +169,7 @@ class BackgroundProcess:
         """
         frames = b""
         for number, stream in self.streams.items():
-            data = stream.take(None if due is None else due[number])
+            data = stream.take() if due is None else stream.take_some(due[number])
             frames += frame(number, data) if data else b""
         return frames
 

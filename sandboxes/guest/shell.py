@@ -20,6 +20,7 @@ from sandboxes.guest.bash import session as session_texts
 from sandboxes.linux.descriptors import close_all, overwrite, read_available
 from sandboxes.linux.live_state import report_writes
 from sandboxes.linux.processes import limits, run_counts, wait_until_asleep
+from sandboxes.process_output import KeptOutput
 from sandboxes.shell_text import Jobs, ShellSession
 
 _PIECES_S = 0.0002
@@ -48,36 +49,21 @@ def is_in_proc_of(pid: int, folder: str) -> bool:
     return f"{folder}/".startswith(f"/proc/{pid}/")
 
 
-class Output:
+class Output(KeptOutput):
     """One stream of a shell's command.
 
     Attributes:
         fd: Our end of the pipe.
-        kept: The first bytes.
-        dropped: How many more bytes came.
     """
 
     def __init__(self, fd: int) -> None:
+        super().__init__()
         self.fd = fd
-        self.kept = bytearray()
-        self.dropped = 0
 
     def drain(self, max_bytes: int) -> None:
         """Read without waiting, and keep the first max_bytes."""
         while data := read_available(self.fd):
-            room = max(0, max_bytes - len(self.kept))
-            self.kept += data[:room]
-            self.dropped += max(0, len(data) - room)
-
-    def take(self) -> tuple[bytes, bool]:
-        """Return what was kept, with a last line about what was not, and whether anything was dropped."""
-        # The buffers are emptied here, because the same shell may run the next command.
-        kept, dropped = bytes(self.kept), self.dropped
-        self.kept.clear()
-        self.dropped = 0
-        if dropped:
-            kept += f"\n[forkpoint: {dropped} more bytes left out]\n".encode()
-        return kept, dropped > 0
+            self.add(data, max_bytes)
 
 
 class Shell(ABC):

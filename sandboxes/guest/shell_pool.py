@@ -224,7 +224,7 @@ class Shells(ABC):
         ended = shell.ended
         for output in (shell.out, shell.err):
             output.drain(4096)
-        reason = bytes(shell.out.kept + shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
+        reason = bytes(shell.out.data + shell.err.data).decode(errors="replace").strip() or "it gives no answer"
         status = self.kill(shell)
         # A new shell's script is so short that only the sandbox can be the cause; a signal is a lack of memory.
         broken = (

@@ -358,13 +358,14 @@ class Supervisor:
         # The writers are gone or idle now: what is still in the pipes is the last of the command's output.
         for output in (shell.out, shell.err):
             output.drain(self.background.max_bytes)
-        (out, out_cut), (err, err_cut) = shell.out.take(), shell.err.take()
-        if ending == "died" and is_lost(code, out, err):
+        if ending == "died" and is_lost(code, *(bytes(output.end or output.data) for output in (shell.out, shell.err))):
             # One bash would go on. Not its session but our access to it is gone, so there is no result.
             raise ShellStartError(_NO_DESCRIPTORS)
+        truncated = bool(shell.out.dropped or shell.err.dropped)
+        out, err = shell.out.take(), shell.err.take()
         if ending != "dump":
             self._platform.forget_shell(shell, ending)
-        outcome = CommandOutcome(code, ending == "timeout", truncated=out_cut or err_cut, stdout_bytes=len(out))
+        outcome = CommandOutcome(code, ending == "timeout", truncated=truncated, stdout_bytes=len(out))
         return Performed(outcome, out + err + notes, session_changed=changed, host_full=ending == "host")
 
     def _wait(self, shell: Shell, timeout_s: float) -> str:

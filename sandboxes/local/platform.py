@@ -25,7 +25,6 @@ from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.fork_pages import own_pages
 from sandboxes.ipc.messages import (
     CallDone,
-    CommandOutcome,
     DescribeState,
     Done,
     ExpectOrder,

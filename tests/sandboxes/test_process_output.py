@@ -6,7 +6,19 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.process_output import END, OUT, Frames, Incoming, OutputError, by_stream, ending, frame, frames, output
+from sandboxes.process_output import (
+    END,
+    OUT,
+    Frames,
+    Incoming,
+    KeptOutput,
+    OutputError,
+    by_stream,
+    ending,
+    frame,
+    frames,
+    output,
+)
 
 CONTENT = st.binary(max_size=40)
 PIECES = st.lists(st.tuples(st.sampled_from([1, 2]), CONTENT.filter(bool)), max_size=8)
@@ -65,3 +77,66 @@ def test_any_ending_is_read_or_an_error(data: bytes) -> None:
     for text in (data, b"[" * 100_000, b"{}", b'"x"', b"null"):
         with contextlib.suppress(OutputError):
             ending(frame(END, text))
+
+
+TEXTS = st.lists(st.sampled_from(["a", "\0", "é", "€", "𝄞", "\U0010ffff"]), max_size=12).map(
+    lambda words: "".join(words).encode()
+)
+BYTES = st.lists(
+    st.sampled_from([b"a", b"\x80", b"\xc3", b"\xe2\x82", b"\xed\xa0", b"\xf0\x9d\x84", b"\xff"]), max_size=12
+)
+
+
+def kept_of(data: bytes, max_bytes: int, size: int) -> KeptOutput:
+    """Return what is kept of data that comes in pieces of a size."""
+    kept = KeptOutput()
+    for start in range(0, len(data), size):
+        kept.add(data[start : start + size], max_bytes)
+    return kept
+
+
+@given(st.one_of(TEXTS, BYTES.map(b"".join)), st.integers(0, 40), st.integers(1, 9))
+def test_pieces_do_not_matter_to_what_is_kept(data: bytes, max_bytes: int, size: int) -> None:
+    """The same bytes are kept, and the same number is told of the others."""
+    kept, at_once = kept_of(data, max_bytes, size), kept_of(data, max_bytes, 99)
+    assert data.startswith(kept.data)
+    assert kept.dropped == len(data) - len(kept.data)
+    assert (kept.end, kept.take()) == (at_once.end, at_once.take())
+
+
+@given(TEXTS, st.integers(0, 40))
+def test_a_cut_leaves_whole_characters(data: bytes, max_bytes: int) -> None:
+    """It is the longest beginning within the limit that is text."""
+    kept = kept_of(data, max_bytes, 5)
+    longest = max(end for end in range(min(max_bytes, len(data)) + 1) if _is_text(data[:end]))
+    assert bytes(kept.data) == data[:longest]
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@given(BYTES.map(b"".join), st.integers(0, 40))
+def test_a_cut_of_what_is_no_text_lacks_three_bytes_at_most(data: bytes, max_bytes: int) -> None:
+    kept = kept_of(data, max_bytes, 5)
+    assert min(max_bytes, len(data)) - 3 <= len(kept.data) <= max_bytes
+    assert kept.dropped or bytes(kept.data) == data
+
+
+def test_an_output_that_fits_is_kept_as_it_is() -> None:
+    """Also if it ends within a character: the process has written it so."""
+    kept = kept_of(b"a\xe2\x82", 3, 1)
+    assert kept.take() == b"a\xe2\x82"
+    kept.add(b"next", 3)
+    assert kept.take() == b"nex\n[forkpoint: 1 more bytes left out]\n"
+
+
+def test_the_end_of_a_cut_output_is_known() -> None:
+    """It may have a mark of ours."""
+    kept = kept_of(b"x" * 5000 + b"the mark", 4998, 3)
+    assert kept.end.endswith(b"xxthe mark")
+    assert len(kept.end) == 1024

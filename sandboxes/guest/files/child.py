@@ -86,5 +86,5 @@ def _read_all(fd: int, timeout_s: float, over_disk: Callable[[], str | None]) ->
         output.drain(sys.maxsize)
         # Hung up and nothing left to read: the child has closed its end, or has died.
         if events and events[0][1] & POLLHUP and not events[0][1] & POLLIN:
-            return bytes(output.kept), True
-    return bytes(output.kept), False
+            return bytes(output.data), True
+    return bytes(output.data), False

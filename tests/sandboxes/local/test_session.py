@@ -397,6 +397,42 @@ def test_long_output_is_cut_and_says_so(data_dir: Path) -> None:
     in_sandbox(data_dir, test, limits=Limits(output_bytes=1000))
 
 
+def test_output_is_cut_at_the_limit_each_time_alike(data_dir: Path) -> None:
+    """Both streams end with a whole character, at limits around their size, in each sandbox and however they came."""
+    text = "aé€𝄞" * 3
+    pieces = "; ".join(f"printf '\\x{byte:x}' | tee /dev/stderr" for byte in text.encode())
+
+    async def test(driver: Driver) -> None:
+        for limit in (0, 1, 2, 3, 4, *range(len(text.encode()) - 5, len(text.encode()) + 2)):
+            spec = EnvironmentSpec(limits=Limits(output_bytes=limit))
+            answers = [
+                await run(await driver.start(spec), command)
+                for command in (f"printf %s {text} | tee /dev/stderr", pieces)
+                for _ in range(2)
+            ]
+            kept = text.encode()[:limit].decode(errors="ignore")
+            rest = len(text.encode()) - len(kept.encode())
+            shown = f"{kept}\n[forkpoint: {rest} more bytes left out]\n" if rest else text
+            for answer in answers:
+                assert (answer.out, answer.err, answer.truncated) == (shown, shown, rest > 0), limit
+
+    async def go() -> None:
+        async with opened(local_driver(data_dir)) as driver:
+            await test(driver)
+
+    asyncio.run(go())
+
+
+def test_a_lost_shell_is_noticed_behind_a_long_output(data_dir: Path) -> None:
+    """The line by which it is known is beyond the limit of what is kept."""
+
+    async def test(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxError, match="too few file descriptors"):
+            await run(sandbox, "head -c 3000 /dev/zero; ulimit -n 33")
+
+    in_sandbox(data_dir, test, limits=Limits(output_bytes=1000))
+
+
 def test_invalid_utf8_becomes_replacement_characters(data_dir: Path) -> None:
     """Bytes that are not UTF-8 are shown as the replacement character."""
 

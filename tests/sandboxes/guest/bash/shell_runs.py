@@ -75,13 +75,13 @@ class RestoredRuns:
                 output.drain(1 << 24)
             if shell.dump_fd in ready and shell.read_dump():
                 break
-            assert shell.death not in ready, f"{command!r} ended its shell: {bytes(shell.err.kept)!r}"
+            assert shell.death not in ready, f"{command!r} ended its shell: {bytes(shell.err.data)!r}"
             assert time.monotonic() < deadline, f"{command!r} hangs"
         self.shells.take_dump(shell)
         for output in (shell.out, shell.err):
             output.drain(1 << 24)
         shell.err.take()
-        out = shell.out.take()[0]
+        out = shell.out.take()
         if not kept(self.shells) and not holding(self.shells) and not shell.jobs:
             self.shells.renew([session])
         return out
