@@ -34,9 +34,8 @@ ROOMS = ("proxy", "sandboxes", "snapshots")
 PACKAGE = "forkpoint"
 NATIVE = Path("sandboxes", "linux")
 HELPER, LIBRARY = NATIVE / "vfork.c", NATIVE / "libvfork.so"
-ANCHOR_SOURCE, ANCHOR = NATIVE / "anchor.c", NATIVE / "anchor.elf"
-PRELOADED_SOURCE, PRELOADED = NATIVE / "preloaded.c", NATIVE / "preloaded.so"
-COMPILED = {HELPER: LIBRARY, ANCHOR_SOURCE: ANCHOR, PRELOADED_SOURCE: PRELOADED}
+ANCHOR_SOURCE, ANCHOR = NATIVE / "anchor.c", NATIVE / "libanchor.so"
+COMPILED = {HELPER: LIBRARY, ANCHOR_SOURCE: ANCHOR}
 """The C files, and what they are compiled into."""
 COMPILED_NAMES = {target.name for target in COMPILED.values()}
 _WITHOUT_LIBC = (
@@ -47,8 +46,7 @@ _WITHOUT_LIBC = (
 _SHARED = ("-O2", "-shared", "-fPIC")
 FLAGS = {
     LIBRARY: _SHARED,
-    ANCHOR: (*_WITHOUT_LIBC, "-static", "-fno-pie", "-no-pie", "-Wl,-z,noseparate-code"),
-    PRELOADED: (*_WITHOUT_LIBC, "-shared", "-fPIC", "-fvisibility=hidden"),
+    ANCHOR: (*_WITHOUT_LIBC, "-shared", "-fPIC", "-fvisibility=hidden"),
 }
 """The compiler's arguments, by what it makes."""
 SITE = Path("proxy", "ui", "manual")

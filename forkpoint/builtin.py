@@ -22,7 +22,7 @@ def local_driver(context: DriverContext) -> "Driver":
 
     return LocalDriver(
         context.directory, context.checkpointer(), context.sources,
-        cpu_groups=context.cpu_groups, trust_bases=context.trust_bases,
+        cpu_groups=context.cpu_groups,
     )  # fmt: skip
 
 

@@ -48,10 +48,6 @@ class Settings(BaseSettings):
         default=(),
         description="What specs of tokens for some tasks may name: directories, prefixes of URLs, env:NAME.",
     )
-    trust_bases: bool = Field(
-        default=False,
-        description="Whether all bases are as trustworthy as this machine. Then shells are forks of their bash too.",
-    )
     egress: tuple[Host, ...] = Field(
         default=(),
         description="Hosts that specs may name in `egress`: HOST, HOST:PORT or *.DOMAIN. None by default: no sandbox "

@@ -57,7 +57,6 @@ class DriverContext:
             again when it does (`SourceRules.real`).
         spares: How many sandboxes the operator wants prepared ahead of need; 0 for drivers without such a setting.
         cpu_groups: Whether sandboxes should be `sandboxes.driver.Metered`, where the machine allows it.
-        trust_bases: Whether code of any base may run beside the agent's processes, also after a state was frozen.
     """
 
     directory: Path
@@ -65,7 +64,6 @@ class DriverContext:
     spares: int = 0
     sources: SourceRules = field(default_factory=SourceRules)
     cpu_groups: bool = False
-    trust_bases: bool = False
 
 
 DriverFactory = Callable[[DriverContext], Driver]

@@ -14,6 +14,7 @@ from sandboxes.guest.anchors.programs import start_anchor
 from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import READY_S, Shells
+from sandboxes.guest.users import ROOT, User
 from sandboxes.linux import processes
 from sandboxes.linux.live_state import passed_on, settings
 from sandboxes.linux.spawn import BASH
@@ -30,6 +31,7 @@ class AnchoredShells(Shells):
     """The shells of a local sandbox as far as their anchor goes.
 
     Attributes:
+        user: The user of the sandbox's processes.
         anchor: The anchor; None until the first shell is started, and after the agent has killed it.
     """
 
@@ -39,8 +41,10 @@ class AnchoredShells(Shells):
         workdir: str,
         sessions: dict[str, ShellSession],
         pristine: ShellSession | None,
+        user: User = ROOT,
     ) -> None:
         super().__init__(environment, workdir, sessions, pristine)
+        self.user = user
         self.anchor: Anchor | None = None
         self._anchor_runs: dict[processes.Process, int] = {}
         self._ended: dict[int, int] = {}
@@ -121,33 +125,42 @@ class AnchoredShells(Shells):
     def _runs_of_anchor(self) -> dict[processes.Process, int]:
         return {} if self.anchor is None else processes.run_counts([(self.anchor.pid, 0)])
 
-    def launch(self, environment: dict[str, str], fds: dict[int, int], program: str) -> int:
+    @property
+    def changes_users(self) -> bool:
+        """Whether the anchor can start a process as another user.
+
+        Raises:
+            ShellStartError: No process can be started.
+        """
+        return self._ready_anchor().forks
+
+    def launch(self, environment: dict[str, str], fds: dict[int, int], program: str, user: User | None = None) -> int:
         """Start a program under the anchor; see `Anchor.start_on`.
 
         Raises:
             ShellStartError: No process can be started, or bash is gone.
         """
-        return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program))
+        return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program, user))
 
     def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
-        # The agent may have killed the anchor at any time, even just now. A second loss has another cause, which may be
-        # that bash cannot be loaded from the files for forks.
+        # The agent may have killed the anchor at any time, even just now. Another loss has another cause.
         for _ in range(2):
             with contextlib.suppress(AnchorLostError):
                 return start(self._ready_anchor())
             self._drop_anchor()
         try:
-            return start(self._ready_anchor(forks=False))
+            anchor = self._ready_anchor()
+            return start(anchor)
         except AnchorLostError as error:
-            if _runs():
-                raise ShellStartError(f"{BASH} does not start in this sandbox: {error}") from error
+            if anchor.forks or _runs():
+                raise ShellStartError(f"bash does not start in this sandbox: {error}") from error
             # A recorded answer: how the attempts failed depends on moments, and must not be part of its text.
             raise ShellStartError(f"{BASH} does not start in this sandbox", broken=True) from error
 
-    def _ready_anchor(self, *, forks: bool = True) -> Anchor:
+    def _ready_anchor(self) -> Anchor:
         if self.anchor is None:
             try:
-                self.anchor = start_anchor(forks=forks)
+                self.anchor = start_anchor(self.user)
             except OSError as error:
                 raise ShellStartError(f"no process can be started in this sandbox: {error.strerror}") from error
         return self.anchor

@@ -8,16 +8,16 @@ import os
 import termios
 from collections.abc import Callable
 
+from sandboxes.guest.anchored_shells import AnchoredShells
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import restore_script
 from sandboxes.guest.driver_link import DriverLink
-from sandboxes.guest.shell_pool import Shells
 from sandboxes.ipc.messages import TerminalFailed, TerminalOpened
+from sandboxes.linux import confine
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.spawn import BASH
+from sandboxes.linux.spawn import BASH, SHELL_FILES
 from sandboxes.linux.tty import set_size
-from sandboxes.shell_text import ShellSession
 
 INTERACTIVE = (
     session_texts.DEFINE.encode()
@@ -38,7 +38,7 @@ def give(link: DriverLink, start: Callable[[], int]) -> None:
     link.hand_over(TerminalOpened(), [end])
 
 
-def start_shell(shells: Shells, *, columns: int, rows: int) -> int:
+def start_shell(shells: AnchoredShells, *, columns: int, rows: int) -> int:
     """Start a bash in the main session's state on a new terminal; return the master end.
 
     Raises:
@@ -48,8 +48,9 @@ def start_shell(shells: Shells, *, columns: int, rows: int) -> int:
     master, slave = os.openpty()
     try:
         set_size(slave, columns, rows)
+        os.fchown(slave, shells.user.uid, -1)
         if os.fork() == 0:
-            _become_shell(slave, shells.sessions.get("main"), shells.environment, shells.workdir)
+            _become_shell(slave, shells)
     except OSError:
         os.close(master)
         raise
@@ -59,21 +60,29 @@ def start_shell(shells: Shells, *, columns: int, rows: int) -> int:
     return master
 
 
-def _become_shell(slave: int, session: ShellSession | None, environment: dict[str, str], workdir: str) -> None:
+def _become_shell(slave: int, shells: AnchoredShells) -> None:
+    session = shells.sessions.get("main")
     try:
         # The leader of a new session without a terminal gets the one that it asks for.
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
         script = os.memfd_create("text", os.MFD_CLOEXEC)
-        os.pwrite(script, restore_script(session, workdir) + INTERACTIVE, 0)
+        os.pwrite(script, restore_script(session, shells.workdir) + INTERACTIVE, 0)
         # The script ends with a dump, which nothing reads here.
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         numbers = {0: slave, 1: slave, 2: slave, session_texts.RESTORE_FD: script, session_texts.DUMP_FD: null}
         kernel.arrange_descriptors(numbers)
         kernel.reset_signals()
         # A session that is not new brings its own variables along.
-        variables = environment if session is None else {}
-        argv = ["bash", "--noprofile", "--rcfile", f"/proc/self/fd/{session_texts.RESTORE_FD}", "-i"]
-        os.execve(BASH, argv, {"PATH": os.defpath, **variables})  # noqa: S606
+        variables = shells.environment if session is None else {}
+        options = ["--noprofile", "--rcfile", f"/proc/self/fd/{session_texts.RESTORE_FD}", "-i"]
+        program, argv = BASH, ["bash", *options]
+        if os.access(f"{SHELL_FILES}/loader", os.X_OK):
+            # As `linux/anchor.c` has it. Its variables must not lead its children to the libraries of our bash.
+            program, bash = f"{SHELL_FILES}/loader", f"{SHELL_FILES}/bash"
+            argv = ["bash", "--library-path", SHELL_FILES, "--argv0", "bash", bash, *options]
+        if not shells.user.is_root:
+            confine.become_user(shells.user.uid, shells.user.gid, shells.user.groups)
+        os.execve(program, argv, {"PATH": os.defpath, **variables})  # noqa: S606
     finally:
         os._exit(127)

@@ -40,6 +40,16 @@ class User:
     home: str
     name: str = ""
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that name it."""
+        return {"HOME": self.home, "USER": self.name or str(self.uid)}
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is root as each sandbox starts it."""
+        return self.uid == 0 and self.gid == 0 and self.groups == (0,)
+
 
 ROOT = User(0, 0, (0,), "/root", "root")
 
@@ -71,7 +81,7 @@ def resolve(user: str, passwd: Sequence[str], group: Sequence[str]) -> User:
     wanted, _, wanted_group = user.partition(":")
     uid, gid, home, name = _number(wanted or "0"), 0, "/", ""
     for entry in _entries(passwd, 7):
-        if wanted and entry[0] == wanted or entry[2] == str(uid):
+        if (wanted and entry[0] == wanted) or entry[2] == str(uid):
             uid, gid, home, name = _number(entry[2]), _number(entry[3]) or 0, entry[5] or "/", entry[0]
             break
     if uid is None:

@@ -6,8 +6,6 @@ RESERVE_BYTES = 64 << 20
 
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "HOME": "/root",
-    "USER": "root",
     "LANG": "C.UTF-8",
     "TERM": "dumb",
     "SHLVL": "0",

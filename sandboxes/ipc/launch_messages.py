@@ -24,7 +24,7 @@ class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(2, 2)):
 
     Attributes:
         cgroups: Files of control groups that it joins by writing 0 to them.
-        shell_files: The directory of `shell_files.copies` that it shows; empty for none.
+        shell_files: The directory of `shell_files.copies`; empty for none.
     """
 
     # A process that writes 0 there moves itself, before it starts anything else.
@@ -84,11 +84,9 @@ class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
 
     Attributes:
         stack: The layers.
-        shell_files: The directory of `shell_files.copies` that the sandbox shows from now on; empty to change nothing.
     """
 
     stack: LayerStack
-    shell_files: str
 
 
 # The namespace crosses as a descriptor, because a number could belong to another process by then.

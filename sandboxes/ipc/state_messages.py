@@ -104,7 +104,6 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
         hostname: Its host name.
         user: The user of its sessions, as an image names it; empty for root.
         services: What its side services need in its file system.
-        hides_shell: Whether the shell files that the spare shows are of another base.
     """
 
     binds: list[str]
@@ -130,7 +129,6 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     hostname: str
     user: str
     services: ServiceMounts
-    hides_shell: bool
 
 
 class FinishRestore(IpcRequest[SandboxStarted], op="restored"):

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterable, Sequence
 
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.spawn import ANCHOR, SHELL_FILES, anchor_program
+from sandboxes.linux.spawn import SHELL_FILES
 
 _PROC_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
 _DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
@@ -49,14 +49,16 @@ def prepare(*, devices_from_host: bool, shell_files: str = "") -> None:
         devices_from_host: Bind the device nodes from the host. In a user namespace, no process may make device nodes.
         shell_files: The directory of the shell files to show; empty for none.
     """
-    # Made before /dev is another one: the directory may be below it.
-    files = detached_shell_files(shell_files) if shell_files else None
+    # Made before /dev is another one: the directory may be below it. It is an overlay of its own, so a lock or a watch of
+    # these files concerns one sandbox alone. Without an upper it is read-only, and needs two lower layers (overlayfs.rst).
+    files = kernel.overlay([f"{shell_files}/files", f"{shell_files}/empty"], None, None) if shell_files else None
     nodes = {name: os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC) for name in _DEVICES} if devices_from_host else {}
     kernel.mount("tmpfs", "/dev", "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k,nr_inodes=64")
     os.chdir("/")
     _fill_dev(nodes)
     if files is not None:
-        show_shell_files(files)
+        kernel.attach(files, SHELL_FILES)
+        os.close(files)
     kernel.mount("proc", "/proc", "proc", _PROC_FLAGS)
     narrow_proc()
     _show_system()
@@ -66,30 +68,6 @@ def bind_read_only(folder: str) -> None:
     """Bind a directory of the host read-only to its own path. It must be in `kept` of the next `switch`."""
     kernel.mount(folder, folder, "", kernel.MS_BIND | kernel.MS_REC)
     remount_read_only(folder, kernel.MS_NOSUID | kernel.MS_NODEV)
-
-
-def detached_shell_files(folder: str) -> int | None:
-    """Return a descriptor of a detached mount of what `shell_files.copies` has made in a directory. 0.2 ms.
-
-    It is an overlay of its own, so a lock or a watch of its files concerns one sandbox alone. None if the directory was
-    removed meanwhile.
-    """
-    try:
-        # An overlay without an upper is read-only, and needs two lower layers (overlayfs.rst).
-        return kernel.overlay([f"{folder}/files", f"{folder}/empty"], None, None)
-    except FileNotFoundError:
-        return None
-
-
-def hide_shell_files() -> None:
-    """Undo `show_shell_files`."""
-    kernel.unmount(SHELL_FILES)
-
-
-def show_shell_files(files: int) -> None:
-    """Attach a mount of shell files, which is closed, at its place in the sandbox's /dev."""
-    kernel.attach(files, SHELL_FILES)
-    os.close(files)
 
 
 def hide(path: str) -> None:
@@ -192,10 +170,6 @@ def _fill_dev(nodes: dict[str, int]) -> None:
     kernel.mount("mqueue", "dev/mqueue", "mqueue", _PROC_FLAGS)
     for name, target in {**_LINKS, "shm": SHARED_MEMORY}.items():
         os.symlink(target, f"dev/{name}")  # noqa: PTH211
-    if program := anchor_program():
-        fd = os.open(f".{ANCHOR}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o755)
-        os.write(fd, program)
-        os.close(fd)
     # Empty without shell files.
     os.mkdir(f".{SHELL_FILES}")  # noqa: PTH102
     # Read-only from here on: whatever a call leaves must be in the overlay.

@@ -7,8 +7,6 @@ this module forks.
 """
 
 import ctypes
-import functools
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -17,17 +15,12 @@ from sandboxes.linux import syscalls as kernel
 
 LIBRARY = f"{os.path.dirname(__file__)}/libvfork.so"  # noqa: PTH120 - pathlib is not loaded in pid 1
 """The native helper. `hatch_build.py` compiles it."""
-ANCHOR = "/dev/.anchor"
-"""Where a local sandbox has the program of `anchor.c`, if that was compiled. /dev is read-only there, and no layer."""
 BASH = "/bin/bash"
-"""The shell of every sandbox."""
+"""Where a machine or an image has its own bash."""
 SHELL_FILES = "/dev/.shell"
-"""Where a local sandbox has the files of `shell_files.copies`, if they could be made. Read-only, and no layer."""
-PRELOADED = f"{os.path.dirname(__file__)}/preloaded.so"  # noqa: PTH120
-"""What `preloaded.c` is compiled into."""
-_ANCHOR_SOURCE = f"{os.path.dirname(__file__)}/anchor.elf"  # noqa: PTH120
-_SAME_MACHINE = slice(0, 6), slice(18, 20)
-"""The bytes of a program's header that tell its word size, byte order and machine (elf(5))."""
+"""Where a sandbox has the files of `shell_files.copies`, if they could be made. Read-only, and no layer."""
+ANCHOR = f"{os.path.dirname(__file__)}/libanchor.so"  # noqa: PTH120
+"""What `anchor.c` is compiled into."""
 _FAILED = 127
 """The exit code of a program that cannot be executed, as shells report it."""
 
@@ -107,20 +100,3 @@ def native_leader(library: str) -> Spawn | None:
 
 
 _spawn = native_leader(LIBRARY) or fork_leader
-
-
-@functools.cache
-def anchor_program(path: str = _ANCHOR_SOURCE) -> bytes:
-    """Return the program of `anchor.c`; empty if it was not compiled, or for another machine. Read once."""
-    try:
-        with open(path, "rb") as file, open("/proc/self/exe", "rb") as own:  # noqa: PTH123
-            program, header = file.read(), own.read(20)
-    except OSError:
-        return b""
-    return program if all(program[part] == header[part] for part in _SAME_MACHINE) else b""
-
-
-@functools.cache
-def anchor_digest() -> str:
-    """Return a digest of the program of `anchor.c`: a checkpoint can be restored with the same program only."""
-    return hashlib.blake2b(anchor_program(), digest_size=16).hexdigest()

@@ -22,8 +22,8 @@ from sandboxes.images.store import Image, Images
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.plain_files import open_plain
 from sandboxes.linux.spawn import BASH
-from sandboxes.local import image_dress
 from sandboxes.local import host_base as hostbase
+from sandboxes.local import image_dress
 from sandboxes.local.lower_view import has_file
 from sandboxes.local.service_commands import SERVICES
 from sandboxes.local.services import mounts_of

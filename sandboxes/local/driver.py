@@ -23,12 +23,11 @@ from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError, StateGoneError
 from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
-from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.images.store import Images
+from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import DirLock
-from sandboxes.linux.spawn import anchor_digest
 from sandboxes.local.bases import Base, Bases
 from sandboxes.local.machine import START_S, Machine, Spare
 from sandboxes.local.portable_layers import LayerPorter
@@ -73,7 +72,6 @@ class LocalDriver:
         sources: SourceRules | None = None,
         *,
         cpu_groups: bool = False,
-        trust_bases: bool = False,
     ) -> None:
         """Create the driver; `open` starts it.
 
@@ -82,7 +80,6 @@ class LocalDriver:
             checkpointer: Saves states with live processes; None reaches such states by replay.
             sources: What specs may name; None allows all paths to those that are not confined.
             cpu_groups: Whether the CPU time of each sandbox is counted, if possible.
-            trust_bases: Whether shells are also forks of another bash than this machine's; see `shell_files`.
         """
         self.sources = sources or SourceRules()
         self.data_dir = data_dir.resolve()
@@ -91,7 +88,7 @@ class LocalDriver:
         self.sandboxes = OpenSandboxes[LocalSandbox]()
         self.machine = Machine(
             self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer(), self.sandboxes.holding,
-            cpu_groups=cpu_groups, trust_bases=trust_bases,
+            cpu_groups=cpu_groups,
         )  # fmt: skip
         self.roots = RootStates(self.data_dir / "roots", RootLayers)
         self.porter = LayerPorter(self.machine.layers, self.sandboxes.holding)
@@ -227,10 +224,12 @@ class LocalDriver:
             images = payload.get("images")
             if images is not None and images not in self.machine.checkpointer.names():
                 raise StateGoneError(f"the images of these processes ({images}) are gone. Replay their path instead.")
-            # States that were saved with bash as the anchor name no program.
-            program = None if images is None else payload["checkpoint"]["anchor"].get("program")
-            shells = None
-            if program not in (None, anchor_digest(), None if shells is None else shells.digest):
+            # States that were saved with the sandbox's own bash as the anchor name no program.
+            program, shell = (
+                None if images is None else payload["checkpoint"]["anchor"].get("program"),
+                self.machine.shell,
+            )
+            if program not in (None, None if shell is None else shell.digest):
                 raise StateGoneError("these processes were saved by another build. Replay their path instead.")
             state = _state(payload["sessions"], payload["pristine"], payload.get("checkpoint"))
             sandbox = await self._launch(spec, base, root, layers, state, images=images)

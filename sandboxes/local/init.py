@@ -16,6 +16,7 @@ import signal
 import socket
 from collections.abc import Iterable
 
+from sandboxes.guest import users
 from sandboxes.guest.checkpoint_restore import Restored, Restoring
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta, row_table
@@ -58,7 +59,7 @@ def run(
         cgroups: Files of control groups that this process joins.
         pages: What memory it will write to, by address and bytes.
         privileged: Whether the proxy is root; otherwise this is root of a user namespace.
-        shell_files: The directory of `shell_files` that is shown until there is a spec; empty for none.
+        shell_files: The directory of `shell_files.copies`; empty for none.
     """
     # The kernel kills this process when the launcher dies, and with this pid 1 its whole pid namespace
     # (pid_namespaces(7)). So even kill -9 of the proxy leaves no process.
@@ -97,7 +98,7 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     mounted = switches.wait()
     if isinstance(mounted.message, Failed):
         raise OSError(mounted.message.error)
-    overlay, upper_mount, lower, root, *shown = mounted.fds
+    overlay, upper_mount, lower, root = mounted.fds
     socket.sethostname(order.hostname)
     if order.cpus is not None:
         _run_on(order.cpus)
@@ -108,10 +109,6 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
         mounts.bind_read_only(folder)
     for path in order.hidden:
         mounts.hide(path)
-    if order.hides_shell:
-        mounts.hide_shell_files()
-    for files_of_shell in shown:
-        mounts.show_shell_files(files_of_shell)
     mounts.switch(overlay, order.binds)
     mounts.mount_for_services(order.services.roots, order.services.shared)
     # The mount is attached by now. A descriptor of it would keep the layers of a state that the sandbox has left busy.
@@ -130,9 +127,11 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     # From here on this process has no right that the agent's processes lack.
     confine.limit_resources(order.disk_bytes, order.memory_bytes, order.pids)
     confine.confine()
-    shells = LocalShells(order.environment, order.workdir, order.sessions, order.pristine)
+    user, unknown = _user(order.user)
+    environment = {**user.variables, **order.environment}
+    shells = LocalShells(environment, order.workdir, order.sessions, order.pristine, user)
     # A new session's first dump says what such a session looks like, so that one is waited for.
-    begun = order.pristine is not None and restored is None
+    begun = order.pristine is not None and restored is None and unknown is None
     if begun:
         # Now: bash needs several milliseconds, in which this process reads tables and reports.
         shells.begin("main")
@@ -141,7 +140,15 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     platform = LocalPlatform(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets, shells)
     if restored is not None:
         platform.adopt(restored)
-    platform.serve([namespace, *listening], begun=begun)
+    platform.serve([namespace, *listening], begun=begun, broken=unknown)
+
+
+def _user(name: str) -> tuple[users.User, str | None]:
+    """Return the user that an image names; root, and why, if there is none."""
+    try:
+        return (users.read(name) if name else users.ROOT), None
+    except users.UnknownUserError as error:
+        return users.ROOT, str(error)
 
 
 def _run_on(count: int) -> None:

@@ -142,8 +142,6 @@ class Launcher:
         """Mount the layers of a spare sandbox, and give them to its pid 1; see `MountLayers`."""
         try:
             mounts = _mount(request.stack)
-            if request.shell_files and (files := rootfs.detached_shell_files(request.shell_files)) is not None:
-                mounts.append(files)
         except OSError as error:
             _report(pid_1, Failed(str(error)), [])
             return

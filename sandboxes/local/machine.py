@@ -38,7 +38,8 @@ from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers, ReadyUppers
 from sandboxes.local.reaper import Reaper
 from sandboxes.open_sandboxes import Holding
-from sandboxes.shell_files.copies import ShellCopies
+from sandboxes.shell_files import copies as shell_copies
+from sandboxes.shell_files.copies import ShellFiles
 from sandboxes.task_owner import TaskOwner
 
 START_S = 30.0
@@ -74,14 +75,12 @@ class Spare:
         channel: The channel to its pid 1.
         process: The process descriptor (pidfd) of its pid 1.
         switches: The socket on which the launcher reports to its pid 1; see `MountLayers` and `SwitchLayers`.
-        shell_files: The directory of the shell files that it shows; empty for none.
     """
 
     id: str
     channel: Channel
     process: int
     switches: socket.socket
-    shell_files: str
 
 
 class Machine:
@@ -95,7 +94,6 @@ class Machine:
         holding: Holding,
         *,
         cpu_groups: bool = False,
-        trust_bases: bool = False,
     ) -> None:
         """Describe the machine; `open` starts the launcher.
 
@@ -105,7 +103,6 @@ class Machine:
             checkpointer: Saves the live processes of sandboxes.
             holding: Keeps layers from being collected while no sandbox has them in its stack yet.
             cpu_groups: Whether the CPU time of each sandbox is counted, if possible.
-            trust_bases: Whether shells are also forks of another bash than this machine's.
         """
         self.data_dir = data_dir
         self.host_view = host_view
@@ -121,7 +118,7 @@ class Machine:
         self.uppers = ReadyUppers(self.layers.allocate, self.background)
         self.egress = EgressGateway(data_dir / "egress")
         self.reaper = Reaper(self.background)
-        self.shells = ShellCopies(data_dir / "shells", trust_bases=trust_bases)
+        self.shell: ShellFiles | None = None
         self.launcher = ForkServer(
             "the launcher of sandboxes",
             "sandboxes.local.launcher",
@@ -143,7 +140,8 @@ class Machine:
         Raises:
             SandboxError: This machine cannot run sandboxes.
         """
-        await asyncio.to_thread(self.shells.open)
+        # Anew for each process: this machine's bash may be another one by now.
+        self.shell = await asyncio.to_thread(shell_copies.made_or_none, self.data_dir / "shells")
         await self.launcher.start()
         await self._fill_spares()
 
@@ -190,7 +188,7 @@ class Machine:
         # When this process dies, the kernel closes `ours`, and the pid 1 at the other end exits.
         ours, theirs = socket.socketpair()
         switches, reports = socket.socketpair()
-        channel, shown = Channel(ours), self.shells.last
+        channel, shown = Channel(ours), "" if self.shell is None else self.shell.folder
         try:
             given = [theirs.fileno(), reports.fileno()]
             forked = await self.launcher.ask(ForkSandbox(self.cgroups.create(name), shown), given)
@@ -208,7 +206,7 @@ class Machine:
             channel.close()
             switches.close()
             raise SandboxError(f"a sandbox could not be started: {os.strerror(errno.EMFILE)}")
-        spare = Spare(name, channel, forked.fds[0], switches, shown)
+        spare = Spare(name, channel, forked.fds[0], switches)
         try:
             await channel.next(Ready)
         except BaseException as error:

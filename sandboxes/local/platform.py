@@ -4,7 +4,6 @@ import os
 import socket
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 from sandboxes.guest import terminal
@@ -47,7 +46,7 @@ from sandboxes.ipc.state_messages import (
     SandboxStarted,
     StartSandbox,
 )
-from sandboxes.linux import outlet, processes
+from sandboxes.linux import confine, outlet, processes
 from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.trees import TOO_DEEP
@@ -95,15 +94,17 @@ class LocalPlatform:
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
         self._held_from = 0.0
 
-    def serve(self, handed_over: list[int], *, begun: bool) -> None:
+    def serve(self, handed_over: list[int], *, begun: bool, broken: str | None = None) -> None:
         """Report that the sandbox has started, then answer requests until the proxy is gone.
 
         Args:
             handed_over: Descriptors that are closed here: the mount namespace, by which the launcher will switch
                 layers, and with egress the listening socket.
             begun: Whether the first shell was begun. Then only the first call waits for it.
+            broken: Why no shell can be started; None if one can.
         """
-        broken = None if begun else self._shells.begin_first("main")
+        if not (begun or broken):
+            broken = self._shells.begin_first("main")
         started = SandboxStarted(broken, self._supervisor.state(), self._shells.pristine)
         self._link.hand_over(started, handed_over)
         if begun:
@@ -176,7 +177,12 @@ class LocalPlatform:
         return start(self._shells, request, stdin, to)
 
     def become_agent(self) -> None:
-        """Do nothing: this process has the agent's rights already."""
+        """Become the user of the sandbox's processes, in a child, with the rights that these have."""
+        user = self._shells.user
+        if user.is_root:
+            confine.stop_looking()
+        else:
+            confine.become_user(user.uid, user.gid, user.groups)
 
     def complete_order(self, order: ServerOrder) -> ServerOrder:
         """Return the order as it is: the proxy knows the whole environment."""

@@ -97,7 +97,7 @@ class LocalSandbox(MachineSandbox):
             spare.id, spare.channel, spec, machine.data_dir, machine.read_only,
             server_environment={**ENVIRONMENT, **self._given}, process_environment=self._given,
         )  # fmt: skip
-        self._seals, self._shown = seals, spare.shell_files
+        self._seals = seals
         self.begun_at: StateDigest | None = None
         self.pristine: dict[str, Any] | None = None
         self._held: tuple[str, ...] = ()
@@ -135,11 +135,14 @@ class LocalSandbox(MachineSandbox):
             SpecError: The base cannot run a shell.
             SandboxError: The sandbox or the machine failed.
         """
-        shells = None
-        folder = "" if shells is None else shells.folder
+        user = "" if self._base.image is None else self._base.image.user
+        if self._machine.shell is None and (user or not self._base.own_bash):
+            raise SpecError(
+                f"base {self._spec.image or self._spec.base!r} has no /bin/bash, or another user than root, and this "
+                "machine's bash cannot be used for it: `forkpoint doctor` says why."
+            )
         # Pid 1 gets the mounts from the launcher itself, and its order meanwhile.
-        # A spare shows the shell files that were used last.
-        await self._layers.mount("" if folder == self._shown else folder)
+        await self._layers.mount()
         limits, cgroups = self._spec.limits, self._machine.cgroups
         memory_bytes = limits.memory_mb << 20
         # Before the order: the spare has run without limits, and the agent's first process must not.
@@ -152,6 +155,7 @@ class LocalSandbox(MachineSandbox):
             # Without control groups of its own the sandbox limits itself, with rlimits.
             memory_bytes=None if cgroups.writable else memory_bytes,
             pids=None if cgroups.writable else limits.pids,
+            # Pid 1 knows the user's name and home.
             environment={**ENVIRONMENT, **self._given, **self._spec.env},
             workdir=self._spec.directory,
             output_bytes=limits.output_bytes,
@@ -166,9 +170,8 @@ class LocalSandbox(MachineSandbox):
             egress=self._spec.egress is not None,
             cpus=None if limits.cpus is None else math.ceil(limits.cpus),
             hostname=self._base.hostname,
-            user="" if self._base.image is None else self._base.image.user,
+            user=user,
             services=self._base.services,
-            hides_shell=bool(self._shown) and self._shown != folder,
         )
         try:
             if images is None:

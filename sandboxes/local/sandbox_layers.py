@@ -60,16 +60,13 @@ class SandboxLayers:
         """The layers above those of the root state."""
         return self.stack[: len(self.stack) - len(self._root_layers)]
 
-    async def mount(self, shell_files: str) -> None:
+    async def mount(self) -> None:
         """Have the launcher mount the layers for pid 1, with those of the root state beside them.
-
-        Args:
-            shell_files: The directory of shell files to mount too; empty for none.
 
         Raises:
             SandboxError: There is no launcher.
         """
-        order = MountLayers(self._mounted(self._lowers(self._root_layers)), shell_files)
+        order = MountLayers(self._mounted(self._lowers(self._root_layers)))
         await self._machine.launcher.post(order, [self._switches.fileno()])
 
     def _mounted(self, root: list[str] | None = None) -> LayerStack:

@@ -12,6 +12,7 @@ from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.tool_servers import POLL_S, Log, ServerProcess, Servers, ToolServerError, is_open, new_pipes
+from sandboxes.guest.users import ROOT
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import Opened, close_all
@@ -90,7 +91,7 @@ class LocalServers(Servers):
         streams = {0: os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 1: theirs[0], 2: theirs[0]}
         log = Log(ours[0])
         try:
-            pid = self._shells.launch({}, streams, f"printf 0 >/proc/self/oom_score_adj; {order.health}")
+            pid = self._shells.launch({}, streams, f"printf 0 >/proc/self/oom_score_adj; {order.health}", ROOT)
         except ShellStartError as error:
             raise ToolServerError("crashed", str(error)) from error
         finally:
@@ -115,7 +116,9 @@ class LocalServers(Servers):
         # A server that does not talk over stdin and stdout prints both streams to its log.
         streams = dict(enumerate(theirs if talks else [*null, theirs[0], theirs[0]]))
         try:
-            pid = self._shells.launch(order.environment, streams, _program(order))
+            # A service changes its root and its user itself (`service_commands`).
+            user = ROOT if order.health is not None else self._shells.user
+            pid = self._shells.launch({**user.variables, **order.environment}, streams, _program(order), user)
         except ShellStartError as error:
             close_all(ours)
             raise ToolServerError("crashed", str(error)) from error
@@ -137,5 +140,7 @@ class LocalServers(Servers):
 def _program(order: ServerOrder) -> str:
     # The supervisor is sheltered from the OOM killer, and a server must not inherit that.
     change_folder = f"cd -- {quote(order.workdir)} || cd /"
-    become = f"exec /bin/bash --noprofile --norc -c {quote(order.command)}"
-    return f"printf 0 >/proc/self/oom_score_adj; {change_folder}; {become}"
+    # In an image without bash its own shell runs it, because the server's program is the image's.
+    shell = "s=/bin/sh; [ ! -x /bin/bash ] || s='/bin/bash --noprofile --norc'"
+    become = f"exec $s -c {quote(order.command)}"
+    return f"printf 0 >/proc/self/oom_score_adj; {change_folder}; {shell}; {become}"

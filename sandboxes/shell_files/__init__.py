@@ -1,5 +1,5 @@
-"""Copies of a base's bash and of its libraries, from which a `local` sandbox's anchor is loaded.
+"""Copies of this machine's bash and of its libraries, from which the anchor of each sandbox is loaded.
 
-Process: the proxy; `facts` also runs in pid 1.
+Process: the proxy.
 May import: sandboxes.linux.
 """

@@ -10,17 +10,15 @@ It starts the shells, tool servers and other processes, and it inherits their or
 # It is confined as the agent's processes are, and they may kill it. Then another one is started. What the old one left
 # behind has become pid 1's children and can no longer be checkpointed.
 #
-# There are three programs for it:
+# There are two programs for it:
 #
-# 1. A bash from copies of the host's files, with the library `linux/preloaded.c`. It forks session shells instead of
-#    executing them, and is otherwise as the second one (`shell_files/copies.py`).
-# 2. `linux/anchor.c`, compiled when the package is built. Its file lies in the sandbox's /dev, which is no layer, so it
-#    holds nothing of the layers and stays when they change. The kernel moves its root and working directory along
-#    (pivot_root(2)). Nothing of the agent's may enter it, or an agent could keep a file of a layer open through it and
-#    change that layer after it was sealed. So it is not dumpable, from before the agent's first process on. One that
-#    was started beside such processes ends at the next change of layers.
-# 3. The sandbox's bash, where there was no compiler. It has the program's file of a layer, so it ends when layers
-#    change.
+# 1. A bash from copies of this machine's files, with the library `linux/anchor.c`. It forks shells. Its files lie in the
+#    sandbox's /dev, which is no layer, so it holds nothing of the layers and stays when they change. The kernel moves
+#    its root and working directory along (pivot_root(2)). Nothing of the agent's may enter it, or an agent could keep a
+#    file of a layer open through it and change that layer after it was sealed. So it is not dumpable, from before the
+#    agent's first process on. One that was started beside such processes ends at the next change of layers.
+# 2. The sandbox's own bash, where there was no compiler. It executes shells. It has the program's file of a layer, so it
+#    ends when layers change.
 #
 # Pid 1 writes requests to the anchor, and reads lines of numbers from it, over two pipes. The agent can write to the
 # pipes of a bash through /proc, and what it made the anchor do would cross over to later calls. So each line begins
@@ -48,6 +46,7 @@ from typing import Any, ClassVar, Self
 from sandboxes.guest.anchors.shell_kit import PLACES, ShellKit
 from sandboxes.guest.anchors.starter import AnchorLostError, Starter
 from sandboxes.guest.bash import session as session_texts
+from sandboxes.guest.users import ROOT, User
 from sandboxes.linux import confine, spawn
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
@@ -78,6 +77,7 @@ class Anchor(Starter, ABC):
         stays: Whether it may stay when the layers change.
         forks: Whether its shells are forks.
         hidden: Whether the agent's processes cannot look into it.
+        user: The user of the processes that it starts.
         pid: The anchor's process.
         kit: What it can start a shell on; None if it has none.
     """
@@ -85,6 +85,7 @@ class Anchor(Starter, ABC):
     stays = False
     forks = False
     hidden: ClassVar[bool]
+    user = ROOT
 
     def __init__(self, pid: int, ends: tuple[int, int], kit: ShellKit | None = None) -> None:
         super().__init__(ends)
@@ -143,13 +144,17 @@ class Anchor(Starter, ABC):
             raise AnchorLostError("it cannot start bash")
         return pid
 
-    def start_on(self, environment: Mapping[str, str], fds: Mapping[int, int], program: str | None = None) -> int:
+    def start_on(
+        self, environment: Mapping[str, str], fds: Mapping[int, int], program: str | None = None,
+        user: User | None = None,
+    ) -> int:  # fmt: skip
         """Start a bash and return its pid, once it has opened its descriptors.
 
         Args:
             environment: Variables to export to it.
             fds: Our descriptors that it gets, by the numbers that it gets them under.
             program: The bash text that it runs; None for the loop of a session's shell.
+            user: Its user; None for that of all.
 
         Raises:
             AnchorLostError: The anchor is gone, or cannot start it.
@@ -157,7 +162,7 @@ class Anchor(Starter, ABC):
         holder = _hold(fds)
         try:
             paths = {number: f"/proc/{holder}/fd/{fd}" for number, fd in sorted(fds.items())}
-            self.send(self._request(environment, paths, session_texts.START if program is None else program))
+            self.send(self._request(environment, paths, session_texts.START if program is None else program, user))
             # The pid comes when all descriptors are open: then the holder can end.
             return self.started()
         finally:
@@ -208,7 +213,9 @@ class Anchor(Starter, ABC):
         """Return the request for a shell on the kit, with these variables; see `request_shell`."""
 
     @abstractmethod
-    def _request(self, environment: Mapping[str, str], paths: Mapping[int, str], program: str) -> bytes:
+    def _request(
+        self, environment: Mapping[str, str], paths: Mapping[int, str], program: str, user: User | None
+    ) -> bytes:
         """Return the request for a bash with these files as its descriptors, in ascending order."""
 
     @abstractmethod

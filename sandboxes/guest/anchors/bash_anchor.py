@@ -8,6 +8,7 @@ from typing import Any, Self
 from sandboxes.guest.anchors.anchor import Anchor
 from sandboxes.guest.anchors.shell_kit import EXPORTS, OPENED, PLACES, ShellKit, sign, unread_bytes
 from sandboxes.guest.bash import session as session_texts
+from sandboxes.guest.users import User
 from sandboxes.linux.spawn import BASH
 from sandboxes.shell_text import quote
 
@@ -99,7 +100,13 @@ class BashAnchor(Anchor):
         kit.write_exports(_exports(environment).encode("latin-1"))
         return self._line("kit")
 
-    def _request(self, environment: Mapping[str, str], paths: Mapping[int, str], program: str) -> bytes:
+    def _request(
+        self,
+        environment: Mapping[str, str],
+        paths: Mapping[int, str],
+        program: str,
+        user: User | None,  # noqa: ARG002 - it is root: a bash cannot change the user
+    ) -> bytes:
         redirections = " ".join(f"{number}{sign(number)}{path}" for number, path in paths.items())
         return self._line(
             f"( {_exports(environment)}exec {redirections}; echo $BASHPID >&4; "

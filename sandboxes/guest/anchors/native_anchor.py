@@ -1,4 +1,4 @@
-"""A program of ours as the anchor: one of its own, or a bash with our library."""
+"""A bash of ours as the anchor, which forks shells (`linux/anchor.c`)."""
 
 import functools
 import os
@@ -10,59 +10,45 @@ from typing import Any, Self
 from sandboxes.guest.anchors.anchor import Anchor
 from sandboxes.guest.anchors.shell_kit import OPENED, ShellKit, sign
 from sandboxes.guest.bash import session as session_texts
+from sandboxes.guest.users import User
 from sandboxes.linux import processes, spawn
-from sandboxes.shell_files import facts as shell_facts
 
 _EXPORTABLE = re.compile(r"(?!(?:BASHOPTS|BASH_VERSINFO|EUID|PPID|SHELLOPTS|UID)$)[A-Za-z_][A-Za-z0-9_]*")
 """The names that bash can export: identifiers, but not those of its variables that are read-only."""
 
 
 class NativeAnchor(Anchor):
-    """The program `linux/anchor.c` as the anchor.
+    """A bash with `linux/anchor.c` as the anchor.
 
     Attributes:
-        digest: The digest of the program.
+        digest: The digest of its files.
     """
 
-    hidden = True
+    hidden = forks = True
     digest = ""
 
     @classmethod
-    def start(cls, program: str = spawn.ANCHOR) -> Self:
-        """Start an anchor. 0.2 ms.
-
-        Args:
-            program: Its path in the sandbox.
-
-        Raises:
-            OSError: No process can be started.
-        """
-        # An anchor that is started beside the agent's processes could be entered before it hides.
-        alone = not processes.list_processes()
-        anchor = cls._start(program, ["anchor"])
-        anchor.stays, anchor.digest = alone, spawn.anchor_digest()
-        return anchor
-
-    @classmethod
-    def start_with_bash(cls, files: str = spawn.SHELL_FILES) -> Self | None:
-        """Start a bash with `linux/preloaded.c` as the anchor. A millisecond of CPU, most of it the anchor's own.
+    def start(cls, files: str = spawn.SHELL_FILES) -> Self | None:
+        """Start an anchor. A millisecond of CPU, most of it the anchor's own.
 
         Args:
             files: The path in the sandbox of what `shell_files.copies` has made.
 
         Returns:
-            None if shells cannot be forks: without such files, if the sandbox's bash is another one, and beside
-            processes of the agent. What the loader of programs reads could change while it does.
+            None if there are no such files.
 
         Raises:
             OSError: No process can be started.
         """
-        if not os.access(f"{files}/bash", os.X_OK) or not _is_known_bash(files) or processes.list_processes():
+        if not os.access(f"{files}/bash", os.X_OK):
             return None
-        variables = [f"LD_LIBRARY_PATH={files}", f"LD_PRELOAD={files}/preloaded.so"]
-        anchor = cls._start(f"{files}/bash", _shell_arguments(session_texts.START), variables)
-        anchor.stays = anchor.forks = True
-        anchor.digest = _contents(f"{files}/digest").decode()
+        # An anchor that is started beside the agent's processes could be entered before it hides.
+        alone = not processes.list_processes()
+        variables = [f"LD_LIBRARY_PATH={files}", f"LD_PRELOAD={files}/libanchor.so"]
+        anchor = cls._start(f"{files}/bash", ["bash"], variables)
+        anchor.stays = alone
+        with open(f"{files}/digest") as file:  # noqa: PTH123
+            anchor.digest = file.read()
         return anchor
 
     def remember(self) -> dict[str, Any]:
@@ -71,10 +57,14 @@ class NativeAnchor(Anchor):
 
     def request_on_kit(self, kit: ShellKit, environment: Mapping[str, str], *, template: bool) -> bytes:  # noqa: ARG002
         """Return the request for a shell on the kit. It is the same for each shell with these variables."""
-        return _packed_start(tuple(environment.items()), tuple(OPENED.items()), session_texts.START, template=template)
+        return _packed_start(
+            tuple(environment.items()), tuple(OPENED.items()), session_texts.START, self.user, template=template
+        )
 
-    def _request(self, environment: Mapping[str, str], paths: Mapping[int, str], program: str) -> bytes:
-        return _packed_start(tuple(environment.items()), tuple(paths.items()), program)
+    def _request(
+        self, environment: Mapping[str, str], paths: Mapping[int, str], program: str, user: User | None
+    ) -> bytes:
+        return _packed_start(tuple(environment.items()), tuple(paths.items()), program, user or self.user)
 
     def take_note_of(self, pid: int) -> None:
         """Have the anchor keep the exit code of a shell that a template has forked, and that has not begun yet.
@@ -91,39 +81,23 @@ class NativeAnchor(Anchor):
         return _packed([f"w{pid}"])
 
 
-def _is_known_bash(files: str) -> bool:
-    """Return whether the sandbox's bash, and all that loading it involves, is what the files were copied from."""
-    facts = _contents(f"{files}/facts")
-    return bool(facts) and facts == shell_facts.as_now(facts)
-
-
-def _contents(path: str) -> bytes:
-    """Return what is in a file; nothing if it was removed."""
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123
-            return file.read()
-    except FileNotFoundError:
-        return b""
-
-
 @functools.lru_cache(maxsize=4)
 def _packed_start(
     environment: tuple[tuple[str, str], ...],
     paths: tuple[tuple[int, str], ...],
     program: str,
+    user: User,
     *,
     template: bool = False,
 ) -> bytes:
     """Return the request for a bash. It is kept, because each call starts a shell on the same kit."""
     files = [f"{sign(number)}{number:02}{path}" for number, path in paths]
-    arguments = [f"a{word}" for word in _shell_arguments(program)]
+    # Root needs no change: in a user namespace the kernel refuses to set groups.
+    becomes = [] if user.is_root else [f"u{' '.join(map(str, (user.uid, user.gid, *user.groups)))}"]
+    arguments = [f"a{word}" for word in ("bash", "--noprofile", "--norc", "-c", program, "bash")]
     # As if a bash had exported them: another one would take options and functions from the rest.
     variables = [f"e{name}={value}" for name, value in environment if _EXPORTABLE.fullmatch(name)]
-    return _packed([*files, *arguments, *variables, *(["t"] if template else [])])
-
-
-def _shell_arguments(program: str) -> list[str]:
-    return ["bash", "--noprofile", "--norc", "-c", program, "bash"]
+    return _packed([*files, *becomes, *arguments, *variables, *(["t"] if template else [])])
 
 
 def _packed(texts: Sequence[str]) -> bytes:

@@ -1,27 +1,26 @@
 """Which program is the anchor of a sandbox."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from sandboxes.guest.anchors.anchor import Anchor
 from sandboxes.guest.anchors.bash_anchor import BashAnchor
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
-from sandboxes.linux import spawn
+from sandboxes.guest.users import User
 
 
-def start_anchor(*, forks: bool = True) -> Anchor:
+def start_anchor(user: User) -> Anchor:
     """Start an anchor with the program that there is.
 
     Args:
-        forks: Whether it may be one that forks shells.
+        user: The user of its shells.
 
     Raises:
         OSError: No process can be started.
     """
-    if forks and (anchor := NativeAnchor.start_with_bash()) is not None:
-        return anchor
-    return NativeAnchor.start() if os.access(spawn.ANCHOR, os.X_OK) else BashAnchor.start()
+    anchor: Anchor = NativeAnchor.start() or BashAnchor.start()
+    anchor.user = user
+    return anchor
 
 
 def adopted_anchor(remembered: Mapping[str, Any], ends: tuple[int, int]) -> Anchor:

@@ -58,6 +58,8 @@ def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
         os.fchmod(theirs[number], 0o666)
     # Blocking at our end is harmless: a line is far shorter than the pipe, and the shell has read the last one.
     theirs[session_texts.GO_FD], ours[session_texts.GO_FD] = os.pipe2(os.O_CLOEXEC)
+    # A fork of a template opens it again, as the user that the image names.
+    os.fchmod(theirs[session_texts.GO_FD], 0o666)
     return ours, theirs
 
 
