@@ -22,7 +22,7 @@ from sandboxes.spec import EnvironmentSpec, Limits
 from snapshots.criu.checkpoints import CriuCheckpointer
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="checks control groups and mounts, which need root")
-needs_forks = pytest.mark.skipif(not Path(spawn.PRELOADED).exists(), reason="no C compiler has made the library")
+needs_forks = pytest.mark.skipif(not Path(spawn.ANCHOR).exists(), reason="no C compiler has made the library")
 
 
 def local_driver(data_dir: Path, *, checkpoints: bool = True, images_dir: Path | None = None) -> LocalDriver:

@@ -6,7 +6,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from hatch_build import ANCHOR_SOURCE, HELPER, PRELOADED_SOURCE, compile_helper
+from hatch_build import ANCHOR_SOURCE, HELPER, compile_helper
 from sandboxes.linux import spawn
 from sandboxes.linux.files import remove_tree
 from sandboxes.shell_files import copies
@@ -26,23 +26,17 @@ def data_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def anchor_helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The native anchor, compiled from its source."""
-    return _compiled(ANCHOR_SOURCE, tmp_path_factory.mktemp("anchor") / "anchor.elf")
-
-
-@pytest.fixture(scope="session")
-def preloaded_helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library that makes a bash an anchor, compiled from its source."""
-    return _compiled(PRELOADED_SOURCE, tmp_path_factory.mktemp("preloaded") / "preloaded.so")
+    return _compiled(ANCHOR_SOURCE, tmp_path_factory.mktemp("anchor") / "libanchor.so")
 
 
 @pytest.fixture(scope="session")
-def shell_folder(preloaded_helper: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shell_folder(anchor_helper: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a shell that can be forked; a mount namespace can have them at their place."""
     if os.geteuid() != 0:
         pytest.skip("mounts the files of a shell, which needs root")
     folder = tmp_path_factory.mktemp("shell") / "made"
-    copies.make(folder, preloaded_helper)
+    copies.make(folder, anchor_helper)
     return folder
 
 
@@ -51,15 +45,14 @@ def shells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """How local sandboxes start shells: by forks where they can, or always by executing them."""
     if request.param == "executed":
         execute_shells(monkeypatch)
-    elif not Path(spawn.PRELOADED).exists():
+    elif not Path(spawn.ANCHOR).exists():
         pytest.skip("no C compiler has made the library for forks")
     return str(request.param)
 
 
 def execute_shells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let local drivers make no files for forks of shells, as without a compiler."""
-    make = copies.make
-    monkeypatch.setattr(copies, "make", lambda folder, root: make(folder, Path("/nowhere/preloaded.so"), root))
+    monkeypatch.setattr(copies, "made_or_none", lambda _folder: None)
 
 
 @pytest.fixture(scope="session")

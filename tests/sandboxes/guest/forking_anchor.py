@@ -53,6 +53,6 @@ def _start(files: Path, workdir: str) -> NativeAnchor:
     os.chdir(workdir)
     # In a sandbox no process of the agent runs yet. Here the machine's processes run.
     with patch.object(processes, "list_processes", return_value=set()):
-        anchor = NativeAnchor.start_with_bash()
+        anchor = NativeAnchor.start()
     assert anchor is not None
     return anchor

@@ -76,7 +76,7 @@ def test_forked_and_executed_shells_answer_alike(data_dir: Path, monkeypatch: py
     driven(data_dir, test)
     for call, forked, executed in zip(calls, *answers, strict=True):
         assert forked == executed, call
-    assert programs == [f"{FORK if Path(spawn.PRELOADED).exists() else EXECUTABLE}\n", f"{EXECUTABLE}\n"]
+    assert programs == [f"{FORK if Path(spawn.ANCHOR).exists() else EXECUTABLE}\n", f"{EXECUTABLE}\n"]
 
 
 @pytest.mark.usefixtures("shells")
