@@ -122,7 +122,7 @@ class ImageDaemon:
             OSError: The target's disk is full.
         """
         with self._errors(image):
-            pieces = iter(self._docker(TRANSFER_S).api.get_image(image, chunk_size=_PIECE_BYTES))
+            pieces = iter(self._patient().api.get_image(image, chunk_size=_PIECE_BYTES))
         while (piece := self._next(pieces, image)) is not None:
             target.write(piece)
 
@@ -139,7 +139,7 @@ class ImageDaemon:
         """
         with self._errors():
             # The SDK's words are that it takes bytes. Its connection takes pieces too, and reads the whole response.
-            self._docker(TRANSFER_S).images.load(cast("bytes", archive))
+            self._patient().images.load(cast("bytes", archive))
 
     # -- pins --------------------------------------------------------------------------------------------------------
 
@@ -175,17 +175,23 @@ class ImageDaemon:
 
     # -- the connection ----------------------------------------------------------------------------------------------
 
-    def _docker(self, timeout_s: float | None = None) -> docker.DockerClient:
-        timeout_s = timeout_s or TIMEOUT_S
-        if timeout_s not in self._clients:
+    def _docker(self) -> docker.DockerClient:
+        if TIMEOUT_S not in self._clients:
             self._check_listener()
             try:
-                self._clients[timeout_s] = docker.DockerClient.from_env(timeout=int(timeout_s))
+                self._clients[TIMEOUT_S] = docker.DockerClient.from_env(timeout=int(TIMEOUT_S))
             except DockerException as error:
                 # The client has requested the daemon's version. If that failed, the cause has the reason.
                 cause = error.__cause__
                 raise cause if isinstance(cause, requests.exceptions.RequestException) else error  # noqa: B904
-        return self._clients[timeout_s]
+        return self._clients[TIMEOUT_S]
+
+    def _patient(self) -> docker.DockerClient:
+        """Return a client that waits for `TRANSFER_S`, but not to learn the daemon's version."""
+        if TRANSFER_S not in self._clients:
+            version = self._docker().api.api_version
+            self._clients[TRANSFER_S] = docker.DockerClient.from_env(version=version, timeout=int(TRANSFER_S))
+        return self._clients[TRANSFER_S]
 
     def _check_listener(self) -> None:
         """Connect for a moment, because the SDK leaves its socket open if no daemon listens."""

@@ -194,8 +194,8 @@ class Images:
         name = id_.replace(":", "-")
 
         def build(target: Path) -> None:
-            write_whole(self._folder / f"{name}.json", json.dumps(config.members()).encode(), sync=True)
             unpack(target)
+            write_whole(self._folder / f"{name}.json", json.dumps(config.members()).encode(), sync=True)
 
         return Image(id_, config, (str(self._trees.make(name, build, checked=True)),))
 
