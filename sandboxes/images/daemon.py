@@ -49,17 +49,19 @@ class DaemonImage:
     Attributes:
         id: Docker's id of it.
         config: Its configuration, as Docker reports it.
+        platform: Its `os` and `architecture`.
         layers: The directories of its layers on the daemon's machine, topmost first; empty if the daemon does not keep
             them as directories for overlayfs.
     """
 
     id: str
     config: object
+    platform: dict[str, str]
     layers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class ImagePin:
     """A container that keeps an image: its name, the id of the image, and the folder that it keeps the image for."""
 
     name: str
@@ -106,7 +108,8 @@ class ImageDaemon:
         driver = facts.get("GraphDriver") or {}
         data = (driver.get("Data") or {}) if driver.get("Name") == "overlay2" else {}
         layers = [data.get("UpperDir") or "", *(data.get("LowerDir") or "").split(":")]
-        return DaemonImage(str(facts["Id"]), facts.get("Config"), tuple(filter(None, layers)))
+        platform = {"os": facts.get("Os", ""), "architecture": facts.get("Architecture", "")}
+        return DaemonImage(str(facts["Id"]), facts.get("Config"), platform, tuple(filter(None, layers)))
 
     def tags(self) -> list[str]:
         """Return the names of all images."""
@@ -162,11 +165,13 @@ class ImageDaemon:
                 if error.status_code != 409:
                     raise
 
-    def pins(self, host: str) -> list[Pin]:
+    def pins(self, host: str) -> list[ImagePin]:
         """Return the containers that keep images for folders of a machine."""
         filters = {"label": [PIN, f"{PIN_HOST}={host}"]}
         listed = self._retried(lambda: self._docker().api.containers(all=True, filters=filters))
-        return [Pin(entry["Names"][0].lstrip("/"), str(entry["ImageID"]), entry["Labels"][PIN]) for entry in listed]
+        return [
+            ImagePin(entry["Names"][0].lstrip("/"), str(entry["ImageID"]), entry["Labels"][PIN]) for entry in listed
+        ]
 
     def unpin(self, name: str) -> None:
         """Remove a container that keeps an image. Idempotent."""

@@ -30,7 +30,7 @@ from typing import BinaryIO, cast
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.source_digest import raise_machine_error
 from sandboxes.images import docker_layers
-from sandboxes.images.archives import ImageArchive
+from sandboxes.images.archives import ImageArchive, require_platform
 from sandboxes.images.built_trees import BuiltTrees
 from sandboxes.images.config import ImageConfig, ImageError
 from sandboxes.images.daemon import DaemonImage, ImageDaemon
@@ -57,7 +57,7 @@ class Image:
     lowers: tuple[str, ...]
 
 
-class Images:
+class ImageStore:
     """The images of one folder, which all tasks share. Methods block: call them in a thread.
 
     Attributes:
@@ -176,6 +176,7 @@ class Images:
         found = self.daemon.image(name)
         if not _ID.fullmatch(found.id):
             raise ImageError(f"Docker's id of it is {found.id!r}")
+        require_platform(found.platform)
         config = ImageConfig.parse(found.config)
         if self._fits(found):
             return Image(found.id, config, (str(self._folder / "root"), *found.layers))

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from sandboxes.errors import SandboxError, SpecError
 from sandboxes.images import build
 from sandboxes.images import daemon as module
 from sandboxes.images.daemon import ImageDaemon
-from sandboxes.images.store import Images
+from sandboxes.images.store import ImageStore
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
 from tests.sandboxes.docker import derive, require_docker
-from tests.sandboxes.images.image_files import Member, docker_files, folder, layer, link, packed, tree
+from tests.sandboxes.images.image_files import Member, configuration, docker_files, folder, layer, link, packed, tree
 from tests.sandboxes.images.test_build import CONFIG, grown
 
 NAME, BUILT = "forkpoint-test-layers:1", "forkpoint-test-built:1"
@@ -36,9 +37,9 @@ def docker(*words: str) -> str:
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Iterator[Images]:
+def images(tmp_path: Path) -> Iterator[ImageStore]:
     require_docker()
-    images = Images(tmp_path / "images")
+    images = ImageStore(tmp_path / "images")
     images.open()
     yield images
     images.collect(set())
@@ -66,14 +67,14 @@ def mounted(lowers: tuple[str, ...], empty: Path) -> dict[str, tuple[Any, ...]]:
     return {path: facts[:5] for path, facts in seen.items()}
 
 
-def test_both_ways_show_the_same_files(tmp_path: Path, images: Images) -> None:
+def test_both_ways_show_the_same_files(tmp_path: Path, images: ImageStore) -> None:
     """Docker's directories in place, without a copy, and the image as it is saved and unpacked."""
     made = load(tmp_path, *LAYERS)
     in_place = images.resolve(NAME)
     assert in_place.id == made
     assert len(in_place.lowers) == 3
     assert all("overlay2" in lower for lower in in_place.lowers[1:])
-    copies = Images(tmp_path / "copies", in_place=False)
+    copies = ImageStore(tmp_path / "copies", in_place=False)
     copies.open()
     copied = copies.resolve(NAME)
     assert (copied.id, copied.config) == (made, in_place.config)
@@ -83,7 +84,7 @@ def test_both_ways_show_the_same_files(tmp_path: Path, images: Images) -> None:
     copies.close()
 
 
-def test_layers_stay_while_an_image_is_in_use(tmp_path: Path, images: Images) -> None:
+def test_layers_stay_while_an_image_is_in_use(tmp_path: Path, images: ImageStore) -> None:
     """A container that is never started keeps them, when others remove the image; then a collection removes both."""
     load(tmp_path, *LAYERS)
     image = images.resolve(NAME)
@@ -97,15 +98,17 @@ def test_layers_stay_while_an_image_is_in_use(tmp_path: Path, images: Images) ->
     assert not Path(image.lowers[1]).exists()
 
 
-def test_image_whose_layers_are_gone_is_copied(tmp_path: Path, images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_whose_layers_are_gone_is_copied(
+    tmp_path: Path, images: ImageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load(tmp_path, *LAYERS)
     found = images.daemon.image(NAME)
-    gone = module.DaemonImage(found.id, found.config, ("/nowhere",))
+    gone = replace(found, layers=("/nowhere",))
     monkeypatch.setattr(images.daemon, "image", lambda _: gone)
     assert images.resolve(NAME).lowers == (f"{tmp_path}/images/{found.id.replace(':', '-')}",)
 
 
-def test_image_that_was_built_here_is_copied(images: Images) -> None:
+def test_image_that_was_built_here_is_copied(images: ImageStore) -> None:
     """Its files have times of nanoseconds, which an image in a file has not. Nothing keeps it from being removed."""
     derive(BUILT, ["ENV A=1"])
     image = images.resolve(BUILT)
@@ -115,13 +118,13 @@ def test_image_that_was_built_here_is_copied(images: Images) -> None:
     assert images.daemon.pins(socket.gethostname()) == []
 
 
-def test_tree_becomes_an_image_of_the_daemons(tmp_path: Path, images: Images) -> None:
+def test_tree_becomes_an_image_of_the_daemons(tmp_path: Path, images: ImageStore) -> None:
     """With its configuration word for word, and the same files."""
     root = grown(tmp_path / "tree")
     made = build.load(images.daemon, root, CONFIG, BUILT, tmp_path)
     assert images.daemon.image(BUILT).id == made
     assert BUILT in images.daemon.tags()
-    image = Images(tmp_path / "copies", in_place=False)
+    image = ImageStore(tmp_path / "copies", in_place=False)
     image.open()
     resolved = image.resolve(BUILT)
     image.close()
@@ -129,10 +132,10 @@ def test_tree_becomes_an_image_of_the_daemons(tmp_path: Path, images: Images) ->
     assert tree(Path(resolved.lowers[0])) == tree(root)
 
 
-def test_pins_of_lost_folders_are_removed(tmp_path: Path, images: Images) -> None:
+def test_pins_of_lost_folders_are_removed(tmp_path: Path, images: ImageStore) -> None:
     """A data directory that somebody deletes leaves its pins; the next collection of another one removes them."""
     load(tmp_path, *LAYERS)
-    other = Images(tmp_path / "other")
+    other = ImageStore(tmp_path / "other")
     other.open()
     other.resolve(NAME)
     images.resolve(NAME)
@@ -144,13 +147,26 @@ def test_pins_of_lost_folders_are_removed(tmp_path: Path, images: Images) -> Non
     assert images.daemon.pins(socket.gethostname()) == []
 
 
-def test_missing_image_is_the_specs_error(images: Images) -> None:
+def test_missing_image_is_the_specs_error(images: ImageStore) -> None:
     for name in ("forkpoint-test-missing:1", "sha256:" + "0" * 64, "UPPER:case"):
         with pytest.raises((SpecError, SandboxError), match=r"Docker has no image|Docker refused"):
             images.resolve(name)
 
 
-def test_archive_that_docker_refuses_is_named(images: Images) -> None:
+def test_image_for_another_machine_is_refused(tmp_path: Path, images: ImageStore) -> None:
+    """Docker has it, and starts it where an emulator runs its programs."""
+    docker(
+        "load",
+        "--input",
+        str(packed(tmp_path / "image.tar", docker_files(LAYERS, configuration(LAYERS, architecture="riscv64")))),
+    )
+    docker("tag", "image:1", NAME)
+    docker("rmi", "image:1")
+    with pytest.raises(SpecError, match="riscv64"):
+        images.resolve(NAME)
+
+
+def test_archive_that_docker_refuses_is_named(images: ImageStore) -> None:
     with pytest.raises(SandboxError, match="Docker refused"):
         images.daemon.load(iter([b"no archive" * 1000]))
 
@@ -195,7 +211,7 @@ def test_daemon_failures_are_named(
     where = f"unix://{tmp_path}/none.sock" if kind == "down" else request.getfixturevalue(kind)
     monkeypatch.setenv("DOCKER_HOST", where)
     daemon = ImageDaemon()
-    images = Images(tmp_path / "images")
+    images = ImageStore(tmp_path / "images")
     images.open()
     for request_ in (daemon.check, daemon.tags, lambda: daemon.save("a", io.BytesIO()), lambda: images.resolve("a")):
         with pytest.raises(SandboxError, match=says):

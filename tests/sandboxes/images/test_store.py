@@ -11,7 +11,7 @@ import pytest
 from sandboxes.errors import SpecError
 from sandboxes.images import store as module
 from sandboxes.images.archives import ImageArchive
-from sandboxes.images.store import Image, Images
+from sandboxes.images.store import Image, ImageStore
 from tests.sandboxes.damaged_files import flip
 from tests.sandboxes.images.image_files import Member, docker_files, folder, laid_out, layer, oci_files, packed
 
@@ -19,18 +19,18 @@ LAYERS = [layer(folder("etc"), Member("etc/answer", "alpha"))]
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Iterator[Images]:
+def images(tmp_path: Path) -> Iterator[ImageStore]:
     yield from opened(tmp_path)
 
 
-def opened(tmp_path: Path) -> Iterator[Images]:
-    images = Images(tmp_path / "images")
+def opened(tmp_path: Path) -> Iterator[ImageStore]:
+    images = ImageStore(tmp_path / "images")
     images.open()
     yield images
     images.close()
 
 
-def test_image_is_unpacked_once_for_all_names(tmp_path: Path, images: Images) -> None:
+def test_image_is_unpacked_once_for_all_names(tmp_path: Path, images: ImageStore) -> None:
     """Two files have one image, which is then known by its id too."""
     first = images.resolve(str(packed(tmp_path / "docker.tar", docker_files(LAYERS))))
     inode = Path(first.lowers[0]).stat().st_ino
@@ -43,7 +43,7 @@ def test_image_is_unpacked_once_for_all_names(tmp_path: Path, images: Images) ->
     assert first.config.environment == {"A": "1"}
 
 
-def test_one_thread_unpacks_an_image(tmp_path: Path, images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_unpacks_an_image(tmp_path: Path, images: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one waits in the middle until the others have asked."""
     path = str(packed(tmp_path / "image.tar", docker_files(LAYERS)))
     count, unpack, here, asked = [0], ImageArchive.unpack, threading.Event(), threading.Event()
@@ -64,7 +64,7 @@ def test_one_thread_unpacks_an_image(tmp_path: Path, images: Images, monkeypatch
     assert count == [1]
 
 
-def test_failed_image_leaves_nothing(tmp_path: Path, images: Images) -> None:
+def test_failed_image_leaves_nothing(tmp_path: Path, images: ImageStore) -> None:
     files = docker_files([*LAYERS, layer(Member("f"))])
     path = packed(tmp_path / "image.tar", files | {"1/layer.tar": layer(Member("evil"))})
     before = sorted(path.name for path in (tmp_path / "images").iterdir())
@@ -84,7 +84,7 @@ def test_damaged_image_is_unpacked_again(tmp_path: Path) -> None:
     assert again == first
     assert answer.read_text() == "alpha"
     flip(answer)
-    images = Images(tmp_path / "images")
+    images = ImageStore(tmp_path / "images")
     images.open()
     images.daemon.where = f"unix://{tmp_path}/none"
     assert images._unpacked(first.id) is None
@@ -97,7 +97,7 @@ def test_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "images").iterdir()] == ["root"]
 
 
-def test_unused_images_are_collected(tmp_path: Path, images: Images) -> None:
+def test_unused_images_are_collected(tmp_path: Path, images: ImageStore) -> None:
     """One that was returned since the last collection may have a user that its caller does not know yet."""
     made = [images.resolve(str(packed(tmp_path / f"{name}.tar", docker_files([layer(Member(name))])))) for name in "ab"]
     images.collect(set())
@@ -112,7 +112,7 @@ def test_unused_images_are_collected(tmp_path: Path, images: Images) -> None:
 
 
 def test_nothing_is_collected_while_an_image_is_made(
-    tmp_path: Path, images: Images, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, images: ImageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The image of a task that is being created is in no list of its caller's."""
     path = str(packed(tmp_path / "image.tar", docker_files(LAYERS)))
@@ -131,12 +131,12 @@ def test_nothing_is_collected_while_an_image_is_made(
 
 
 @pytest.mark.parametrize("name", ["/nowhere/image.tar", "/etc/passwd", "/etc/mtab", "/dev/null"])
-def test_unusable_path_is_the_specs_error(images: Images, name: str) -> None:
+def test_unusable_path_is_the_specs_error(images: ImageStore, name: str) -> None:
     with pytest.raises(SpecError, match=f"image '{name}' cannot be used: .*Name an image"):
         images.resolve(name)
 
 
-def test_full_disk_is_no_specs_error(tmp_path: Path, images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_no_specs_error(tmp_path: Path, images: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandboxes.images.root_tar.RESERVE_BYTES", 1 << 62)
     with pytest.raises(OSError, match="nearly full"):
         images.resolve(str(packed(tmp_path / "image.tar", docker_files(LAYERS))))
