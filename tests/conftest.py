@@ -22,6 +22,7 @@ LEFT_OUT = {
     "tests/ui/": "a browser",
     "tests/manual/test_s": "a browser",
     "tests/sandboxes/container/": "Docker",
+    "tests/sandboxes/images/test_daemon.py": "Docker",
     "tests/test_containers_through_proxy.py": "Docker",
     "tests/test_compose_run.py": "Docker",
     "tests/sandboxes/postgres/": "PostgreSQL",

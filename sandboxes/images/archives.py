@@ -14,7 +14,7 @@ import posixpath
 import re
 import stat
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self, cast
@@ -40,10 +40,7 @@ _MAX_NESTING = 4
 """Limits the indexes in indexes, and the links of one name."""
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_PLAIN_FILE = kernel.open_how(
-    os.O_RDONLY | os.O_NONBLOCK,
-    kernel.RESOLVE_BENEATH | kernel.RESOLVE_NO_SYMLINKS | kernel.RESOLVE_NO_MAGICLINKS,
-)
+_PLAIN_FILE = kernel.open_how(os.O_RDONLY | os.O_NONBLOCK, kernel.RESOLVE_BENEATH | kernel.RESOLVE_NO_MAGICLINKS)
 
 
 class _Layer(NamedTuple):
@@ -126,7 +123,7 @@ class ImageArchive:
         else:
             raise ImageError("it holds no image: `docker save` and `skopeo copy ... oci-archive:` write such files")
         described = _object(json.loads(config), "configuration")
-        _require_platform(described)
+        require_platform(described)
         rootfs = _object(described.get("rootfs"), "configuration")
         diff_ids = _list(rootfs.get("diff_ids"), "configuration")
         if not 0 < len(files) == len(diff_ids) <= _MAX_LAYERS:
@@ -259,7 +256,8 @@ def _is_for_this_machine(platform: object) -> bool:
     return bool((platform.get("os", "linux"), platform.get("architecture", ARCHITECTURE)) == ("linux", ARCHITECTURE))
 
 
-def _require_platform(described: dict[str, Any]) -> None:
+def require_platform(described: Mapping[str, Any]) -> None:
+    """Refuse an image whose `os` and `architecture` are not this machine's."""
     platform = {name: described[name] for name in ("os", "architecture") if described.get(name)}
     if not _is_for_this_machine(platform):
         raise ImageError(f"it is for {json.dumps(platform)[:200]}, and this machine is linux/{ARCHITECTURE}")

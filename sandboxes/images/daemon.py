@@ -49,17 +49,19 @@ class DaemonImage:
     Attributes:
         id: Docker's id of it.
         config: Its configuration, as Docker reports it.
+        platform: Its `os` and `architecture`.
         layers: The directories of its layers on the daemon's machine, topmost first; empty if the daemon does not keep
             them as directories for overlayfs.
     """
 
     id: str
     config: object
+    platform: dict[str, str]
     layers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class ImagePin:
     """A container that keeps an image: its name, the id of the image, and the folder that it keeps the image for."""
 
     name: str
@@ -106,7 +108,8 @@ class ImageDaemon:
         driver = facts.get("GraphDriver") or {}
         data = (driver.get("Data") or {}) if driver.get("Name") == "overlay2" else {}
         layers = [data.get("UpperDir") or "", *(data.get("LowerDir") or "").split(":")]
-        return DaemonImage(str(facts["Id"]), facts.get("Config"), tuple(filter(None, layers)))
+        platform = {"os": facts.get("Os", ""), "architecture": facts.get("Architecture", "")}
+        return DaemonImage(str(facts["Id"]), facts.get("Config"), platform, tuple(filter(None, layers)))
 
     def tags(self) -> list[str]:
         """Return the names of all images."""
@@ -122,7 +125,7 @@ class ImageDaemon:
             OSError: The target's disk is full.
         """
         with self._errors(image):
-            pieces = iter(self._docker(TRANSFER_S).api.get_image(image, chunk_size=_PIECE_BYTES))
+            pieces = iter(self._patient().api.get_image(image, chunk_size=_PIECE_BYTES))
         while (piece := self._next(pieces, image)) is not None:
             target.write(piece)
 
@@ -139,7 +142,7 @@ class ImageDaemon:
         """
         with self._errors():
             # The SDK's words are that it takes bytes. Its connection takes pieces too, and reads the whole response.
-            self._docker(TRANSFER_S).images.load(cast("bytes", archive))
+            self._patient().images.load(cast("bytes", archive))
 
     # -- pins --------------------------------------------------------------------------------------------------------
 
@@ -162,11 +165,13 @@ class ImageDaemon:
                 if error.status_code != 409:
                     raise
 
-    def pins(self, host: str) -> list[Pin]:
+    def pins(self, host: str) -> list[ImagePin]:
         """Return the containers that keep images for folders of a machine."""
         filters = {"label": [PIN, f"{PIN_HOST}={host}"]}
         listed = self._retried(lambda: self._docker().api.containers(all=True, filters=filters))
-        return [Pin(entry["Names"][0].lstrip("/"), str(entry["ImageID"]), entry["Labels"][PIN]) for entry in listed]
+        return [
+            ImagePin(entry["Names"][0].lstrip("/"), str(entry["ImageID"]), entry["Labels"][PIN]) for entry in listed
+        ]
 
     def unpin(self, name: str) -> None:
         """Remove a container that keeps an image. Idempotent."""
@@ -175,17 +180,23 @@ class ImageDaemon:
 
     # -- the connection ----------------------------------------------------------------------------------------------
 
-    def _docker(self, timeout_s: float | None = None) -> docker.DockerClient:
-        timeout_s = timeout_s or TIMEOUT_S
-        if timeout_s not in self._clients:
+    def _docker(self) -> docker.DockerClient:
+        if TIMEOUT_S not in self._clients:
             self._check_listener()
             try:
-                self._clients[timeout_s] = docker.DockerClient.from_env(timeout=int(timeout_s))
+                self._clients[TIMEOUT_S] = docker.DockerClient.from_env(timeout=int(TIMEOUT_S))
             except DockerException as error:
                 # The client has requested the daemon's version. If that failed, the cause has the reason.
                 cause = error.__cause__
                 raise cause if isinstance(cause, requests.exceptions.RequestException) else error  # noqa: B904
-        return self._clients[timeout_s]
+        return self._clients[TIMEOUT_S]
+
+    def _patient(self) -> docker.DockerClient:
+        """Return a client that waits for `TRANSFER_S`, but not to learn the daemon's version."""
+        if TRANSFER_S not in self._clients:
+            version = self._docker().api.api_version
+            self._clients[TRANSFER_S] = docker.DockerClient.from_env(version=version, timeout=int(TRANSFER_S))
+        return self._clients[TRANSFER_S]
 
     def _check_listener(self) -> None:
         """Connect for a moment, because the SDK leaves its socket open if no daemon listens."""

@@ -30,7 +30,7 @@ from typing import BinaryIO, cast
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.source_digest import raise_machine_error
 from sandboxes.images import docker_layers
-from sandboxes.images.archives import ImageArchive
+from sandboxes.images.archives import ImageArchive, require_platform
 from sandboxes.images.built_trees import BuiltTrees
 from sandboxes.images.config import ImageConfig, ImageError
 from sandboxes.images.daemon import DaemonImage, ImageDaemon
@@ -58,7 +58,7 @@ class Image:
     lowers: tuple[str, ...]
 
 
-class Images:
+class ImageStore:
     """The images of one folder, which all tasks share. Methods block: call them in a thread.
 
     Attributes:
@@ -178,6 +178,7 @@ class Images:
         found = self.daemon.image(name)
         if not _ID.fullmatch(found.id):
             raise ImageError(f"Docker's id of it is {found.id!r}")
+        require_platform(found.platform)
         config = ImageConfig.parse(found.config)
         if not below and self._fits(found):
             return Image(found.id, config, (str(self._folder / "root"), *found.layers))
@@ -190,18 +191,14 @@ class Images:
                 with ImageArchive(Path(f"/proc/self/fd/{file.fileno()}")) as archive:
                     archive.unpack(target)
 
-        return self._made(found.id, config, unpack, below)
+        return self._made(found.id, config, unpack)
 
-    def _made(self, id_: str, config: ImageConfig, unpack: Callable[[Path], None], below: str) -> Image:
-        name = _folder_name(id_, below)
+    def _made(self, id_: str, config: ImageConfig, unpack: Callable[[Path], None]) -> Image:
+        name = id_.replace(":", "-")
 
         def build(target: Path) -> None:
+            unpack(target)
             write_whole(self._folder / f"{name}.json", json.dumps(config.members()).encode(), sync=True)
-            (target / below).mkdir(parents=True, exist_ok=True)
-            unpack(target / below)
-            for folder in (Path(below), *Path(below).parents) if below else ():
-                if folder != Path(below):
-                    os.utime(target / folder, (0, 0))
 
         return Image(id_, config, (str(self._trees.make(name, build, checked=True)),))
 
