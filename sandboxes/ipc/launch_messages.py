@@ -1,6 +1,6 @@
 """Messages to the launchers, which fork pid 1s and keepers, mount layers and start CRIU; `messages` has the table."""
 
-from sandboxes.ipc.codec import IpcMessage, IpcRequest, Record
+from sandboxes.ipc.codec import IpcMessage, IpcRecord, IpcRequest
 from sandboxes.ipc.messages import Done
 
 
@@ -43,7 +43,7 @@ class WritePages(IpcRequest[Done], op="write_pages"):
     runs: list[list[int]]
 
 
-class ContainerStart(Record):
+class ContainerStart(IpcRecord):
     """How a keeper starts its container by the OCI runtime; see `sandboxes.container.oci_spec`.
 
     Attributes:
@@ -92,7 +92,7 @@ class ForkKeeper(IpcRequest[Forked], op="fork_keeper", descriptors=(1, 1)):
     start: ContainerStart | None = None
 
 
-class LayerStack(Record):
+class LayerStack(IpcRecord):
     """The layers of an overlay mount.
 
     Attributes:

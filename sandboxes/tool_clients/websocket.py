@@ -19,7 +19,7 @@ import os
 import shlex
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import orjson
 from websockets.client import ClientProtocol
@@ -32,6 +32,7 @@ from websockets.uri import WebSocketURI
 
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.http_message import end_to_end
+from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.tool_clients.descriptors import write_all
 from sandboxes.tool_clients.http1 import MalformedResponseError
@@ -63,7 +64,7 @@ def carrier(call: ToolCall, order: ServerOrder) -> ServerOrder:
     script = f"exec 5<>/dev/tcp/127.0.0.1/{order.port}; cat <&5 & exec cat >&5"
     # By target as well: two connections of one rollout may lead to two paths of one server.
     name = f"ws {order.name} {call.arguments['connection']} {call.arguments['target']}"
-    return replace(order, name=name, command=f"exec bash -c {shlex.quote(script)}", port=None, behind=order)
+    return with_members(order, name=name, command=f"exec bash -c {shlex.quote(script)}", port=None, behind=order)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The keeper of a container: it runs commands in the container and observes what they change.
 
-Standard library only, no event loop.
+Standard library and msgspec only, no event loop.
 
 Process: the keeper beside each container, forked from the launcher.
 May import: sandboxes, sandboxes.container, sandboxes.guest, sandboxes.guest.anchors, sandboxes.guest.bash,
