@@ -3,5 +3,5 @@
 Process: the proxy, when it is one member of a cluster.
 May import: proxy, proxy.cluster.hits, proxy.cluster.hosting, proxy.cluster.link, proxy.cluster.postgres,
 proxy.cluster.states, proxy.compat, proxy.dataplane, proxy.execution, proxy.http, proxy.storage, proxy.telemetry,
-proxy.tree, sandboxes, sandboxes.linux.
+proxy.tree, sandboxes, sandboxes.ipc, sandboxes.linux.
 """

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from proxy.cluster.hits.calls import Heads, PassedCall, pack_known, unpack_call, unpack_known
+from proxy.cluster.hits.calls import Heads, KnownAnswer, PassedCall, passed_call
 from proxy.cluster.leaving import LEAVE_S
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.frames import Hello
@@ -30,14 +30,12 @@ from proxy.cluster.messages import (
     LeaveQuestion,
     LoadAnswer,
     LoadQuestion,
-    MessageError,
     ReportAnswer,
     ReportQuestion,
     RoomAnswer,
     RoomQuestion,
     StreamedAnswer,
     TakeQuestion,
-    pack,
     unpack,
 )
 from proxy.cluster.origin import ORIGIN, Origin
@@ -45,6 +43,8 @@ from proxy.cluster.owned import DroppedError, IngressCalls, Owned, TakenCall
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.protocol import CopyKind
 from proxy.cluster.streams import Begin
+from sandboxes.ipc.codec import decode_bytes, encode
+from sandboxes.ipc.frames import MalformedFrameError
 
 log = structlog.get_logger()
 
@@ -122,24 +122,24 @@ class PeerQuestions:
                 taken = self._take(hello, question, begin)
                 return _answer_to_known(taken) if isinstance(taken, bytes) else await taken
             case ReportQuestion() as question:
-                return pack(self._report(question))
+                return encode(self._report(question))
             case TakeQuestion() as question:
-                return pack(await self._take_over(question))
+                return encode(await self._take_over(question))
             case DrainQuestion() | HandQuestion() | LoadQuestion() as question:
-                return pack(await self._operate(question))
+                return encode(await self._operate(question))
             case RoomQuestion():
-                return pack(self.host.room)
+                return encode(self.host.room)
             case GiveBackQuestion(names=names):
-                return pack(GiveBackAnswer(await self.host.give_back(hello, names)))
+                return encode(GiveBackAnswer(await self.host.give_back(hello, names)))
             case HostQuestion(order=order):
                 return await self.host.serve(hello, order, begin)
             case LeaveQuestion():
-                return pack(LeaveAnswer(await self._member.leaving.let_go(hello.member)))
+                return encode(LeaveAnswer(await self._member.leaving.let_go(hello.member)))
             case ConfirmQuestion() as question:
                 call = self._member.ingress.call(question.number)
-                return pack(ConfirmAnswer(call is not None and await call.waits()))
+                return encode(ConfirmAnswer(call is not None and await call.waits()))
             case other:
-                raise MessageError(f"a peer sent the message {type(other).__name__}")
+                raise MalformedFrameError(f"a peer sent the message {type(other).__name__}")
 
     async def _operate(self, question: DrainQuestion | HandQuestion | LoadQuestion) -> DrainAnswer | LoadAnswer:
         match question:
@@ -160,8 +160,8 @@ class PeerQuestions:
     ) -> bytes | Coroutine[Any, Any, bytes]:
         """Take a call that this member may know the answer to: return that answer, or how it is answered later."""
         try:
-            question = unpack_call(content, self._heads)
-        except MessageError as error:
+            question = passed_call(content, self._heads)
+        except MalformedFrameError as error:
             # The ingress sends it again on the regular way, which may read it otherwise.
             log.warning("a call of a peer was not read", error=str(error))
             return _elsewhere()
@@ -173,7 +173,7 @@ class PeerQuestions:
         """Take a call of a peer, once for all its copies. No await: calls of a link keep their order.
 
         Returns:
-            The answer that the tree knows, as `pack_known` returns it, or what returns the message with any other.
+            The answer that the tree knows, a `KnownAnswer` as bytes, or what returns the message with any other.
         """
         owned = self._member.gate.owned.get(question.task)
         if owned is None or owned.rules.view != question.view:
@@ -215,7 +215,7 @@ class PeerQuestions:
                 # A hit moves one rollout.
                 ((rollout, position),) = origin.positions.items()
                 assert position is not None
-                call.known = pack_known(owned.rules.view, rollout, position, response)
+                call.known = encode(KnownAnswer(owned.rules.view, rollout, position, response))
                 return call.known
             call.answer = asyncio.get_running_loop().create_future()
             taken = _Taken(owned, calls, question, call, begin, origin)
@@ -247,10 +247,10 @@ class PeerQuestions:
         try:
             owner = await self._member.locate(question.task, creates=False)
         except DatabaseError:
-            return pack(ElsewhereAnswer(0))
+            return encode(ElsewhereAnswer(0))
         if isinstance(owner, Owned):
-            return pack(ElsewhereAnswer(owner.rules.view))
-        return pack(ElsewhereAnswer(0 if owner is None else owner.view))
+            return encode(ElsewhereAnswer(owner.rules.view))
+        return encode(ElsewhereAnswer(0 if owner is None else owner.view))
 
     def _known_whole(self, question: CallQuestion | PassedCall) -> bytes | None:
         if question.kind != Kind.CALL:
@@ -303,9 +303,9 @@ class PeerQuestions:
 
 
 def _answer_to_known(known: bytes) -> bytes:
-    """Return what `pack_known` has packed as the answer to a question."""
-    answer = unpack_known(known)
-    return pack(CallAnswer(answer.view, {answer.rollout: answer.position}, answer.response))
+    """Return a `KnownAnswer` as the answer to a question."""
+    answer = decode_bytes(known, KnownAnswer)
+    return encode(CallAnswer(answer.view, {answer.rollout: answer.position}, answer.response))
 
 
 async def _answer_of(call: TakenCall) -> bytes:
@@ -314,7 +314,7 @@ async def _answer_of(call: TakenCall) -> bytes:
 
 
 async def _elsewhere() -> bytes:
-    return pack(ElsewhereAnswer(0))
+    return encode(ElsewhereAnswer(0))
 
 
 @dataclass(slots=True, eq=False)
@@ -352,7 +352,7 @@ class _Taken:
         channel = self.begin()
         # What this answer does not carry must be in the log, and the answer cannot be sent again.
         self.origin.in_log = True
-        channel.write(pack(CallAnswer(self.owned.rules.view, self.origin.positions, head)))
+        channel.write(encode(CallAnswer(self.owned.rules.view, self.origin.positions, head)))
         self.answer(StreamedAnswer())
         return channel
 
@@ -366,7 +366,7 @@ class _Taken:
         """Answer all copies of the call, unless they are answered."""
         assert self.call.answer is not None
         if not self.call.answer.done():
-            self.call.answer.set_result(pack(answer))
+            self.call.answer.set_result(encode(answer))
 
     def release(self) -> None:
         """Note that the call has come to nothing here, so that a copy of it is taken as new."""

@@ -9,12 +9,13 @@ from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.opener import LinkLostError, MemberFailedError, answered
 from proxy.cluster.member import Member, answer_to_call
-from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, MessageError, StreamedAnswer
+from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, StreamedAnswer
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
 from proxy.http.asgi import Scope
 from proxy.refusals import RefusalError
+from sandboxes.ipc.frames import MalformedFrameError
 
 log = structlog.get_logger()
 
@@ -123,7 +124,7 @@ class Forwarder:
             answer, channel = await asking
         except MemberFailedError as error:
             raise RefusalError(502, "peer", str(error)) from error
-        except (LinkLostError, MessageError) as error:
+        except (LinkLostError, MalformedFrameError) as error:
             log.debug("a call was not answered", owner=name, error=str(error))
             task.owner = None
             return None, None

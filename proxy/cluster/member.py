@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import structlog
 
@@ -34,12 +34,10 @@ from proxy.cluster.messages import (
     ElsewhereAnswer,
     LoadAnswer,
     Message,
-    MessageError,
     ReportAnswer,
     ReportQuestion,
     StreamedAnswer,
     TakeQuestion,
-    pack,
     unpack,
 )
 from proxy.cluster.owned import Owned
@@ -50,6 +48,8 @@ from proxy.cluster.protocol import OwnedTask, Position
 from proxy.cluster.takeover import TaskLogReading
 from proxy.engine import Engine
 from proxy.tree.tree import Node
+from sandboxes.ipc.codec import decode_bytes, encode, with_members
+from sandboxes.ipc.frames import MalformedFrameError
 from sandboxes.task_owner import TaskOwner
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Member:
             LinkLostError: The link broke. Whether the owner has taken the call is not known.
             MemberFailedError: The owner met a defect.
         """
-        return await answer_to_call(await self.links.call(owner.peer, pack(question)))
+        return await answer_to_call(await self.links.call(owner.peer, encode(question)))
 
     def link_to(self, owner: Ownership) -> Link | None:
         """Return the link to the owner of a task if a frame can be sent on it now."""
@@ -255,7 +255,7 @@ class Member:
         self.is_leaving = True
         answer = await self.leaving.hand_over(tuple(self.gate.owned.values()), self.give)
         await self.leaving.leave()
-        return answer._replace(kept=len(self.gate.owned))
+        return with_members(answer, kept=len(self.gate.owned))
 
     async def hand_to(self, name: str, target: int) -> DrainAnswer:
         """Hand one task over to a member, by its number; see `Leaving.hand_over`. A task of another owner is not."""
@@ -394,8 +394,8 @@ class Member:
                 target = peer or await self.database.member(number)
                 if target is None:
                     return None
-                answer = unpack(await self.links.ask(target, pack(question)))
-            except (LinkLostError, MemberFailedError, MessageError, DatabaseError) as error:
+                answer = unpack(await self.links.ask(target, encode(question)))
+            except (LinkLostError, MemberFailedError, DatabaseError) as error:
                 log.debug("a peer did not answer", member=number, error=str(error))
             else:
                 self._note_peer(target)
@@ -409,7 +409,7 @@ async def answer_to_call(
     """Return what a link has brought for a call. With a channel, the answer is the beginning of a stream.
 
     Raises:
-        MessageError: It is no answer to a call.
+        MalformedFrameError: It is no answer to a call.
     """
     if not isinstance(content, LinkChannel):
         return _answer_to_call(content), None
@@ -417,16 +417,14 @@ async def answer_to_call(
     first = await content.receive()
     try:
         return _answer_to_call(first or b""), content
-    except MessageError:
+    except MalformedFrameError:
         content.abort()
         raise
 
 
 def _answer_to_call(data: bytes) -> CallAnswer | ElsewhereAnswer | StreamedAnswer:
-    answer = unpack(data)
-    if not isinstance(answer, CallAnswer | ElsewhereAnswer | StreamedAnswer):
-        raise MessageError("a peer answered a call with another message")
-    return answer
+    answer = decode_bytes(data, CallAnswer, ElsewhereAnswer, StreamedAnswer)
+    return cast("CallAnswer | ElsewhereAnswer | StreamedAnswer", answer)
 
 
 def _now() -> float:

@@ -1,26 +1,14 @@
-"""What members ask each other and answer, as bytes (pure).
+"""What members ask each other and answer, as bytes (pure)."""
 
-A message is a JSON array, four bytes with its length before it, and then bytes that belong to it: the body of a request
-or a whole HTTP response.
-"""
-
-import struct
-from typing import Any, NamedTuple
+from typing import get_args
 from urllib.parse import unquote
-
-import orjson
 
 from proxy.cluster.protocol import Position
 from proxy.http.asgi import AsgiMessage, Scope
-
-_SIZE = struct.Struct("!I")
-
-
-class MessageError(ValueError):
-    """The bytes are no message of this version."""
+from sandboxes.ipc.codec import IpcMessage, Number, decode_bytes, encode, members_of
 
 
-class CallQuestion(NamedTuple):
+class CallQuestion(IpcMessage, op="call"):
     """An ingress passes a request on to the owner of its task.
 
     Attributes:
@@ -73,7 +61,7 @@ class Kind:
     """A stream of bytes (Docker), after a request without or with an upgrade."""
 
 
-class ReportQuestion(NamedTuple):
+class ReportQuestion(IpcMessage, op="report"):
     """A new owner asks an ingress for positions; from then on the ingress accepts no answer of an older view.
 
     Attributes:
@@ -87,7 +75,7 @@ class ReportQuestion(NamedTuple):
     rollouts: list[int]
 
 
-class ConfirmQuestion(NamedTuple):
+class ConfirmQuestion(IpcMessage, op="confirm"):
     """An owner asks an ingress whether an agent still waits for a call.
 
     Attributes:
@@ -97,7 +85,7 @@ class ConfirmQuestion(NamedTuple):
     number: int
 
 
-class TakeQuestion(NamedTuple):
+class TakeQuestion(IpcMessage, op="take"):
     """A member asks another one to take a task over.
 
     Attributes:
@@ -109,11 +97,11 @@ class TakeQuestion(NamedTuple):
     view: int
 
 
-class DrainQuestion(NamedTuple):
+class DrainQuestion(IpcMessage, op="drain"):
     """A member asks another one to hand over all of its tasks."""
 
 
-class HandQuestion(NamedTuple):
+class HandQuestion(IpcMessage, op="hand"):
     """A member asks the owner of a task to hand it over.
 
     Attributes:
@@ -125,7 +113,7 @@ class HandQuestion(NamedTuple):
     target: int
 
 
-class DrainAnswer(NamedTuple):
+class DrainAnswer(IpcMessage, op="drained"):
     """What became of a drain, or of one task that was to be handed over.
 
     Attributes:
@@ -137,11 +125,11 @@ class DrainAnswer(NamedTuple):
     kept: int
 
 
-class LoadQuestion(NamedTuple):
+class LoadQuestion(IpcMessage, op="load"):
     """A member asks for the load of another one."""
 
 
-class LoadAnswer(NamedTuple):
+class LoadAnswer(IpcMessage, op="loaded"):
     """The load of a member; see `proxy.cluster.balance`.
 
     Attributes:
@@ -153,11 +141,11 @@ class LoadAnswer(NamedTuple):
     tasks: dict[str, int]
 
 
-class RoomQuestion(NamedTuple):
+class RoomQuestion(IpcMessage, op="room"):
     """An owner asks whether a member would run sandboxes for it."""
 
 
-class RoomAnswer(NamedTuple):
+class RoomAnswer(IpcMessage, op="rooms"):
     """What a member says of its room.
 
     Attributes:
@@ -168,12 +156,12 @@ class RoomAnswer(NamedTuple):
     """
 
     room: int
-    load: float
+    load: Number
     elsewhere: int = 0
     for_others: int = 0
 
 
-class HostQuestion(NamedTuple):
+class HostQuestion(IpcMessage, op="host"):
     """An owner asks a member to run a sandbox for it; see `proxy.cluster.hosting.messages`.
 
     Attributes:
@@ -183,7 +171,7 @@ class HostQuestion(NamedTuple):
     order: bytes
 
 
-class GiveBackQuestion(NamedTuple):
+class GiveBackQuestion(IpcMessage, op="give_back"):
     """A host asks an owner to close sandboxes that are idle, because their room is needed.
 
     Attributes:
@@ -193,7 +181,7 @@ class GiveBackQuestion(NamedTuple):
     names: list[str]
 
 
-class GiveBackAnswer(NamedTuple):
+class GiveBackAnswer(IpcMessage, op="given_back"):
     """What became of it.
 
     Attributes:
@@ -203,11 +191,11 @@ class GiveBackAnswer(NamedTuple):
     closed: int
 
 
-class LeaveQuestion(NamedTuple):
+class LeaveQuestion(IpcMessage, op="leave"):
     """An ingress that leaves asks an owner to write the positions of its rollouts to the log."""
 
 
-class LeaveAnswer(NamedTuple):
+class LeaveAnswer(IpcMessage, op="left"):
     """What became of it.
 
     Attributes:
@@ -217,7 +205,7 @@ class LeaveAnswer(NamedTuple):
     kept: int
 
 
-class CallAnswer(NamedTuple):
+class CallAnswer(IpcMessage, op="answer"):
     """The answer to a call.
 
     Attributes:
@@ -231,11 +219,11 @@ class CallAnswer(NamedTuple):
     response: bytes
 
 
-class StreamedAnswer(NamedTuple):
+class StreamedAnswer(IpcMessage, op="streamed"):
     """The answer was a stream, which went to the link that brought the call. It cannot be sent again."""
 
 
-class ElsewhereAnswer(NamedTuple):
+class ElsewhereAnswer(IpcMessage, op="elsewhere"):
     """The task has another view, or another owner, than the asker knows.
 
     Attributes:
@@ -245,7 +233,7 @@ class ElsewhereAnswer(NamedTuple):
     view: int
 
 
-class ReportAnswer(NamedTuple):
+class ReportAnswer(IpcMessage, op="reported"):
     """What an ingress reports.
 
     Attributes:
@@ -257,7 +245,7 @@ class ReportAnswer(NamedTuple):
     positions: dict[int, Position]
 
 
-class ConfirmAnswer(NamedTuple):
+class ConfirmAnswer(IpcMessage, op="confirmed"):
     """Whether an agent still waits for the call.
 
     Attributes:
@@ -273,82 +261,47 @@ Message = (
     | CallAnswer | StreamedAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer | RoomAnswer
     | GiveBackAnswer | LeaveAnswer | LoadAnswer
 )  # fmt: skip
-_KINDS: dict[str, type[Any]] = {
-    "call": CallQuestion, "report": ReportQuestion, "confirm": ConfirmQuestion, "take": TakeQuestion,
-    "drain": DrainQuestion, "answer": CallAnswer, "streamed": StreamedAnswer,
-    "elsewhere": ElsewhereAnswer, "reported": ReportAnswer,
-    "confirmed": ConfirmAnswer, "drained": DrainAnswer, "room": RoomQuestion, "rooms": RoomAnswer,
-    "host": HostQuestion, "give-back": GiveBackQuestion, "given-back": GiveBackAnswer,
-    "leave": LeaveQuestion, "left": LeaveAnswer,
-    "hand": HandQuestion, "load": LoadQuestion, "loaded": LoadAnswer,
-}  # fmt: skip
-_NAMES = {kind: name for name, kind in _KINDS.items()}
-_WITH_BYTES = (CallQuestion, CallAnswer, HostQuestion)
-"""Messages whose last value is bytes."""
-_WITH_POSITIONS = (CallAnswer, ReportAnswer)
-"""Messages whose second value is positions."""
+_MESSAGES: tuple[type[Message], ...] = get_args(Message)
+
+
+_Bytes = bytes
+"""The type, in a class that has a member of this name."""
+
+
+class StreamEvent(IpcMessage, op="stream_event"):
+    """An ASGI message of a stream; a member that is None is missing in it."""
+
+    type: str
+    body: _Bytes | None = None
+    more_body: bool | None = None
+    text: str | None = None
+    status: int | None = None
+    headers: list[tuple[_Bytes, _Bytes]] | None = None
+    code: int | None = None
+    reason: str | None = None
+    subprotocol: str | None = None
+    bytes: _Bytes | None = None
 
 
 def pack_event(event: AsgiMessage) -> bytes:
-    """Return an ASGI message of a stream as bytes. One of its values may be bytes."""
-    values, name, rest = dict[str, Any](), "", b""
-    for key, value in event.items():
-        if isinstance(value, bytes | bytearray):
-            name, rest = key, bytes(value)
-        elif key == "headers":
-            values[key] = [(header.decode("latin-1"), text.decode("latin-1")) for header, text in value]
-        else:
-            values[key] = value
-    array = orjson.dumps([values, name])
-    return _SIZE.pack(len(array)) + array + rest
+    """Return an ASGI message of a stream as bytes."""
+    return encode(StreamEvent(**event))
 
 
 def unpack_event(data: bytes) -> AsgiMessage:
     """Return the ASGI message that bytes hold.
 
     Raises:
-        MessageError: They hold none.
+        MalformedFrameError: They hold none.
     """
-    try:
-        (size,) = _SIZE.unpack_from(data)
-        end = _SIZE.size + size
-        values, name = orjson.loads(data[_SIZE.size : end])
-        event: AsgiMessage = {**values, "type": str(values["type"])}
-        if name:
-            event[name] = data[end:]
-        if "headers" in event:
-            event["headers"] = [(key.encode("latin-1"), text.encode("latin-1")) for key, text in event["headers"]]
-    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise MessageError(f"an event of a peer's stream is malformed: {error}") from error
-    return event
-
-
-def pack(message: Message) -> bytes:
-    """Return a message as bytes. 2 us for a request with ten headers."""
-    values: list[Any] = list(message)
-    rest = values.pop() if isinstance(message, _WITH_BYTES) else b""
-    if isinstance(message, _WITH_POSITIONS):
-        values[1] = [(rollout, *(position or ())) for rollout, position in values[1].items()]
-    array = orjson.dumps([_NAMES[type(message)], *values])
-    return _SIZE.pack(len(array)) + array + rest
+    event = decode_bytes(data, StreamEvent)
+    return {name: member for name, member in members_of(event).items() if member is not None}
 
 
 def unpack(data: bytes) -> Message:
     """Return the message that bytes hold.
 
     Raises:
-        MessageError: They hold none.
+        MalformedFrameError: They hold none.
     """
-    try:
-        (size,) = _SIZE.unpack_from(data)
-        end = _SIZE.size + size
-        name, *values = orjson.loads(data[_SIZE.size : end])
-        kind = _KINDS[name]
-        if kind in _WITH_BYTES:
-            values.append(data[end:])
-        if kind in _WITH_POSITIONS:
-            values[1] = {rollout: Position(*rest) if rest else None for rollout, *rest in values[1]}
-        message: Message = kind(*values)
-    except (struct.error, ValueError, TypeError, KeyError) as error:
-        raise MessageError(f"a message of a peer is malformed: {error}") from error
-    return message
+    return decode_bytes(data, *_MESSAGES)

@@ -19,6 +19,7 @@ from proxy.cluster.messages import (
 )
 from proxy.cluster.postgres.database import Peer
 from proxy.refusals import RefusalError
+from sandboxes.ipc.codec import members_of
 
 if TYPE_CHECKING:
     from proxy.execution.quotas import Quotas
@@ -70,7 +71,7 @@ class Operations:
             "members": [
                 {
                     "name": peer.name, "number": peer.number, "link": peer.url, "alive": peer.alive, "tasks": tasks,
-                    "sandboxes": None if room is None else room._asdict(),
+                    "sandboxes": None if room is None else members_of(room),
                 }
                 for (peer, tasks), room in zip(known, rooms, strict=True)
             ],

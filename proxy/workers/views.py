@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlencode
 
@@ -30,6 +29,7 @@ from proxy.workers.merging import (
 from proxy.workers.messages import ViewRequest
 from proxy.workers.siblings import Siblings, WorkerAwayError
 from proxy.workers.streams import OwnPart, PartCutError, ResponsePart, joined_backup, joined_trajectories, whole
+from sandboxes.ipc.codec import with_members
 
 log = structlog.get_logger()
 
@@ -168,7 +168,7 @@ class AllWorkers:
         return view
 
     async def _report(self, scope: Scope) -> WorkerPart:
-        request = replace(_request(scope), path="/api/v1/report/part")
+        request = with_members(_request(scope), path="/api/v1/report/part")
         bodies = [part.body for part in await self._parts(self._to_all(request))]
         # As long as a report of all tasks takes: the seconds of each call are sorted.
         report = await asyncio.to_thread(lambda: report_of([ReportPart.unpacked(body) for body in bodies]))
@@ -184,7 +184,7 @@ class AllWorkers:
             WorkerAwayError: A worker does not answer; nothing was sent.
             _RefusedError: A worker refused; nothing was sent.
         """
-        request = replace(_request(scope), in_pieces=True)
+        request = with_members(_request(scope), in_pieces=True)
         async with AsyncExitStack() as stack:
             begun = await asyncio.gather(
                 *(self._begin(n, request) for n in range(self._siblings.count)), return_exceptions=True

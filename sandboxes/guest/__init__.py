@@ -1,6 +1,6 @@
 """What runs inside a sandbox or beside it: supervisor, shells, background processes, change detection.
 
-Standard library only, no event loop.
+Standard library and msgspec only, no event loop.
 
 Process: pid 1 of a `local` sandbox, or the keeper of a container.
 May import: sandboxes, sandboxes.guest.anchors, sandboxes.guest.bash, sandboxes.guest.files, sandboxes.ipc,

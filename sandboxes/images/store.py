@@ -191,13 +191,17 @@ class ImageStore:
                 with ImageArchive(Path(f"/proc/self/fd/{file.fileno()}")) as archive:
                     archive.unpack(target)
 
-        return self._made(found.id, config, unpack)
+        return self._made(found.id, config, unpack, below)
 
-    def _made(self, id_: str, config: ImageConfig, unpack: Callable[[Path], None]) -> Image:
-        name = id_.replace(":", "-")
+    def _made(self, id_: str, config: ImageConfig, unpack: Callable[[Path], None], below: str) -> Image:
+        name = _folder_name(id_, below)
 
         def build(target: Path) -> None:
-            unpack(target)
+            (target / below).mkdir(parents=True, exist_ok=True)
+            unpack(target / below)
+            for above in Path(below).parents:
+                # Those that the image does not have: the same everywhere.
+                os.utime(target / above, (0, 0))
             write_whole(self._folder / f"{name}.json", json.dumps(config.members()).encode(), sync=True)
 
         return Image(id_, config, (str(self._trees.make(name, build, checked=True)),))

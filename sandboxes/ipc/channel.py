@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import ClassVar, cast
 
 from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest, answers_of, decode, pack_message
-from sandboxes.ipc.frames import Frame, Inbox, MalformedFrameError, receive
+from sandboxes.ipc.frames import Inbox, IpcFrame, MalformedFrameError, receive
 from sandboxes.ipc.messages import Failed
 
 _MOST_EARLY, _MOST_EARLY_BYTES = 256, 64 << 20
@@ -45,9 +45,9 @@ class Channel:
         self._socket = end
         self._inbox = Inbox()
         # In the order of the requests: the peer answers one after the other, so no answer needs a number.
-        self._waiting: deque[asyncio.Future[Frame]] = deque()
+        self._waiting: deque[asyncio.Future[IpcFrame]] = deque()
         # Messages that came unasked before a caller waited for them.
-        self._early: deque[Frame] = deque()
+        self._early: deque[IpcFrame] = deque()
         self._early_bytes = 0
         self._paused = self._queued = False
         # Frames of two callers must not mix, and the queue of waiting callers must have the order on the wire.
@@ -59,7 +59,7 @@ class Channel:
         # Read all the time and not only when a caller waits, so the end of the peer is noticed at once.
         self._loop.add_reader(end.fileno(), self._readable)
 
-    async def request(self, message: IpcMessage, body: bytes = b"", fds: Sequence[int] = ()) -> Frame:
+    async def request(self, message: IpcMessage, body: bytes = b"", fds: Sequence[int] = ()) -> IpcFrame:
         """Send a request and return its answer as it comes; the caller closes the answer's descriptors.
 
         Raises:
@@ -102,7 +102,7 @@ class Channel:
         """
         return cast("Envelope[AnswerT]", self._expect_one_of(await self.receive(), expected))
 
-    def _expect_one_of(self, frame: Frame, expected: tuple[type[IpcMessage], ...]) -> Envelope[IpcMessage]:
+    def _expect_one_of(self, frame: IpcFrame, expected: tuple[type[IpcMessage], ...]) -> Envelope[IpcMessage]:
         """Decode a frame. After one that cannot be decoded, or is not expected, the channel is closed."""
         try:
             envelope = decode(frame, *expected, Failed)
@@ -115,7 +115,7 @@ class Channel:
             raise PeerFailedError(envelope.message.error)
         return envelope
 
-    async def receive(self) -> Frame:
+    async def receive(self) -> IpcFrame:
         """Return the next message that answers no request."""
         if self._early:
             message = self._early.popleft()
@@ -152,8 +152,8 @@ class Channel:
                 # Read here, because its caller may be gone: asyncio would log an exception that was not read.
                 future.exception()
 
-    def _expect(self) -> asyncio.Future[Frame]:
-        future: asyncio.Future[Frame] = self._loop.create_future()
+    def _expect(self) -> asyncio.Future[IpcFrame]:
+        future: asyncio.Future[IpcFrame] = self._loop.create_future()
         # A cancelled caller stays in the queue: its answer still comes and must not go to the next caller.
         self._waiting.append(future)
         self._resume()
@@ -258,7 +258,7 @@ class Channel:
             self._lose(str(error))
         return True
 
-    def _deliver(self, message: Frame) -> None:
+    def _deliver(self, message: IpcFrame) -> None:
         if self._waiting:
             # Strictly first in, first out, as the peer answers.
             future = self._waiting.popleft()

@@ -2,10 +2,11 @@
 
 # Theory of operation.
 #
-# A message is a class whose members have types; it enters a table under its `op` when it is created. `decode` builds
-# one decoder for each set of messages that a receiver expects. The decoder refuses a frame with another op, or with a
-# member that is missing, is not known, or has the wrong type. A frame from a sandbox is untrusted input: code behind
-# `decode` may rely on every member's type, and on the number of descriptors.
+# A message is a class whose members have types; it enters a table under its `op` when it is created. On the wire it is
+# an array: its op, then its members in their order. `decode` builds one decoder for each set of messages that a
+# receiver expects. The decoder refuses a frame with another op, with too few or too many members, or with a member of
+# the wrong type. A frame from a sandbox is untrusted input: code behind `decode` may rely on every member's type, and
+# on the number of descriptors.
 #
 # MessagePack has neither texts that are no UTF-8 nor integers beyond 64 bits. Names of files are bytes. In a text,
 # surrogates stand for those that are no UTF-8, so such texts do occur. The rare message that has one travels as JSON,
@@ -32,7 +33,7 @@ from typing import (
 
 import msgspec
 
-from sandboxes.ipc.frames import Frame, MalformedFrameError, pack
+from sandboxes.ipc.frames import IpcFrame, MalformedFrameError, pack
 
 _TABLE: dict[str, type["IpcMessage"]] = {}
 """All message classes by their op."""
@@ -62,13 +63,12 @@ class _RecordType(msgspec.StructMeta):
         *,
         op: str | None = None,
         descriptors: tuple[int, int] = (0, 0),
-        array_like: bool = False,
     ) -> "_RecordType":
         """Make a class; one with an op enters the table of messages."""
         tag_field = None if op is None else "op"
         made = super().__new__(
-            cls, name, bases, space, frozen=True, forbid_unknown_fields=True, tag_field=tag_field, tag=op,
-            array_like=array_like,
+            cls, name, bases, space, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field=tag_field,
+            tag=op,
         )  # fmt: skip
         # By class creation and not by registration: a message that a module defines cannot be forgotten.
         if op is not None:
@@ -79,11 +79,11 @@ class _RecordType(msgspec.StructMeta):
         return made
 
 
-class Record(msgspec.Struct, metaclass=_RecordType):
+class IpcRecord(msgspec.Struct, metaclass=_RecordType):
     """Base of what only comes as a member of messages."""
 
 
-class IpcMessage(Record):
+class IpcMessage(IpcRecord):
     """Base of all messages between our processes.
 
     Attributes:
@@ -118,7 +118,7 @@ class Envelope(NamedTuple, Generic[MessageT_co]):
     fds: list[int]
 
 
-class _AsJson(msgspec.Struct, tag_field="op", tag="json", frozen=True, forbid_unknown_fields=True):
+class _AsJson(msgspec.Struct, tag_field="op", tag="json", frozen=True, array_like=True, forbid_unknown_fields=True):
     """A message that MessagePack cannot hold."""
 
     text: str
@@ -126,6 +126,8 @@ class _AsJson(msgspec.Struct, tag_field="op", tag="json", frozen=True, forbid_un
 
 with_members = msgspec.structs.replace
 """Returns a copy of a record or message in which some members are other ones."""
+members_of = msgspec.structs.asdict
+"""Returns the members of a record or message by name."""
 
 
 # A timeout of NaN would compare false with every limit.
@@ -176,7 +178,7 @@ def decode_bytes(content: bytes, *expected: type[MessageT]) -> MessageT:
     return cast("MessageT", message)
 
 
-def decode(frame: Frame, *expected: type[IpcMessage]) -> Envelope[IpcMessage]:
+def decode(frame: IpcFrame, *expected: type[IpcMessage]) -> Envelope[IpcMessage]:
     """Return the message in a frame, which must be one of the expected ones; without any, one of the table.
 
     Raises:

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from sandboxes.ipc.frames import Frame, Inbox, receive
+from sandboxes.ipc.frames import Inbox, IpcFrame, receive
 
 
 def connect() -> socket.socket:
@@ -40,7 +40,7 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-def requests(driver: socket.socket) -> Iterator[Frame]:
+def requests(driver: socket.socket) -> Iterator[IpcFrame]:
     """Yield requests until the driver closes its end or dies. Descriptors of a request are the caller's to close."""
     inbox = Inbox()
     while True:

@@ -20,7 +20,7 @@ _MOST_PENDING = 64
 """The most descriptors that wait for the rest of their frames. A peer that sends more would use up this process's."""
 
 
-class Frame(NamedTuple):
+class IpcFrame(NamedTuple):
     """A frame as it came.
 
     Attributes:
@@ -85,7 +85,7 @@ class Inbox:
         while self._fds:
             os.close(self._fds.pop())
 
-    def take(self) -> Frame | None:
+    def take(self) -> IpcFrame | None:
         """Return the next frame; None until it is whole.
 
         Raises:
@@ -109,4 +109,4 @@ class Inbox:
         del self._bytes[:end]
         # The header says how many of the descriptors belong to this frame; the rest belong to the next.
         carried, self._fds = self._fds[:fds], self._fds[fds:]
-        return Frame(content, body, carried)
+        return IpcFrame(content, body, carried)

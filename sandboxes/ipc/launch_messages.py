@@ -1,6 +1,6 @@
 """Messages to the launcher, which forks pid 1s, mounts layers and starts CRIU; `messages` has the table."""
 
-from sandboxes.ipc.codec import IpcMessage, IpcRequest, Record
+from sandboxes.ipc.codec import IpcMessage, IpcRecord, IpcRequest
 from sandboxes.ipc.messages import Done
 
 
@@ -43,7 +43,7 @@ class WritePages(IpcRequest[Done], op="write_pages"):
     runs: list[list[int]]
 
 
-class LayerStack(Record):
+class LayerStack(IpcRecord):
     """The layers of an overlay mount.
 
     Attributes:
@@ -59,7 +59,7 @@ class LayerStack(Record):
     root: list[str] | None = None
 
 
-class ServiceMounts(Record):
+class ServiceMounts(IpcRecord):
     """The mounts of side services, which every change of layers makes anew.
 
     Attributes:

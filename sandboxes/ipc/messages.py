@@ -62,7 +62,7 @@ Between the proxy and the egress proxy of a driver (`sandboxes.egress.messages`)
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.effects import StateDigest
-from sandboxes.ipc.codec import IpcMessage, IpcRequest, Number, Record, plain_json
+from sandboxes.ipc.codec import IpcMessage, IpcRecord, IpcRequest, Number, plain_json
 
 if TYPE_CHECKING:
     ReportedSession = dict[str, Any]
@@ -93,7 +93,7 @@ class Done(IpcMessage, op="done"):
 
 
 # A record and no message: it has no op, because it only comes as a member of messages.
-class StateSummary(Record):
+class StateSummary(IpcRecord):
     """What every answer reports of the sandbox's state.
 
     Attributes:
@@ -125,7 +125,7 @@ class CommandOutcome(IpcMessage, op="command_outcome"):
     stdout_bytes: int
 
 
-class SqlOutcome(Record):
+class SqlOutcome(IpcRecord):
     """What is to be known of a statement on a database file besides its result.
 
     Attributes:

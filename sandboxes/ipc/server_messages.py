@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from sandboxes.ipc.codec import IpcMessage, IpcRequest, Number, Record
+from sandboxes.ipc.codec import IpcMessage, IpcRecord, IpcRequest, Number
 from sandboxes.ipc.messages import CallDone, Done
 
 
-class ServerOrder(Record):
+class ServerOrder(IpcRecord):
     """What a sandbox must know to start a tool server and to reach it.
 
     Attributes:

@@ -6,7 +6,7 @@ is part of a snapshot on disk, so its members are a disk format: they are carrie
 
 from typing import TYPE_CHECKING, Any
 
-from sandboxes.ipc.codec import IpcMessage, IpcRequest, Record, plain_json
+from sandboxes.ipc.codec import IpcMessage, IpcRecord, IpcRequest, plain_json
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.ipc.messages import ReportedSession, StateSummary
 from sandboxes.shell_text import ShellSession
@@ -136,7 +136,7 @@ class FinishRestore(IpcRequest[SandboxStarted], op="restored"):
 
 
 # A record and no message. The two digests of `guest.files.manifest`.
-class LayerManifest(Record):
+class LayerManifest(IpcRecord):
     """The digests by which damage of a layer is noticed later.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sandboxes.ipc.codec import IpcMessage, IpcRequest, Number, Record
+from sandboxes.ipc.codec import IpcMessage, IpcRecord, IpcRequest, Number
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.sequence_use import SequenceUse
 from sandboxes.postgres.statement import ServerLossCause
@@ -28,7 +28,7 @@ class OpenDatabase(IpcRequest[DatabaseOpened], op="open_database"):
     sequence_use: SequenceUse
 
 
-class PrivateState(Record):
+class PrivateState(IpcRecord):
     """A private database and its session after a call; see `DatabasePosition`.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from sandboxes.ipc.codec import IpcMessage, IpcRequest, Number, Record
+from sandboxes.ipc.codec import IpcMessage, IpcRecord, IpcRequest, Number
 from sandboxes.ipc.messages import Done
 from sandboxes.sqlite.counters import RowCounters
 
@@ -35,7 +35,7 @@ class OpenFork(IpcRequest[Done | StateGone], op="open_fork"):
     settings: dict[str, int]
 
 
-class SharedState(Record):
+class SharedState(IpcRecord):
     """A frozen state that a shared worker reads.
 
     Attributes:
@@ -53,7 +53,7 @@ class SharedState(Record):
     counted: bool
 
 
-class ForkState(Record):
+class ForkState(IpcRecord):
     """A fork after a call. The first four members are as in `DatabaseState`.
 
     Attributes:

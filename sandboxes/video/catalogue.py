@@ -15,7 +15,7 @@ from sandboxes.errors import SpecError
 from sandboxes.linux.files import write_whole
 from sandboxes.linux.plain_files import open_plain
 from sandboxes.sources import SourceRules
-from sandboxes.video.faults import VideoError
+from sandboxes.video.messages import VideoError
 from sandboxes.video_spec import VideoTools
 
 _CHUNK = 1 << 20

@@ -18,8 +18,8 @@ from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from sandboxes.video.faults import VideoError
 from sandboxes.video.measurements import SAMPLE_RATE, SMALL, seek_pays
+from sandboxes.video.messages import VideoError
 from sandboxes.video.video_file import (
     decoded_frames,
     has_presentation_times,

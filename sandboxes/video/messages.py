@@ -1,10 +1,29 @@
-"""Messages between the `video` driver and its workers."""
+"""Messages between the `video` driver and its workers, and the errors that agents can act on."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from sandboxes.ipc.codec import IpcMessage, IpcRequest, Number, Record, plain_json
+from sandboxes.ipc.codec import IpcMessage, IpcRecord, IpcRequest, Number, plain_json
 from sandboxes.ipc.messages import Done
-from sandboxes.video.faults import FaultKind
+
+FaultKind = Literal[
+    "no-such-video", "not-a-video", "codec", "truncated", "empty", "damaged", "limit", "timeout",
+    "not-loaded", "not-preprocessed", "range", "too-large", "memory", "crashed",
+]  # fmt: skip
+TRANSIENT = frozenset({"memory", "crashed", "timeout"})
+"""Errors that a second run may not meet. Only the rollout that made the call gets them."""
+
+
+class VideoError(Exception):
+    """A video tool cannot do what its agent wants. The error becomes the tool's result, as its member `error`."""
+
+    def __init__(self, kind: FaultKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the error as JSON members."""
+        return {"kind": self.kind, "message": str(self)}
+
 
 # A worker decodes files that may be hostile, so what it reports is bounded.
 if TYPE_CHECKING:
@@ -81,7 +100,7 @@ class WriteModel(IpcRequest[Done | VideoFault], op="write_model"):
     objects: list[list[str]]
 
 
-class Reading(Record):
+class Reading(IpcRecord):
     """Which video is read, and within which limits.
 
     Attributes:
@@ -99,14 +118,14 @@ class Reading(Record):
     limit_bytes: int
 
 
-class ToolAnswer(IpcMessage, op="video_tool_answer"):
+class VideoToolDone(IpcMessage, op="video_tool_done"):
     """The body is a tool's output. frame_t: the time of the picture that it is; None for other bodies."""
 
     media_type: str
     frame_t: Number | None
 
 
-class RunVideoTool(IpcRequest[ToolAnswer | VideoFault], op="run_video_tool"):
+class RunVideoTool(IpcRequest[VideoToolDone | VideoFault], op="run_video_tool"):
     """Run one of the tools that only read; the body is the vectors of the description that is looked for."""
 
     video: Reading

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sandboxes.video import decode, images, index, measurements, ranking, video_file
-from sandboxes.video.faults import VideoError
+from sandboxes.video.messages import VideoError
 
 VERSION = 2
 """Version of the pass, part of the name of every measurement. Raise it when equal videos would give other files."""

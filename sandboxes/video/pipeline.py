@@ -32,8 +32,15 @@ from sandboxes.task_owner import TaskOwner
 from sandboxes.video import prompts
 from sandboxes.video.captioning import Captioner, limits_of
 from sandboxes.video.catalogue import Contents
-from sandboxes.video.faults import VideoError
-from sandboxes.video.messages import BeginPreprocess, PreprocessPiece, ProbeVideo, Reading, ReadVersions, VideoFault
+from sandboxes.video.messages import (
+    BeginPreprocess,
+    PreprocessPiece,
+    ProbeVideo,
+    Reading,
+    ReadVersions,
+    VideoError,
+    VideoFault,
+)
 from sandboxes.video.model_client import ModelClient
 from sandboxes.video.progress import PreprocessJob, PreprocessJobs
 from sandboxes.video.store import INFO, VIDEO, VideoStore, part_name

@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 
 from sandboxes.video import decode, images, measurements, ranking
-from sandboxes.video.faults import VideoError
 from sandboxes.video.index import Index
+from sandboxes.video.messages import VideoError
 
 JSON = "application/json"
 VISUAL_WEIGHT, TEXTUAL_WEIGHT = 18.0, 11.0

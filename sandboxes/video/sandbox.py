@@ -20,8 +20,7 @@ from sandboxes.spec import EnvironmentSpec
 from sandboxes.video import prompts
 from sandboxes.video.captioning import limits_of, split
 from sandboxes.video.catalogue import Catalogue
-from sandboxes.video.faults import TRANSIENT, VideoError
-from sandboxes.video.messages import Reading, ReadObjects, RunVideoTool, ShowSegment, VideoFault
+from sandboxes.video.messages import TRANSIENT, Reading, ReadObjects, RunVideoTool, ShowSegment, VideoError, VideoFault
 from sandboxes.video.model_client import SPENT, Spent
 from sandboxes.video.pipeline import Pipeline, PreparedVideo
 

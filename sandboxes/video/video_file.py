@@ -18,7 +18,7 @@ import av
 import av.error
 from av.container import InputContainer
 
-from sandboxes.video.faults import VideoError
+from sandboxes.video.messages import VideoError
 
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,mxf,gif,h264,hevc,ivf,nut"
 """FFmpeg's names of the container formats that are opened."""

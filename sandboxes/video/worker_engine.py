@@ -12,7 +12,6 @@ import orjson
 
 from sandboxes.ipc.codec import IpcMessage
 from sandboxes.ipc.messages import Done
-from sandboxes.video.faults import VideoError
 from sandboxes.video.messages import (
     BeginPreprocess,
     LibraryVersions,
@@ -27,9 +26,10 @@ from sandboxes.video.messages import (
     SegmentsShown,
     ShowSegment,
     ShowSegments,
-    ToolAnswer,
+    VideoError,
     VideoFault,
     VideoProbed,
+    VideoToolDone,
     WriteModel,
 )
 from sandboxes.workers.engine import Answer
@@ -143,7 +143,7 @@ class VideoEngine:
             raise VideoError(
                 "too-large", f"the result has {len(answer.body)} bytes, more than limits.output_bytes. Request less"
             )
-        return ToolAnswer(answer.media_type, answer.frame_t), answer.body
+        return VideoToolDone(answer.media_type, answer.frame_t), answer.body
 
     def _loaded(self, video: Reading) -> read_tools.Loaded:
         if video.path not in self._infos:

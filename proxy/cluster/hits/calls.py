@@ -1,22 +1,21 @@
 """A call that its owner may know the answer to, and that answer, as bytes (pure).
 
 The head of a request travels as its client sent it. Clients send the same head again and again, so the owner reads it
-once (`Heads`). The content of a frame is a struct, and then the texts whose lengths it has.
+once (`Heads`).
 """
 
-import struct
 from typing import Any, NamedTuple
 
 import httptools
 
-from proxy.cluster.messages import Kind, MessageError
+from proxy.cluster.messages import Kind
 from proxy.cluster.protocol import Position
 from proxy.dataplane.request_reader import END_OF_HEAD, RequestReader
 from proxy.http.asgi import Scope
 from proxy.http.lru_cache import LruCache
+from sandboxes.ipc.codec import IpcMessage, decode_bytes
+from sandboxes.ipc.frames import MalformedFrameError
 
-_CALL = struct.Struct("!QQQHIB")
-_KNOWN = struct.Struct("!QQQI")
 MAX_REMEMBERED_BYTES = 2048
 """Limits the heads that are remembered: with their parsed form, 8,192 of them take less than 64 MiB."""
 MAX_REMEMBERED = 8192
@@ -51,7 +50,19 @@ class PassedCall(NamedTuple):
         return {**self.head, "headers": list(self.head["headers"]), "state": {}}
 
 
-class KnownAnswer(NamedTuple):
+class HeadCall(IpcMessage, op="head_call"):
+    """A `PassedCall` with its head as the client sent it, up to the blank line; is_https: what it came over."""
+
+    task: str
+    view: int
+    number: int
+    oldest: int
+    head: bytes
+    is_https: bool
+    body: bytes
+
+
+class KnownAnswer(IpcMessage, op="known_answer"):
     """The answer to a call that the tree knew.
 
     Attributes:
@@ -77,7 +88,7 @@ class Heads:
         """Return the ASGI scope of a request with this head, which callers must not change. 0.2 us if it is remembered.
 
         Raises:
-            MessageError: It is no head of a request to an agents' endpoint.
+            MalformedFrameError: It is no head of a request to an agents' endpoint.
         """
         known = self._known.get((head, is_https))
         if known is not None:
@@ -86,56 +97,25 @@ class Heads:
         try:
             reader.feed(head + END_OF_HEAD)
         except httptools.HttpParserError as error:
-            raise MessageError(f"a peer passed a malformed request on: {error}") from error
+            raise MalformedFrameError(f"a peer passed a malformed request on: {error}") from error
         scope: dict[str, Any] | None = None
         if reader.has_head and reader.is_plain:
             plain = reader.scope("https" if is_https else "http")
             scope = None if plain is None else dict(plain)
         if scope is None:
-            raise MessageError("a peer passed a request on that is not a plain one")
+            raise MalformedFrameError("a peer passed a request on that is not a plain one")
         scope |= {"http_version": "1.1", "root_path": "", "server": None, "client": None}
         if len(head) <= MAX_REMEMBERED_BYTES:
             self._known[head, is_https] = scope
         return scope
 
 
-def pack_call(view: int, number: int, oldest: int, task: bytes, head: bytes, body: bytes, *, is_https: bool) -> bytes:
-    """Return a call as the content of a frame. 0.4 us."""
-    return _CALL.pack(view, number, oldest, len(task), len(head), is_https) + task + head + body
-
-
-def unpack_call(content: bytes, heads: Heads) -> PassedCall:
+def passed_call(content: bytes, heads: Heads) -> PassedCall:
     """Return the call that a frame holds.
 
     Raises:
-        MessageError: It holds none.
+        MalformedFrameError: It holds none.
     """
-    try:
-        view, number, oldest, task_bytes, head_bytes, is_https = _CALL.unpack_from(content)
-        start = _CALL.size + task_bytes
-        end = start + head_bytes
-        if end > len(content):
-            raise MessageError("a peer's call is cut")
-        task = content[_CALL.size : start].decode()
-    except (struct.error, UnicodeDecodeError) as error:
-        raise MessageError(f"a peer's call is malformed: {error}") from error
-    head = heads.read(content[start:end], is_https=bool(is_https))
-    return PassedCall(task, view, number, oldest, head, content[end:])
-
-
-def pack_known(view: int, rollout: int, position: Position, response: bytes) -> bytes:
-    """Return a `KnownAnswer` as the content of a frame."""
-    return _KNOWN.pack(view, rollout, position.node, position.turn) + response
-
-
-def unpack_known(content: bytes) -> KnownAnswer:
-    """Return the answer that a frame holds.
-
-    Raises:
-        MessageError: It holds none.
-    """
-    try:
-        view, rollout, node, turn = _KNOWN.unpack_from(content)
-    except struct.error as error:
-        raise MessageError(f"a peer's answer is malformed: {error}") from error
-    return KnownAnswer(view, rollout, Position(turn, node), content[_KNOWN.size :])
+    call = decode_bytes(content, HeadCall)
+    head = heads.read(call.head, is_https=call.is_https)
+    return PassedCall(call.task, call.view, call.number, call.oldest, head, call.body)

@@ -19,18 +19,19 @@ from collections.abc import Awaitable, Callable
 import structlog
 from typing_extensions import override
 
-from proxy.cluster.hits.calls import pack_call, unpack_known
+from proxy.cluster.hits.calls import HeadCall, KnownAnswer
 from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.opener import PendingCall
 from proxy.cluster.member import Member
-from proxy.cluster.messages import MessageError
 from proxy.dataplane.addressing import Addressing
 from proxy.dataplane.passing import PassedRequest, Passing, WaitingConnection
 from proxy.dataplane.request_reader import END_OF_HEAD
 from proxy.http.access import GRANT, Access
 from proxy.http.asgi import Scope
 from proxy.refusals import RefusalError
+from sandboxes.ipc.codec import decode_bytes, encode
+from sandboxes.ipc.frames import MalformedFrameError
 from sandboxes.task_owner import TaskOwner
 
 log = structlog.get_logger()
@@ -85,9 +86,9 @@ class SentCall(PassedRequest, PendingCall):
     @override
     def known(self, content: bytes) -> None:
         try:
-            answer = unpack_known(content)
+            answer = decode_bytes(content, KnownAnswer)
             is_accepted = self._sender.member.accept(self.task.name, answer.view, {answer.rollout: answer.position})
-        except (MessageError, OSError) as error:
+        except (MalformedFrameError, OSError) as error:
             # The application asks again under the same number, and reports what fails then.
             log.warning("an answer of a peer was not accepted", task=self.task.name, error=str(error))
             is_accepted = False
@@ -162,11 +163,10 @@ class CallPassing(Passing):
         if link is None or not end or len(body) > self._max_body_bytes or not is_admitted:
             return None
         passed = SentCall(self, task, address.rollout, scope, bytes(body), connection)
-        content = pack_call(
-            task.owner.view, passed.call.number, task.oldest, task.name.encode(), head, passed.body,
-            is_https=scope["scheme"] == "https",
-        )  # fmt: skip
-        link.ask_at_once(content, passed)
+        call = HeadCall(
+            task.name, task.owner.view, passed.call.number, task.oldest, head, scope["scheme"] == "https", passed.body
+        )
+        link.ask_at_once(encode(call), passed)
         return passed
 
     def expect(self, scope: Scope) -> "RegularCall | None":

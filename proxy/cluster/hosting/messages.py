@@ -25,7 +25,7 @@ from proxy.cluster.link.data import OpenData
 from proxy.cluster.link.frames import LinkError
 from sandboxes.calls import EgressExchange, Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect, StateDigest
-from sandboxes.ipc.codec import Envelope, IpcMessage, Number, Record, decode, pack_message
+from sandboxes.ipc.codec import Envelope, IpcMessage, IpcRecord, Number, decode, pack_message
 from sandboxes.ipc.frames import Inbox, MalformedFrameError
 
 
@@ -33,7 +33,7 @@ class HostingError(RuntimeError):
     """The other member has ended the conversation, or has said something that does not belong there."""
 
 
-class Unit(Record):
+class Unit(IpcRecord):
     """A storage unit of a state.
 
     Attributes:
@@ -153,7 +153,7 @@ class HostedData(IpcMessage, op="hosted_data"):
     """The next piece of a tool server's answer is the body."""
 
 
-class ReplayCall(Record):
+class ReplayCall(IpcRecord):
     """A call in the place of the one that ran; see `Execution.replay`. arguments: as JSON."""
 
     endpoint: str

@@ -32,13 +32,13 @@ from proxy.cluster.hosting.units import Units
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.data import TOKEN_BYTES
 from proxy.cluster.link.opener import LinkLostError, MemberFailedError
-from proxy.cluster.messages import HostQuestion, Message, RoomAnswer, RoomQuestion, pack
+from proxy.cluster.messages import HostQuestion, Message, RoomAnswer, RoomQuestion
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Peer
 from proxy.telemetry.counters import HostingCounters
 from sandboxes.driver import Driver, FrozenState
 from sandboxes.errors import SandboxError, SpecError
-from sandboxes.ipc.codec import IpcMessage, pack_message
+from sandboxes.ipc.codec import IpcMessage, encode, pack_message
 from sandboxes.pool.pool import NoRoomElsewhereError
 from sandboxes.spec import EnvironmentSpec
 
@@ -195,7 +195,7 @@ class Placement:
         exact, content = (None, None) if state is None else (state.exact, state.content)
         token = secrets.token_bytes(TOKEN_BYTES)
         order = HostOrder(token, spec.driver, identity, frozen.kind, exact, content, named, len(written), time.time())
-        answer = await self._call(candidate.peer, pack(HostQuestion(pack_message(order, written + payload))))
+        answer = await self._call(candidate.peer, encode(HostQuestion(pack_message(order, written + payload))))
         if not isinstance(answer, LinkChannel):
             self._note_refusal(candidate, identity, unpacked(answer).message)
         conversation = Conversation(answer, partial(self._open_data, candidate.peer, token))

@@ -17,7 +17,7 @@ from proxy.cluster.postgres.database import Peer
 from proxy.engine import LAST_FREEZES_S, Engine
 from proxy.execution.warm_forks import available_bytes
 from proxy.lifecycle import BackgroundWork
-from sandboxes.ipc.codec import pack_message
+from sandboxes.ipc.codec import pack_message, with_members
 from sandboxes.pool.roster import Slot
 from sandboxes.portability import porter_of
 
@@ -66,7 +66,7 @@ class Hosting:
     def room(self) -> RoomAnswer:
         """What this member answers when another one asks for its room."""
         room = self._host.room
-        return room if self._units and not self._member.is_leaving else room._replace(room=0)
+        return room if self._units and not self._member.is_leaving else with_members(room, room=0)
 
     async def serve(self, hello: Hello, order: bytes, begin: Callable[[], LinkChannel]) -> bytes:
         """Host a sandbox of another member, for its whole life; see `Host.serve`."""

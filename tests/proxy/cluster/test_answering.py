@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from proxy.cluster.answering import PeerQuestions
-from proxy.cluster.hits.calls import PassedCall, pack_call, unpack_known
+from proxy.cluster.hits.calls import HeadCall, KnownAnswer, PassedCall
 from proxy.cluster.link.frames import Hello
-from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, Kind, pack, unpack
+from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, Kind, unpack
 from proxy.cluster.origin import ORIGIN
 from proxy.cluster.owned import Owned
 from proxy.cluster.protocol import OwnedTask, Position
+from sandboxes.ipc.codec import decode_bytes, encode
 
 HELLO = Hello(2, 1, 1, b"n")
 HEAD = b"POST /t/t/r/1/x HTTP/1.1\r\nhost: h"
@@ -60,13 +61,13 @@ class Owner:
         self.questions = PeerQuestions(cast("Any", member), b"secret", self.plane)
 
     def take(self, number: int, body: bytes, oldest: int = 1) -> bytes | Coroutine[Any, Any, bytes]:
-        content = pack_call(3, number, oldest, b"t", HEAD, body, is_https=False)
+        content = encode(HeadCall("t", 3, number, oldest, HEAD, False, body))
         return self.questions.take_passed(HELLO, content, BEGIN)
 
     async def ask(self, number: int, body: bytes, oldest: int = 1) -> object:
         """Send a call again, as an ingress does whose link broke."""
         question = CallQuestion("t", 3, number, oldest, "POST", "/t/t/r/1/x", "", [], "http", Kind.CALL, body)
-        return unpack(await self.questions.handle(HELLO, pack(question), BEGIN))
+        return unpack(await self.questions.handle(HELLO, encode(question), BEGIN))
 
 
 def test_copies_of_a_known_call_take_no_step() -> None:
@@ -76,7 +77,7 @@ def test_copies_of_a_known_call_take_no_step() -> None:
         owner = Owner()
         taken = owner.take(1, b"known 1")
         assert isinstance(taken, bytes)
-        answer = unpack_known(taken)
+        answer = decode_bytes(taken, KnownAnswer)
         assert (answer.position, answer.response) == (Position(1, 9), b"response to known 1")
         assert ORIGIN.get() is None
         assert await owner.ask(1, b"known 1") == CallAnswer(3, {7: Position(1, 9)}, answer.response)
@@ -111,10 +112,10 @@ def test_calls_of_another_start_are_forgotten() -> None:
         owner = Owner()
         owner.take(1, b"known")
         later_start = HELLO._replace(boot=2)
-        content = pack_call(3, 1, 1, b"t", HEAD, b"known again", is_https=False)
+        content = encode(HeadCall("t", 3, 1, 1, HEAD, False, b"known again"))
         taken = owner.questions.take_passed(later_start, content, BEGIN)
         assert isinstance(taken, bytes)
-        assert unpack_known(taken).response == b"response to known again"
+        assert decode_bytes(taken, KnownAnswer).response == b"response to known again"
         assert await owner.ask(2, b"known") == ElsewhereAnswer(0)
 
     asyncio.run(go())

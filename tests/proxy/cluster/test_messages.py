@@ -11,18 +11,23 @@ from proxy.cluster.messages import (
     DrainQuestion,
     ElsewhereAnswer,
     HandQuestion,
+    HostQuestion,
     Kind,
     LoadAnswer,
     LoadQuestion,
     Message,
-    MessageError,
     ReportAnswer,
     ReportQuestion,
     TakeQuestion,
-    pack,
+    pack_event,
     unpack,
+    unpack_event,
 )
 from proxy.cluster.protocol import Position
+from proxy.http.asgi import AsgiMessage
+from sandboxes.ipc.codec import encode
+from sandboxes.ipc.frames import MalformedFrameError
+from sandboxes.ipc.messages import Done
 
 
 @pytest.mark.parametrize(
@@ -41,15 +46,32 @@ from proxy.cluster.protocol import Position
         HandQuestion("t", 2),
         LoadQuestion(),
         LoadAnswer(is_leaving=False, tasks={"t": 3}),
+        HostQuestion(b"\xff"),
     ],
 )
 def test_message_comes_back(message: Message) -> None:
     """What is packed is unpacked."""
-    assert unpack(pack(message)) == message
+    assert unpack(encode(message)) == message
 
 
-@pytest.mark.parametrize("data", [b"", b"\0\0\0\2[]", b"\0\0\0\xff[]", pack(ConfirmQuestion(1))[:-1], b"\0\0\0\4null"])
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"\x90", encode(ConfirmQuestion(1))[:-1], encode(ConfirmQuestion(1)) + b"\0", encode(Done())]
+)
 def test_foreign_bytes_are_refused(data: bytes) -> None:
     """What is no message raises."""
-    with pytest.raises(MessageError):
+    with pytest.raises(MalformedFrameError):
         unpack(data)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "http.response.body", "body": b"\0", "more_body": True},
+        {"type": "http.response.start", "status": 200, "headers": [(b"a", b"\xe9")]},
+        {"type": "websocket.send", "bytes": b"\0"},
+        {"type": "websocket.send", "text": ""},
+        {"type": "websocket.close", "code": 1000, "reason": ""},
+    ],
+)
+def test_event_comes_back(event: AsgiMessage) -> None:
+    assert unpack_event(pack_event(event)) == event

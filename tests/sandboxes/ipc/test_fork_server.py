@@ -12,7 +12,7 @@ import pytest
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.codec import IpcRequest, encode
 from sandboxes.ipc.fork_server import ForkServer
-from sandboxes.ipc.frames import Frame
+from sandboxes.ipc.frames import IpcFrame
 from sandboxes.ipc.launch_messages import CriuStarted, InspectNames
 from sandboxes.ipc.state_messages import Pause, ProcessTree
 from tests.machine import wait_until
@@ -66,8 +66,8 @@ def test_an_answer_whose_descriptors_were_dropped_is_an_error(monkeypatch: pytes
     """The kernel drops descriptors for which the receiving process has no room; the message itself comes."""
 
     async def test(server: ForkServer) -> None:
-        async def request(*_: object, **__: object) -> Frame:
-            return Frame(encode(CriuStarted()), b"", [])
+        async def request(*_: object, **__: object) -> IpcFrame:
+            return IpcFrame(encode(CriuStarted()), b"", [])
 
         monkeypatch.setattr(server._channel, "request", request)
         with pytest.raises(SandboxError, match=r"0 descriptors came.*ulimit"):

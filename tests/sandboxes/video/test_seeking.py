@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sandboxes.video import decode, video_file
-from sandboxes.video.faults import VideoError
 from sandboxes.video.index import Index
+from sandboxes.video.messages import VideoError
 from sandboxes.video.passes import MeasuringPass
 from tests.sandboxes.video import numbered_clips
 from tests.sandboxes.video.numbered_clips import FORMS, make, number_of, require_ffmpeg, run, seen

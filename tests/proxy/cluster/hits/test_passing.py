@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx
 import pytest
 
-from proxy.cluster.hits.calls import Heads, pack_known, unpack_call
+from proxy.cluster.hits.calls import Heads, KnownAnswer, passed_call
 from proxy.cluster.hits.passing import CallPassing, SentCall
 from proxy.cluster.ingress import Ingress
 from proxy.cluster.link.opener import PendingCall
 from proxy.cluster.protocol import Position
 from proxy.http.access import GRANT
 from proxy.http.address import Address
+from sandboxes.ipc.codec import encode
 from tests.proxy.cluster.nodes import PATIENT, Node, nodes, put_task
 
 if TYPE_CHECKING:
@@ -82,9 +83,9 @@ def test_known_answer_is_written_once_its_position_is_kept() -> None:
         passed, connection = world.begin()
         assert passed is not None
         ((content, call),) = world.sent
-        sent = unpack_call(content, Heads())
+        sent = passed_call(content, Heads())
         assert (sent.task, sent.view, sent.number, sent.oldest, sent.body) == ("t", 3, 1, 1, b"body")
-        call.known(pack_known(3, 7, Position(2, 9), b"response"))
+        call.known(encode(KnownAnswer(3, 7, Position(2, 9), b"response")))
         assert world.accepted == [("t", {7: Position(2, 9)})]
         assert connection.events == [b"response"]
         assert not world.task.waiting
@@ -110,7 +111,7 @@ def test_call_without_a_known_answer_is_continued(outcome: str) -> None:
             call.lost()
         else:
             # The answer of an owner that was replaced.
-            call.known(pack_known(2, 7, Position(2, 9), b"response"))
+            call.known(encode(KnownAnswer(2, 7, Position(2, 9), b"response")))
         assert connection.events == ["declined"]
         assert list(world.task.waiting) == [passed.call.number]
         world.task.owner = cast("Any", SimpleNamespace(view=3, peer=None))
