@@ -29,7 +29,7 @@ def made(
 def whole(*members: ProjectMember) -> EnvironmentSpec:
     requests = {each.name: EnvironmentRequest(each.image) for each in members}
     request = environment(list(members), requests)
-    return spec_for(request, None, EnvironmentSpec(), {"container"}, any_image=False)
+    return spec_for(request, None, EnvironmentSpec(), runs_images=True, any_image=False)
 
 
 def test_container_that_waits_is_main() -> None:
