@@ -310,7 +310,9 @@ class Tasks:
             return running or await self.rollout(task_name, name, labels)
         task = await self.open(task_name)
         own_spec = None if task.origin is None else task.spec
-        spec = spec_for(environment, own_spec, self._default_spec, runs_images=self._runs_images, any_image=self._any_image)
+        spec = spec_for(
+            environment, own_spec, self._default_spec, runs_images=self._runs_images, any_image=self._any_image
+        )
         key = await self.key(spec)
         # Another first request may have begun the rollout meanwhile.
         tree = self._trees.open(task_name, key, spec)

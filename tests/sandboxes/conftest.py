@@ -10,9 +10,7 @@ from hatch_build import ANCHOR_SOURCE, HELPER, ORDINARY_SOURCE, PRELOADED_SOURCE
 from sandboxes.linux import spawn
 from sandboxes.linux.files import remove_tree
 from sandboxes.shell_files import copies
-from tests.machine import wait_until
 from tests.sandboxes import postgres_cluster as postgres
-from tests.sandboxes.docker import containers, remove_images, require_docker
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -80,17 +78,6 @@ def _compiled(source: Path, target: Path) -> Path:
     if not compile_helper(REPOSITORY / source, target):
         pytest.skip("no C compiler works here")
     return target
-
-
-@pytest.fixture
-def container_dir(data_dir: Path) -> Iterator[Path]:
-    """A data directory of the container driver; at the end no container of it may be left."""
-    require_docker()
-    folder = data_dir / "container"
-    yield folder
-    # Docker lists one for a moment longer than it has it.
-    wait_until(lambda: containers(folder) == [], "a container of it is left", within_s=90)
-    remove_images(folder)
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,8 @@ class OnImage(LocalDriver):
         self.image = image or bash_image()
 
     def _named(self, spec: EnvironmentSpec) -> EnvironmentSpec:
-        return spec if spec.image else spec.model_copy(update={"image": self.image})
+        # The contracts begin in /root, as without an image.
+        return spec if spec.image else spec.model_copy(update={"image": self.image, "workdir": spec.directory})
 
     async def identity(self, spec: EnvironmentSpec) -> str:
         return await super().identity(self._named(spec))

@@ -176,8 +176,6 @@ os.read(queue, 100)""",
 """Processes with a queue that nothing shows, and whose reader does not wake before a call ends."""
 
 OF_PID_1 = {
-    "niceness": "python3 -c 'import os; os.setpriority(os.PRIO_PROCESS, 1, 3)'",
-    "niceness of all processes": "python3 -c 'import os; os.setpriority(os.PRIO_USER, 0, 4)'",
     "limits": "python3 -c 'import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (77, 88))'",
     "score of the oom killer": "echo 500 > /proc/1/oom_score_adj",
     "filter of core dumps": "echo 0x7 > /proc/1/coredump_filter",
