@@ -1,7 +1,7 @@
 """Attacks on every kind of sandbox, and a table of what was contained: `python -m bench.attacks`.
 
 It runs the lists of `tests.sandboxes.attack_list` and of this module in `local` sandboxes as root, as an ordinary user
-(`--user`), in containers where Docker answers, on SQLite and PostgreSQL, on hostile video files, and on tarballs. The
+(`--user`), on an image, on SQLite and PostgreSQL, on hostile video files, and on tarballs. The
 canaries are files of its own. It exits with 1 if something escaped, or read what belongs to somebody else. What is
 contained but reaches code of the kernel that it should not, or disturbs a neighbour, counts as "got through".
 """
@@ -27,6 +27,7 @@ from sandboxes.spec import EnvironmentSpec, Limits
 from tests.sandboxes import attack_list
 from tests.sandboxes.box import file, is_stopped, local_driver, opened, run
 from tests.sandboxes.checkpoint_attacks import REFUSED
+from tests.sandboxes.docker import OnImage
 
 LIMITS = Limits(memory_mb=256, pids=64, disk_mb=64, timeout_s=60)
 SPEC = EnvironmentSpec(limits=LIMITS)
@@ -189,22 +190,6 @@ async def _leaves_neighbours(driver: Driver, command: str) -> bool:
 UNPRIVILEGED = {
     "more terminals than its share": "the count is of the machine's own limit in a user namespace",
 }
-CONTAINER = dict.fromkeys(
-    (
-        "chroot escape by descriptor", "pid 1's descriptors", "pid 1's environment", "pid 1's memory", "pid 1's maps",
-        "pid 1's working directory", "ptrace of pid 1", "/sys", "homes", "logs and spools", "run, tmp, mnt",
-        "kernel memory", "lifting a hard limit", "layers' paths", "more terminals than its share", "chroot and back",
-        "memory of pid 1 by process_vm_readv", "set-user-id file gains rights",
-        "1/environ", "1/maps", "1/io",
-    ),
-    "a container has its own pid 1, /sys and image",
-)  # fmt: skip
-
-
-def _container(folder: Path) -> Driver:
-    from tests.sandboxes.docker import OnImage  # noqa: PLC0415 - needs Docker
-
-    return OnImage(folder, spares=0)
 
 
 def grounds() -> Iterator[tuple[str, Callable[[Path], Awaitable[list[Outcome]]]]]:
@@ -213,13 +198,9 @@ def grounds() -> Iterator[tuple[str, Callable[[Path], Awaitable[list[Outcome]]]]
     yield f"local, {'root' if os.geteuid() == 0 else 'user'}", lambda folder: attack_machine(local, folder)
     if os.geteuid() != 0:
         return
-    from tests.sandboxes.docker import _missing as docker_missing  # noqa: PLC0415
     from tests.sandboxes.postgres_cluster import _missing as postgres_missing  # noqa: PLC0415
 
-    if why := docker_missing():
-        console.print(f"container: left out, {why}", markup=False)
-    else:
-        yield "container", lambda folder: attack_machine(Ground("container", _container, CONTAINER), folder)
+    yield "image", lambda folder: attack_machine(Ground("image", OnImage, {}), folder)
     yield "sqlite", attack_sqlite
     if why := postgres_missing():
         console.print(f"postgres: left out, {why}", markup=False)

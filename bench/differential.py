@@ -1,14 +1,13 @@
 """Random programs through the proxy and in private, uncached sandboxes: `python -m bench.differential`.
 
 Groups of interleaved rollouts run through a proxy, calmly, with tiny budgets, and under `kill -9` of the proxy, its
-launcher, sandboxes, CRIU and dockerd. With `--members` they run through a cluster: agents change their member, and
+launcher, sandboxes and CRIU. With `--members` they run through a cluster: agents change their member, and
 members and the cluster's database are killed and stopped too. With `--hosting` sandboxes of full members run on others.
 Each program also runs in private sandboxes of another proxy (`cache: never`).
 `bench.comparison` says how answers are compared. Exits with 1 if an answer was wrong.
 """
 
 import json
-import os
 import random
 import secrets
 import shutil
@@ -32,12 +31,10 @@ from bench.machine import console, table
 from bench.one_packet import OnePacket
 from bench.programs import Program, shell_group, shell_spec, sql_group
 from bench.strikes import Strikes
-from tests.dockerd import Dockerd, dockerd
 from tests.machine import Served, data_directory, served
 from tests.proxy import test_transparency_postgres as postgres_calls
 from tests.proxy import test_transparency_sqlite as sqlite_calls
 from tests.proxy.cluster.nodes import nodes
-from tests.sandboxes.docker import make_agent_image
 from tests.sandboxes.postgres_cluster import Cluster, cluster
 from tests.sandboxes.sqlite_files import make
 
@@ -83,10 +80,8 @@ def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
     """Compare at least a number of programs in one mode, and print the table."""
     tally, dice = Tally(), random.Random(f"{seed}:{driver}:{mode}")  # noqa: S311 - dice of a test
     with ExitStack() as stack:
-        spec, settings, daemon = stack.enter_context(environment(driver))
+        spec, settings = stack.enter_context(environment(driver))
         folders = [stack.enter_context(data_directory()) for _ in range(2)]
-        for folder in folders:
-            folder.chmod(0o711)  # Any user in a container must be able to traverse this directory.
         budgets = {} if mode == "calm" else TINY
         options = settings | budgets | {"max_sandboxes": SANDBOXES} | ({"hosting": "on"} if plan.hosting else {})
         subjects, database = stack.enter_context(compared(folders[0], options, plan.members))
@@ -100,7 +95,7 @@ def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
         comparison = Comparison(subjects, private, tally, clients, plan.twice)
         if mode == "kills":
             blows = random.Random(seed)  # noqa: S311 - dice of a test
-            strikes = Strikes(subjects, daemon, database, blows, plan.every_s, tally.strikes)
+            strikes = Strikes(subjects, database, blows, plan.every_s, tally.strikes)
             stack.enter_context(strikes.falling())
         groups = [make_group(dice, spec, plan.rollouts, plan.length) for _ in range(-(-plan.programs // plan.rollouts))]
         began = time.monotonic()
@@ -144,26 +139,21 @@ def compared(folder: Path, options: dict[str, str], members: int) -> Iterator[tu
 
 
 @contextmanager
-def environment(driver: str) -> Iterator[tuple[dict[str, Any], dict[str, str], Dockerd | None]]:
-    """Yield the spec of a driver's tasks, the settings of its proxies, and its Docker daemon if it has one."""
-    settings = {"drivers": json.dumps([driver])}
+def environment(driver: str) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """Yield the spec of a driver's tasks, and the settings of its proxies."""
+    settings = {"drivers": json.dumps(["local" if driver == "image" else driver])}
     with ExitStack() as stack:
-        if driver == "container":
-            daemon = stack.enter_context(dockerd())
-            os.environ["DOCKER_HOST"] = daemon.host
-            make_agent_image()
-            yield shell_spec(driver), settings, daemon
-        elif driver == "sqlite":
+        if driver == "sqlite":
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             source = make(Path(folder) / "source.db", sqlite_calls.SCRIPT)
-            yield {"driver": driver, "databases": {"shop": {"source": str(source)}}}, settings, None
+            yield {"driver": driver, "databases": {"shop": {"source": str(source)}}}, settings
         elif driver == "postgres":
             server = stack.enter_context(cluster())
             server.create("shop", postgres_calls.SOURCE)
             databases = {"shop": {"dsn": server.dsn, "source": "shop"}}
-            yield {"driver": driver, "databases": databases}, settings, None
+            yield {"driver": driver, "databases": databases}, settings
         else:
-            yield shell_spec(driver), settings, None
+            yield shell_spec(driver), settings
 
 
 def report(driver: str, mode: str, seed: int, tally: Tally, seconds: float) -> None:
@@ -219,7 +209,11 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=1000, help="programs, over all drivers and modes")
     parser.add_argument("--seed", type=int, default=secrets.randbits(31))
-    parser.add_argument("--drivers", default="local,sqlite", help="of local, container, sqlite, postgres")
+    parser.add_argument(
+        "--drivers",
+        default="local,sqlite",
+        help="of local, image (an image of this machine's programs), sqlite, postgres",
+    )
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--rollouts", type=int, default=Plan.rollouts, help="rollouts in a group")
     parser.add_argument("--length", type=int, default=Plan.length, help="calls of a group's first program")

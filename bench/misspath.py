@@ -3,13 +3,13 @@
 One run prints these tables. All contenders of a table take turns in it, so that other load affects all of them.
 
 1. A call that changes files and one that only reads: CPU time of all processes, calls a second, latency. Each runs an
-   external program. Forkpoint's calls are all new to the tree. The proxy's loop thread is shown by itself. For its
-   containers only time is shown, because their CPU time is Docker's.
+   external program. Forkpoint's calls are all new to the tree. The proxy's loop thread is shown by itself. Its
+   sandboxes are of this machine's own system, and of an image.
 2. Latency of a file call with many rollouts that think between their calls.
 3. Latency of hits alone and beside rollouts that miss. The client that makes the hits has a high priority, so that
    the proxy's delay is measured and not the client's.
 4. Latency of a call that leaves the tree without a pause, by the depth at which it does. The next rollout leaves
-   `--between` seconds later: with 0, a container that Docker has to start is part of it.
+   `--between` seconds later.
 5. Start, freeze and restore of a sandbox (`bench.sandboxes`).
 
 CPU time needs a writable `cpuacct` control group (cgroup version 1). Elsewhere it is the whole machine's.
@@ -41,13 +41,12 @@ from bench.machine import console, median, table
 from bench.shells import CpuGroup, alternatives
 from proxy.priority import raise_session
 from tests.machine import Proxy, data_directory
+from tests.sandboxes.image_archives import bash_image
 
 CORES = os.cpu_count() or 1
 KINDS = {"file call": "wc -c /etc/passwd >> /tmp/{name} # {tag}", "read-only call": "wc -c /etc/passwd # {tag}"}
 EVERYTHING = "calls,think,hits,depths,sandboxes"
-CONTAINERS = "Forkpoint, containers"
-BOTH = '["local", "container"]'
-"""A setting: both drivers are on."""
+ON_IMAGE = "Forkpoint, an image"
 PAUSE_S = 0.002
 """Pause between two hits of a client."""
 
@@ -107,7 +106,6 @@ class Client:
 def served(cpu: CpuGroup, **options: str) -> Iterator[tuple[Server, Proxy]]:
     """Run a proxy in a control group and stop it in order."""
     with data_directory() as folder:
-        folder.chmod(0o711)
         proxy = Proxy(folder, options, wrapper=cpu.wrapper)
         proxy.start()
         assert proxy.process is not None
@@ -169,15 +167,13 @@ def measure_calls(options: Namespace) -> None:
         ways = stack.enter_context(alternatives(count, options.beside.split(",")))
         cpu = CpuGroup("proxy")
         stack.callback(cpu.close)
-        spec = container_spec(options.drivers, options.image)
-        server, proxy = stack.enter_context(served(cpu, drivers='["local"]' if spec is None else BOTH))
+        server, proxy = stack.enter_context(served(cpu))
         clients = [Client(server, f"calls-{number}") for number in range(count)]
         contenders = [Contender("Forkpoint", cpu, lambda number, command: clients[number].run(command))]
-        if spec is not None:
-            put_task(proxy, "containers", spec)
-            # Docker's control groups are not the proxy's: only time shows what a call costs there.
-            inside = [Client(server, f"inside-{number}", "containers") for number in range(count)]
-            contenders.append(Contender(CONTAINERS, cpu, lambda number, command: inside[number].run(command)))
+        if "image" in options.bases.split(","):
+            put_task(proxy, "image", spec_of("image"))
+            inside = [Client(server, f"inside-{number}", "image") for number in range(count)]
+            contenders.append(Contender(ON_IMAGE, cpu, lambda number, command: inside[number].run(command)))
             clients += inside
         contenders += [Contender(way.name, way.cpu, way.run) for way in ways]
         for contender in contenders:
@@ -204,23 +200,17 @@ def show_calls(kind: str, contenders: Sequence[Contender], count: int) -> None:
         rate = [other / own for other, own in zip(contender.per_s[kind], ours.per_s[kind], strict=True)]
         latencies = contender.latencies_s[kind]
         shown.add_row(
-            contender.name, "-" if contender.name == CONTAINERS else f"{median(contender.cpu_ms[kind]):.2f}",
+            contender.name, f"{median(contender.cpu_ms[kind]):.2f}",
             f"{median(contender.loop_ms[kind]):.2f}" if contender is ours else "-",
             f"{median(contender.per_s[kind]):,.0f}", f"{median(latencies) * 1e3:.1f}", f"{p99(latencies):.1f}",
-            "-" if contender.name == CONTAINERS else f"{median(cpu):.2f}", f"{median(rate):.2f}",
+            f"{median(cpu):.2f}", f"{median(rate):.2f}",
         )  # fmt: skip
     console.print(shown)
 
 
-def container_spec(drivers: str, image: str | None) -> dict[str, str] | None:
-    """Return the environment of a container; None if none is wanted, or with a line on the console if none can be."""
-    if "container" not in drivers.split(","):
-        return None
-    found, why = sandboxes.docker_image(image)
-    if found is None:
-        console.print(f"containers are left out: {why}.")
-        return None
-    return {"driver": "container", "image": found}
+def spec_of(base: str) -> dict[str, str]:
+    """Return the environment of sandboxes of the host's system, or of an image of its programs."""
+    return {"image": bash_image()} if base == "image" else {"base": base}
 
 
 def put_task(proxy: Proxy, name: str, spec: dict[str, str]) -> None:
@@ -331,19 +321,16 @@ def measure_depths(options: Namespace) -> None:
     depths = [int(depth) for depth in options.depths.split(",")]
     shown = table(
         f"4. A call that leaves the tree without a pause, {options.between} s between two of them",
-        "driver",
+        "base",
         "depth",
         "runs",
         "p50 ms",
         "max ms",
         "to the state, p50 ms",
     )
-    for driver in options.drivers.split(","):
-        spec = {"driver": "local"} if driver == "local" else container_spec(driver, options.image)
-        if spec is None:
-            continue
-        with closing(CpuGroup(f"depths-{driver}")) as cpu, served(cpu, drivers=f'["{driver}"]') as (server, proxy):
-            put_task(proxy, "depths", spec)
+    for base in options.bases.split(","):
+        with closing(CpuGroup(f"depths-{base}")) as cpu, served(cpu) as (server, proxy):
+            put_task(proxy, "depths", spec_of(base))
             length = max(depths) + options.divergences
             path = [f"echo {step} >> /tmp/path" for step in range(length)]
             client = Client(server, "first", "depths")
@@ -365,7 +352,7 @@ def measure_depths(options: Namespace) -> None:
                     httpx.delete(f"{proxy.url}/api/v1/tasks/depths/rollouts/r{depth}-{number}", timeout=60)
                     time.sleep(options.between)
                 shown.add_row(
-                    driver,
+                    base,
                     f"{depth:,}",
                     f"{len(took)}",
                     f"{median(took):.1f}",
@@ -405,8 +392,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="duration of each turn in table 3")
     parser.add_argument("--depths", default="1,10,100,1000")
     parser.add_argument("--between", type=float, default=0.0, help="seconds between two calls of table 4")
-    parser.add_argument("--image", help="image of the containers; default: the first local image")
-    parser.add_argument("--drivers", default="local,container", help="drivers of tables 1 and 4")
+    parser.add_argument("--bases", default="host,image", help="what the sandboxes of tables 1 and 4 show")
     parser.add_argument("--divergences", type=int, default=10, help="divergences at each depth")
     parser.add_argument("--count", type=int, default=20, help="sandboxes of table 5")
     parser.add_argument("--hits-of", help="used by the benchmark itself: only make hits on this proxy")

@@ -14,7 +14,7 @@ from typing import Any
 from tests.proxy import test_transparency_local as shell_calls
 from tests.proxy import test_transparency_postgres as postgres_calls
 from tests.proxy import test_transparency_sqlite as sqlite_calls
-from tests.sandboxes.docker import AGENT_IMAGE
+from tests.sandboxes.image_archives import agent_image
 
 HOME = "/root"
 COMMANDS = Path(__file__).with_name("commands.txt")
@@ -171,9 +171,9 @@ class Group:
 
 
 def shell_spec(driver: str) -> dict[str, Any]:
-    """Return the spec of shell programs for the driver `local` or `container`."""
-    spec = {"driver": driver, "workdir": HOME, "files": FILES, "setup": list(SETUP), "env": DATES}
-    return spec | {"image": AGENT_IMAGE} if driver == "container" else spec
+    """Return the spec of shell programs; the driver `image` stands for `local` on an image."""
+    spec = {"workdir": HOME, "files": FILES, "setup": list(SETUP), "env": DATES}
+    return spec | {"image": agent_image()} if driver == "image" else spec
 
 
 def commands() -> dict[str, list[str]]:

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import httpx
 
-from tests.dockerd import Dockerd
 from tests.machine import Process, Served, is_sandbox, process
 from tests.sandboxes.postgres_cluster import Cluster
 
 CRIU_S = 1.0
 """How long a strike on CRIU waits for a dump or a restore to begin. They take some 50 ms, a few times a second."""
-WEIGHTS = {"process": 6, "criu": 2, "gc": 4, "proxy": 1, "stop": 1, "dockerd": 1}
+WEIGHTS = {"process": 6, "criu": 2, "gc": 4, "proxy": 1, "stop": 1}
 """How often each kind of strike falls, beside the others."""
 CLUSTER_WEIGHTS = {"database": 1, "pause": 2}
 """The same for strikes that only a cluster receives."""
@@ -29,7 +28,6 @@ PAUSE_S = 6.0
 
 FORK_SERVERS = {
     b"sandboxes.local.launcher": "launcher",
-    b"sandboxes.container.keeper.launcher": "keeper or its launcher",
     b"sandboxes.workers.zygote": "worker or zygote",
 }
 """Names of our fork servers and their children, by the module that their command line names."""
@@ -40,7 +38,6 @@ class Strikes:
 
     Args:
         proxies: The proxies that are struck: one, or all members of a cluster.
-        daemon: The Docker daemon that runs their containers; None if they have none.
         database: The database server of the cluster; None for a single proxy.
         every_s: Mean seconds between two strikes.
         counts: Strikes by kind; they are added here.
@@ -49,17 +46,14 @@ class Strikes:
     def __init__(
         self,
         proxies: Sequence[Served],
-        daemon: Dockerd | None,
         database: Cluster | None,
         dice: random.Random,
         every_s: float,
         counts: Counter[str],
     ) -> None:
-        self._proxies, self._daemon, self._database = proxies, daemon, database
+        self._proxies, self._database = proxies, database
         self._dice, self._every_s, self._counts = dice, every_s, counts
-        self._weights = {kind: weight for kind, weight in WEIGHTS.items() if daemon or kind != "dockerd"}
-        if database is not None:
-            self._weights |= CLUSTER_WEIGHTS
+        self._weights = WEIGHTS if database is None else WEIGHTS | CLUSTER_WEIGHTS
         self._over = threading.Event()
 
     @contextmanager
@@ -99,11 +93,6 @@ class Strikes:
             proxy.process.send_signal(signal.SIGSTOP)
             time.sleep(self._dice.uniform(0.3, PAUSE_S))
             proxy.process.send_signal(signal.SIGCONT)
-        elif kind == "dockerd":
-            assert self._daemon is not None
-            self._daemon.kill()
-            time.sleep(self._dice.uniform(0, 0.5))
-            self._daemon.start()
         else:
             if kind == "stop":
                 try:
@@ -120,8 +109,6 @@ class Strikes:
         for candidate in sorted(proxy.processes()):
             if name := role(candidate[0]):
                 roles.setdefault(name, []).append(candidate)
-        if self._daemon is not None:
-            roles["container"] = [init for pid in self._daemon.pids() if (init := process(pid))]
         struck = self._dice.choice(sorted(name for name in roles if roles[name]) or [""])
         if struck:
             _kill(self._dice.choice(roles[struck]))

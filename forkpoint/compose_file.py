@@ -29,7 +29,7 @@ class ComposeFileError(ValueError):
 
 
 def spec_of(file: Any, image: str | None, main: str = MAIN) -> dict[str, Any]:
-    """Return the environment that a compose file describes, as a spec of the driver `container`.
+    """Return the environment that a compose file describes, as a spec.
 
     Args:
         file: The parsed file.
@@ -59,7 +59,7 @@ def spec_of(file: Any, image: str | None, main: str = MAIN) -> dict[str, Any]:
     if MAIN in sides:
         raise ComposeFileError(f"A service beside {main!r} is named {MAIN!r}, as sandboxes name {main!r}. Rename it.")
     spec = {
-        "driver": "container", "image": agent.get("image") or image, "env": _environment(main, agent),
+        "image": agent.get("image") or image, "env": _environment(main, agent),
         "services": {name: _service(name, side, main) for name, side in sides.items()},
         "volumes": _volumes({**sides, MAIN: agent}),
     }  # fmt: skip

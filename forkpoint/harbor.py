@@ -86,18 +86,18 @@ class ForkpointEnvironment(BaseEnvironment):
             except (ComposeFileError, yaml.YAMLError) as error:
                 raise ValueError(
                     f"{compose.name} of this task cannot be a sandbox: {error} Or pass a spec with services "
-                    '(docs/services.md): --environment-kwarg spec=\'{"driver": "container", "services": …}\'.'
+                    '(docs/services.md): --environment-kwarg spec=\'{"image": "NAME", "services": …}\'.'
                 ) from error
         if self._spec is None and not self.task_env_config.docker_image:
             raise ValueError(
                 "This task names no image ([environment] docker_image). Build its Dockerfile, and pass "
-                '--environment-kwarg spec=\'{"driver": "container", "image": "NAME"}\'.'
+                '--environment-kwarg spec=\'{"image": "NAME"}\'.'
             )
 
     async def start(self, force_build: bool) -> None:
         """Begin the trial's rollout, and upload the task's files."""
         del force_build  # who names an image has built it
-        spec = {"driver": "container", "image": self.task_env_config.docker_image} if self._spec is None else self._spec
+        spec = {"image": self.task_env_config.docker_image} if self._spec is None else self._spec
         digest = sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:8]
         self._client = AsyncClient(self._url)
         task = self._client.task(f"{_named(self.environment_name)}-{digest}")

@@ -55,8 +55,8 @@ class Settings(BaseSettings):
     )
     drivers: tuple[str, ...] = Field(
         default=("local", "sqlite", "http"),
-        description="The drivers to start, by the names of their entry points in the group forkpoint.drivers. container: "
-        "local, also where `any_image` is set.",
+        description="The drivers to start, by the names of their entry points in the group forkpoint.drivers. "
+        "container: local, also where `any_image` is set.",
     )
     otel_endpoint: str | None = Field(
         default=None,

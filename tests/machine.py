@@ -236,8 +236,7 @@ def serving(proxy: Proxy) -> Iterator[Proxy]:
         if proxy.process is not None and proxy.process.poll() is None:
             processes = proxy.processes()
             proxy.kill()
-            # A keeper launcher waits for containers that Docker may still start (`orphans.NEWCOMERS_S`).
-            wait_until(lambda: not alive(processes), f"{alive(processes)} are still running", within_s=90)
+            wait_until(lambda: not alive(processes), f"{alive(processes)} are still running")
 
 
 def wait_until(true: Callable[[], bool], otherwise: str = "it does not come true", *, within_s: float = 30.0) -> None:
@@ -280,11 +279,9 @@ def leftovers(proxy: Proxy, processes: set[Process], groups: list[Path]) -> list
     remains = [f"process {pid}" for pid, _ in alive(processes)]
     remains += [f"mount {line}" for line in mounts_below(proxy.folder)]
     remains += [f"control group {group}" for group in groups if group.exists()]
-    remains += [
-        str(path) for folder in ("local/uppers", "container/boxes", "journal") for path in _inside(data / folder)
-    ]
-    for folder, whole in (("local/layers", "meta.json"), ("container/states", "meta.json")):
-        remains += [f"incomplete: {path}" for path in _inside(data / folder) if not (path / whole).exists()]
+    remains += [str(path) for folder in ("local/uppers", "journal") for path in _inside(data / folder)]
+    layers = _inside(data / "local/layers")
+    remains += [f"incomplete: {path}" for path in layers if not (path / "meta.json").exists()]
     remains += [f"incomplete: {path}" for path in snapshot_files(data / "snapshots") if _manifest(path) is None]
     return remains + [f"locked: {lock}" for lock in data.glob("*/lock") if _locked(lock)]
 
@@ -299,8 +296,12 @@ def unnamed(proxy: Proxy) -> list[Path]:
         named |= set(manifest["parts"])
     for root in data.glob("local/roots/*.json"):
         named |= set(json.loads(root.read_bytes())["layers"])
-    kinds = ("local/layers", "local/checkpoints", "container/states", "container/checkpoints")
-    return [path for kind in kinds for path in _inside(data / kind) if path.name not in named]
+    return [
+        path
+        for kind in ("local/layers", "local/checkpoints")
+        for path in _inside(data / kind)
+        if path.name not in named
+    ]
 
 
 def _manifest(snapshot: Path) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ import httpx
 from tests.dockerd import Dockerd
 from tests.machine import Process, Proxy, alive, is_sandbox, leftovers, process, unnamed
 from tests.sandboxes.docker import BASH_IMAGE
+from tests.sandboxes.image_archives import bash_image
 from tests.trajectories import SETUP, WORK, Turn, choices, trajectory
 
 CALL_S = 180.0
@@ -45,7 +46,7 @@ class Storm:
     """A storm over one proxy.
 
     Attributes:
-        rollouts: Number of rollouts by the driver of their tasks.
+        rollouts: Number of rollouts by the driver of their tasks; `image` is `local` on an image.
         hidden: Recorded calls whose answer was lost because the proxy was killed.
         errors: Number of errors of each kind.
         kills: Number of kills of each kind.
@@ -109,8 +110,8 @@ class Storm:
 
     def _put(self, task: str, driver: str) -> None:
         spec = {"driver": driver, "workdir": WORK, "setup": SETUP}
-        if driver == "container":
-            spec["image"] = BASH_IMAGE
+        if driver == "image":
+            spec |= {"driver": "local", "image": bash_image() if self.dockerd is None else BASH_IMAGE}
         self._client.put(f"/api/v1/tasks/{task}", json=spec).raise_for_status()
 
     def _walk(self, rollout: str, task: str, seed: int, chosen: Sequence[int]) -> None:
@@ -179,7 +180,7 @@ class Storm:
         kinds = [kind for kind in _WEIGHTS if self.dockerd is not None or kind in ("sandbox", "proxy")]
         kind = self._dice.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
         if kind == "sandbox":
-            kind = self._kill_sandbox()
+            self._kill_sandbox()
         if kind in ("dockerd", "both"):
             assert self.dockerd is not None
             self.dockerd.kill()
@@ -194,16 +195,11 @@ class Storm:
             self.proxy.start()
         self.kills[kind] += 1
 
-    def _kill_sandbox(self) -> str:
-        here = {("local", candidate) for candidate in self.proxy.processes() if is_sandbox(candidate[0])}
-        if self.dockerd is not None:
-            here |= {("container", init) for pid in self.dockerd.pids() if (init := process(pid))}
-        if not here:
-            return "none to kill"
-        driver, (pid, began) = self._dice.choice(sorted(here))
-        if process(pid) == (pid, began):
-            os.kill(pid, signal.SIGKILL)
-        return f"sandbox, {driver}"
+    def _kill_sandbox(self) -> None:
+        if here := sorted(candidate for candidate in self.proxy.processes() if is_sandbox(candidate[0])):
+            pid, began = self._dice.choice(here)
+            if process(pid) == (pid, began):
+                os.kill(pid, signal.SIGKILL)
 
     def kill_proxy(self) -> None:
         """Note the proxy's processes and control groups, and kill it."""
@@ -214,8 +210,6 @@ class Storm:
         """Remember all processes and control groups, to look for them afterwards."""
         self.processes |= self.proxy.processes()
         self.groups |= set(self.proxy.groups())
-        if self.dockerd is not None:
-            self.processes |= {init for pid in self.dockerd.pids() if (init := process(pid))}
 
     # -- afterwards --------------------------------------------------------------------------------------------------
 
@@ -239,14 +233,12 @@ class Storm:
         self.proxy.stop()
         remaining += leftovers(self.proxy, self.processes, sorted(self.groups))
         if self.dockerd is not None:
-            remaining += [
-                f"container {line}" for line in self.dockerd.ask("ps", "-a", "--format", "{{.Names}}").split()
-            ]
+            # One container keeps the image for as long as kept states need it. It was never started.
+            kept = self.dockerd.ask("ps", "--all", "--format", "{{.Names}} {{.Status}}").splitlines()
+            remaining += [f"container {line}" for line in kept if not line.startswith("forkpoint-pin-")]
+            remaining += [f"container {line}" for line in kept[1:]]
             dangling = self.dockerd.ask("images", "--filter", "dangling=true", "--quiet").split()
             remaining += [f"image {image}" for image in dangling]
-            networks = self.dockerd.ask("network", "ls", "--format", "{{.Name}}").split()
-            remaining += [f"network {name}" for name in networks if name not in ("bridge", "host", "none")]
-            remaining += [f"volume {name}" for name in self.dockerd.ask("volume", "ls", "--quiet").split()]
             self.dockerd.stop()
             remaining += self.dockerd.living()
             self.remains = self.dockerd.remains()

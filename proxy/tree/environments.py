@@ -63,7 +63,8 @@ def spec_for(
         RefusalError: 404, the image does not exist here; 400, a variable or path is impossible.
     """
     base = task_spec or request.base
-    if base is None and runs_images:
+    # A file of the proxy's machine is for the person who describes the task to name, not for its clients.
+    if base is None and runs_images and not request.image.startswith("/"):
         base = EnvironmentSpec(image=request.image, workdir="/", limits=default.limits)
     if base is None and any_image:
         base = default

@@ -20,9 +20,10 @@ import orjson
 from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import FrozenState
 from sandboxes.egress.portable_recordings import PortableRecordings
-from sandboxes.errors import SandboxError, StateGoneError
+from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
+from sandboxes.images.config import ImageConfig, ImageError
 from sandboxes.images.store import Images
 from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.ipc.launch_messages import ServiceMounts
@@ -169,6 +170,32 @@ class LocalDriver:
         """Return what the base and the sources of a spec are, see `sandboxes.driver.WatchingDriver`."""
         known = self.bases.known(spec), *map(self.bases.sources.known, spec.copied_sources)
         return None if None in known else cast("tuple[str, ...]", known)
+
+    async def config(self, image: str) -> dict[str, Any]:
+        """Return the ID and the configuration of an image, in Docker's words.
+
+        Raises:
+            SpecError: There is no such image, or it cannot be used.
+            SandboxError: No Docker daemon responds.
+        """
+        return await asyncio.to_thread(self._config, image)
+
+    def _config(self, image: str) -> dict[str, Any]:
+        if image.startswith("/"):
+            found = self.images.resolve(self.sources.real(image, confined=False))
+            return {"Id": found.id, **found.config.members()}
+        named = self.images.daemon.image(image)
+        try:
+            return {"Id": named.id, **ImageConfig.parse(named.config).members()}
+        except ImageError as error:
+            raise SpecError(f"image {image!r} cannot be used: {error}") from error
+
+    async def tags(self) -> list[str]:
+        """Return the names of all images of Docker's; none without a daemon."""
+        try:
+            return await asyncio.to_thread(self.images.daemon.tags)
+        except SandboxError:
+            return []
 
     async def start(self, spec: EnvironmentSpec) -> LocalSandbox:
         """Start a sandbox at a spec's root state, which is built once; then a start takes milliseconds.

@@ -25,7 +25,6 @@ from sandboxes.task_owner import waits_at
 from tests.machine import PLAIN
 from tests.proxy.rig import KEEPS_ALL
 from tests.sandboxes.box import local_driver
-from tests.sandboxes.docker import container_driver
 
 if TYPE_CHECKING:
     import uvicorn
@@ -79,10 +78,9 @@ def _waits() -> str:
 
 @contextmanager
 def real_proxy(
-    *, checkpoints: bool = False, keeps_all: bool = True, containers: bool = False, kept: Path | None = None,
-    **settings: Any,
-) -> Iterator[Proxy]:  # fmt: skip
-    """Serve on a free port, as `forkpoint serve` does, in a thread: embedded drivers, with `containers` theirs too.
+    *, checkpoints: bool = False, keeps_all: bool = True, kept: Path | None = None, **settings: Any
+) -> Iterator[Proxy]:
+    """Serve on a free port, as `forkpoint serve` does, in a thread.
 
     kept: a directory for its data that stays; without one it is made, and removed.
     """
@@ -99,8 +97,6 @@ def real_proxy(
             "local": local_driver(folder / "local", checkpoints=checkpoints),
             "sqlite": SqliteDriver(folder / "sqlite"),
         }
-        if containers:
-            drivers["container"] = container_driver(folder / "container", checkpoints=checkpoints)
         application = build(chosen, drivers)
         if keeps_all:
             application.engine.snapshot_value.reuse = KEEPS_ALL

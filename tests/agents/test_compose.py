@@ -61,7 +61,7 @@ volumes:
 def proxy() -> Iterator[Proxy]:
     require_docker()
     require_criu()
-    with real_proxy(containers=True, checkpoints=True) as running:
+    with real_proxy(checkpoints=True) as running:
         yield running
 
 

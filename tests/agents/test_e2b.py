@@ -13,7 +13,7 @@ import pytest
 from tests.agents.clients import node_packages, packages, run
 from tests.agents.serving import Proxy, real_proxy
 from tests.machine import require_criu
-from tests.sandboxes.docker import BASH_IMAGE, require_docker
+from tests.sandboxes.image_archives import bash_image
 
 GROUP = [f"p{n}" for n in range(1, 7)]
 KEY = "e2b_" + "0123456789abcdef" * 2
@@ -95,14 +95,12 @@ def test_python_sdk_group_matches_single_rollouts(version: str) -> None:
         check_group(proxy, sdk(version), "e2b_client.py", {})
 
 
-@pytest.mark.parametrize("driver", ["local", "container"])
-def test_javascript_sdk_group_matches_single_rollouts(driver: str) -> None:
-    """The same group with the JavaScript SDK, with both drivers."""
+@pytest.mark.parametrize("root", ["host", "image"])
+def test_javascript_sdk_group_matches_single_rollouts(root: str) -> None:
+    """The same group with the JavaScript SDK, on the machine's own system and on an image."""
     require_criu()
-    if driver == "container":
-        require_docker()
-    spec = {"driver": driver, **({"image": BASH_IMAGE} if driver == "container" else {})}
-    with real_proxy(checkpoints=True, containers=driver == "container") as proxy:
+    spec = {"image": bash_image()} if root == "image" else {}
+    with real_proxy(checkpoints=True) as proxy:
         check_group(proxy, node_packages(f"e2b@{JS_SDK}"), "e2b_client.mjs", spec)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from tests.agents.clients import newer_python, packages, run
 from tests.agents.serving import real_proxy
 from tests.machine import require_sandboxes
-from tests.sandboxes.docker import AGENT_IMAGE, BASH_IMAGE, make_agent_image, require_docker
+from tests.sandboxes.image_archives import agent_image
 
 
 def test_harbor_trials_share_their_prefix(tmp_path: Path) -> None:
@@ -43,15 +43,15 @@ def test_harbor_trials_share_their_prefix(tmp_path: Path) -> None:
     assert all(row["finished"] for row in rollouts)
 
 
-COMPOSE = f"""
+COMPOSE = """
 services:
   main:
-    image: {AGENT_IMAGE}
+    image: IMAGE
     command: sleep infinity
     volumes: [shared:/shared]
     depends_on: [db]
   db:
-    image: {BASH_IMAGE}
+    image: IMAGE
     command:
       - python3
       - -c
@@ -62,10 +62,10 @@ services:
                 self.wfile.write(b"row " + open("/rows/count", "rb").read())
         open("/rows/count", "w").write("0\\n")
         socketserver.TCPServer(("0.0.0.0", 5432), Answer).serve_forever()
-    environment: {{KIND: side}}
+    environment: {KIND: side}
     ports: ["15432:5432"]
     volumes: [shared:/rows]
-volumes: {{shared: {{}}}}
+volumes: {shared: {}}
 """
 
 
@@ -74,15 +74,15 @@ def test_harbor_task_with_a_compose_file(tmp_path: Path) -> None:
 
     After the agent, a hook runs in the service, and files of the service are collected. Links lead to files of its own.
     """
-    require_docker()
-    make_agent_image()
+    require_sandboxes()
     python = newer_python()
     place = packages("harbor==0.24.0", python=python)
     path = f"{place}{os.pathsep}{Path(__file__).parents[2]}"
     commands = ["cat </dev/tcp/db/5432; echo 1 >/shared/count", "cat </dev/tcp/db/5432 >drawn; cat drawn; touch mine"]
-    with real_proxy(containers=True) as proxy:
+    with real_proxy() as proxy:
         first, second = run(
-            place, "harbor_client.py", proxy.url, str(tmp_path), json.dumps([commands] * 2), COMPOSE, python=python,
+            place, "harbor_client.py", proxy.url, str(tmp_path), json.dumps([commands] * 2),
+            COMPOSE.replace("IMAGE", agent_image()), python=python,
             env={"PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, "HOME": str(tmp_path)},
         )  # fmt: skip
         task = proxy.client.get("/api/v1/tasks").json()["items"][0]["task"]

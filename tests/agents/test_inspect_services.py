@@ -11,13 +11,13 @@ import pytest
 from tests.agents.clients import packages, run
 from tests.agents.serving import real_proxy
 from tests.agents.test_inspect import AS_ROOT, SLOW
-from tests.machine import require_criu
-from tests.sandboxes.docker import AGENT_IMAGE, make_agent_image, require_docker
+from tests.machine import require_criu, require_sandboxes
+from tests.sandboxes.image_archives import agent_image
 
-COMPOSE = f"""
+COMPOSE = """
 services:
   agent:
-    image: {AGENT_IMAGE}
+    image: IMAGE
     x-default: true
     command: tail -f /dev/null
     init: true
@@ -25,13 +25,13 @@ services:
     cpus: 1.0
     mem_limit: 512m
   store:
-    image: {AGENT_IMAGE}
+    image: IMAGE
     command:
       - python3
       - -c
       - |
         import socketserver
-        memory = {{}}
+        memory = {}
         class Answer(socketserver.StreamRequestHandler):
             def handle(self):
                 verb, *words = self.rfile.readline().decode().split() or [""]
@@ -43,7 +43,7 @@ services:
         server = socketserver.TCPServer(("0.0.0.0", 7000), Answer)
         while True:
             server.handle_request()
-    environment: {{KIND: side}}
+    environment: {KIND: side}
     working_dir: /opt
     expose: ["7000"]
 """
@@ -62,8 +62,7 @@ def test_inspect_samples_with_a_service(checkpoints: bool, tmp_path: Path) -> No
 
     With CRIU the state at the fork is restored; without it, it is reached by replay.
     """
-    require_docker()
-    make_agent_image()
+    require_sandboxes()
     if checkpoints:
         require_criu()
     place = packages("inspect-ai==0.3.285")
@@ -74,8 +73,8 @@ def test_inspect_samples_with_a_service(checkpoints: bool, tmp_path: Path) -> No
     look = ["in_store", f"pwd; echo $KIND {number} >>kept; cat log kept extra.txt"]
     first = [draw, ask("set x 1"), look, ask("get x")]
     third = [draw, ask("set x 1"), look, ask("set y 2"), ask("get x"), ["bash", "cat drawn"]]
-    (tmp_path / "compose.yaml").write_text(COMPOSE)
-    with real_proxy(containers=True, checkpoints=checkpoints) as proxy:
+    (tmp_path / "compose.yaml").write_text(COMPOSE.replace("IMAGE", agent_image()))
+    with real_proxy(checkpoints=checkpoints) as proxy:
         left_out = IN_SERVICE if checkpoints else [*IN_SERVICE, *SLOW]
         result = run(
             place, "inspect_services_client.py", str(tmp_path), json.dumps([first, first, third]), *left_out,

@@ -86,19 +86,19 @@ def test_local_group_gets_the_results_of_one(place: Path, tmp_path: Path, way: s
         assert plain(seen, part) == plain(alone, "p0")
 
 
-def test_a_group_over_containers_gets_what_docker_says(place: Path, tmp_path: Path) -> None:
+def test_a_group_over_an_image_gets_what_docker_says(place: Path, tmp_path: Path) -> None:
     require_docker()
     require_criu()
     _, alone = agent(place, os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock"), "p0", tmp_path, steady=False)
-    with real_proxy(checkpoints=True, containers=True) as proxy:
+    with real_proxy(checkpoints=True) as proxy:
         # No PUT: the image that the client names is the environment.
         _, told = group(proxy, place, tmp_path, GROUP, steady=False)
         trees = proxy.client.get("/api/v1/tasks/mini/trees").json()["items"]
         last = proxy.client.get("/api/v1/tasks/mini/rollouts/p6").json()["node"]
         shown = proxy.client.get(f"/api/v1/tasks/mini/nodes/{last}").json()
     current, theirs = trees
-    assert (current["calls"], theirs["driver"], theirs["rollouts"]) == (0, "container", len(GROUP))
-    assert (theirs["title"], shown["id"]) == (f"container {theirs['image']}", last)
+    assert (current["calls"], theirs["driver"], theirs["rollouts"]) == (0, "local", len(GROUP))
+    assert (theirs["title"], shown["id"]) == (f"local {theirs['image']}", last)
     for part, seen in told.items():
         assert plain(seen, part) == plain(alone, "p0")
     left = subprocess.run(

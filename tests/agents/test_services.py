@@ -3,11 +3,9 @@
 import pytest
 
 from tests.agents.serving import Proxy, real_proxy
-from tests.machine import require_criu
-from tests.sandboxes.container.test_services import FILES, STORE_SERVICE
-from tests.sandboxes.docker import BASH_IMAGE, require_docker
-
-SPEC = {"driver": "container", "image": BASH_IMAGE, "files": FILES, "services": {"store": STORE_SERVICE}}
+from tests.machine import require_criu, require_sandboxes
+from tests.sandboxes.image_archives import bash_image
+from tests.sandboxes.local.test_image_services import FILES, STORE_SERVICE
 
 
 def walk(proxy: Proxy, task: str, rollout: str, *words: str) -> list[str]:
@@ -26,12 +24,14 @@ def test_group_of_rollouts_with_a_service(checkpoints: bool) -> None:
 
     With CRIU the state at the fork is restored; without it, it is reached by replay.
     """
-    require_docker()
+    require_sandboxes()
     if checkpoints:
         require_criu()
-    with real_proxy(containers=True, checkpoints=checkpoints) as proxy:
-        proxy.put("store", **SPEC)
-        proxy.put("private", **SPEC, cache="never")
+    image = bash_image()
+    spec = {"image": image, "files": FILES, "services": {"store": {**STORE_SERVICE, "image": image}}}
+    with real_proxy(checkpoints=checkpoints) as proxy:
+        proxy.put("store", **spec)
+        proxy.put("private", **spec, cache="never")
         first, third = ["set x 1", "get x", "set x 2", "get x"], ["set x 1", "get x", "set y 3", "get x", "get y"]
         answers = walk(proxy, "store", "1", *first)
         assert walk(proxy, "store", "2", *first) == answers

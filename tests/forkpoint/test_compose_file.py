@@ -35,7 +35,7 @@ volumes: {pages: {}, own: {}}
 
 def test_compose_file_becomes_a_spec() -> None:
     spec = EnvironmentSpec.model_validate(spec_of(yaml.safe_load(FILE), "task:1"))
-    assert (spec.driver, spec.image, spec.env, spec.workdir) == ("container", "task:1", {"WHO": "me"}, "/app")
+    assert (spec.driver, spec.image, spec.env, spec.workdir) == ("local", "task:1", {"WHO": "me"}, "/app")
     assert spec.volumes == {"pages": {"web": "/html", "main": "/app/pages"}}
     web, db = spec.services["web"], spec.services["db"]
     assert (web.port, web.depends_on, web.environment) == (80, ("db",), {"MODE": "a$b", "SIZE": "3"})

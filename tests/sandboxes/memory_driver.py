@@ -232,7 +232,7 @@ class MemorySandbox:
             path: repr(now.get(path, "gone")) for path in root.keys() | now if root.get(path, b"-") != now.get(path)
         }
         sessions = {name: SessionView(s.cwd, dict(s.variables)) for name, s in self._state.sessions.items()}
-        return StateView(files, sessions, SessionView(self._spec.workdir, dict(self._spec.env)))
+        return StateView(files, sessions, SessionView(self._spec.directory, dict(self._spec.env)))
 
     async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, FileEntry]:
         """Return what paths lead to."""
@@ -310,7 +310,7 @@ def _command_of(call: ToolCall) -> str:
 
 
 def _fresh(spec: EnvironmentSpec) -> _Session:
-    return _Session(spec.workdir, dict(spec.env))
+    return _Session(spec.directory, dict(spec.env))
 
 
 def _session(state: _State, name: str, spec: EnvironmentSpec) -> _Session:

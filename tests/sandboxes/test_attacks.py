@@ -7,6 +7,7 @@ from pathlib import Path
 from bench import attacks, attacks_on_data
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import local_driver
+from tests.sandboxes.docker import OnImage
 from tests.sandboxes.postgres_cluster import require_postgres
 
 KNOWN = {"queued signals"} if os.geteuid() == 0 else {"queued signals", "processes", *attacks.UNPRIVILEGED}
@@ -22,6 +23,13 @@ def test_nothing_gets_out_of_local_sandboxes(data_dir: Path) -> None:
     require_sandboxes()
     ground = attacks.Ground("local", local_driver, {})
     assert through(asyncio.run(attacks.attack_machine(ground, data_dir))) == []
+
+
+def test_nothing_gets_out_of_images(data_dir: Path) -> None:
+    require_sandboxes()
+    folder = data_dir / "on-image"
+    folder.mkdir()
+    assert through(asyncio.run(attacks.attack_machine(attacks.Ground("image", OnImage, {}), folder))) == []
 
 
 def test_statements_reach_nothing_of_others(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from sandboxes.plugins import DIALECTS, DRIVERS, ENDPOINTS, DriverContext, PluginError, installed, load, make_driver
 
-OURS = {"container", "http", "local", "postgres", "sqlite", "video"}
+OURS = {"http", "local", "postgres", "sqlite", "video"}
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_driver_of_another_package_is_found(packages: Path) -> None:
 
 
 def test_missing_driver_names_the_installed_ones() -> None:
-    with pytest.raises(PluginError, match="'nothing' is not installed; installed are: client, container, http, local"):
+    with pytest.raises(PluginError, match="'nothing' is not installed; installed are: client, http, local"):
         make_driver("nothing", context(Path("/nowhere")))
 
 

@@ -13,7 +13,7 @@ IMAGE = {"image": "x"}
 
 
 def spec(**more: Any) -> EnvironmentSpec:
-    return EnvironmentSpec(driver="container", image="m", **more)
+    return EnvironmentSpec(image="m", **more)
 
 
 def test_services_start_after_those_they_depend_on() -> None:
@@ -67,8 +67,8 @@ def test_example_is_a_spec() -> None:
     assert start_order(EnvironmentSpec.model_validate_json(example.read_bytes()).services) == ["cache", "web"]
 
 
-def test_only_containers_have_services() -> None:
-    with pytest.raises(ValidationError, match="runs no services"):
+def test_services_run_beside_an_image_only() -> None:
+    with pytest.raises(ValidationError, match="beside an image"):
         EnvironmentSpec.model_validate({"services": {"a": IMAGE}})
 
 

@@ -264,7 +264,7 @@ class DockerApi:
         if has_others and not await self._images.has_images(container.task):
             raise RefusalError(
                 400, "docker", "This task's environment is given, so a project has one container. For several, use a "
-                "task without a spec, and serve with the driver container (FORKPOINT_DRIVERS).",
+                "task without a spec, and serve with the driver local (FORKPOINT_DRIVERS), without any_image.",
             )  # fmt: skip
         # No await from here to `add`: another container of the project may be planned at the same time.
         self._projects.plan(container, config, environment)

@@ -71,6 +71,8 @@ class Images:
         """
         opened = await self._engine.tasks.open(task)
         spec = opened.spec if opened.origin is not None else None
+        if spec is None and self._engine.settings.runs_images and image.startswith("/"):
+            raise RefusalError(404, "docker", f"No such image: {image}. Only a task's environment names a file.")
         if self._engine.settings.runs_images and (spec is None or spec.image):
             real_image = spec.image if spec is not None and spec.image else image
             try:

@@ -16,7 +16,7 @@ from sandboxes.sqlite.driver import SqliteDriver
 from tests.machine import require_sandboxes, wait_until
 from tests.proxy.serving import Running, get, serving
 from tests.sandboxes.box import local_driver
-from tests.sandboxes.docker import BASH_IMAGE, container_driver, require_docker
+from tests.sandboxes.image_archives import bash_image
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +35,10 @@ def local() -> Iterator[Running]:
     remove_tree(folder)
 
 
-@pytest.fixture(scope="module")
-def containers() -> Iterator[Running]:
-    require_docker()
-    folder = Path(mkdtemp(prefix="forkpoint-test-", dir="/var/tmp"))
-    with serving(folder, drivers={"container": container_driver(folder / "container")}) as running:
-        yield running
-    remove_tree(folder)
-
-
-@pytest.fixture(params=["local", "containers"])
-def real(request: pytest.FixtureRequest) -> tuple[Running, dict[str, str]]:
+@pytest.fixture(params=["host", "image"])
+def real(request: pytest.FixtureRequest, local: Running) -> tuple[Running, dict[str, str]]:
     """A proxy with real sandboxes, and the spec of such a sandbox."""
-    running: Running = request.getfixturevalue(request.param)
-    return running, {"driver": "local"} if request.param == "local" else {"driver": "container", "image": BASH_IMAGE}
+    return local, {"driver": "local"} if request.param == "host" else {"image": bash_image()}
 
 
 def at(proxy: Running, task: str, *commands: str, rollout: str = "r") -> list[str]:

@@ -318,8 +318,8 @@ def test_commands_reach_every_tree(proxy: Running, tmp_path: Path) -> None:
 
 def test_title_has_no_values_of_variables() -> None:
     default = EnvironmentSpec()
-    box = EnvironmentSpec(driver="container", image="debian:12", workdir="/testbed", env={"KEY": "secret", "A": "1"})
-    assert title_of(box, default) == "container debian:12 · workdir /testbed · env KEY, A"
+    box = EnvironmentSpec(image="debian:12", workdir="/testbed", env={"KEY": "secret", "A": "1"})
+    assert title_of(box, default) == "local debian:12 · workdir /testbed · env KEY, A"
     assert title_of(default, default) == "local host"
     assert title_of(default, default, "base") == "base · local host"
     assert (

@@ -23,7 +23,7 @@ from tests.proxy.rig import engine
 from tests.proxy.transfer.rig import ReachingDriver, walked
 from tests.sandboxes import sqlite_files
 from tests.sandboxes.box import needs_root
-from tests.sandboxes.docker import BASH_IMAGE, require_docker
+from tests.sandboxes.image_archives import bash_image
 from tests.sandboxes.local.test_states import small_base
 from tests.sandboxes.memory_driver import MemoryDriver
 
@@ -97,14 +97,12 @@ def test_restored_directory_needs_no_replay(folder: Path, tmp_path: Path) -> Non
 
 
 @needs_root
-def test_restored_containers_need_no_replay(folder: Path) -> None:
-    require_docker()
+def test_restored_states_of_an_image_need_no_replay(folder: Path) -> None:
+    require_sandboxes()
     (folder / "old").mkdir()
-    new, snapshots = moved(
-        folder, {"box": {"driver": "container", "image": BASH_IMAGE}}, {"box": SHELL}, containers=True
-    )
+    new, snapshots = moved(folder, {"box": {"image": bash_image()}}, {"box": SHELL})
     assert snapshots >= 1
-    with real_proxy(kept=new, containers=True) as proxy:
+    with real_proxy(kept=new) as proxy:
         assert leave(proxy, "box", SHELL, ("shell/exec", {"command": "echo $X; cat f"}))["stdout"] == "1\none\ntwo\n"
 
 

@@ -12,35 +12,39 @@ from proxy.tree.rollout import Outcome
 from sandboxes.spec import EnvironmentSpec
 from tests.proxy.rig import SPEC, ask, engine
 
-DRIVERS = {"local", "container"}
-
 
 def test_a_request_only_adds_to_a_task_spec() -> None:
     task_spec = EnvironmentSpec(env={"A": "task", "B": "task"}, setup=("true",))
     request = EnvironmentRequest("debian:12", {"B": "request", "C": "request"}, "/tmp", memory_mb=512)
-    spec = spec_for(request, task_spec, SPEC, DRIVERS, any_image=False)
+    spec = spec_for(request, task_spec, SPEC, runs_images=True, any_image=False)
     assert (spec.driver, spec.image, spec.setup, spec.workdir) == ("local", None, ("true",), "/tmp")
     assert spec.env == {"A": "task", "B": "request", "C": "request"}
     assert (spec.limits.memory_mb, spec.limits.pids) == (512, task_spec.limits.pids)
-    assert spec_for(EnvironmentRequest("x"), task_spec, SPEC, DRIVERS, any_image=False) == task_spec
+    assert spec_for(EnvironmentRequest("x"), task_spec, SPEC, runs_images=True, any_image=False) == task_spec
 
 
-def test_image_without_task_spec_is_a_container() -> None:
-    """An image without a task's spec becomes a container."""
-    spec = spec_for(EnvironmentRequest("debian:12", {"A": "1"}), None, SPEC, DRIVERS, any_image=True)
-    assert (spec.driver, spec.image, spec.workdir, spec.env) == ("container", "debian:12", "/", {"A": "1"})
+def test_image_without_task_spec_is_the_environment() -> None:
+    spec = spec_for(EnvironmentRequest("debian:12", {"A": "1"}), None, SPEC, runs_images=True, any_image=True)
+    assert (spec.driver, spec.image, spec.workdir, spec.env) == ("local", "debian:12", "/", {"A": "1"})
 
 
-def test_without_containers_images_need_the_any_image_setting() -> None:
+def test_clients_name_no_file_of_the_machine() -> None:
+    """The person who describes a task may name an archive. A client's image could be any file that the proxy reads."""
     with pytest.raises(RefusalError) as refused:
-        spec_for(EnvironmentRequest("debian:12"), None, SPEC, {"local"}, any_image=False)
+        spec_for(EnvironmentRequest("/root/image.tar"), None, SPEC, runs_images=True, any_image=False)
+    assert refused.value.status == 404
+
+
+def test_images_that_are_not_run_need_the_any_image_setting() -> None:
+    with pytest.raises(RefusalError) as refused:
+        spec_for(EnvironmentRequest("debian:12"), None, SPEC, runs_images=False, any_image=False)
     assert (refused.value.status, str(refused.value)[:24]) == (404, "No such image: debian:12")
-    assert spec_for(EnvironmentRequest("debian:12"), None, SPEC, {"local"}, any_image=True) == SPEC
+    assert spec_for(EnvironmentRequest("debian:12"), None, SPEC, runs_images=False, any_image=True) == SPEC
 
 
 def test_impossible_environments_are_refused() -> None:
     with pytest.raises(RefusalError) as refused:
-        spec_for(EnvironmentRequest("x", {"A B": "1"}), SPEC, SPEC, DRIVERS, any_image=False)
+        spec_for(EnvironmentRequest("x", {"A B": "1"}), SPEC, SPEC, runs_images=True, any_image=False)
     assert refused.value.status == 400
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.container.driver import ContainerDriver
 from sandboxes.driver import Driver, Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import SpecError
@@ -15,7 +14,7 @@ from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import Database, EnvironmentSpec
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import opened, run
-from tests.sandboxes.docker import BASH_IMAGE, make_bash_image, require_docker
+from tests.sandboxes.docker import OnImage
 from tests.sandboxes.sql_calls import ask
 
 COUNT = "SELECT count(*) FROM item"
@@ -46,18 +45,14 @@ def driven(driver: Driver, spec: EnvironmentSpec, test: Callable[[Driver, Sandbo
 
 
 class TestShared:
-    @pytest.fixture(params=["local", "container"])
+    @pytest.fixture(params=["host", "image"])
     def driver(self, request: pytest.FixtureRequest, data_dir: Path) -> Driver:
-        if request.param == "container":
-            require_docker()
-            make_bash_image()
-            return ContainerDriver(request.getfixturevalue("container_dir"), spares=0)
         require_sandboxes()
-        return LocalDriver(data_dir / "shared")
+        return OnImage(data_dir / "on-image") if request.param == "image" else LocalDriver(data_dir / "shared")
 
     @pytest.fixture
-    def spec(self, driver: Driver, source: Path) -> EnvironmentSpec:
-        return spec_of(source, **({"driver": "container", "image": BASH_IMAGE} if driver.name == "container" else {}))
+    def spec(self, source: Path) -> EnvironmentSpec:
+        return spec_of(source)
 
     def test_shell_and_sql_endpoint_share_state(self, driver: Driver, spec: EnvironmentSpec) -> None:
         """The shell and the SQL endpoint see the same state."""

@@ -1,36 +1,29 @@
-"""The container driver behind the whole proxy, through its HTTP interface."""
+"""Sandboxes of an image behind the whole proxy, through its HTTP interface."""
 
-import json
 import shutil
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from tests.machine import Proxy, assert_nothing_left, data_directory, require_criu, served
-from tests.sandboxes.docker import BASH_IMAGE, containers, remove_images, require_docker
+from tests.machine import Proxy, assert_nothing_left, data_directory, require_criu, require_sandboxes, served
+from tests.sandboxes.image_archives import bash_image
 
 HIT, MISS = "forkpoint; hit", "forkpoint; fwd=miss; stored"
-SPEC = {"driver": "container", "image": BASH_IMAGE, "setup": ["echo seed > /root/log"]}
 
 
 @pytest.fixture
 def proxy() -> Iterator[Proxy]:
-    require_docker()
-    with data_directory() as folder:
-        # Any user in a container must be able to traverse this directory.
-        folder.chmod(0o711)
-        try:
-            with served(folder, drivers=json.dumps(["container"]), container_spares="0") as running:
-                yield running
-        finally:
-            remove_images(folder / "data" / "container")
+    require_sandboxes()
+    with data_directory() as folder, served(folder) as running:
+        yield running
 
 
 @pytest.fixture
 def client(proxy: Proxy) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=proxy.url, timeout=60) as client:
-        client.put("/api/v1/tasks/task", json=SPEC).raise_for_status()
+        spec = {"image": bash_image(), "setup": ["echo seed > /root/log"], "workdir": "/root"}
+        client.put("/api/v1/tasks/task", json=spec).raise_for_status()
         yield client
 
 
@@ -65,7 +58,6 @@ def test_rollouts_share_diverge_and_survive_a_kill(proxy: Proxy, client: httpx.C
 
     processes |= proxy.processes()
     proxy.stop()
-    assert containers(proxy.data / "container") == []
     assert_nothing_left(proxy, processes, [])
 
 
@@ -78,7 +70,7 @@ def test_another_state_is_never_served(proxy: Proxy, client: httpx.Client) -> No
     assert len(shown.split()) == 3
     assert exec_(client, "b", "cat /root/id")[:2] == (shown, HIT)
     proxy.kill()
-    shutil.rmtree(proxy.data / "container" / "states")
+    shutil.rmtree(proxy.data / "local" / "layers")
     proxy.start()
     for rollout in ("a", "b"):
         assert exec_(client, rollout, "cat /root/id")[:2] == (shown, HIT)
@@ -94,9 +86,18 @@ def test_another_state_is_never_served(proxy: Proxy, client: httpx.Client) -> No
 
 
 def test_missing_image_is_refused_with_remedy(client: httpx.Client) -> None:
-    answer = client.put("/api/v1/tasks/other", json={"driver": "container", "image": "no-such-image:1"})
+    answer = client.put("/api/v1/tasks/other", json={"image": "/var/no-such-image.tar"})
     assert answer.status_code == 422
-    assert "docker pull no-such-image:1" in answer.json()["detail"]
+    assert "Name an image that Docker has, or the file" in answer.json()["detail"]
+
+
+def test_spec_of_the_former_driver_is_the_same_task(client: httpx.Client) -> None:
+    """`container` was the driver of images in earlier versions. A spec that names it describes the same sandboxes."""
+    exec_(client, "a", "echo a >> ~/log")
+    spec = client.get("/api/v1/tasks/task").json()["spec"]
+    assert spec["driver"] == "local"
+    client.put("/api/v1/tasks/task", json={**spec, "driver": "container"}).raise_for_status()
+    assert exec_(client, "b", "echo a >> ~/log")[1] == HIT
 
 
 def test_live_processes_survive_a_kill(proxy: Proxy, client: httpx.Client) -> None:
@@ -111,4 +112,3 @@ def test_live_processes_survive_a_kill(proxy: Proxy, client: httpx.Client) -> No
     client.post("/api/v1/tasks/task/rollouts/a/fork", json={"name": "c"}).raise_for_status()
     assert exec_(client, "c", "kill -0 $(cat /root/pid) && echo alive; echo c > /root/c")[0] == "alive\n"
     proxy.stop()
-    assert containers(proxy.data / "container") == []
