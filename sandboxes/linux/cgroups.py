@@ -12,9 +12,9 @@ The proxy makes one group for itself, and in it one for each sandbox. Where no h
 nothing and the driver falls back to resource limits of single processes.
 
 The CPU weight of all sandboxes together lets the proxy run first: without it, a hit waits for a CPU behind everything
-that misses run. Version 2 gives the weight to the proxy's group, which has all sandboxes in it. Version 1 has a hierarchy
-of its own for it, with a group that the launcher joins. Among themselves sandboxes have equal weights, however many
-processes each of them runs.
+that misses run. Version 2 gives the weight to the proxy's group, which has all sandboxes in it. Version 1 has a
+hierarchy of its own for it, with a group that the launcher joins. Among themselves sandboxes have equal weights,
+however many processes each of them runs.
 """
 
 import contextlib
@@ -52,8 +52,8 @@ class Cgroups:
         version: 1 or 2; 0 before `open` found a hierarchy.
         parents: This instance's group by controller; empty if no hierarchy is writable.
         behind: The group with the small CPU weight that `put_behind` fills; None with version 2, which needs none.
-        meters: This instance's groups that weigh the sandboxes and, with `meters_cpu`, count their CPU time, by controller;
-            empty if they cannot be written.
+        meters: This instance's groups that weigh the sandboxes and, with `meters_cpu`, count their CPU time, by
+            controller; empty if they cannot be written.
         problem: Why no hierarchy is writable; empty if one is.
     """
 

@@ -1,8 +1,8 @@
 """Bases: the root file systems below all layers, each with a digest that identifies it.
 
 A base is the host itself ("host", see `host_base`), a directory, a tarball, which is unpacked once, or an image. Under
-each of the others lies the *skeleton*, a layer with the directories that every root needs as mount points. Over an image
-lies its *dress*, which holds what a container runtime adds (`image_dress`).
+each of the others lies the *skeleton*, a layer with the directories that every root needs as mount points. Over an
+image lies its *dress*, which holds what a container runtime adds (`image_dress`).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from sandboxes.host.source_watch import Watched
 from sandboxes.images import root_tar
 from sandboxes.images.built_trees import BuiltTrees
 from sandboxes.images.config import ImageConfig, ImageError
-from sandboxes.images.store import Image, Images
+from sandboxes.images.store import Image, ImageStore
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.plain_files import open_plain
 from sandboxes.linux.spawn import BASH
@@ -40,6 +40,7 @@ class Base:
         lowers: Its directories, the topmost first; at least two.
         binds: Directories of the host that a sandbox sees read-only, at their own paths.
         hidden: Paths in these directories that a sandbox must not see.
+        foreign: Those of its directories that another program keeps, and may remove.
         own_bash: Whether it has a bash. Otherwise sandboxes have one of this machine's.
         images: The ids of the images that it has files of.
         image: The configuration of the main image; None for a base that is none.
@@ -52,6 +53,7 @@ class Base:
     lowers: tuple[str, ...]
     binds: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
     own_bash: bool = True
     images: tuple[str, ...] = ()
     image: ImageConfig | None = None
@@ -68,7 +70,7 @@ class Bases:
         sources: Digests of directories and files.
     """
 
-    def __init__(self, data_dir: Path, images: Images, *, privileged: bool, rules: SourceRules | None = None) -> None:
+    def __init__(self, data_dir: Path, images: ImageStore, *, privileged: bool, rules: SourceRules | None = None) -> None:
         """Name the directories; `open` makes them.
 
         Args:
@@ -106,6 +108,9 @@ class Bases:
         if name == "host":
             # Its mask hides what not everybody may read, so a new secret of the host needs a new mask.
             return known if self._host_fingerprint.known() is not None else self.refresh(spec)
+        if spec.image is not None and not all(map(os.path.isdir, known.lowers)):
+            # Nothing has used it for a while, or Docker has removed it.
+            return self.refresh(spec)
         # The known base, not a fresh look: the caller has just compared its identity, or compares it afterwards. Only
         # what the spec may name is looked at again.
         self._require_allowed(spec)
@@ -194,7 +199,9 @@ class Bases:
         layer = self._trees.make(f"dress-1-{digest}", lambda target: image_dress.build(dress, lowers, target))
         return Base(
             identity, (str(layer), *lowers), own_bash=has_file(image.lowers, BASH),
-            images=(image.id, *(service.id for service in services.values())), image=image.config, hostname=dress.hostname, services=mounts_of(spec),
+            images=(image.id, *(service.id for service in services.values())), image=image.config,
+            foreign=tuple(lower for lower in lowers if not Path(lower).is_relative_to(self._data)),
+            hostname=dress.hostname, services=mounts_of(spec),
             service_images={name: service.config for name, service in services.items()},
         )  # fmt: skip
 

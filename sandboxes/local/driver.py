@@ -24,7 +24,7 @@ from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.images.config import ImageConfig, ImageError
-from sandboxes.images.store import Images
+from sandboxes.images.store import ImageStore
 from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.cgroups import sweep
@@ -84,7 +84,7 @@ class LocalDriver:
         """
         self.sources = sources or SourceRules()
         self.data_dir = data_dir.resolve()
-        self.images = Images(self.data_dir / "images")
+        self.images = ImageStore(self.data_dir / "images")
         self.bases = Bases(self.data_dir, self.images, privileged=os.geteuid() == 0, rules=self.sources)
         self.sandboxes = OpenSandboxes[LocalSandbox]()
         self.machine = Machine(
@@ -245,7 +245,7 @@ class LocalDriver:
             base = await self._look(spec, lambda: self.bases.frozen(spec, payload["base"]))
             if base is None:
                 raise StateGoneError(
-                    f"base {spec.image or spec.base!r} has changed since this state was frozen. Replay its path instead."
+                    f"base {spec.image or spec.base!r} has changed since this state was frozen. Replay its path."
                 )
             spec = _completed(spec, base)
             images = payload.get("images")

@@ -1,10 +1,10 @@
 """The side services of a sandbox: programs of other images that run beside the calls, in the same sandbox.
 
-Theory of operation. The files of each service's image are a layer of the base, with all paths below `SERVICES`. A service
-is a process with that directory as its root (chroot(2)), started by the anchor like a tool server. So all services are
-part of one sandbox: its limits, its network of only a loopback, its effects, its layers and its checkpoints hold for the
-whole. Each of these directories has a /proc, a /dev, a /sys (`linux.mounts.mount_for_services`), and names in /etc/hosts
-(`image_dress`).
+Theory of operation. The files of each service's image are a layer of the base, with all paths below `SERVICES`. A
+service is a process with that directory as its root (chroot(2)), started by the anchor like a tool server. So all
+services are part of one sandbox: its limits, its network of only a loopback, its effects, its layers and its
+checkpoints hold for the whole. Each of these directories has a /proc, a /dev, a /sys
+(`linux.mounts.mount_for_services`), and names in /etc/hosts (`image_dress`).
 """
 
 import shlex

@@ -191,7 +191,7 @@ def test_files_of_the_kernel_are_not_dumped_through_a_service(data_dir: Path) ->
 def test_a_missing_image_of_a_service_is_named(data_dir: Path) -> None:
     async def test(driver: OnImage) -> None:
         wrong = spec(services={"store": {**STORE_SERVICE, "image": "/no/such/image.tar"}})
-        with pytest.raises(SpecError, match="/no/such/image.tar"):
+        with pytest.raises(SpecError, match=r"/no/such/image\.tar"):
             await driver.identity(wrong)
 
     driven(data_dir, test)

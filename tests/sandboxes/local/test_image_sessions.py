@@ -86,28 +86,3 @@ def test_invalid_command_keeps_options_and_traps(data_dir: Path, image: Callable
         assert "line 1: " in result.err
 
     driven(OnImage(data_dir, image()), test)
-
-
-@pytest.mark.parametrize("image", [bash_image, sh_image, busybox_image])
-def test_a_session_stays_in_its_directory(data_dir: Path, image: Callable[[], str]) -> None:
-    """The directory is moved, removed or behind a changed link: a shell of any kind stays in it, as plain shells do."""
-
-    async def test(sandbox: Sandbox) -> None:
-        for before, after, out in (
-            ("mkdir /tmp/a; cd /tmp/a; echo > in", "mv ../a ../b", "in\n/tmp/a\n"),
-            ("mkdir /tmp/c; cd /tmp/c", "rmdir /tmp/c; mkdir /tmp/c; echo > /tmp/c/other", "/tmp/c\n"),
-            ("mkdir -p /tmp/d/in /tmp/e; ln -s d /tmp/l; cd /tmp/l", "ln -sfn e /tmp/l", "in\n/tmp/l\n"),
-        ):
-            await run(sandbox, before)
-            assert (await run(sandbox, after)).state is None
-            assert (await run(sandbox, "ls; pwd")).outcome == (out, "", 0, Effect.NONE)
-            assert (await run(sandbox, "cd /tmp")).state is not None
-        await run(sandbox, "mkdir /tmp/g; cd /tmp/g; rmdir /tmp/g")
-        await run(sandbox, "exit 3")
-        assert (await run(sandbox, "rm -rf * ./* 2>/dev/null; ls -d /etc")).out == "/etc\n"
-
-    async def go() -> None:
-        async with opened(OnImage(data_dir, image())) as driver:
-            await test(await driver.start(EnvironmentSpec()))
-
-    asyncio.run(go())
