@@ -19,7 +19,7 @@ from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell, is_in_proc_of
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
-from sandboxes.linux.processes import open_descriptors
+from sandboxes.linux.processes import has_descriptors
 from sandboxes.shell_text import Jobs, ShellSession
 
 _LIMITS = tuple(
@@ -212,7 +212,7 @@ class LocalShell(Shell):
     def is_as_new(self) -> bool:
         """Return whether its open descriptors are those of a shell that waits for its first command."""
         # No process can open one in a template.
-        return self.waits_as_template or open_descriptors(self.pid) == self._known
+        return self.waits_as_template or has_descriptors(self.pid, self._known)
 
     def _forget_commands(self) -> None:
         self.jobs, self.knowledge, self.runs = (), b"", 0
