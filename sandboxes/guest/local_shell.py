@@ -19,7 +19,7 @@ from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell, is_in_proc_of
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
-from sandboxes.linux.processes import open_descriptors
+from sandboxes.linux.processes import has_descriptors
 from sandboxes.shell_text import Jobs, ShellSession
 
 _LIMITS = tuple(
@@ -212,11 +212,7 @@ class LocalShell(Shell):
     def is_as_new(self) -> bool:
         """Return whether its open descriptors are those of a shell that waits for its first command."""
         # No process can open one in a template.
-        return self.waits_as_template or open_descriptors(self.pid) == self._known
-
-    def _forget_commands(self) -> None:
-        self.jobs, self.knowledge, self.runs = (), b"", 0
-        self._dump.clear()
+        return self.waits_as_template or has_descriptors(self.pid, self._known)
 
     # -- with a template ---------------------------------------------------------------------------------------------
 
@@ -246,17 +242,13 @@ class LocalShell(Shell):
                 signal.pidfd_send_signal(death, signal.SIGKILL)
             os.close(death)
             raise
-        self.was_forked(pid, death)
+        self._go_on_as(pid, death)
+        self.forked = True
 
-    def was_forked(self, pid: int, death: int) -> None:
-        """Go on as a bash that the template has forked.
-
-        Args:
-            pid: Its process.
-            death: A descriptor that is readable once it has ended. The shell's own one is closed here.
-        """
+    def _go_on_as(self, pid: int, death: int) -> None:
+        """Take over another process, and a descriptor that is readable once it has ended."""
         os.close(self.death)
-        self.pid, self.death, self._ends[-1], self.forked = pid, death, death, True
+        self.pid, self.death, self._ends[-1] = pid, death, death
 
     def fold(self) -> bool:
         """Go back to the template, before a command; the fork has ended. Return whether there is one that can fork."""
@@ -265,9 +257,10 @@ class LocalShell(Shell):
         super().close()
         if self.forked:
             self.template.last_fork = self.pid
-            self.was_forked(self.template.pid, os.dup(self.template.death))
+            self._go_on_as(self.template.pid, os.dup(self.template.death))
             self.forked = False
-        self._forget_commands()
+        self.jobs, self.knowledge, self.runs = (), b"", 0
+        self._dump.clear()
         return True
 
     def drop_template(self) -> None:

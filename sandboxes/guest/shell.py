@@ -26,6 +26,8 @@ from sandboxes.shell_text import Jobs, ShellSession
 _PIECES_S = 0.0002
 """How long the rest of a dump is left to gather. Bash writes each line by itself, 60 lines in 0.3 ms, and a reader that
 takes each as it comes makes 60 reads, while both wait for the pipe's lock. Doubled, a call takes 0.2 ms longer."""
+_PIECES = 16
+"""How many pieces are read before the caller looks at other things again. A plain session's dump comes in four."""
 _MUCH_BYTES = 1 << 15
 """Half of a pipe. After a read that has brought so much the next one follows at once, because a full pipe stops bash.
 Doubled, bash may stop; halved, nothing changes for dumps of the usual 3 kB."""
@@ -177,7 +179,10 @@ class Shell(ABC):
 
     def read_dump(self) -> bool:
         """Read what has come of a dump, and give bash a moment if that is only a part; return whether it is whole."""
-        while data := read_available(self.dump_fd):
+        # Not to the end: a command may write to this pipe without one, and the caller watches its time.
+        for _ in range(_PIECES):
+            if not (data := read_available(self.dump_fd)):
+                break
             if len(self._dump) <= session_texts.MAX_DUMP_BYTES:
                 self._dump += data
             else:
@@ -190,7 +195,6 @@ class Shell(ABC):
                 return True
             if len(data) < _MUCH_BYTES:
                 time.sleep(_PIECES_S)
-                break
         # Without data the shell has ended. What has come so far is no dump.
         return False
 

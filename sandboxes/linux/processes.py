@@ -15,7 +15,7 @@ pathlib is not loaded in pid 1.
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 Process = tuple[int, int]
 """A pid and its start time in clock ticks. Together they name one process, even after its pid is used again."""
@@ -325,9 +325,16 @@ def ipc_objects() -> int:
     return count
 
 
-def open_descriptors(pid: int) -> dict[int, str] | None:
-    """Return what each descriptor of a process leads to; None if it has ended or may not be read."""
+def has_descriptors(pid: int, expected: Mapping[int, str]) -> bool:
+    """Return whether a process has these descriptors open and no others, by the kernel's names of what they lead to.
+
+    False if it has ended or may not be read.
+    """
     try:
-        return {int(fd): os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}  # noqa: PTH115, PTH208
+        # The size of the directory is the number of descriptors, since Linux 6.2 (proc_pid_fd(5)).
+        return os.stat(f"/proc/{pid}/fd").st_size == len(expected) and all(  # noqa: PTH116
+            os.readlink(f"/proc/{pid}/fd/{fd}") == name  # noqa: PTH115
+            for fd, name in expected.items()
+        )
     except OSError:
-        return None
+        return False

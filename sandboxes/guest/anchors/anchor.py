@@ -111,15 +111,6 @@ class Anchor(Starter, ABC):
             close_all((null, theirs, answering))
         return cls(pid, (ours, answers), kit)
 
-    def start_on_kit(self, environment: Mapping[str, str]) -> int:
-        """Start a session's shell on the kit, which was lent; return its pid, once it has opened its descriptors.
-
-        Raises:
-            AnchorLostError: The anchor is gone, or cannot start it.
-        """
-        self.request_shell(environment)
-        return self.started()
-
     def request_shell(self, environment: Mapping[str, str], *, template: bool = False) -> None:
         """Ask for a session's shell on the kit, which was lent; `started` waits for it.
 
@@ -131,7 +122,7 @@ class Anchor(Starter, ABC):
             AnchorLostError: The anchor is gone.
         """
         assert self.kit is not None
-        self.send(self.request_on_kit(self.kit, environment, template=template))
+        self.send(self._request_on_kit(self.kit, environment, template=template))
 
     def started(self) -> int:
         """Return the pid of the bash that was asked for last, once it has opened its descriptors.
@@ -209,7 +200,7 @@ class Anchor(Starter, ABC):
     # -- by program --------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def request_on_kit(self, kit: ShellKit, environment: Mapping[str, str], *, template: bool) -> bytes:
+    def _request_on_kit(self, kit: ShellKit, environment: Mapping[str, str], *, template: bool) -> bytes:
         """Return the request for a shell on the kit, with these variables; see `request_shell`."""
 
     @abstractmethod

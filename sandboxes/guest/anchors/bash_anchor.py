@@ -95,7 +95,7 @@ class BashAnchor(Anchor):
     def _line(self, text: str) -> bytes:
         return f"{self.key} {text}\n".lstrip(" ").encode("latin-1")
 
-    def request_on_kit(self, kit: ShellKit, environment: Mapping[str, str], *, template: bool) -> bytes:  # noqa: ARG002
+    def _request_on_kit(self, kit: ShellKit, environment: Mapping[str, str], *, template: bool) -> bytes:  # noqa: ARG002
         """Return the request for a shell on the kit, whose text has the variables then."""
         kit.write_exports(_exports(environment).encode("latin-1"))
         return self._line("kit")

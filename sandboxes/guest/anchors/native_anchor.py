@@ -55,7 +55,7 @@ class NativeAnchor(Anchor):
         """Return what a checkpoint has to keep; a disk format. The program's digest is in it."""
         return {**super().remember(), "program": self.digest}
 
-    def request_on_kit(self, kit: ShellKit, environment: Mapping[str, str], *, template: bool) -> bytes:  # noqa: ARG002
+    def _request_on_kit(self, kit: ShellKit, environment: Mapping[str, str], *, template: bool) -> bytes:  # noqa: ARG002
         """Return the request for a shell on the kit. It is the same for each shell with these variables."""
         return _packed_start(
             tuple(environment.items()), tuple(OPENED.items()), session_texts.START, self.user, template=template

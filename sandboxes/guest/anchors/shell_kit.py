@@ -70,7 +70,7 @@ def write_texts(fds: Mapping[int, int], script: bytes) -> None:
         fds: The texts' descriptors, by the shell's own numbers.
         script: What it sources to become its session.
     """
-    texts = {session_texts.RESTORE_FD: script, session_texts.LOOP_FD: LOOP, session_texts.COMMAND_FD: b""}
+    texts = {session_texts.RESTORE_FD: script, session_texts.LOOP_FD: _LOOP, session_texts.COMMAND_FD: b""}
     for number, text in texts.items():
         overwrite(fds[number], text)
 
@@ -83,7 +83,7 @@ def new_text() -> int:
     return os.memfd_create("text", os.MFD_CLOEXEC)
 
 
-LOOP = session_texts.LOOP.encode()
+_LOOP = session_texts.LOOP.encode()
 """The text of the loop that each shell runs."""
 
 

@@ -122,15 +122,7 @@ class ShellTemplate(Starter):
                 raise AnchorLostError("it does not stop")
             if self.receive() != _CAN_FORK:
                 raise AnchorLostError("it cannot stand for new shells")
-            self.is_known_to_be_ready(passed_on(self.pid))
-
-    def is_known_to_be_ready(self, settings: list[str]) -> None:
-        """Take note that it can fork.
-
-        Args:
-            settings: What it passes on to its forks (`live_state.passed_on`).
-        """
-        self.ready, self.settings = True, settings
+            self.ready, self.settings = True, passed_on(self.pid)
 
     def fork(self, folder: str) -> int:
         """Return the pid of a new shell, once it has opened its descriptors.

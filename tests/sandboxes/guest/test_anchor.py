@@ -190,7 +190,8 @@ def test_shell_on_the_kit_runs_commands(anchor: Anchor) -> None:
     kit = anchor.kit
     assert kit is not None
     ours = kit.lend(b":\n")
-    pid = anchor.start_on_kit({"GIVEN": "variable"})
+    anchor.request_shell({"GIVEN": "variable"})
+    pid = anchor.started()
     anchor.close_kit()
     assert anchor.kit is None
     os.pwrite(ours[session_texts.COMMAND_FD], b"echo $GIVEN; exit 4", 0)

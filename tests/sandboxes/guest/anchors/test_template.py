@@ -309,7 +309,8 @@ def test_what_an_ended_template_has_left_is_for_no_other(started: Started, ancho
 def test_only_a_shell_that_was_asked_to_be_one_is_a_template(anchor: NativeAnchor) -> None:
     assert anchor.kit is not None
     ends = anchor.kit.lend(restore_script(None, "/"))
-    pid = anchor.start_on_kit({})
+    anchor.request_shell({})
+    pid = anchor.started()
     assert not ShellTemplate.is_one(anchor.kit)
     held = {path.name for path in Path(f"/proc/{pid}/fd").iterdir()}
     assert not held & {"34", "35"}
