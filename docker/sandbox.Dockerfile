@@ -1,4 +1,4 @@
-# A sandbox for agents, made of Debian packages only. Any other image with /bin/sh works too.
+# A sandbox for agents, made of Debian packages only. Any other image works too.
 # A build from one state of Debian: --build-arg BASE=debian@sha256:… (docs/security.md).
 ARG BASE=debian:bookworm-slim
 FROM $BASE

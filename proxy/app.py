@@ -99,7 +99,8 @@ def run(settings: Settings, inherited: int | None = None) -> None:
             raise StartError(str(error)) from error
         except OSError as error:
             raise _unusable(settings, error) from error
-        if settings.default_spec.driver == "local" and settings.default_spec.base == "host":
+        default = settings.default_spec
+        if default.driver == "local" and default.base == "host" and default.image is None:
             log.info(
                 "tasks without a base of their own run on this machine's system (base: host), which is for trying out: "
                 "each change of the machine begins new trees. See docs/tasks.md."

@@ -122,17 +122,15 @@ def architecture() -> Picture:
     picture.line((284, 314), (284, 370))
     picture.line((416, 314), (416, 370))
     picture.zone((530, 20), (350, 430), "what the proxy starts; all of it ends with the proxy")
-    picture.box((550, 61), (140, 54), ["launcher", "forks local sandboxes"])
-    picture.box((550, 180), (140, 54), ["keeper launcher", "for containers"])
-    picture.box((550, 300), (140, 54), ["zygote", "SQL, video engines"])
-    picture.box((720, 50), (140, 76), ["local sandbox", "pid 1, anchor, shells,", "tool servers"], "key")
-    picture.box((720, 165), (140, 84), ["container", "beside it a keeper,", "in it anchor, shells"], "key")
-    picture.box((720, 300), (140, 54), ["worker", "a database or a video"], "key")
+    picture.box((550, 121), (140, 54), ["launcher", "forks local sandboxes"])
+    picture.box((550, 270), (140, 54), ["zygote", "SQL, video engines"])
+    picture.box((720, 110), (140, 76), ["local sandbox", "pid 1, anchor, shells,", "tool servers"], "key")
+    picture.box((720, 270), (140, 54), ["worker", "a database or a video"], "key")
     picture.box((550, 385), (310, 48), ["CRIU", "while a checkpoint is dumped or restored"])
-    for y in (88, 207, 327):
+    for y in (148, 297):
         picture.line((475, 287), (512, 287), (512, y), (548, y))
         picture.line((690, y), (718, y))
-    picture.line((790, 249), (790, 275), (870, 275), (870, 409), (862, 409))
+    picture.line((790, 186), (790, 228), (870, 228), (870, 409), (862, 409))
     return picture
 
 

@@ -314,15 +314,23 @@ def _show_host(mount_point: str) -> None:
     """Mount a view of the host's root at `mount_point`/root, in this process's mount namespace only.
 
     The view is an overlay of its own because overlayfs refuses a layer that lies inside another layer. Our layers lie
-    in the host's root, but not in this view of it.
+    in the host's root, but not in this view of it. The root of a container is an overlay already, and the kernel stacks
+    no more than two. Our layers are not in it, because it cannot hold them.
     """
     kernel.mount("tmpfs", mount_point, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=16k,nr_inodes=8")
     for name in ("empty", "root"):
         os.mkdir(f"{mount_point}/{name}")  # noqa: PTH102
     # An overlay without an upper needs two lower layers (overlayfs.rst), so an empty one comes below.
-    mounted = kernel.overlay(["/", f"{mount_point}/empty"], None, None)
+    mounted = (
+        kernel.clone_mount("/") if _root_is_overlay() else kernel.overlay(["/", f"{mount_point}/empty"], None, None)
+    )
     kernel.attach(mounted, f"{mount_point}/root")
     os.close(mounted)
+
+
+def _root_is_overlay() -> bool:
+    with open("/proc/self/mountinfo") as mounts:  # noqa: PTH123 - pathlib is not loaded here
+        return any(" / / " in line and " - overlay " in line for line in mounts)
 
 
 def main() -> None:
