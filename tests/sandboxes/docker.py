@@ -56,9 +56,7 @@ def make_agent_image() -> None:
 def _make_image(name: str, commands: list[str]) -> None:
     if subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode == 0:
         return
-    subprocess.run(
-        ["docker", "import", "-", name], input=root_tar("bash", commands), capture_output=True, check=True
-    )
+    subprocess.run(["docker", "import", "-", name], input=root_tar("bash", commands), capture_output=True, check=True)
 
 
 class OnImage(LocalDriver):

@@ -73,9 +73,7 @@ async def store(sandbox: Any, *words: str) -> str:
 @pytest.mark.parametrize(
     "line", [r"/proc\t/x", r"/proc/sys\t/x", r"/link\t/x", r"/x\t/proc/sys", r"/dev\t/x", r"/x\t/link/sys"]
 )
-def test_image_names_no_shared_directory_of_the_kernel(
-    data_dir: Path, services: dict[str, Any], line: str
-) -> None:
+def test_image_names_no_shared_directory_of_the_kernel(data_dir: Path, services: dict[str, Any], line: str) -> None:
     """An image or a set-up may write the list itself: without its masks, /proc would lead to the machine."""
 
     async def test(driver: OnImage) -> None:
