@@ -1,6 +1,6 @@
-"""The time from a diverging call to a container in its state: `python -m bench.containers IMAGE`.
+"""The time from a diverging call to a sandbox on an image in its state: `python -m bench.containers IMAGE`.
 
-Compares the container driver's restore and call with Docker's own steps through the same client: `docker commit` of the
+Compares the restore of a sandbox on an image, and a call in it, with Docker's own steps through the same client: `docker commit` of the
 source, `docker run` of that image, `docker exec` of the call. Files only, warm caches, on an otherwise idle machine.
 (ext4 without a journal creates files slowly for a minute after many were removed, as this benchmark does. Many files
 then cost eight times as much as elsewhere.)
@@ -17,8 +17,8 @@ from docker.models.containers import Container
 
 from bench.machine import console, median, table
 from bench.sandboxes import Timings, execute, timed
-from sandboxes.container.driver import ContainerDriver
 from sandboxes.linux.files import remove_tree
+from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from snapshots.criu.checkpoints import CriuCheckpointer
 
@@ -33,10 +33,10 @@ COMMIT, START, EXEC, ALL = "docker commit", "docker run", "docker exec", "all th
 
 
 async def ours(folder: Path, image: str, state: str, count: int) -> Timings:
-    """Return `count` times of each step, in milliseconds; a spare container is ready each time."""
+    """Return `count` times of each step, in milliseconds."""
     timings: Timings = {}
-    spec = EnvironmentSpec(driver="container", image=image)
-    driver = ContainerDriver(folder, CriuCheckpointer(folder, outer_session=True), spares=1)
+    spec = EnvironmentSpec(driver="local", image=image)
+    driver = LocalDriver(folder, CriuCheckpointer(folder))
     await driver.open()
     try:
         source = await driver.start(spec)
@@ -45,7 +45,6 @@ async def ours(folder: Path, image: str, state: str, count: int) -> Timings:
             await execute(source, f"echo {number} > /tmp/last")
             with timed(timings, FREEZE):
                 frozen = await source.freeze()
-            await driver.spares.background.wait()
             with timed(timings, RESTORE):
                 sandbox = await driver.restore(spec, frozen)
                 await execute(sandbox, f"test $(cat /tmp/last) = {number}")

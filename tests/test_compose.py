@@ -34,7 +34,7 @@ def test_users_of_older_compose_get_the_same_proxy(compose: dict[str, Any]) -> N
     """Debian's compose is version 1, which refuses the file. The page has a `docker run` with the same flags."""
     page = (ROOT / "docs" / "containers.md").read_text().replace("\\\n", " ")
     assert "This needs version 2 of compose" in page
-    (command,) = re.findall(r"^docker run .*--privileged .*$", page, re.MULTILINE)
+    (command,) = re.findall(r"^docker run .*--hostname .*$", page, re.MULTILINE)
     proxy = compose["services"]["proxy"]
     assert re.findall(r"-v (\S+)", command) == proxy["volumes"]
     assert {name.partition("=")[0] for name in re.findall(r"-e (\w+)", command)} == set(proxy["environment"])

@@ -19,7 +19,7 @@ from proxy.compat.docker.calls import ContainerCalls
 from proxy.compat.docker.containers import Container
 from proxy.compat.docker.events import ContainerEvents
 from proxy.compat.docker.execs import ContainerExecs
-from proxy.compat.docker.images import Images
+from proxy.compat.docker.images import ImageRequests
 from proxy.compat.docker.lifecycle import ContainerLifecycle, StreamedResponse
 from proxy.compat.docker.projects import Projects
 from proxy.compat.docker.registry import ContainerRegistry
@@ -45,7 +45,7 @@ class DockerApi:
         self._registry = ContainerRegistry(engine.store, engine.tasks)
         engine.lifecycle.at_drop.append(self._registry.forget)
         max_stdin_bytes = engine.settings.max_body_bytes
-        self._images, self._events = Images(engine), ContainerEvents()
+        self._images, self._events = ImageRequests(engine), ContainerEvents()
         self._projects = Projects(self._registry)
         engine.lifecycle.at_drop.append(self._projects.forget)
         self._calls = ContainerCalls(engine, answers)

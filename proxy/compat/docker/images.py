@@ -31,7 +31,7 @@ class DriverImages(Protocol):
         ...
 
 
-class Images:
+class ImageRequests:
     """Answers requests about images."""
 
     def __init__(self, engine: Engine) -> None:

@@ -87,7 +87,7 @@ def test_damaged_image_is_unpacked_again(tmp_path: Path) -> None:
     images = ImageStore(tmp_path / "images")
     images.open()
     images.daemon.where = f"unix://{tmp_path}/none"
-    assert images._unpacked(first.id) is None
+    assert images._unpacked(first.id, "") is None
 
 
 def test_killed_process_leaves_nothing(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_nothing_is_collected_while_an_image_is_made(
     images.collect(set())
     unpacked = images._archived
 
-    def collected(name: str) -> Image:
-        image = unpacked(name)
+    def collected(name: str, below: str) -> Image:
+        image = unpacked(name, below)
         images.collect(set())
         return image
 

@@ -35,8 +35,8 @@ def instances(cls: type[IpcMessage]) -> st.SearchStrategy[IpcMessage]:
         "checkpoint": st.none() | REPORTS, "info": REPORTS, "settings": REPORTS,
     }  # fmt: skip
     plain = {field.name for field in msgspec.structs.fields(cls)} & named.keys()
-    # Pause and freeze have a flag of the same name, and settings of SQLite are numbers.
-    if cls in {state_messages.Pause, state_messages.FreezeContainer}:
+    # Pause has a flag of the same name, and settings of SQLite are numbers.
+    if cls is state_messages.Pause:
         plain -= {"checkpoint"}
     if cls.__module__.startswith("sandboxes.sqlite"):
         plain -= {"settings"}

@@ -66,7 +66,7 @@ def test_a_sandbox_has_limits_weight_and_cpu_time(root: Path) -> None:
     groups.open()
     box = root / "own" / "here" / "box"
     assert groups.create("box") == [str(box / "cgroup.procs")]
-    groups.limit("box", memory_bytes=1 << 20, pids=8)
+    groups.limit("box", memory_bytes=1 << 20, pids=8, cpus=0.5)
     written = {path.name: path.read_text() for path in box.iterdir()}
     assert written == {"memory.max": "1048576", "memory.swap.max": "0", "memory.oom.group": "0", "pids.max": "10"}
     assert groups.set_background("box", background=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.driver import Driver, Sandbox
+from sandboxes.driver import Driver
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
 from sandboxes.local.driver import LocalDriver
