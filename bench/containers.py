@@ -1,9 +1,9 @@
 """The time from a diverging call to a sandbox on an image in its state: `python -m bench.containers IMAGE`.
 
-Compares the restore of a sandbox on an image, and a call in it, with Docker's own steps through the same client: `docker commit` of the
-source, `docker run` of that image, `docker exec` of the call. Files only, warm caches, on an otherwise idle machine.
-(ext4 without a journal creates files slowly for a minute after many were removed, as this benchmark does. Many files
-then cost eight times as much as elsewhere.)
+Compares the restore of a sandbox on an image, and a call in it, with Docker's own steps through the same client:
+`docker commit` of the source, `docker run` of that image, `docker exec` of the call. Files only, warm caches, on an
+otherwise idle machine. (ext4 without a journal creates files slowly for a minute after many were removed, as this
+benchmark does. Many files then cost eight times as much as elsewhere.)
 """
 
 import asyncio

@@ -61,6 +61,10 @@ class Base:
     services: ServiceMounts = ServiceMounts([], [])  # noqa: RUF009 - a frozen value
     service_images: Mapping[str, ImageConfig] = field(default_factory=dict)
 
+    def removed(self) -> str | None:
+        """Return a directory that the program that kept it has removed; microseconds."""
+        return next((lower for lower in self.foreign if not Path(lower).is_dir()), None)
+
 
 class Bases:
     """The bases of one data directory, each built once. Methods block: run them in a thread.
@@ -70,7 +74,9 @@ class Bases:
         sources: Digests of directories and files.
     """
 
-    def __init__(self, data_dir: Path, images: ImageStore, *, privileged: bool, rules: SourceRules | None = None) -> None:
+    def __init__(
+        self, data_dir: Path, images: ImageStore, *, privileged: bool, rules: SourceRules | None = None
+    ) -> None:
         """Name the directories; `open` makes them.
 
         Args:

@@ -221,11 +221,11 @@ class LocalSandbox(MachineSandbox):
         if call.endpoint in {"process", "archive", "shell"} and (service := call.arguments.get("service")):
             call = self._for_service(call, str(service))
         execution = await super().execute(call, listener)
-        # Docker keeps an image's directories as long as a container of ours exists, which anybody may remove. It renames
-        # a directory before it deletes what is in it. A call that saw a part of an image must not be recorded.
-        if gone := [folder for folder in self._base.foreign if not os.path.isdir(folder)]:  # noqa: PTH112 - microseconds
-            self.link.die(f"Docker has removed {gone[0]}")
-            raise SandboxError(f"sandbox {self.id} was ended: Docker has removed its image, at {gone[0]}")
+        # Docker keeps an image's directories as long as a container of ours exists, which anybody may remove. It
+        # renames a directory before it deletes what is in it. A call that saw a part of an image must not be recorded.
+        if gone := self._base.removed():
+            self.link.die(f"Docker has removed {gone}")
+            raise SandboxError(f"sandbox {self.id} was ended: Docker has removed its image, at {gone}")
         return execution
 
     def _for_service(self, call: ToolCall, name: str) -> ToolCall:
