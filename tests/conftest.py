@@ -21,7 +21,6 @@ LEFT_OUT = {
     "tests/agents/": "real clients of other products",
     "tests/ui/": "a browser",
     "tests/manual/test_s": "a browser",
-    "tests/sandboxes/container/": "Docker",
     "tests/sandboxes/images/test_daemon.py": "Docker",
     "tests/test_containers_through_proxy.py": "Docker",
     "tests/test_compose_run.py": "Docker",
