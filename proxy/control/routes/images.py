@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from proxy.control.routes.nodes import take_snapshot
-from proxy.control.routes.params import WHOLE, EngineDep, PositionDep, TaskDep
+from proxy.control.routes.params import EngineDep, PositionDep, TaskDep, granted
 from proxy.control.routes.transfer import MEDIA_TYPE
 from proxy.control.views.resources import node_name
 from proxy.engine import Engine
@@ -26,7 +26,8 @@ IMAGE = "x-forkpoint-image"
 _CHUNK = 1 << 20
 """Bytes of an archive that are read at a time."""
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
-_IMAGE_NAME = rf"^(?:[A-Za-z0-9.-]+(?::[0-9]+)?/)?{_PART}(?:/{_PART})*(?::[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?$"
+_HOST = r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[0-9]+)?"
+_IMAGE_NAME = rf"^(?:{_HOST}/)?{_PART}(?:/{_PART})*(?::[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?$"
 """Names of images, as Docker defines them (distribution/reference), without digests."""
 
 router = APIRouter()
@@ -54,10 +55,12 @@ class ImageView(BaseModel):
     name: str
 
 
-# A token for some tasks could otherwise replace images that other tasks start from.
-@router.post("/tasks/{task}/nodes/{node}/image", dependencies=[WHOLE])
-async def make_image(engine: EngineDep, position: PositionDep, image: NewImage) -> ImageView:
+@router.post("/tasks/{task}/nodes/{node}/image")
+async def make_image(engine: EngineDep, request: Request, position: PositionDep, image: NewImage) -> ImageView:
     """Give the Docker daemon an image of a node's files. Live processes are not part of it."""
+    if not granted(request).whole:
+        detail = "with a token for some tasks, no image of other tasks may be replaced. Download the image instead."
+        raise RefusalError(403, "hidden", detail)
     return ImageView(id=await _image(engine, *position, image.name, None), name=image.name)
 
 
