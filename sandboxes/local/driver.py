@@ -23,17 +23,18 @@ from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
+from sandboxes.images import state_image
 from sandboxes.images.config import ImageConfig, ImageError
 from sandboxes.images.store import ImageStore
 from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import DirLock
-from sandboxes.local import state_image
 from sandboxes.local.bases import Base, Bases
 from sandboxes.local.machine import START_S, Machine, Spare
 from sandboxes.local.portable_layers import LayerPorter
 from sandboxes.local.sandbox import LocalSandbox
+from sandboxes.local.service_commands import SERVICES
 from sandboxes.local.services import prepare, service_orders
 from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.portability import NoImageError
@@ -270,9 +271,13 @@ class LocalDriver:
                 held.enter_context(self.sandboxes.holding(frozen.parts))
                 base = await self._frozen_base(spec, frozen.payload)
                 held.enter_context(self.sandboxes.holding(base.images))
-                layers = self.machine.layers.lowers(frozen.payload["layers"])
-                spec = _completed(spec, base)
-                order = state_image.order_of(spec, base, layers, self.images.empty, name, target, self.data_dir)
+                lowers = [*self.machine.layers.lowers(frozen.payload["layers"]), *base.bare]
+                alone = [self.images.empty] if len(lowers) == 1 else []
+                order = state_image.ImageOrder(
+                    lowers=[*lowers, *alone], empty=bool(alone), config=_image_config(spec, base).members(),
+                    left_out=[SERVICES.strip("/")] if spec.services else [], name=name,
+                    target=None if target is None else str(target), folder=str(self.data_dir),
+                )  # fmt: skip
                 return await state_image.make(order)
 
     async def _frozen_base(self, spec: EnvironmentSpec, payload: dict[str, Any]) -> Base:
@@ -443,6 +448,13 @@ def _completed(spec: EnvironmentSpec, base: Base) -> EnvironmentSpec:
     if spec.workdir is not None or base.image is None:
         return spec
     return spec.model_copy(update={"workdir": base.image.workdir or "/"})
+
+
+def _image_config(spec: EnvironmentSpec, base: Base) -> ImageConfig:
+    """Return the configuration of an image of a spec's states (pure)."""
+    config = base.image or ImageConfig()
+    environment = {**config.environment, **spec.env}
+    return replace(config, environment=environment, workdir=_completed(spec, base).directory)
 
 
 def _state(

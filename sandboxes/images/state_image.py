@@ -1,8 +1,8 @@
 """A state becomes a container image again, as `docker commit` makes one of a container.
 
 The image has what the sandbox shows of its layers: those of the state over those of the base, without what every
-sandbox gets beside them (`Base.bare`). A process of its own mounts and reads them (`python -m
-sandboxes.local.state_image`): a mount changes the working directory of its process, and thousands of files would keep
+sandbox gets beside them (`sandboxes.local.bases.Base.bare`). A process of its own mounts and reads them (`python -m
+sandboxes.images.state_image`): a mount changes the working directory of its process, and thousands of files would keep
 the proxy's interpreter busy while hits wait.
 """
 
@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +22,7 @@ from sandboxes.images.daemon import ImageDaemon
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.plain_paths import plain_descriptor
-from sandboxes.local.bases import Base
-from sandboxes.local.service_commands import SERVICES
 from sandboxes.portability import NoImageError
-from sandboxes.spec import EnvironmentSpec
 
 
 class ImageOrder(NamedTuple):
@@ -51,29 +47,6 @@ class ImageOrder(NamedTuple):
     folder: str
 
 
-def order_of(
-    spec: EnvironmentSpec, base: Base, layers: Sequence[str], empty: str, name: str, target: Path | None, folder: Path
-) -> ImageOrder:
-    """Return the order for an image of layers over a base (pure).
-
-    Args:
-        spec: The spec of the state, with its working directory.
-        base: Its base.
-        layers: The directories of its layers, topmost first.
-        empty: An empty directory.
-        name: See `ImageOrder`, and so for the others.
-        target: The file of the archive.
-        folder: Where there is room.
-    """
-    lowers = [*layers, *base.bare]
-    alone = len(lowers) == 1
-    config = base.image or ImageConfig()
-    config = replace(config, environment={**config.environment, **spec.env}, workdir=spec.directory)
-    left_out = [SERVICES.strip("/")] if spec.services else []
-    file = None if target is None else str(target)
-    return ImageOrder([*lowers, *([empty] * alone)], alone, config.members(), left_out, name, file, str(folder))
-
-
 async def make(order: ImageOrder) -> str:
     """Make an image; return its id. A cancellation ends the process; what it has written of the file stays.
 
@@ -81,7 +54,7 @@ async def make(order: ImageOrder) -> str:
         NoImageError: The tree cannot be an image.
         SandboxError: The daemon or the machine failed.
     """
-    program = [sys.executable, "-m", "sandboxes.local.state_image"]
+    program = [sys.executable, "-m", "sandboxes.images.state_image"]
     pipe = asyncio.subprocess.PIPE
     maker = await asyncio.create_subprocess_exec(*program, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
