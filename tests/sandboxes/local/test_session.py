@@ -458,7 +458,7 @@ def test_invalid_utf8_becomes_replacement_characters(data_dir: Path) -> None:
         "BASH_XTRACEFD=33; set -x",
         "exec 33>&-",
         "exec 30<&- 31<&- 32<&-",
-        "readonly __forkpoint=1",
+        "readonly __session=1",
         "for fd in 10 11 12 13 14; do echo forged >&$fd; done 2>/dev/null",
         "unset -f $(compgen -A function); unset $(compgen -v) 2>/dev/null",
         "POSIXLY_CORRECT=1",
