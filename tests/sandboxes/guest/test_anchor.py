@@ -173,7 +173,11 @@ def test_a_descriptor_that_cannot_be_opened_is_no_shell(forking: NativeAnchor) -
     assert printed(forking, "echo on") == "on\n"
 
 
-USERS = {"a number": User(1234, 5, (5,), "/"), "groups": User(1, 2, (2, 3, 4), "/"), "none of root's": User(7, 0, (), "/")}
+USERS = {
+    "a number": User(1234, 5, (5,), "/"),
+    "groups": User(1, 2, (2, 3, 4), "/"),
+    "none of root's": User(7, 0, (), "/"),
+}
 
 
 @needs_root

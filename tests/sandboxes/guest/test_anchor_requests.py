@@ -19,11 +19,43 @@ MAX_BYTES, MAX_TEXTS = 1 << 28, 1 << 20
 UNKNOWN = b"w0\0"
 """A request for the exit code of a process that nobody has started."""
 # Whatever bash is started with, it ends at once and changes nothing: it gets no other words than these.
-PARTS = [b"\0", b"<", b">", b"a", b"e", b"w", b"c", b"u", b"t", b" ", b"00", b"01", b"09", b"63", b"/dev/null", b"/nowhere"]
+PARTS = [
+    b"\0",
+    b"<",
+    b">",
+    b"a",
+    b"e",
+    b"w",
+    b"c",
+    b"u",
+    b"t",
+    b" ",
+    b"00",
+    b"01",
+    b"09",
+    b"63",
+    b"/dev/null",
+    b"/nowhere",
+]
 PARTS += [b"-c", b"exit 3", b":", b"PATH", b"=", b"\xff", b"1", b"99999999999"]
 SHELL = b"abash\0a--noprofile\0a--norc\0a-c\0a%b\0abash\0" % session_texts.START.encode()
 """The arguments of a session's shell. It has no text to run."""
-NO_USERS = [b"", b" ", b"1", b"1 ", b"x", b"1 x", b"1 2x", b"1 2 ", b"1  2", b" 1 2", b"1 2 3 x", b"-1 2", b"1 -2", b"1\t2"]
+NO_USERS = [
+    b"",
+    b" ",
+    b"1",
+    b"1 ",
+    b"x",
+    b"1 x",
+    b"1 2x",
+    b"1 2 ",
+    b"1  2",
+    b" 1 2",
+    b"1 2 3 x",
+    b"-1 2",
+    b"1 -2",
+    b"1\t2",
+]
 NO_USERS += [b"%d 2" % (2**32 - 1), b"1 %d" % (2**32 - 1), b"1 2 %d" % (2**32 - 1), b"%d 2" % 2**32, b"%d 2" % 2**64]
 NO_USERS += [b"1 2" + 1025 * b" 3"]
 """What is no user: no number, a number too few, the one that means "no change", and a group too many."""

@@ -37,7 +37,7 @@ def test_groups_are_below_the_own_group_if_it_enables_controllers(root: Path) ->
     groups.open()
     assert (groups.version, groups.problem, groups.behind) == (2, "", None)
     assert groups.parents == {MEMORY: root / "own" / "here", PIDS: root / "own" / "here"}
-    assert (root / "own" / "here" / "cgroup.subtree_control").read_text() == "+memory +pids"
+    assert (root / "own" / "here" / "cgroup.subtree_control").read_text() == "+cpu"
     assert (root / "own" / "here" / "cpu.weight").read_text() == "50"
 
 
@@ -66,7 +66,7 @@ def test_a_sandbox_has_limits_weight_and_cpu_time(root: Path) -> None:
     groups.open()
     box = root / "own" / "here" / "box"
     assert groups.create("box") == [str(box / "cgroup.procs")]
-    groups.limit("box", memory_bytes=1 << 20, pids=8)
+    groups.limit("box", memory_bytes=1 << 20, pids=8, cpus=None)
     written = {path.name: path.read_text() for path in box.iterdir()}
     assert written == {"memory.max": "1048576", "memory.swap.max": "0", "memory.oom.group": "0", "pids.max": "10"}
     assert groups.set_background("box", background=True)
