@@ -22,8 +22,6 @@ from sandboxes.shell_text import ShellSession
 
 READY_S = 10.0
 """How long a shell may take to its first dump. It takes milliseconds on an idle machine. The value is an estimate."""
-KILLED = 137
-"""The exit code of a shell whose end is unknown: 128 + 9, as for a SIGKILL."""
 _SIGNALLED = 128
 """The smallest exit code of a shell that a signal has ended."""
 

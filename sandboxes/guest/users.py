@@ -55,6 +55,12 @@ class User:
 ROOT = User(0, 0, (0,), "/root", "root")
 
 
+def has_several() -> bool:
+    """Return whether there are more users than one: an ordinary user's sandbox has one (user_namespaces(7))."""
+    with open("/proc/self/uid_map", "rb") as file:  # noqa: PTH123 - pathlib is not loaded in pid 1
+        return int(file.readline().split()[2]) > 1
+
+
 def read(user: str, root: str = "/") -> User:
     """Return a user of a directory that is a root, see `resolve`.
 
@@ -117,8 +123,8 @@ def _number(text: str) -> int | None:
 
 def _lines(root: int, path: bytes) -> list[str]:
     """Return the lines of a file; none if there is no such file."""
-    # A FIFO would let this process wait without an end. A link to another file system leads out of the layers: /proc has
-    # files of this process.
+    # A FIFO would let this process wait without an end. A link to another file system leads out of the layers: /proc
+    # has files of this process.
     how = kernel.open_how(os.O_RDONLY | os.O_NONBLOCK, kernel.RESOLVE_IN_ROOT | kernel.RESOLVE_NO_XDEV)
     try:
         fd = kernel.openat2(root, path, how)

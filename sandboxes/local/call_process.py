@@ -65,8 +65,7 @@ def start(shells: LocalShells, request: RunProcess, stdin: bytes, to: socket.soc
     user, unknown = _user(shells, arguments.get("user"))
     if arguments.get("tty"):
         master, terminal_path = open_terminal("/dev/ptmx", arguments.get("size"))
-        if user is not None:
-            os.chown(terminal_path, user.uid, -1)
+        os.chown(terminal_path, user.uid, -1)
         ours, theirs = {1: master}, {0: os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)}
     else:
         ours, theirs = new_pipes(stdin=bool(stdin or arguments.get("stdin")))
@@ -77,9 +76,9 @@ def start(shells: LocalShells, request: RunProcess, stdin: bytes, to: socket.soc
     if unknown:
         script = refusal(unknown, redirections)
     else:
-        variables = request.environment if user is None else {"HOME": user.home, **request.environment}
-        uid = os.getuid() if user is None else None
-        script = text(arguments, variables, uid=uid, redirections=redirections, terminal=terminal_path)
+        # Docker sets HOME from /etc/passwd unless the request sets it.
+        variables = request.environment | ({} if "HOME" in request.environment else {"HOME": user.home})
+        script = text(arguments, variables, redirections=redirections, terminal=terminal_path)
     os.pwrite(theirs[TEXT_FD], script, 0)
     try:
         pid = shells.launch({}, theirs, PROGRAM, user)
@@ -93,14 +92,19 @@ def start(shells: LocalShells, request: RunProcess, stdin: bytes, to: socket.soc
         close_all(theirs.values())
 
 
-def _user(shells: LocalShells, name: str | None) -> tuple[User | None, str]:
-    """Return the user of a process, and why there is none; None if the script has to become that user."""
-    if not shells.changes_users:
-        return None, ""
+def _user(shells: LocalShells, name: str | None) -> tuple[User, str]:
+    """Return the user of a process, and why it cannot be started as the one that was asked for."""
+    if not name:
+        return shells.user, ""
     try:
-        return (read(name) if name else shells.user), ""
+        user = read(name)
     except UnknownUserError as error:
         return shells.user, str(error)
+    if shells.changes_users:
+        return user, ""
+    # The user that everything runs as, without the groups that it cannot take.
+    same = (user.uid, user.gid) == (shells.user.uid, shells.user.gid)
+    return shells.user, "" if same else f"unable to become user {name}: without root, a sandbox has one user only"
 
 
 def background_process(
