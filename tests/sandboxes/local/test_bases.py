@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from sandboxes.images import built_trees as module
+from sandboxes.images.store import Images
 from sandboxes.local.bases import Bases
+from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.damaged_files import flip
+
+
+def bases_of(data_dir: Path) -> Bases:
+    return Bases(data_dir, Images(data_dir / "images"), privileged=False)
 
 
 def test_a_base_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,9 +24,9 @@ def test_a_base_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(
         module, "sync_file_system", lambda folder: names.append(sorted(path.name for path in Path(folder).iterdir()))
     )
-    Bases(tmp_path, privileged=False).open()
+    bases_of(tmp_path).open()
     assert names == [["skeleton-2.part"]]
-    Bases(tmp_path, privileged=False).open()
+    bases_of(tmp_path).open()
     assert len(names) == 1, "it was built once"
 
 
@@ -45,9 +51,9 @@ def test_a_damaged_base_is_unpacked_again(tmp_path: Path, damage: Callable[[Path
     tarball = packed(tmp_path / "root.tar")
 
     def opened() -> tuple[Bases, Path]:
-        bases = Bases(tmp_path / "data", privileged=False)
+        bases = bases_of(tmp_path / "data")
         bases.open()
-        return bases, Path(bases.refresh(str(tarball)).lowers[0])
+        return bases, Path(bases.refresh(EnvironmentSpec(base=str(tarball))).lowers[0])
 
     _, folder = opened()
     inode = folder.stat().st_ino

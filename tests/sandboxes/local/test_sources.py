@@ -85,7 +85,7 @@ def test_swapped_base_is_not_mounted(data_dir: Path, folder: Path) -> None:
             assert isinstance(driver, LocalDriver)
             await driver.identity(spec)
             assert (await run(await driver.start(spec), "cat /name")).out == "shared"
-            known = driver.bases.base(spec.base, confined=True)
+            known = driver.bases.base(spec)
             base.rename(folder / "shared" / "away")
             base.symlink_to(folder / "other" / "base")
             with pytest.raises(ForbiddenSourceError):
