@@ -77,12 +77,14 @@ def start(shells: LocalShells, request: RunProcess, stdin: bytes, to: socket.soc
     if unknown:
         script = refusal(unknown, redirections)
     else:
-        variables = request.environment if user is None else {"HOME": user.home, **request.environment}
+        variables = request.environment
+        if user is not None and "HOME" not in variables:
+            variables = {**variables, "HOME": user.home}
         uid = os.getuid() if user is None else None
         script = text(arguments, variables, uid=uid, redirections=redirections, terminal=terminal_path)
     os.pwrite(theirs[TEXT_FD], script, 0)
     try:
-        pid = shells.launch({}, theirs, PROGRAM, user)
+        pid = shells.launch({}, theirs, PROGRAM, user, arguments["cwd"])
         keeps_in = bool(arguments.get("stdin"))
         running = Running(ours, stdin, death_of(pid), to, keeps_in=keeps_in, due=due_of(arguments))
         return LocalProcess(running, pid, shells, spared)
