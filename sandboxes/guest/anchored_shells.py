@@ -134,13 +134,15 @@ class AnchoredShells(Shells):
         """
         return self._ready_anchor().forks and has_several()
 
-    def launch(self, environment: dict[str, str], fds: dict[int, int], program: str, user: User | None = None) -> int:
+    def launch(
+        self, environment: dict[str, str], fds: dict[int, int], program: str, user: User | None = None, folder: str = ""
+    ) -> int:
         """Start a program under the anchor; see `Anchor.start_on`.
 
         Raises:
             ShellStartError: No process can be started, or bash is gone.
         """
-        return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program, user))
+        return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program, user, folder))
 
     def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
         # The agent may have killed the anchor at any time, even just now. Another loss has another cause.

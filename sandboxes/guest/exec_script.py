@@ -57,7 +57,8 @@ case $fp_cwd in
 /*) ;;
 *) printf 'OCI runtime exec failed: exec failed: Cwd must be an absolute path: unknown\r\n'; exit 126;;
 esac
-cd -- "$fp_cwd" 2>/dev/null ||
+# The anchor has gone there, because the user may be one that cannot enter the directory.
+[ -z "$fp_uid" ] && [ "$PWD" != / ] || cd -- "$fp_cwd" 2>/dev/null ||
     fp_fail "chdir to cwd (\"$fp_cwd\") set in config.json failed: no such file or directory"
 case $1 in
 */*)

@@ -11,6 +11,7 @@
  * A request is two 32-bit numbers, the bytes of its texts and their number, and then the texts, each ending with NUL.
  * The first character of a text is its kind:
  *   < or >  a descriptor of the new process, with its number in two digits, and the path to open for it
+ *   d       the directory that the new process begins in, which its user need not be able to enter; / if there is none
  *   u       the user of the new process: its number, that of its group, and those of all its groups, each with a blank
  *           before it but the first
  *   a, e    an argument and a variable of the new process
@@ -429,8 +430,9 @@ static char *compact(char **texts) {
 }
 
 /* In the fork: begin as a bash that has just been executed. */
-__attribute__((noreturn)) static void begin_shell(char **texts, const char *user, char **words, char **variables, int template) {
+__attribute__((noreturn)) static void begin_shell(char **texts, const char *folder, const char *user, char **words, char **variables, int template) {
     int count = 0;
+    if (folder) CALL(chdir, folder, 0, 0, 0);
     if (!open_descriptors(texts) || (user && !become_user(user))) {
         answer(0);
         leave(NOT_FOUND);
@@ -456,9 +458,10 @@ static void collect(void);
 /* Start a shell, which answers itself. */
 static void start(char **texts, unsigned count, char **words) {
     unsigned first = 0, arguments = 0, variables = 0;
-    const char *user = 0;
+    const char *folder = 0, *user = 0;
     while (first < count && is_descriptor(texts[first])) first++;
     unsigned next = first;
+    if (next < count && *texts[next] == 'd') folder = texts[next++] + 1;
     if (next < count && *texts[next] == 'u') user = texts[next++] + 1;
     for (; next < count && *texts[next] == 'a'; next++) words[arguments++] = texts[next] + 1;
     words[arguments] = 0;
@@ -468,7 +471,7 @@ static void start(char **texts, unsigned count, char **words) {
     /* No process begins before those are collected that had ended: `ps` would show zombies. */
     collect();
     long pid = forks && arguments ? fork_with(0) : -1;
-    if (pid == 0) begin_shell(texts, user, words, environment, *texts[next] == 't' && can_be_template());
+    if (pid == 0) begin_shell(texts, folder, user, words, environment, *texts[next] == 't' && can_be_template());
     if (pid > 0) note((int)pid);
     else answer(0);
 }

@@ -81,7 +81,7 @@ def start(shells: LocalShells, request: RunProcess, stdin: bytes, to: socket.soc
         script = text(arguments, variables, redirections=redirections, terminal=terminal_path)
     os.pwrite(theirs[TEXT_FD], script, 0)
     try:
-        pid = shells.launch({}, theirs, PROGRAM, user)
+        pid = shells.launch({}, theirs, PROGRAM, user, arguments["cwd"])
         keeps_in = bool(arguments.get("stdin"))
         running = Running(ours, stdin, death_of(pid), to, keeps_in=keeps_in, due=due_of(arguments))
         return LocalProcess(running, pid, shells, spared)

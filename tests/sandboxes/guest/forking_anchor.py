@@ -22,7 +22,7 @@ printf '%s\n' "${lines[@]}" | grep -vE '^(Pid|PPid|Tgid|NStgid|NSpid|NSpgid|NSsi
 unset lines
 for f in /proc/$$/fd/*; do l=$(readlink "$f") && echo "${f##*/} ${l%%[0-9]*}"; done; unset f l
 ls -l /proc/self/fd | sed -E 's/.* [0-9:]+ //; s/[0-9]{2,}//g'
-[[ $$ == "$BASHPID" && $(ps -o pgid= $$) -eq $$ && $(ps -o sid= $$) -eq $PPID && $(<"/proc/$PPID/comm") == anchor ]]
+[[ $$ == "$BASHPID" && $(ps -o pgid= $$) -eq $$ && $(ps -o sid= $$) -eq $PPID && $(tr '\0' ' ' </proc/$PPID/cmdline) == anchor* ]]
 echo "$?"
 declare -p | grep -vE '^declare -[a-z-]* (RANDOM|SRANDOM|SECONDS|EPOCH.*|BASHPID|PPID|BASH_EXECUTION_STRING|_)='
 declare -f; alias; set -o; shopt; trap -p; ulimit -a; umask; enable; jobs; hash; type -a bash
@@ -33,6 +33,8 @@ python3 -c 'import os, signal; print(signal.pthread_sigmask(0, []), os.getpriori
 
 The shell reads its signal masks itself: it blocks SIGCHLD for moments while it waits for another program.
 """
+SHOWN_SORTED = SHOWN.replace("</proc/$$/environ;", "</proc/$$/environ | sort;")
+"""The same, but for the order in which a shell was given its variables: a bash that executes shells has its own."""
 
 
 def start(files: Path, workdir: str = "/", others: Collection[processes.Process] = ()) -> NativeAnchor:

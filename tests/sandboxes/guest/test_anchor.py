@@ -50,7 +50,7 @@ def forking(shell_folder: Path) -> Iterator[NativeAnchor]:
 @contextmanager
 def output_of(
     anchor: Anchor, program: str, environment: Mapping[str, str] = {}, way: str = DESCRIPTOR,
-    *, user: User | None = None, start: str | None = None,
+    *, user: User | None = None, start: str | None = None, folder: str = "",
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
     """Start a program that prints to a pipe; yield its pid and our end.
 
@@ -60,6 +60,7 @@ def output_of(
         environment: Its variables.
         way: Which of the two it is.
         user: Its user.
+        folder: The directory that it begins in.
         start: What bash runs in the place of both, with the same descriptors.
     """
     null, text, (reading, writing) = os.open("/dev/null", os.O_RDONLY), os.memfd_create("text"), os.pipe()
@@ -68,7 +69,7 @@ def output_of(
         os.write(text, os.fsencode(program))
         given[session_texts.LOOP_FD] = text
     try:
-        pid = anchor.start_on(environment, given, start or (program if way == ARGUMENT else None), user)
+        pid = anchor.start_on(environment, given, start or (program if way == ARGUMENT else None), user, folder)
         os.close(writing)
         yield pid, reading
     finally:
@@ -168,7 +169,7 @@ def test_a_fork_knows_nothing_of_another(forking: NativeAnchor) -> None:
 
 def test_a_descriptor_that_cannot_be_opened_is_no_shell(forking: NativeAnchor) -> None:
     """The next one is started all the same."""
-    forking.send(forking._request({}, {0: "/nowhere"}, ":", None))
+    forking.send(forking._request({}, {0: "/nowhere"}, ":", None, ""))
     assert forking.receive() == 0
     assert printed(forking, "echo on") == "on\n"
 
@@ -198,6 +199,14 @@ def test_shells_on_the_kit_have_the_anchors_user(forking: NativeAnchor) -> None:
     forking.user = User(1234, 5, (5,), "/")
     assert printed(forking, "echo $UID $EUID $GROUPS") == "1234 1234 5\n"
     assert printed(forking, "echo $UID", user=ROOT) == "0\n"
+
+
+@needs_root
+def test_a_process_begins_where_its_user_may_not_go(forking: NativeAnchor, tmp_path: Path) -> None:
+    """As with container runtimes. From a directory that cannot be entered at all, it begins in the root."""
+    tmp_path.chmod(0o700)
+    for folder, shown in ((str(tmp_path), str(tmp_path)), ("/nowhere", "/"), (f"{tmp_path}\0u0 0", "/")):
+        assert printed(forking, "echo $UID $PWD", user=User(7, 7, (), "/"), folder=folder) == f"7 {shown}\n"
 
 
 def test_without_files_no_anchor_forks(tmp_path: Path) -> None:

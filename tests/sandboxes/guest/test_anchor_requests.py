@@ -27,6 +27,7 @@ PARTS = [
     b"e",
     b"w",
     b"c",
+    b"d",
     b"u",
     b"t",
     b" ",

@@ -18,7 +18,7 @@ from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import file, in_sandbox, local_driver, needs_forks, needs_root, opened, ran, run
 from tests.sandboxes.conftest import execute_shells
-from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM, SHOWN
+from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM, SHOWN_SORTED
 from tests.sandboxes.image_archives import root_tar
 
 SPEC = EnvironmentSpec()
@@ -55,8 +55,22 @@ def test_shells_are_forks_and_share_no_random_numbers(data_dir: Path) -> None:
 
 def test_forked_and_executed_shells_answer_alike(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In new shells and restored ones: what they show of themselves, what a call changed, and the session."""
-    calls = [SHOWN, "true", "x=1; export y=2; cd /tmp; f() { :; }; set -u; umask 077; ulimit -n 500", SHOWN]
-    calls += ["echo $x $y; f", "exec 9</etc/passwd", SHOWN, "exec 9<&-", "exit 3", SHOWN, "kill -9 $$", SHOWN]
+    calls = [
+        SHOWN_SORTED,
+        "true",
+        "x=1; export y=2; cd /tmp; f() { :; }; set -u; umask 077; ulimit -n 500",
+        SHOWN_SORTED,
+    ]
+    calls += [
+        "echo $x $y; f",
+        "exec 9</etc/passwd",
+        SHOWN_SORTED,
+        "exec 9<&-",
+        "exit 3",
+        SHOWN_SORTED,
+        "kill -9 $$",
+        SHOWN_SORTED,
+    ]
     answers: list[list[tuple[object, ...]]] = []
 
     async def test(driver: Driver) -> None:
@@ -95,7 +109,7 @@ CHANGES = {
     "a script for bash": "rm {bash}; printf '#!/bin/sh\\necho script\\n' >{bash}; chmod 755 {bash}",
     "no bash": "rm {bash}",
     "a bash that cannot be executed": "chmod 0 {bash}",
-    "another libc": "f=$(ldd {bash} | grep -o '/.*libc.so.6'); rm $f; echo text >$f",
+    "another libc": "(f=$(ldd {bash} | grep -o '/.*libc.so.6'); rm $f; echo text >$f)",
     "no loader": "rm -f /lib64/ld-linux* /lib/ld-linux*",
     "no cache of libraries": "rm /etc/ld.so.cache",
     "libraries that are loaded before": "echo /nowhere/lib.so >/etc/ld.so.preload",
@@ -134,7 +148,7 @@ def test_sessions_run_this_machine_s_bash_in_every_base(data_dir: Path, tmp_path
     marker = b"#!/bin/dash\necho own bash\n"
     with (
         tarfile.open(tmp_path / "base.tar", "w") as tar,
-        tarfile.open(fileobj=BytesIO(root_tar("dash", ["id"]))) as base,
+        tarfile.open(fileobj=BytesIO(root_tar("dash", ["env"]))) as base,
     ):
         for entry in base:
             tar.addfile(entry, base.extractfile(entry) if entry.isreg() else None)
