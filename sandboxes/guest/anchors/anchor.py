@@ -146,7 +146,8 @@ class Anchor(Starter, ABC):
             fds: Our descriptors that it gets, by the numbers that it gets them under.
             program: The bash text that it runs; None for the loop of a session's shell.
             user: Its user; None for that of all.
-            folder: The directory that it begins in, if another user than root starts it; it begins in / where it cannot.
+            folder: The directory that it begins in, if another user than root starts it; it begins in / where it
+            cannot.
 
         Raises:
             AnchorLostError: The anchor is gone, or cannot start it.
