@@ -13,6 +13,10 @@ class NotPortableError(ValueError):
     """Imported data is not a part or a state that `Porter.pack` made; the text says why."""
 
 
+class NoImageError(ValueError):
+    """A frozen state cannot become a container image; the text says why."""
+
+
 class Unpacking(Protocol):
     """One import: takes parts first, then the states that consist of them."""
 
@@ -113,6 +117,29 @@ class PortableDriver(Protocol):
     @property
     def porter(self) -> Porter:
         """The part of the driver that exports and imports."""
+        ...
+
+
+@runtime_checkable
+class ImagingDriver(Protocol):
+    """A driver whose frozen states can become container images."""
+
+    async def image(self, spec: EnvironmentSpec, frozen: FrozenState, name: str, target: Path | None) -> str:
+        """Make an image of a state, and return its id. Images are made one at a time.
+
+        Args:
+            spec: The spec of the sandbox that was frozen.
+            frozen: The state. Of live processes, the image has nothing but their files.
+            name: The image's name, such as `repository:tag`; empty for none.
+            target: The new file that becomes the image's archive, in a directory where the files have room twice for a
+                moment. What is in it after an error is the caller's to remove. None gives the image to the Docker
+                daemon, where another image of this name loses it.
+
+        Raises:
+            NoImageError: The state cannot be an image.
+            StateGoneError: The data of the state is missing or damaged.
+            SandboxError: The machine or the Docker daemon failed.
+        """
         ...
 
 

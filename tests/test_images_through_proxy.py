@@ -112,3 +112,27 @@ def test_live_processes_survive_a_kill(proxy: Proxy, client: httpx.Client) -> No
     client.post("/api/v1/tasks/task/rollouts/a/fork", json={"name": "c"}).raise_for_status()
     assert exec_(client, "c", "kill -0 $(cat /root/pid) && echo alive; echo c > /root/c")[0] == "alive\n"
     proxy.stop()
+
+
+def test_state_becomes_an_image_again(proxy: Proxy, client: httpx.Client) -> None:
+    """A task on the archive begins with the files that the rollout had; the machine itself becomes no image."""
+    node = exec_(client, "a", "echo a >> log; chmod 600 log")[2]
+    with client.stream("GET", f"/api/v1/tasks/task/nodes/{node}/image?name=fixed:1") as response:
+        response.raise_for_status()
+        (proxy.folder / "fixed.tar").write_bytes(response.read())
+        made = response.headers["x-forkpoint-image"]
+    client.put("/api/v1/tasks/again", json={"image": str(proxy.folder / "fixed.tar")}).raise_for_status()
+    answer = client.post("/t/again/r/a/shell/exec", json={"command": "pwd; cat log; stat -c %a log"}).raise_for_status()
+    assert answer.json()["stdout"] == "/root\nseed\na\n600\n"
+    nested = answer.headers["x-forkpoint-node"]
+    again = client.get(f"/api/v1/tasks/again/nodes/{nested}/image").raise_for_status()
+    assert again.headers["x-forkpoint-image"] == made, "equal states are equal images"
+    client.put("/api/v1/tasks/host", json={"base": "host"}).raise_for_status()
+    root = client.get("/api/v1/tasks/host/tree").json()["root"]
+    refused = client.get(f"/api/v1/tasks/host/nodes/{root}/image")
+    assert (refused.status_code, refused.json()["type"]) == (409, "urn:forkpoint:no-image")
+    assert "this machine itself" in refused.json()["detail"]
+    assert list((proxy.data / "imports").iterdir()) == []
+    processes = proxy.processes()
+    proxy.stop()
+    assert_nothing_left(proxy, processes, [])

@@ -36,6 +36,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (OPERATE, "verify", operating.verify, "forkpoint verify demo --sample 500"),
     (OPERATE, "export", operating.export_tree, "forkpoint export demo demo.tar --snapshots"),
     (OPERATE, "import", operating.import_tree, "forkpoint import demo.tar demo"),
+    (OPERATE, "image", operating.image, "forkpoint image demo n2 demo:fixed"),
     (OPERATE, "trajectories", data.trajectories, "forkpoint trajectories run7.parquet --label run=r7"),
     (OPERATE, "gc", operating.gc, "forkpoint gc"),
     (OPERATE, "cluster", operating.cluster, "forkpoint cluster drain worker-3"),

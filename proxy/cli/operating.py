@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from proxy.cli.client import LONG_S, ControlClient, fail, given
-from proxy.cli.options import FileToWrite, JsonOption, RootOption, SnapshotsOption, TaskArgument
+from proxy.cli.options import FileToWrite, JsonOption, NodeArgument, RootOption, SnapshotsOption, TaskArgument
 from proxy.cli.output import print_json, show
 from proxy.cli.progress import CHUNK, bytes_bar, download, progress_bar
 
@@ -143,6 +143,34 @@ def _imported(view: dict[str, Any]) -> str:
     snapshots = f", {count:,} snapshots ({left_out:,} more were left out)" if count or left_out else ""
     tree = "" if view["current"] else f", as tree {view['root']} for rollouts that request its environment"
     return f"{view['nodes']:,} nodes and {view['records']:,} calls{snapshots}{tree}"
+
+
+def image(
+    proxy: ControlClient,
+    task: TaskArgument,
+    node: NodeArgument,
+    name: Annotated[
+        str | None, typer.Argument(help="Name of the image, such as repository:tag.", metavar="[NAME]")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write an archive; - is stdout.", show_default="the proxy's Docker daemon"),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Make a container image of the files at a node, in the Docker daemon or in a file, as `docker commit` does."""
+    path = ("tasks", task, "nodes", node, "image")
+    if output is not None:
+        with proxy.stream("GET", *path, params=given(name=name)) as response:
+            size = download(response, output, "image")
+        view = {"id": response.headers["x-forkpoint-image"], "name": name, "file": str(output), "bytes": size}
+        if json:
+            print_json(view, beside=output)
+        return
+    if name is None:
+        raise typer.BadParameter("is needed without --output.", param_hint="NAME")
+    view = proxy.request("POST", *path, json={"name": name}, within_s=LONG_S)
+    show({**view, "file": None, "bytes": None}, lambda made: f"{made['name']} is {made['id']}", json=json)
 
 
 def gc(proxy: ControlClient, json: JsonOption = False) -> None:

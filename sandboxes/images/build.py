@@ -10,7 +10,7 @@ import os
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from sandboxes.images.archives import ARCHITECTURE
 from sandboxes.images.config import ImageConfig, ImageError
 from sandboxes.images.daemon import ImageDaemon
-from sandboxes.images.root_tar import ATTRIBUTE, WHITEOUT, is_kept
+from sandboxes.images.root_tar import ATTRIBUTE, WHITEOUT, is_kept, require_room
 from sandboxes.linux import trees
 from sandboxes.linux.descriptors import Opened, open_unnoticed
 
@@ -37,7 +37,9 @@ class _Packed(NamedTuple):
     pieces: Iterator[bytes]
 
 
-def load(daemon: ImageDaemon, root: Path, config: ImageConfig, name: str, folder: Path) -> str:
+def load(
+    daemon: ImageDaemon, root: Path, config: ImageConfig, name: str, folder: Path, *, left_out: Collection[str] = ()
+) -> str:
     """Give an image of a tree to a Docker daemon; return the image's id. Blocking: some seconds for a gigabyte.
 
     Args:
@@ -46,18 +48,19 @@ def load(daemon: ImageDaemon, root: Path, config: ImageConfig, name: str, folder
         config: What the image says about its processes.
         name: Its name, such as `repository:tag`. Another image of this name loses it.
         folder: Where a copy of the tree has room for a moment.
+        left_out: Names in the root directory that the image does not have.
 
     Raises:
         ImageError: The tree cannot be an image.
         SandboxError: The daemon failed.
         OSError: The tree cannot be read, or the disk is full.
     """
-    with _packed(root, config, name, folder) as packed:
+    with _packed(root, config, name, folder, left_out) as packed:
         daemon.load(packed.pieces)
         return packed.id
 
 
-def write(target: Path, root: Path, config: ImageConfig, name: str = "") -> str:
+def write(target: Path, root: Path, config: ImageConfig, name: str = "", *, left_out: Collection[str] = ()) -> str:
     """Write an image of a tree into a new file; return the image's id. Blocking.
 
     Args:
@@ -65,23 +68,27 @@ def write(target: Path, root: Path, config: ImageConfig, name: str = "") -> str:
         root: See `load`.
         config: See `load`.
         name: The name that the image has in the file, if any.
+        left_out: See `load`.
 
     Raises:
         ImageError: The tree cannot be an image.
         OSError: The tree cannot be read, the disk is full, or the file exists.
     """
-    with _packed(root, config, name, target.parent) as packed, target.open("xb") as file:
+    with _packed(root, config, name, target.parent, left_out) as packed, target.open("xb") as file:
         file.writelines(packed.pieces)
         return packed.id
 
 
 @contextmanager
-def _packed(root: Path, config: ImageConfig, name: str, folder: Path) -> Iterator[_Packed]:
+def _packed(root: Path, config: ImageConfig, name: str, folder: Path, left_out: Collection[str]) -> Iterator[_Packed]:
+    if name and ":" not in name.rpartition("/")[2]:
+        # `docker load` takes no name without a tag.
+        name += ":latest"
     # A file, because a tar has the digest of the layer before the layer.
     with tempfile.TemporaryFile(dir=folder) as file:
         layer = _HashedFile(cast("BinaryIO", file))
         with Opened(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
-            _LayerTar(layer).write(top)
+            _LayerTar(layer).write(top, left_out)
         diff_id = layer.sha256.hexdigest()
         described = {
             "architecture": ARCHITECTURE, "os": "linux", "config": config.members(),
@@ -108,6 +115,7 @@ def _packed(root: Path, config: ImageConfig, name: str, folder: Path) -> Iterato
             yield _member(_blob(digest), manifest)
             yield _head(_blob(diff_id), size)
             while piece := file.read(_PIECE_BYTES):
+                require_room(file.fileno())
                 yield piece
             yield bytes(-size % tarfile.BLOCKSIZE)
             yield _member("index.json", _json({"schemaVersion": 2, "manifests": [entry]}))
@@ -131,9 +139,11 @@ class _HashedFile:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.sha256 = file, hashlib.sha256()
+        self._fd = file.fileno()
         self.tell = file.tell
 
     def write(self, data: bytes) -> int:
+        require_room(self._fd)
         self.sha256.update(data)
         return self._file.write(data)
 
@@ -149,12 +159,16 @@ class _LayerTar:
         self._first: dict[tuple[int, int], str] = {}
         self._hole_bytes = 0
 
-    def write(self, top: int) -> None:
+    def write(self, top: int, left_out: Collection[str]) -> None:
         try:
             for folder in trees.folders(top):
+                if folder.path.partition("/")[0] in left_out:
+                    continue
                 status, attributes = os.fstat(folder.fd), _attributes(folder.fd)
                 self._add(_described(folder.path or "./", status, tarfile.DIRTYPE, attributes))
                 for entry in folder.entries:
+                    if not folder.path and entry.name in left_out:
+                        continue
                     if entry.name.startswith(WHITEOUT):
                         raise ImageError(f"{folder.path}{entry.name} has the name of a whiteout: rename it")
                     self._add_entry(folder, entry)

@@ -249,6 +249,13 @@ def is_kept(attribute: str) -> bool:
     return attribute.startswith("user.") and not attribute.startswith(USER_MARKS)
 
 
+def require_room(file: int) -> None:
+    """Raise ENOSPC if the disk of a file has less free than the reserve. 1 us."""
+    disk = os.fstatvfs(file)
+    if disk.f_bavail * disk.f_frsize < RESERVE_BYTES:
+        raise OSError(errno.ENOSPC, "the disk is nearly full")
+
+
 @contextmanager
 def tar_errors() -> Iterator[None]:
     """Turn all that a damaged or hostile tar raises into `ImageError`; errors of the machine stay `OSError`."""
@@ -317,9 +324,7 @@ def _fill(file: FileIO, member: tarfile.TarInfo, stream: TarStream) -> None:
     for at, size in sparse or [(0, member.size)]:
         file.seek(at)
         for piece in stream.content(size):
-            disk = os.fstatvfs(file.fileno())
-            if disk.f_bavail * disk.f_frsize < RESERVE_BYTES:
-                raise OSError(errno.ENOSPC, "the disk is nearly full")
+            require_room(file.fileno())
             write_out(file.fileno(), piece)
     if sparse:
         file.truncate(member.size)

@@ -82,6 +82,11 @@ class ImageStore:
         self._resolving, self._recent = 0, set[str]()
         self._changing = threading.Lock()
 
+    @property
+    def empty(self) -> str:
+        """An empty directory."""
+        return str(self._folder / "root")
+
     def open(self) -> None:
         """Make the folder, and remove what a killed process left unfinished."""
         self._trees.open()
@@ -181,7 +186,7 @@ class ImageStore:
         require_platform(found.platform)
         config = ImageConfig.parse(found.config)
         if not below and self._fits(found):
-            return Image(found.id, config, (str(self._folder / "root"), *found.layers))
+            return Image(found.id, config, (self.empty, *found.layers))
 
         def unpack(target: Path) -> None:
             # Not unpacked while it comes: the order of its layers is at its end.

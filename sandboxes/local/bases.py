@@ -47,6 +47,7 @@ class Base:
         hostname: The host name of its sandboxes.
         services: The mounts of the spec's side services.
         service_images: The configuration of their images, by name.
+        bare: Those of its directories that the spec names, without services; none for the host.
     """
 
     identity: str
@@ -60,6 +61,7 @@ class Base:
     hostname: str = "sandbox"
     services: ServiceMounts = ServiceMounts([], [])  # noqa: RUF009 - a frozen value
     service_images: Mapping[str, ImageConfig] = field(default_factory=dict)
+    bare: tuple[str, ...] = ()
 
     def removed(self) -> str | None:
         """Return a directory that the program that kept it has removed; microseconds."""
@@ -208,7 +210,7 @@ class Bases:
             images=(image.id, *(service.id for service in services.values())), image=image.config,
             foreign=tuple(lower for lower in lowers if not Path(lower).is_relative_to(self._data)),
             hostname=dress.hostname, services=mounts_of(spec),
-            service_images={name: service.config for name, service in services.items()},
+            service_images={name: service.config for name, service in services.items()}, bare=image.lowers,
         )  # fmt: skip
 
     def _image(self, spec: EnvironmentSpec, name: str, below: str = "") -> Image:
@@ -245,10 +247,10 @@ class Bases:
             identity = f"directory:{self.sources.of_directory(path, name=str(name), real=str(real))}"
             own_bash = has_file((str(path),), BASH)
         # The launcher opens it by this path again, without following links.
-        return Base(identity, (str(real), self._skeleton), own_bash=own_bash)
+        return Base(identity, (str(real), self._skeleton), own_bash=own_bash, bare=(str(real),))
 
     def _base(self, identity: str, lowers: tuple[str, ...]) -> Base:
-        return Base(identity, lowers, own_bash=has_file(lowers, BASH))
+        return Base(identity, lowers, own_bash=has_file(lowers, BASH), bare=lowers[:1])
 
 
 def name_of(spec: EnvironmentSpec) -> str:

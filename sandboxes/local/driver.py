@@ -29,12 +29,14 @@ from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import DirLock
+from sandboxes.local import state_image
 from sandboxes.local.bases import Base, Bases
 from sandboxes.local.machine import START_S, Machine, Spare
 from sandboxes.local.portable_layers import LayerPorter
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.local.services import prepare, service_orders
 from sandboxes.open_sandboxes import OpenSandboxes
+from sandboxes.portability import NoImageError
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 
@@ -95,6 +97,8 @@ class LocalDriver:
         self.porter = LayerPorter(self.machine.layers, self.sandboxes.holding)
         self._ownership = DirLock(self.data_dir)
         self._pristine: dict[Hashable, dict[str, Any]] = {}
+        # One at a time, because each needs room on the disk.
+        self._imaging = asyncio.Lock()
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -235,18 +239,7 @@ class LocalDriver:
         # The root state's layers are the lowest ones; their number is stored with the state.
         root = RootLayers(layers=layers[len(layers) - payload["root_layers"] :], born_ns=payload["born_ns"])
         with self.sandboxes.holding(frozen.parts):
-            # Checked while held: a layer that exists now stays until the sandbox has it in its stack.
-            if missing := self.machine.layers.missing(layers):
-                raise StateGoneError(f"layers {', '.join(missing)} of this state are gone. Replay its path instead.")
-            if damaged := await self.machine.layer_check.damaged(layers):
-                raise StateGoneError(
-                    f"layers {', '.join(damaged)} of this state were changed on disk. Replay its path instead."
-                )
-            base = await self._look(spec, lambda: self.bases.frozen(spec, payload["base"]))
-            if base is None:
-                raise StateGoneError(
-                    f"base {spec.image or spec.base!r} has changed since this state was frozen. Replay its path."
-                )
+            base = await self._frozen_base(spec, payload)
             spec = _completed(spec, base)
             images = payload.get("images")
             if images is not None and images not in self.machine.checkpointer.names():
@@ -265,6 +258,43 @@ class LocalDriver:
                 raise StateGoneError("what is stored of this state is not what was frozen. Replay its path instead.")
             sandbox.begin_settling(payload.get("young_s", 0.0))
             return sandbox
+
+    async def image(self, spec: EnvironmentSpec, frozen: FrozenState, name: str, target: Path | None) -> str:
+        """Make a container image of a state, see `sandboxes.portability.ImagingDriver`."""
+        if spec.image is None and spec.base == "host":
+            raise NoImageError("its base is this machine itself, which no image may contain. Use an image as its base.")
+        if os.geteuid():
+            raise NoImageError("the proxy is not root, and only root sees the owners of files. Run the proxy as root.")
+        async with self._imaging:
+            with contextlib.ExitStack() as held:
+                held.enter_context(self.sandboxes.holding(frozen.parts))
+                base = await self._frozen_base(spec, frozen.payload)
+                held.enter_context(self.sandboxes.holding(base.images))
+                layers = self.machine.layers.lowers(frozen.payload["layers"])
+                spec = _completed(spec, base)
+                order = state_image.order_of(spec, base, layers, self.images.empty, name, target, self.data_dir)
+                return await state_image.make(order)
+
+    async def _frozen_base(self, spec: EnvironmentSpec, payload: dict[str, Any]) -> Base:
+        """Return the base of a state whose parts are held, after a check of all that the state consists of.
+
+        Raises:
+            StateGoneError: Its layers are gone or damaged, or its base has changed.
+        """
+        layers = payload["layers"]
+        # Checked while held: a layer that exists now stays until the sandbox has it in its stack.
+        if missing := self.machine.layers.missing(layers):
+            raise StateGoneError(f"layers {', '.join(missing)} of this state are gone. Replay its path instead.")
+        if damaged := await self.machine.layer_check.damaged(layers):
+            raise StateGoneError(
+                f"layers {', '.join(damaged)} of this state were changed on disk. Replay its path instead."
+            )
+        base = await self._look(spec, lambda: self.bases.frozen(spec, payload["base"]))
+        if base is None:
+            raise StateGoneError(
+                f"base {spec.image or spec.base!r} has changed since this state was frozen. Replay its path."
+            )
+        return base
 
     def recordings(self, spec: EnvironmentSpec) -> PortableRecordings | None:
         """Return what sandboxes of a spec received from hosts outside; None without egress."""

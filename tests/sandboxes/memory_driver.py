@@ -14,7 +14,8 @@ import shlex
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from hashlib import blake2b, sha256
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
@@ -26,7 +27,7 @@ from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.inspection import GONE, FileEntry, SessionView, StateView
 from sandboxes.listener import Listener
-from sandboxes.portability import NotPortableError
+from sandboxes.portability import NoImageError, NotPortableError
 from sandboxes.spec import EnvironmentSpec
 
 Gate = Callable[[ToolCall], Awaitable[None]]
@@ -157,6 +158,15 @@ class MemoryDriver:
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> "MemorySandbox":
         await asyncio.sleep(0)
         return self._adopt(spec, _State.from_json(frozen.payload))
+
+    async def image(self, spec: EnvironmentSpec, frozen: FrozenState, name: str, target: Path | None) -> str:
+        """Its archives are JSON, and there is no daemon. The variable `REFUSED` stands for what no image can be."""
+        if "REFUSED" in spec.env:
+            raise NoImageError("its base is refused.")
+        archive = _canonical([name, frozen.payload["files"]])
+        if target is not None:
+            await asyncio.to_thread(target.write_bytes, archive)
+        return f"sha256:{sha256(archive).hexdigest()}"
 
     async def collect(self, keep: Iterable[str]) -> int:
         """Frozen states hold all they need, so nothing is deleted; the name of a part of ours ends with its bytes."""

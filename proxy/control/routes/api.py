@@ -8,6 +8,7 @@ from proxy.control.routes import (
     activity,
     audits,
     egress,
+    images,
     nodes,
     reports,
     rollouts,
@@ -27,6 +28,7 @@ control_plane = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
 for module, tag in (
     (tasks, "tasks"),
     (nodes, "trees"),
+    (images, "data"),
     (rollouts, "rollouts"),
     (states, "resources"),
     (egress, "resources"),

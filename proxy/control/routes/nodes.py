@@ -10,8 +10,10 @@ from proxy.control.routes.params import ControlDep, EngineDep, PositionDep, Root
 from proxy.control.routes.states import snapshot_of
 from proxy.control.views.nodes import Forgotten, NodeDetail, NodeView, Pin, TreeView
 from proxy.control.views.resources import NodeName, node_name
+from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.storage.errors import StoreError
+from proxy.tree.tree import Node, Tree
 from sandboxes.errors import NotFreezableError
 
 _LATEST = ListQuery("created_at", descending=True, limit=50)
@@ -78,12 +80,22 @@ async def pin_node(control: ControlDep, task: TaskDep, position: PositionDep, pi
 @router.post("/tasks/{task}/nodes/{node}/snapshot")
 async def snapshot_node(control: ControlDep, task: TaskDep, position: PositionDep) -> NodeDetail:
     """Take a node's snapshot now, if it has none."""
-    tree, kept = position
-    name = node_name(kept)
+    _, kept = position
+    await take_snapshot(control.engine, *position)
+    return control.reader.detail(task, kept, snapshot_of(control.engine, kept))
+
+
+async def take_snapshot(engine: Engine, tree: Tree, node: Node) -> None:
+    """Take a node's snapshot, if it has none.
+
+    Raises:
+        RefusalError: 409, the state cannot be frozen.
+        StoreError: The snapshot could not be written.
+    """
+    name = node_name(node)
     try:
-        await control.engine.restorer.take_snapshot(tree, kept)
+        await engine.restorer.take_snapshot(tree, node)
     except NotFreezableError as reason:
         raise RefusalError(409, "not-freezable", f"no snapshot of node {name} can be taken: {reason}") from reason
-    if kept.snapshot is None:
+    if node.snapshot is None:
         raise StoreError(f"the snapshot of node {name} could not be written. Free disk space and retry.")
-    return control.reader.detail(task, kept, snapshot_of(control.engine, kept))

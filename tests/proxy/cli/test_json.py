@@ -33,6 +33,7 @@ ARGUMENTS: Mapping[str, str] = {
     "fork": "demo first json",
     "gc": "",
     "html": "demo FOLDER/demo.html",
+    "image": "demo NODE demo:fixed",
     "import": "FOLDER/tree.tar arrived",
     "node": "demo NODE",
     "open": "demo --print",

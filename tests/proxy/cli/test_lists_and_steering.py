@@ -225,3 +225,15 @@ def test_help_groups_the_commands() -> None:
     output = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).output
     positions = [output.index(group) for group in ("Run a proxy", "List", "Look at one thing", "Steer", "Operate")]
     assert positions == sorted(positions)
+
+
+def test_image_goes_to_the_daemon_or_a_file(proxy: Running, tmp_path: Path) -> None:
+    node, file = as_json(proxy, "tree", "demo")["nodes"][1]["id"], tmp_path / "image.tar"
+    assert "demo:1 is sha256:" in typed(proxy, "image", "demo", node, "demo:1")
+    written = as_json(proxy, "image", "demo", node, "demo:1", "--output", str(file))
+    assert written == {"id": written["id"], "name": "demo:1", "file": str(file), "bytes": file.stat().st_size}
+    assert file.read_bytes().startswith(b'["demo:1"')
+    assert typed(proxy, "image", "demo", node, "--output", "-").startswith('[""')
+    assert "is needed without --output" in CliRunner().invoke(app, ["image", "demo", node]).output
+    assert typed(proxy, "image", "demo", "n99999", "--output", str(tmp_path / "none"), code=1) == ""
+    assert not (tmp_path / "none").exists()

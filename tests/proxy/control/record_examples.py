@@ -16,6 +16,7 @@ BODIES: dict[str, Any] = {
     "begin_rollout": {"rollout": "8", "labels": {"run": "r7", "step": 3}}, "fork_rollout": {"name": "variant"},
     "change_labels": {"reward": 1.0}, "pin_node": {"pinned": True}, "fork_at_node": {"name": "other"},
     "execute_at_node": {"command": "ls"}, "start_audit": {"sample": 100}, "put_masks": {"masks": ["dates"]},
+    "make_image": {"name": "demo:fixed"},
     "execute": _SHELL, "execute_by_headers": _SHELL,
 }  # fmt: skip
 """Bodies of requests, by operation."""

@@ -196,9 +196,10 @@ def test_nodes_of_other_tasks_are_not_reachable(tmp_path: Path) -> None:
         for node in (own, other_root, other):
             for path in (f"nodes/{node}", f"nodes/{node}/children", f"nodes/{node}/answer", f"tree?root={node}",
                          f"export?root={node}", f"columns?root={node}", f"search?q=e&root={node}",
-                         f"audit?root={node}", f"nodes/{node}/diff/{node}"):  # fmt: skip
+                         f"audit?root={node}", f"nodes/{node}/diff/{node}", f"nodes/{node}/image"):  # fmt: skip
                 get(proxy, f"bob-1/{path}", 404)
-            for path, body in (("pin", None), ("snapshot", None), ("fork", {"name": "x"}), ("exec", {"command": "ls"})):
+            for path, body in (("pin", None), ("snapshot", None), ("fork", {"name": "x"}), ("exec", {"command": "ls"}),
+                               ("image", {"name": "x"})):  # fmt: skip
                 answer = proxy.client.post(f"/api/v1/tasks/bob-1/nodes/{node}/{path}", json=body)
                 assert answer.status_code == 404, answer.text
             assert proxy.client.delete(f"/api/v1/tasks/bob-1/nodes/{node}").status_code == 404
