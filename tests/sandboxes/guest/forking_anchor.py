@@ -22,12 +22,13 @@ printf '%s\n' "${lines[@]}" | grep -vE '^(Pid|PPid|Tgid|NStgid|NSpid|NSpgid|NSsi
 unset lines
 for f in /proc/$$/fd/*; do l=$(readlink "$f") && echo "${f##*/} ${l%%[0-9]*}"; done; unset f l
 ls -l /proc/self/fd | sed -E 's/.* [0-9:]+ //; s/[0-9]{2,}//g'
-[[ $$ == "$BASHPID" && $(ps -o pgid= $$) -eq $$ && $(ps -o sid= $$) -eq $PPID && $(tr '\0' ' ' </proc/$PPID/cmdline) ==
-anchor* ]] echo "$?" declare -p | grep -vE '^declare -[a-z-]*
-(RANDOM|SRANDOM|SECONDS|EPOCH.*|BASHPID|PPID|BASH_EXECUTION_STRING|_)=' declare -f; alias; set -o; shopt; trap -p;
-ulimit -a; umask; enable; jobs; hash; type -a bash echo "$0 $# $- $_ $! $?" "${DIRSTACK[@]}"; history; locale; echo ~
-~root; env | sort python3 -c 'import os, signal; print(signal.pthread_sigmask(0, []), os.getpriority(0, 0),
-os.sched_getaffinity(0))'
+[[ $$ == "$BASHPID" && $(ps -o pgid= $$) -eq $$ && $(ps -o sid= $$) -eq $PPID &&
+$(tr '\0' ' ' </proc/$PPID/cmdline) == anchor* ]]
+echo "$?"
+declare -p | grep -vE '^declare -[a-z-]* (RANDOM|SRANDOM|SECONDS|EPOCH.*|BASHPID|PPID|BASH_EXECUTION_STRING|_)='
+declare -f; alias; set -o; shopt; trap -p; ulimit -a; umask; enable; jobs; hash; type -a bash
+echo "$0 $# $- $_ $! $?" "${DIRSTACK[@]}"; history; locale; echo ~ ~root; env | sort
+python3 -c 'import os, signal; print(signal.pthread_sigmask(0, []), os.getpriority(0, 0), os.sched_getaffinity(0))'
 """
 """Prints what an agent may look at, except for what differs between any two shells.
 

@@ -103,6 +103,7 @@ def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
             remove = "timeout 20 rm -rf /bin /usr/bin /lib* /usr /etc /* --no-preserve-root 2>/dev/null"
             answer = await run(sandbox, f"cd /; {remove}; echo done", timeout_s=600)
             assert answer.out == "done\n"
+            assert isinstance(sandbox, LocalSandbox)
             gone = await run(sandbox, "echo on; ls")
             # The shells are forks of what is no file of the sandbox; without a compiler they are the sandbox's bash.
             forks = sandbox.machine.shell is not None
@@ -127,7 +128,8 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 
 
 @needs_root
-def test_no_process_has_the_right_to_look_into_others(data_dir: Path, shells: str) -> None:
+@pytest.mark.usefixtures("shells")
+def test_no_process_has_the_right_to_look_into_others(data_dir: Path) -> None:
     """Pid 1 alone can look into processes of every user: not its forks, and nothing that it starts."""
 
     async def test(sandbox: Sandbox) -> None:
