@@ -103,10 +103,10 @@ def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
             remove = "timeout 20 rm -rf /bin /usr/bin /lib* /usr /etc /* --no-preserve-root 2>/dev/null"
             answer = await run(sandbox, f"cd /; {remove}; echo done", timeout_s=600)
             assert answer.out == "done\n"
-            assert isinstance(sandbox, LocalSandbox)
+            assert isinstance(driver, LocalDriver)
             gone = await run(sandbox, "echo on; ls")
             # The shells are forks of what is no file of the sandbox; without a compiler they are the sandbox's bash.
-            forks = sandbox.machine.shell is not None
+            forks = driver.machine.shell is not None
             assert gone.code == 127
             assert (gone.out, "/bin/bash" in gone.err) == (("on\n", False) if forks else ("", True))
             await sandbox.close()
