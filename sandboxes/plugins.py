@@ -36,12 +36,12 @@ class PluginError(RuntimeError):
 class CheckpointerFactory(Protocol):
     """Makes the checkpointer of a driver's data directory."""
 
-    def __call__(self, *, outer_session: bool = False) -> Checkpointer:
-        """Return a checkpointer; see `snapshots.criu.checkpoints.CriuCheckpointer` for the argument."""
+    def __call__(self) -> Checkpointer:
+        """Return a checkpointer."""
         ...
 
 
-def no_checkpointer(*, outer_session: bool = False) -> Checkpointer:  # noqa: ARG001 - see `CheckpointerFactory`
+def no_checkpointer() -> Checkpointer:
     """Make a checkpointer that saves nothing."""
     return NoCheckpointer()
 

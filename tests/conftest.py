@@ -22,7 +22,6 @@ LEFT_OUT = {
     "tests/ui/": "a browser",
     "tests/manual/test_s": "a browser",
     "tests/sandboxes/images/test_daemon.py": "Docker",
-    "tests/test_containers_through_proxy.py": "Docker",
     "tests/test_compose_run.py": "Docker",
     "tests/sandboxes/postgres/": "PostgreSQL",
     "tests/proxy/test_transparency_postgres.py": "PostgreSQL",

@@ -2,7 +2,7 @@
 
 Standard library and msgspec only, no event loop.
 
-Process: pid 1 of a `local` sandbox, or the keeper of a container.
+Process: pid 1 of a `local` sandbox.
 May import: sandboxes, sandboxes.guest.anchors, sandboxes.guest.bash, sandboxes.guest.files, sandboxes.ipc,
 sandboxes.linux.
 """

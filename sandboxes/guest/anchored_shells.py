@@ -14,7 +14,7 @@ from sandboxes.guest.anchors.programs import start_anchor
 from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import READY_S, Shells
-from sandboxes.guest.users import ROOT, User
+from sandboxes.guest.users import ROOT, User, has_several
 from sandboxes.linux import processes
 from sandboxes.linux.live_state import passed_on, settings
 from sandboxes.linux.spawn import BASH
@@ -132,15 +132,17 @@ class AnchoredShells(Shells):
         Raises:
             ShellStartError: No process can be started.
         """
-        return self._ready_anchor().forks
+        return self._ready_anchor().forks and has_several()
 
-    def launch(self, environment: dict[str, str], fds: dict[int, int], program: str, user: User | None = None) -> int:
+    def launch(
+        self, environment: dict[str, str], fds: dict[int, int], program: str, user: User | None = None, folder: str = ""
+    ) -> int:
         """Start a program under the anchor; see `Anchor.start_on`.
 
         Raises:
             ShellStartError: No process can be started, or bash is gone.
         """
-        return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program, user))
+        return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program, user, folder))
 
     def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
         # The agent may have killed the anchor at any time, even just now. Another loss has another cause.

@@ -46,8 +46,7 @@ class DriverLink:
         """Wait for the next message; end this process if the proxy is gone."""
         while (envelope := self.take()) is None:
             if not self.receive():
-                # In pid 1 this ends the whole sandbox, because the kernel kills its pid namespace. In a keeper,
-                # `finally` kills the container.
+                # In pid 1 this ends the whole sandbox, because the kernel kills its pid namespace.
                 sys.exit(0)
         return envelope
 

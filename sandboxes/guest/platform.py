@@ -1,6 +1,6 @@
 """What a supervisor needs of the sandbox that it runs calls in: the platform's steps, and the sandbox's files."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from socket import socket
 from typing import Protocol
@@ -13,7 +13,6 @@ from sandboxes.guest.process_call import StartedProcess
 from sandboxes.guest.shell import Shell
 from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.messages import CallDone, CommandOutcome, FileDelta, FileOutcome, Outcome, RunCommand, RunProcess
-from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux.processes import Process
 from sandboxes.shell_text import ShellSession
 
@@ -93,13 +92,6 @@ class Files(Protocol):
 class Platform(Protocol):
     """The steps of a call that depend on where the supervisor runs."""
 
-    @property
-    def watched(self) -> Sequence[int]:
-        """Descriptors that become readable when the sandbox itself has ended."""
-
-    def require_sandbox(self) -> None:
-        """Raise if the sandbox itself has ended."""
-
     def living(self, ours: Collection[int] = (), *, collects: bool = True) -> set[Process]:
         """Return all processes of the sandbox but `ours`.
 
@@ -108,14 +100,8 @@ class Platform(Protocol):
             collects: Whether children that have ended are collected first, which takes their exit status from others.
         """
 
-    def founders(self) -> set[int]:
-        """Return the processes that were there before the agent's, and that no call replaces."""
-
     def ipc_objects(self) -> int:
         """Return the number of IPC objects that no process has to hold."""
-
-    def proc_directory(self, pid: int) -> str:
-        """Return the directory of a process in the /proc that the agent sees."""
 
     def run_command(self, request: RunCommand, command: bytes) -> Performed:
         """Run a command in a session's shell."""
@@ -129,9 +115,6 @@ class Platform(Protocol):
 
     def become_agent(self) -> None:
         """Drop, in a child that works on the agent's paths, every right that the agent lacks."""
-
-    def complete_order(self, order: ServerOrder) -> ServerOrder:
-        """Return the order that a server is started with."""
 
     def end_servers(self) -> None:
         """Kill the agent's processes, but not what starts others."""

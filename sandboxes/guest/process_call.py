@@ -56,7 +56,6 @@ def run(
     start: Callable[[socket.socket], StartedProcess],
     watch: Callable[[], str | None],
     client_detached: Callable[[], bool],
-    require_sandbox: Callable[[], None],
     files: ProcessFiles,
 ) -> tuple[ProcessOutcome, bool]:
     """Run a process until it ends, its time is up, or its client leaves it.
@@ -69,7 +68,6 @@ def run(
         start: Starts it; its output goes to the given socket.
         watch: Says, called again and again, that the disk has run out.
         client_detached: Takes a message from the proxy; returns whether the client has left the process.
-        require_sandbox: Raises if the sandbox itself has ended.
         files: What the sandbox has written, for the message to a process that wrote too much.
 
     Returns:
@@ -83,8 +81,6 @@ def run(
         try:
             process = start(ours)
         except ShellStartError as error:
-            # First of all: if the sandbox itself is gone, this failure is not the process's.
-            require_sandbox()
             if not error.broken:
                 raise
             with contextlib.suppress(OSError):
@@ -94,7 +90,6 @@ def run(
             until, detached = time.monotonic() + request.timeout_s, bool(request.arguments.get("detach"))
             # The deadline is a moment and not a duration, because a process that is left in the background keeps it.
             ending = process.running.pump(until, link.fileno(), watch, client_detached, detach=detached)
-            require_sandbox()
             # A process can nest directories faster than the watch looks, and output cannot follow its end.
             if ending == "ended" and files.nests_too_deep():
                 ending = "depth"

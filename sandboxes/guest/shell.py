@@ -1,7 +1,6 @@
 """A live shell of one session: it gets commands, and answers each with a dump of the session.
 
-Each kind of sandbox has its own: `local_shells.LocalShell` is a child of the anchor in pid 1's own namespaces, and
-`keeper.shell.ContainerShell` is reached from outside through FIFOs. What they share is here.
+What a shell is asked and answers is here; `local_shell.LocalShell` says how one starts.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ import select
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sandboxes.guest.anchors.shell_kit import changeable
@@ -218,12 +217,12 @@ class Shell(ABC):
         # A pidfd becomes readable when its process is a zombie, before the parent has waited for it (pidfd_open(2)).
         return bool(select.select([self.death], [], [], 0)[0])
 
-    def watch(self, directory: Callable[[int], str]) -> None:
+    def watch(self) -> None:
         """Have the kernel report the next write to one of its files in /proc; see `live_state.was_written`."""
         if not self._watches:
             # A shell that has just ended is noticed otherwise.
             with contextlib.suppress(OSError):
-                self._watches = report_writes(directory(self.pid))
+                self._watches = report_writes(self.pid)
 
     def at_rest(self) -> object:
         """Return `facts` once the shell sleeps: after its first dump it goes on for a moment."""

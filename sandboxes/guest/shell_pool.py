@@ -9,7 +9,7 @@ import contextlib
 import select
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from sandboxes.guest.anchors.anchor import ShellStartError
@@ -22,8 +22,6 @@ from sandboxes.shell_text import ShellSession
 
 READY_S = 10.0
 """How long a shell may take to its first dump. It takes milliseconds on an idle machine. The value is an estimate."""
-KILLED = 137
-"""The exit code of a shell whose end is unknown: 128 + 9, as for a SIGKILL."""
 _SIGNALLED = 128
 """The smallest exit code of a shell that a signal has ended."""
 
@@ -257,7 +255,7 @@ class Shells(ABC):
         """The processes that are ours and not the agent's."""
         return {shell.pid for shell in self} | self.anchor_pids
 
-    def note(self, running: str | None, directory: Callable[[int], str], *, stays: bool) -> None:
+    def note(self, running: str | None, *, stays: bool) -> None:
         """Note, before a call, what it may change of shells that later calls use.
 
         That are their pipes and, of shells that the call does not use, their limits, how often each was given a CPU,
@@ -265,7 +263,6 @@ class Shells(ABC):
 
         Args:
             running: The session that the call's command runs in; None if there is none.
-            directory: Returns the directory of a process in the sandbox's own /proc.
             stays: Whether something survives, so that the shells go on after the call and may run between calls.
         """
         known, self._noted = {} if stays else self._noted, {}
@@ -273,7 +270,7 @@ class Shells(ABC):
             if shell.name != running:
                 # Beside survivors `LiveState` has it reported.
                 if not stays:
-                    shell.watch(directory)
+                    shell.watch()
                 self._noted[shell] = known.get(shell) or shell.at_rest()
             elif stays:
                 self._noted[shell] = shell.pipes

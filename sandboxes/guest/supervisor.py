@@ -1,4 +1,4 @@
-"""The loop that runs a sandbox's calls, one at a time, in pid 1 of a local sandbox and in a container's keeper."""
+"""The loop that runs a sandbox's calls, one at a time, in pid 1 of a local sandbox."""
 
 # Theory of operation.
 #
@@ -101,7 +101,7 @@ class Supervisor:
     ) -> None:
         self.link, self.shells, self.servers = link, shells, servers
         self.background, self.changes = background, changes
-        self.survivors = Survivors(shells, background, platform.living, platform.ipc_objects, platform.founders)
+        self.survivors = Survivors(shells, background, platform.living, platform.ipc_objects)
         self.stillness = Stillness()
         self._platform, self._sockets = platform, sockets
         self._live: LiveState | None = None
@@ -135,10 +135,9 @@ class Supervisor:
     def _listen(self, outputs: Mapping[int, Output | Log | PendingOutput], within_ms: int | None) -> bool:
         """Wait for the proxy or for output, for at most within_ms; return False if the proxy is gone."""
         waiting = poll()
-        for fd in (self.link.fileno(), *self._platform.watched, *outputs):
+        for fd in (self.link.fileno(), *outputs):
             waiting.register(fd, POLLIN)
         events = waiting.poll(within_ms)
-        self._require_sandbox({fd for fd, _ in events})
         for fd, event in events:
             if fd in outputs:
                 # A full pipe would stop the process that writes to it.
@@ -150,15 +149,10 @@ class Supervisor:
                 return self.link.receive()
         return True
 
-    def _require_sandbox(self, readable: set[int]) -> None:
-        if not readable.isdisjoint(self._platform.watched):
-            self._platform.require_sandbox()
-
     def _require_peers(self, readable: set[int]) -> None:
         """End this process if the proxy has hung up: no request comes from it during a call but `Detach`."""
         if self.link.fileno() in readable:
             sys.exit(0)
-        self._require_sandbox(readable)
 
     def _client_detached(self) -> bool:
         """Take what the proxy has sent during a call; return whether the client has detached."""
@@ -203,7 +197,7 @@ class Supervisor:
         self.survivors.begin()
         runs = run_counts(self.survivors.processes)
         live = self._live_state(runs)
-        self.shells.note(session, self._platform.proc_directory, stays=bool(before))
+        self.shells.note(session, stays=bool(before))
         began_at = time.perf_counter()
         try:
             performed = self._perform(request, envelope)
@@ -263,8 +257,7 @@ class Supervisor:
             live.close()
             live = None
         if live is None and runs:
-            hidden, directory = self.shells.hidden_pids, self._platform.proc_directory
-            live = LiveState(runs, shells, directory, self._sockets, hidden=hidden)
+            live = LiveState(runs, shells, self._sockets, hidden=self.shells.hidden_pids)
         self._live = live
         return live
 
@@ -275,7 +268,7 @@ class Supervisor:
             case RunProcess():
                 return self._run_process(request, envelope.body)
             case UseServer():
-                return self._use_server(self._platform.complete_order(request.server), envelope.body)
+                return self._use_server(request.server, envelope.body)
             case UseBackgroundProcess():
                 enter = self._platform.become_agent
                 status, media_type, body = dir_watch.perform(self.background, request, envelope.body, enter)
@@ -289,7 +282,7 @@ class Supervisor:
         outcome, host_full = process_call.run(
             self.link, self.background, self.servers, request,
             lambda to: platform.start_process(request, stdin, to),
-            self._call_watch(), self._client_detached, platform.require_sandbox, self.changes,
+            self._call_watch(), self._client_detached, self.changes,
         )  # fmt: skip
         return Performed(outcome, host_full=host_full)
 
@@ -373,7 +366,7 @@ class Supervisor:
         deadline, watch = time.monotonic() + timeout_s, self._call_watch()
         waiting = poll()
         outputs = {output.fd: output for output in (shell.out, shell.err)}
-        for fd in (*outputs, shell.dump_fd, shell.death, *self._platform.watched):
+        for fd in (*outputs, shell.dump_fd, shell.death):
             waiting.register(fd, POLLIN)
         # Not POLLIN: the proxy sends no request during a command, so only its hanging up matters.
         waiting.register(self.link, POLLHUP | POLLRDHUP)
@@ -397,7 +390,7 @@ class Supervisor:
         """Start tool servers as part of the root state, and answer `StartServers`."""
         try:
             for order in orders:
-                self.servers.start(self._platform.complete_order(order), self._server_watch())
+                self.servers.start(order, self._server_watch())
         except ToolServerError as error:
             self.link.send(ServerFailed(error.kind, str(error)))
             return
@@ -441,8 +434,6 @@ class Supervisor:
         watch = self._call_watch()
         waiting = poll()
         waiting.register(self.link, POLLHUP | POLLRDHUP)
-        for fd in self._platform.watched:
-            waiting.register(fd, POLLIN)
 
         def watch_server() -> None:
             self._require_peers({fd for fd, _ in waiting.poll(0)})

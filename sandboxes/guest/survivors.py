@@ -10,7 +10,7 @@
 # Processes get some grace before they count: most of what a command starts ends a moment after the command itself.
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from sandboxes.guest.background import BackgroundProcesses
@@ -24,7 +24,7 @@ from sandboxes.linux.processes import Process
 _KINDS = {
     "background": "a background process has not been polled to its end",
     "descriptors": "the shell holds open descriptors",
-    "founders": "a command has changed the limits, scheduling or terminals of pid 1, or of what starts the shells",
+    "founder": "a command has changed the limits, scheduling or terminals of pid 1",
     "ipc": "System V IPC objects or POSIX message queues exist",
     "jobs": "the shell knows of jobs that a later call may wait for",
     "scheduling": "the shell has another niceness, CPUs or OOM score than it was born with",
@@ -46,7 +46,6 @@ class Survivors:
         background: BackgroundProcesses,
         living: Callable[[Collection[int]], set[Process]],
         ipc_objects: Callable[[], int],
-        founders: Callable[[], Iterable[int]],
     ) -> None:
         """Nothing survives yet.
 
@@ -55,10 +54,10 @@ class Survivors:
             background: The processes that go on after their calls.
             living: Returns all processes of the sandbox but the given ones.
             ipc_objects: Returns the number of IPC objects.
-            founders: Returns the processes that were there before the agent's, and that no call replaces.
         """
         self._shells, self._background, self._living, self._ipc_objects = shells, background, living, ipc_objects
-        self._founders, self._born = founders, dict[int, list[str]]()
+        # Of pid 1: a call that touches the anchor has it replaced.
+        self._born: list[str] = []
         self._settled = 0
         self.now: frozenset[Any] = frozenset()
         self.moving = False
@@ -86,7 +85,7 @@ class Survivors:
         """Why no checkpoint holds everything that survives; empty if one does."""
         if self.has_ipc_objects:
             return f"{_KINDS['ipc']}, and a checkpoint does not hold them"
-        return _KINDS["founders"] if any(kind == "founders" for kind, *_ in self.now) else ""
+        return _KINDS["founder"] if any(kind == "founder" for kind, *_ in self.now) else ""
 
     @property
     def description(self) -> str:
@@ -94,10 +93,8 @@ class Survivors:
         return "; ".join(sorted({_KINDS.get(str(kind), f"process {kind} runs") for kind, *_ in self.now})[:5])
 
     def begin(self) -> None:
-        """Look, before a call, at processes of the sandbox's own that no call has met yet."""
-        for pid in self._founders():
-            if not self._born.get(pid):
-                self._born[pid] = settings(pid)
+        """Look at pid 1 before the first call."""
+        self._born = self._born or settings(1)
 
     def settle(self, *, patient: bool = True) -> None:
         """Find out what survives.
@@ -114,7 +111,7 @@ class Survivors:
         shared = {("ipc", objects, self._settled)} if objects else set()
         now: set[Any] = (
             running | held | shared | self._background.state | kept(self._shells) | rescheduled(self._shells)
-            | self._changed_founders()
+            | self._changed_founder()
         )  # fmt: skip
         self.moving = bool(now)
         # Beside survivors a shell is not replaced after its call, so it goes on knowing its jobs, whatever they are.
@@ -137,10 +134,10 @@ class Survivors:
             pause_s = next(pauses_s, pause_s)
             time.sleep(pause_s)
 
-    def _changed_founders(self) -> set[tuple[str, ...]]:
-        """Return what a command has changed of processes of the sandbox's own."""
-        looked = ((self._born.get(pid), settings(pid)) for pid in self._founders())
-        return {("founders", *now) for born, now in looked if born and now and now != born}
+    def _changed_founder(self) -> set[tuple[str, ...]]:
+        """Return what a command has changed of pid 1."""
+        now = settings(1)
+        return {("founder", *now)} if self._born and now and now != self._born else set()
 
     def _others(self) -> set[Process]:
         return self._living(self._shells.idle_pids)

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
 
 _MAX_BYTES = 1 << 20
@@ -54,17 +55,24 @@ class User:
 ROOT = User(0, 0, (0,), "/root", "root")
 
 
-def read(user: str, root: str = "") -> User:
-    """Return a user of this process's root, see `resolve`.
+def has_several() -> bool:
+    """Return whether there are more users than one: an ordinary user's sandbox has one (user_namespaces(7))."""
+    with open("/proc/self/uid_map", "rb") as file:  # noqa: PTH123 - pathlib is not loaded in pid 1
+        return int(file.readline().split()[2]) > 1
+
+
+def read(user: str, root: str = "/") -> User:
+    """Return a user of a directory that is a root, see `resolve`.
 
     Args:
         user: How it is named.
-        root: A directory whose files count instead; it is no link.
+        root: The directory; it is no link.
 
     Raises:
         UnknownUserError: There is no such user or group.
     """
-    return resolve(user, _lines(f"{root}/etc/passwd"), _lines(f"{root}/etc/group"))
+    with Opened(os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)) as top:
+        return resolve(user, _lines(top, b"etc/passwd"), _lines(top, b"etc/group"))
 
 
 def resolve(user: str, passwd: Sequence[str], group: Sequence[str]) -> User:
@@ -79,28 +87,31 @@ def resolve(user: str, passwd: Sequence[str], group: Sequence[str]) -> User:
         UnknownUserError: There is no such user or group.
     """
     wanted, _, wanted_group = user.partition(":")
+    # What is a number is never a name.
     uid, gid, home, name = _number(wanted or "0"), 0, "/", ""
-    for entry in _entries(passwd, 7):
-        if (wanted and entry[0] == wanted) or entry[2] == str(uid):
+    for entry in _entries(passwd):
+        if entry[0] == wanted if uid is None else _number(entry[2]) == uid:
             uid, gid, home, name = _number(entry[2]), _number(entry[3]) or 0, entry[5] or "/", entry[0]
             break
     if uid is None:
         raise UnknownUserError(f"unable to find user {wanted}: no matching entries in passwd file")
     if not wanted_group:
-        more = [_number(entry[2]) for entry in _entries(group, 4) if name and name in entry[3].split(",")]
+        more = [_number(entry[2]) for entry in _entries(group) if name and name in entry[3].split(",")]
         groups = tuple(dict.fromkeys([gid, *(number for number in more if number is not None)]))
         return User(uid, gid, groups[:_MAX_GROUPS], home, name)
-    named = next((_number(entry[2]) for entry in _entries(group, 4) if entry[0] == wanted_group), None)
-    gid_given = _number(wanted_group) if named is None else named
-    if gid_given is None:
+    given = _number(wanted_group)
+    if given is None:
+        given = next((_number(entry[2]) for entry in _entries(group) if entry[0] == wanted_group), None)
+    if given is None:
         raise UnknownUserError(f"unable to find group {wanted_group}: no matching entries in group file")
-    return User(uid, gid_given, (gid_given,), home, name)
+    return User(uid, given, (given,), home, name)
 
 
-def _entries(lines: Sequence[str], fields: int) -> Iterator[list[str]]:
+def _entries(lines: Sequence[str]) -> Iterator[list[str]]:
+    """Return the fields of each line that has a number; runtimes take a line without the last ones too."""
     for line in lines:
-        parts = line.split(":")
-        if len(parts) >= fields and _number(parts[2]) is not None:
+        parts = f"{line}:::::".split(":")
+        if _number(parts[2]) is not None:
             yield parts
 
 
@@ -110,15 +121,19 @@ def _number(text: str) -> int | None:
     return number if number is not None and number <= _LAST_ID else None
 
 
-def _lines(path: str) -> list[str]:
+def _lines(root: int, path: bytes) -> list[str]:
     """Return the lines of a file; none if there is no such file."""
+    # A FIFO would let this process wait without an end. A link to another file system leads out of the layers: /proc
+    # has files of this process.
+    how = kernel.open_how(os.O_RDONLY | os.O_NONBLOCK, kernel.RESOLVE_IN_ROOT | kernel.RESOLVE_NO_XDEV)
     try:
-        # A FIFO would let this process wait without an end.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = kernel.openat2(root, path, how)
     except OSError:
         return []
     with Opened(fd):
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return []
-        # Latin-1 has a character for each byte.
-        return os.pread(fd, _MAX_BYTES, 0).decode("latin-1").splitlines()
+        # Latin-1 has a character for each byte. Not `splitlines`, which ends lines at more characters than one.
+        lines = os.pread(fd, _MAX_BYTES, 0).decode("latin-1").split("\n")
+        # A line that was cut would have another number.
+        return lines if os.fstat(fd).st_size < _MAX_BYTES else lines[:-1]

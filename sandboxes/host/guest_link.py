@@ -1,4 +1,4 @@
-"""The proxy's link to one sandbox's supervisor: pid 1, or a container's keeper. If it fails, the sandbox is dead."""
+"""The proxy's link to one sandbox's supervisor: pid 1. If it fails, the sandbox is dead."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

@@ -36,7 +36,7 @@ LOOK_S = 30.0
 
 
 class MachineSandbox(ABC):
-    """A sandbox with a supervisor: pid 1 of a local sandbox, or a container's keeper.
+    """A sandbox with a supervisor: pid 1.
 
     Attributes:
         id: The sandbox's ID.

@@ -1,7 +1,7 @@
 """Fork servers: child processes that have loaded everything once, and fork other processes on request.
 
-A fork takes a millisecond, a fresh interpreter some fifty. Three kinds exist: the launcher of `local` sandboxes, the
-launcher of keepers, and the zygote of query workers. Each has a module with a `main` that uses `ipc.fork_child`.
+A fork takes a millisecond, a fresh interpreter some fifty. Two kinds exist: the launcher of `local` sandboxes and
+the zygote of query workers. Each has a module with a `main` that uses `ipc.fork_child`.
 """
 
 import asyncio

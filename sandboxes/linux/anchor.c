@@ -11,6 +11,7 @@
  * A request is two 32-bit numbers, the bytes of its texts and their number, and then the texts, each ending with NUL.
  * The first character of a text is its kind:
  *   < or >  a descriptor of the new process, with its number in two digits, and the path to open for it
+ *   d       the directory that the new process begins in, which its user need not be able to enter; / if there is none
  *   u       the user of the new process: its number, that of its group, and those of all its groups, each with a blank
  *           before it but the first
  *   a, e    an argument and a variable of the new process
@@ -146,12 +147,26 @@ static void leave_the_anchor(char **texts, unsigned more) {
     CALL(rt_sigprocmask, SIG_SETMASK, &no_signals, 0, sizeof no_signals);
 }
 
+/* Read the number of a user or group, and move on behind it; return whether it is one. The highest number of the kernel's
+ * means "no change" (setresuid(2)), with which a process would stay root. */
+static int next_id(const char **text, unsigned *id) {
+    const char *begin = *text;
+    unsigned long number = 0;
+    while (**text >= '0' && **text <= '9' && number < ~0U) number = 10 * number + (unsigned long)(*(*text)++ - '0');
+    *id = (unsigned)number;
+    return *text > begin && number < ~0U;
+}
+
 /* In the child: become a user; return whether it could be done. The order is that of credentials(7). */
 static int become_user(const char *text) {
-    static unsigned groups[GROUPS];
-    unsigned count = 0, uid = next_number(&text), gid = (text += *text == ' ', next_number(&text));
-    while (*text == ' ' && count < GROUPS) text++, groups[count++] = next_number(&text);
-    return !*text && CALL(setgroups, count, groups, 0, 0) == 0 && CALL(setresgid, gid, gid, gid, 0) == 0 &&
+    static unsigned ids[2 + GROUPS];
+    unsigned count = 0, uid, gid;
+    do
+        if (count == 2 + GROUPS || !next_id(&text, &ids[count++])) return 0;
+    while (*text++ == ' ');
+    if (text[-1] || count < 2) return 0;
+    uid = ids[0], gid = ids[1];
+    return CALL(setgroups, count - 2, ids + 2, 0, 0) == 0 && CALL(setresgid, gid, gid, gid, 0) == 0 &&
            CALL(setresuid, uid, uid, uid, 0) == 0;
 }
 
@@ -415,9 +430,10 @@ static char *compact(char **texts) {
 }
 
 /* In the fork: begin as a bash that has just been executed. */
-__attribute__((noreturn)) static void begin_shell(char **texts, const char *user, char **words, char **variables, int template) {
+__attribute__((noreturn)) static void begin_shell(char **texts, const char *folder, const char *user, char **words, char **variables, int template) {
     int count = 0;
-    if (!open_descriptors(texts) || (*user && !become_user(user))) {
+    if (folder) CALL(chdir, folder, 0, 0, 0);
+    if (!open_descriptors(texts) || (user && !become_user(user))) {
         answer(0);
         leave(NOT_FOUND);
     }
@@ -442,9 +458,10 @@ static void collect(void);
 /* Start a shell, which answers itself. */
 static void start(char **texts, unsigned count, char **words) {
     unsigned first = 0, arguments = 0, variables = 0;
-    const char *user = "";
+    const char *folder = 0, *user = 0;
     while (first < count && is_descriptor(texts[first])) first++;
     unsigned next = first;
+    if (next < count && *texts[next] == 'd') folder = texts[next++] + 1;
     if (next < count && *texts[next] == 'u') user = texts[next++] + 1;
     for (; next < count && *texts[next] == 'a'; next++) words[arguments++] = texts[next] + 1;
     words[arguments] = 0;
@@ -454,7 +471,7 @@ static void start(char **texts, unsigned count, char **words) {
     /* No process begins before those are collected that had ended: `ps` would show zombies. */
     collect();
     long pid = forks && arguments ? fork_with(0) : -1;
-    if (pid == 0) begin_shell(texts, user, words, environment, *texts[next] == 't' && can_be_template());
+    if (pid == 0) begin_shell(texts, folder, user, words, environment, *texts[next] == 't' && can_be_template());
     if (pid > 0) note((int)pid);
     else answer(0);
 }

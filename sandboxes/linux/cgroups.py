@@ -21,7 +21,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 _OWN_PIDS = 2
@@ -248,44 +247,6 @@ def sweep(parent: Path) -> None:
             return
         # A group cannot be removed before its last process was reaped.
         time.sleep(_POLL_S)
-
-
-def move_to_roots() -> None:
-    """Move this process into the root group of every hierarchy that it can write to. 0.1 ms.
-
-    Docker ends a container that shares the machine's pid namespace by killing the processes in its control group. A
-    process in a root group outlives that, and can clean up.
-    """
-    for mount in set(mount_points().values()):
-        with contextlib.suppress(OSError):
-            # "0" stands for the process that writes (Linux, Documentation/admin-guide/cgroup-v1/cgroups.rst, 2.2).
-            (mount / "cgroup.procs").write_text("0")
-
-
-def groups_at(path: str) -> list[Path]:
-    """Return the groups of a path that exist, of all hierarchies that are mounted. 0.1 ms."""
-    found = {mount / path.lstrip("/") for _, mount in hierarchies()}
-    return [group for group in found if group.is_dir()]
-
-
-def remove_emptied(groups: Collection[Path]) -> None:
-    """Remove groups whose processes were killed, once these have ended. What is in use for `_SWEEP_S` stays."""
-    deadline = time.monotonic() + _SWEEP_S
-    while (groups := [group for group in groups if not _remove(group)]) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-
-
-def hides_other_groups() -> bool:
-    """Return whether the mounted hierarchies lack the groups of processes outside of this container.
-
-    Version 1 mounts only a container's own group into it, unless /sys/fs/cgroup is mounted from the machine. Version 2
-    does so in a cgroup namespace, where the path of an outer group begins with `/..` (cgroup_namespaces(7)).
-    """
-    mounts = [line.partition(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    roots = [before.split()[3] for before, _, after in mounts if after.startswith(("cgroup ", "cgroup2 "))]
-    inits = [line.split(":", 2)[2] for line in Path("/proc/1/cgroup").read_text().splitlines()]
-    # A machine mounts a hierarchy as a whole somewhere, even if it mounts parts of it elsewhere too.
-    return "/" not in roots or any(path.startswith("/..") for path in inits)
 
 
 def _kill_all(group: Path) -> None:

@@ -33,7 +33,7 @@ import signal
 import stat
 import struct
 import termios
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from sandboxes.linux import syscalls as kernel
@@ -84,7 +84,6 @@ class LiveState:
         self,
         runs: Mapping[Process, int],
         shells: Collection[int],
-        directory: Callable[[int], str],
         sockets: SocketQueues | None,
         *,
         hidden: Collection[int] = (),
@@ -94,7 +93,6 @@ class LiveState:
         Args:
             runs: The agent's processes, as `processes.run_counts` returns them.
             shells: The idle shells and what starts them: a call may change them too, but not by their descriptors.
-            directory: Returns the directory of a process in the sandbox's own /proc, through which an agent writes.
             sockets: The sockets of the sandbox; None if this kernel cannot show them.
             hidden: Those of `shells` whose descriptors no process of the sandbox can look at.
         """
@@ -107,7 +105,7 @@ class LiveState:
         # A process that has ended, or that cannot be shown, leaves None: then `changed` is True.
         with contextlib.suppress(OSError, _OpaqueError):
             for pid in (*self._pids, *self._shells):
-                self._watches += report_writes(directory(pid))
+                self._watches += report_writes(pid)
             self._before = self._read()
 
     def changed(self) -> bool:
@@ -164,11 +162,11 @@ class LiveState:
         return facts
 
 
-def report_writes(directory: str) -> list[int]:
+def report_writes(pid: int) -> list[int]:
     """Have the kernel report the next write to a file of a process or its threads, to `was_written`.
 
     Args:
-        directory: The directory of the process in a /proc.
+        pid: The process.
 
     Returns:
         Descriptors, which end the watch when they are closed.
@@ -177,12 +175,12 @@ def report_writes(directory: str) -> list[int]:
         OSError: The process has ended.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
-    paths, (proc, _, own) = [directory], directory.rpartition("/")
-    for thread in os.listdir(f"{directory}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
-        paths.append(f"{directory}/task/{thread}")
-        if thread != own:
+    paths = [f"/proc/{pid}"]
+    for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
+        paths.append(f"/proc/{pid}/task/{thread}")
+        if thread != str(pid):
             # A thread has a directory of its own beside the processes, which is not listed (proc_tid(5)).
-            paths.append(f"{proc}/{thread}")
+            paths.append(f"/proc/{thread}")
     watches: list[int] = []
     try:
         for path in paths:

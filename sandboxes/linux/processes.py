@@ -250,32 +250,6 @@ def written_paths(pids: Iterable[int] | None = None) -> set[str]:
     return paths
 
 
-def run_in_child(work: Callable[[], object], subject: str) -> None:
-    """Do work that changes the process itself, such as its user or its namespaces, in a child.
-
-    Args:
-        work: The work.
-        subject: What the work is about, for the text of the error.
-
-    Raises:
-        OSError: The work raised it in the child.
-    """
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except OSError as error:
-            code = error.errno or 1
-        finally:
-            # At once: the parent's exit handlers must not run in the child.
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code:
-        raise OSError(code, f"{subject}: {os.strerror(code)}")
-
-
 def all_descend(list_pids: Callable[[], Iterable[int]], root: int) -> bool:
     """Return whether all processes of a list are the process `root` or descend from it.
 

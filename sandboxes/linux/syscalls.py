@@ -238,17 +238,6 @@ def overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
         os.close(context)
 
 
-def message_queues() -> int:
-    """Return a directory that lists the POSIX message queues of this IPC namespace; it is mounted nowhere."""
-    context = syscall("fsopen", ctypes.c_char_p(b"mqueue"), ctypes.c_uint(FSOPEN_CLOEXEC), about="mqueue")
-    with Opened(context):
-        _fsconfig(context, FSCONFIG_CMD_CREATE, None, None)
-        mounted = syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
-    with Opened(mounted):
-        # The descriptor of the mount is an O_PATH one, which cannot be listed.
-        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mounted)
-
-
 def _fsconfig(context: int, command: int, key: str | None, value: str | None) -> None:
     syscall(
         "fsconfig",

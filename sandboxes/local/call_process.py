@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandboxes.guest.background import BackgroundProcess, pending_outputs
-from sandboxes.guest.exec_script import PROGRAM, TEXT_FD, text
+from sandboxes.guest.exec_script import PROGRAM, TEXT_FD, refusal, text
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.process_io import Running, death_of, due_of, new_pipes, open_terminal
 from sandboxes.guest.shell_pool import known
-from sandboxes.guest.users import ROOT, UnknownUserError, User, read
+from sandboxes.guest.users import UnknownUserError, User, read
 from sandboxes.ipc.messages import RunProcess
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
@@ -61,13 +61,11 @@ def start(shells: LocalShells, request: RunProcess, stdin: bytes, to: socket.soc
     # A timeout kills what is not in this list. It is taken before the start, so no process that the start makes is
     # spared.
     spared = processes.list_processes()
-    arguments, terminal_path, variables, user = request.arguments, "", request.environment, None
-    if shells.changes_users:
-        arguments, variables, user = _as_user(shells.user, arguments, variables)
+    arguments, terminal_path = request.arguments, ""
+    user, unknown = _user(shells, arguments.get("user"))
     if arguments.get("tty"):
         master, terminal_path = open_terminal("/dev/ptmx", arguments.get("size"))
-        if user is not None:
-            os.chown(terminal_path, user.uid, -1)
+        os.chown(terminal_path, user.uid, -1)
         ours, theirs = {1: master}, {0: os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)}
     else:
         ours, theirs = new_pipes(stdin=bool(stdin or arguments.get("stdin")))
@@ -75,11 +73,15 @@ def start(shells: LocalShells, request: RunProcess, stdin: bytes, to: socket.soc
     theirs[TEXT_FD] = os.memfd_create("text", os.MFD_CLOEXEC)
     redirections = f"0<>{terminal_path} 1>&0 2>&0 {TEXT_FD}<&-" if terminal_path else f"{TEXT_FD}<&-"
     # The terminal's path is one of this sandbox's /dev/pts, so the script can open it by name.
-    uid = os.getuid() if user is None else user.uid
-    script = text(arguments, variables, uid=uid, redirections=redirections, terminal=terminal_path)
+    if unknown:
+        script = refusal(unknown, redirections)
+    else:
+        # Docker sets HOME from /etc/passwd unless the request sets it.
+        variables = request.environment | ({} if "HOME" in request.environment else {"HOME": user.home})
+        script = text(arguments, variables, redirections=redirections, terminal=terminal_path)
     os.pwrite(theirs[TEXT_FD], script, 0)
     try:
-        pid = shells.launch({}, theirs, PROGRAM, user)
+        pid = shells.launch({}, theirs, PROGRAM, user, arguments["cwd"])
         keeps_in = bool(arguments.get("stdin"))
         running = Running(ours, stdin, death_of(pid), to, keeps_in=keeps_in, due=due_of(arguments))
         return LocalProcess(running, pid, shells, spared)
@@ -90,18 +92,19 @@ def start(shells: LocalShells, request: RunProcess, stdin: bytes, to: socket.soc
         close_all(theirs.values())
 
 
-def _as_user(
-    own: User, arguments: dict[str, Any], variables: dict[str, str]
-) -> tuple[dict[str, Any], dict[str, str], User]:
-    """Return a process's arguments and variables for its user, and that user.
-
-    The script runs as that user then, and changes nothing. If there is no such user, it says so.
-    """
+def _user(shells: LocalShells, name: str | None) -> tuple[User, str]:
+    """Return the user of a process, and why it cannot be started as the one that was asked for."""
+    if not name:
+        return shells.user, ""
     try:
-        user = read(arguments["user"]) if arguments.get("user") else own
-    except UnknownUserError:
-        return arguments, variables, ROOT
-    return {**arguments, "user": str(user.uid)}, {"HOME": user.home, **variables}, user
+        user = read(name)
+    except UnknownUserError as error:
+        return shells.user, str(error)
+    if shells.changes_users:
+        return user, ""
+    # The user that everything runs as, without the groups that it cannot take.
+    same = (user.uid, user.gid) == (shells.user.uid, shells.user.gid)
+    return shells.user, "" if same else f"unable to become user {name}: without root, a sandbox has one user only"
 
 
 def background_process(

@@ -144,11 +144,14 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
 
 
 def _user(name: str) -> tuple[users.User, str | None]:
-    """Return the user that an image names; root, and why, if there is none."""
+    """Return the user that an image names; root, and why, if no process can be started as it."""
     try:
-        return (users.read(name) if name else users.ROOT), None
+        user = users.read(name) if name else users.ROOT
     except users.UnknownUserError as error:
         return users.ROOT, str(error)
+    if users.has_several() or not user.uid:
+        return user if users.has_several() else users.ROOT, None
+    return users.ROOT, f"unable to become user {name}: without root, a sandbox has one user only"
 
 
 def _run_on(count: int) -> None:

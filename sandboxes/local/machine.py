@@ -38,7 +38,7 @@ from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers, ReadyUppers
 from sandboxes.local.reaper import Reaper
 from sandboxes.open_sandboxes import Holding
-from sandboxes.shell_files.copies import ShellFiles, made_or_none
+from sandboxes.shell_files import copies as shell_copies
 from sandboxes.task_owner import TaskOwner
 
 START_S = 30.0
@@ -117,7 +117,7 @@ class Machine:
         self.uppers = ReadyUppers(self.layers.allocate, self.background)
         self.egress = EgressGateway(data_dir / "egress")
         self.reaper = Reaper(self.background)
-        self.shell: ShellFiles | None = None
+        self.shell: shell_copies.ShellFiles | None = None
         self.launcher = ForkServer(
             "the launcher of sandboxes",
             "sandboxes.local.launcher",
@@ -140,7 +140,7 @@ class Machine:
             SandboxError: This machine cannot run sandboxes.
         """
         # Anew for each process: this machine's bash may be another one by now.
-        self.shell = await asyncio.to_thread(made_or_none, self.data_dir / "shells")
+        self.shell = await asyncio.to_thread(shell_copies.made_or_none, self.data_dir / "shells")
         await self.launcher.start()
         await self._fill_spares()
 

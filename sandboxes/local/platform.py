@@ -20,6 +20,7 @@ from sandboxes.guest.platform import Performed, not_started
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.supervisor import CallRequest, Supervisor
+from sandboxes.guest.tool_servers import Servers
 from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.fork_pages import own_pages
 from sandboxes.ipc.messages import (
@@ -32,7 +33,7 @@ from sandboxes.ipc.messages import (
     RunProcess,
     StateSummary,
 )
-from sandboxes.ipc.server_messages import ServerOrder, StartServers
+from sandboxes.ipc.server_messages import StartServers
 from sandboxes.ipc.state_messages import (
     InspectHeld,
     LayerManifest,
@@ -51,7 +52,6 @@ from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.trees import TOO_DEEP
 from sandboxes.local.call_process import LocalProcess, background_process, start
-from sandboxes.local.servers import LocalServers
 
 
 class Switches:
@@ -89,7 +89,7 @@ class LocalPlatform:
         self._link, self._switches, self._seals = link, switches, order.seals
         self._shells = shells
         self._changes, self._background = Changes(roots, order, rows), BackgroundProcesses(order.output_bytes)
-        self._servers = LocalServers(shells)
+        self._servers = Servers(shells)
         self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, self, sockets)
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
         self._held_from = 0.0
@@ -126,31 +126,15 @@ class LocalPlatform:
 
     # -- the platform ------------------------------------------------------------------------------------------------
 
-    @property
-    def watched(self) -> Sequence[int]:
-        """No descriptors: a local sandbox ends with this process."""
-        return ()
-
-    def require_sandbox(self) -> None:
-        """Do nothing: a local sandbox ends with this process."""
-
     def living(self, ours: Collection[int] = (), *, collects: bool = True) -> set[processes.Process]:
         """Return all processes of the sandbox but `ours`; see `Platform.living`."""
         if collects:
             self._shells.reap()
         return processes.list_processes(ours)
 
-    def founders(self) -> set[int]:
-        """Return pid 1. The anchor is replaced after a call that has touched it."""
-        return {os.getpid()}
-
     def ipc_objects(self) -> int:
         """Return the number of System V objects and POSIX message queues."""
         return processes.ipc_objects() + len(os.listdir("/dev/mqueue"))  # noqa: PTH208 - pathlib is not loaded in pid 1
-
-    def proc_directory(self, pid: int) -> str:
-        """Return the directory of a process: this process and the agent see the same /proc."""
-        return f"/proc/{pid}"
 
     def run_command(self, request: RunCommand, command: bytes) -> Performed:
         """Run a command in a session's shell."""
@@ -183,10 +167,6 @@ class LocalPlatform:
             confine.stop_looking()
         else:
             confine.become_user(user.uid, user.gid, user.groups)
-
-    def complete_order(self, order: ServerOrder) -> ServerOrder:
-        """Return the order as it is: the proxy knows the whole environment."""
-        return order
 
     def end_servers(self) -> None:
         """Kill everything in the sandbox but this process."""

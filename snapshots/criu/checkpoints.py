@@ -47,17 +47,15 @@ _LAST_PID = "/proc/sys/kernel/ns_last_pid"
 class CriuCheckpointer:
     """A `Checkpointer` that saves and restores live processes with CRIU, for the driver of one data directory."""
 
-    def __init__(self, data_dir: Path, *, images_dir: Path | None = None, outer_session: bool = False) -> None:
+    def __init__(self, data_dir: Path, *, images_dir: Path | None = None) -> None:
         """Prepare nothing yet: CRIU is looked up on the first `is_available`.
 
         Args:
             data_dir: The driver's data directory; our copy of CRIU is kept in it.
             images_dir: A directory that holds the images of several data directories, such as a tmpfs. None keeps
                 them in the data directory.
-            outer_session: Whether the session of a tree's root belongs to a process outside the tree.
         """
         data_dir = data_dir.resolve()
-        self._outer_session = outer_session
         # Several data directories may share images_dir; the digest keeps their images apart.
         digest = hashlib.blake2b(str(data_dir).encode(), digest_size=8).hexdigest()
         self._directory = data_dir / "checkpoints" if images_dir is None else images_dir / f"forkpoint-{digest}"
@@ -204,7 +202,7 @@ class CriuCheckpointer:
                     started = await operator.next(CriuStarted)
                 except PeerFailedError as error:
                     raise CriuError(str(error)) from error
-            criu = CriuConversation(socket.socket(fileno=started.fds[0]), log, outer_session=self._outer_session)
+            criu = CriuConversation(socket.socket(fileno=started.fds[0]), log)
             try:
                 yield criu, operator
             finally:

@@ -48,17 +48,15 @@ class CriuError(RuntimeError):
 class CriuConversation:
     """The client's end of one CRIU process, for one request. Closing it lets CRIU exit."""
 
-    def __init__(self, end: socket.socket, log: int, *, outer_session: bool) -> None:
+    def __init__(self, end: socket.socket, log: int) -> None:
         """Take over the socket.
 
         Args:
             end: The socket to CRIU.
             log: A descriptor of the file in which CRIU writes its errors; it stays the caller's.
-            outer_session: Whether the session of the tree's root belongs to a process outside the tree, as in a
-                container. A restored root then joins CRIU's session ("shell job").
         """
         end.setblocking(False)
-        self._end, self._log, self._outer_session = end, log, outer_session
+        self._end, self._log = end, log
 
     def close(self) -> None:
         """Close the socket."""
@@ -132,7 +130,6 @@ class CriuConversation:
             # The files of the same moment come with the images, so their modes cannot have changed meanwhile.
             skip_file_rwx_check=True,
             notify_scripts=True,
-            shell_job=self._outer_session,
             # CRIU gives up by itself, too: a proxy that died cannot stop it.
             timeout=OPERATION_S,
             **options,

@@ -74,11 +74,11 @@ class OnImage(LocalDriver):
 
     def __init__(self, data_dir: Path, image: str = "", *, checkpoints: bool = False) -> None:
         super().__init__(data_dir, CriuCheckpointer(data_dir) if checkpoints else None)
-        self.image = image or bash_image()
+        self.of_image = image or bash_image()
 
     def _named(self, spec: EnvironmentSpec) -> EnvironmentSpec:
         # The contracts begin in /root, as without an image.
-        return spec if spec.image else spec.model_copy(update={"image": self.image, "workdir": spec.directory})
+        return spec if spec.image else spec.model_copy(update={"image": self.of_image, "workdir": spec.directory})
 
     async def identity(self, spec: EnvironmentSpec) -> str:
         return await super().identity(self._named(spec))

@@ -137,7 +137,7 @@ class Anchor(Starter, ABC):
 
     def start_on(
         self, environment: Mapping[str, str], fds: Mapping[int, int], program: str | None = None,
-        user: User | None = None,
+        user: User | None = None, folder: str = "",
     ) -> int:  # fmt: skip
         """Start a bash and return its pid, once it has opened its descriptors.
 
@@ -146,6 +146,8 @@ class Anchor(Starter, ABC):
             fds: Our descriptors that it gets, by the numbers that it gets them under.
             program: The bash text that it runs; None for the loop of a session's shell.
             user: Its user; None for that of all.
+            folder: The directory that it begins in, if another user than root starts it; it begins in / where it
+            cannot.
 
         Raises:
             AnchorLostError: The anchor is gone, or cannot start it.
@@ -153,7 +155,8 @@ class Anchor(Starter, ABC):
         holder = _hold(fds)
         try:
             paths = {number: f"/proc/{holder}/fd/{fd}" for number, fd in sorted(fds.items())}
-            self.send(self._request(environment, paths, session_texts.START if program is None else program, user))
+            text = session_texts.START if program is None else program
+            self.send(self._request(environment, paths, text, user, folder))
             # The pid comes when all descriptors are open: then the holder can end.
             return self.started()
         finally:
@@ -205,7 +208,7 @@ class Anchor(Starter, ABC):
 
     @abstractmethod
     def _request(
-        self, environment: Mapping[str, str], paths: Mapping[int, str], program: str, user: User | None
+        self, environment: Mapping[str, str], paths: Mapping[int, str], program: str, user: User | None, folder: str
     ) -> bytes:
         """Return the request for a bash with these files as its descriptors, in ascending order."""
 

@@ -106,6 +106,7 @@ class BashAnchor(Anchor):
         paths: Mapping[int, str],
         program: str,
         user: User | None,  # noqa: ARG002 - it is root: a bash cannot change the user
+        folder: str,  # noqa: ARG002 - which root can enter itself
     ) -> bytes:
         redirections = " ".join(f"{number}{sign(number)}{path}" for number, path in paths.items())
         return self._line(

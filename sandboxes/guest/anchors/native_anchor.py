@@ -62,9 +62,10 @@ class NativeAnchor(Anchor):
         )
 
     def _request(
-        self, environment: Mapping[str, str], paths: Mapping[int, str], program: str, user: User | None
+        self, environment: Mapping[str, str], paths: Mapping[int, str], program: str, user: User | None, folder: str
     ) -> bytes:
-        return _packed_start(tuple(environment.items()), tuple(paths.items()), program, user or self.user)
+        variables, files = tuple(environment.items()), tuple(paths.items())
+        return _packed_start(variables, files, program, user or self.user, folder)
 
     def take_note_of(self, pid: int) -> None:
         """Have the anchor keep the exit code of a shell that a template has forked, and that has not begun yet.
@@ -87,17 +88,20 @@ def _packed_start(
     paths: tuple[tuple[int, str], ...],
     program: str,
     user: User,
+    folder: str = "",
     *,
     template: bool = False,
 ) -> bytes:
     """Return the request for a bash. It is kept, because each call starts a shell on the same kit."""
     files = [f"{sign(number)}{number:02}{path}" for number, path in paths]
+    # No path has a zero byte, which would begin another text.
+    begins = [f"d{folder}"] if folder and "\0" not in folder else []
     # Root needs no change: in a user namespace the kernel refuses to set groups.
     becomes = [] if user.is_root else [f"u{' '.join(map(str, (user.uid, user.gid, *user.groups)))}"]
     arguments = [f"a{word}" for word in ("bash", "--noprofile", "--norc", "-c", program, "bash")]
     # As if a bash had exported them: another one would take options and functions from the rest.
     variables = [f"e{name}={value}" for name, value in environment if _EXPORTABLE.fullmatch(name)]
-    return _packed([*files, *becomes, *arguments, *variables, *(["t"] if template else [])])
+    return _packed([*files, *begins, *becomes, *arguments, *variables, *(["t"] if template else [])])
 
 
 def _packed(texts: Sequence[str]) -> bytes:

@@ -257,7 +257,7 @@ def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
     if sum(map(len, early)) > _MAX_EARLY:
         early, late = [], early + late
     # `read` strips characters of the user's IFS from the end of a line; here it can strip only from a comment.
-    line = "; ".join(early or ["\\builtin :"]) + f"{wary} # forkpoint\n" if early or wary else "\n"
+    line = "; ".join(early or ["\\builtin :"]) + f"{wary} # session\n" if early or wary else "\n"
     return line.encode("latin-1"), "".join(f"{order}; " for order in late).encode("latin-1") + command
 
 

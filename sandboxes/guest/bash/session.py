@@ -30,7 +30,7 @@ from sandboxes.shell_text import Jobs, ShellSession
 
 RESTORE_FD, LOOP_FD, COMMAND_FD, GO_FD, DUMP_FD = 29, 30, 31, 32, 33
 """The shell's descriptors: high, so that commands do not meet them by chance."""
-END = b"forkpoint-end-of-dump\0"
+END = b"session-end-of-dump\0"
 """The end of every dump."""
 KEPT = "kept"
 """The member of a session that no fresh shell can take on; it gives the reason, and other sessions lack it.
@@ -60,7 +60,7 @@ print before that goes to a descriptor that takes no output: a restricted shell 
 writing.
 """
 LOST_STATUS = 144
-LOST_MARK = "forkpoint-lost-its-descriptors"
+LOST_MARK = "session-lost-its-descriptors"
 _LOST = rf"{{ \builtin printf {LOST_MARK}; \builtin exit {LOST_STATUS}; }}"
 """Ends a shell that has lost our descriptors.
 
@@ -76,7 +76,7 @@ NEEDED = {
 }  # fmt: skip
 """The builtins that our lines use, which a command may disable (`enable -n printf`)."""
 _BUILTINS_BACK = (
-    r"; { __forkpoint_off=$(\builtin enable -n) || { __forkpoint_off=$(\enable -n); \enable builtin; }; "
+    r"; { __session_off=$(\builtin enable -n) || { __session_off=$(\enable -n); \enable builtin; }; "
     rf"\builtin enable {' '.join(sorted(NEEDED))}; }} >&29 2>&29"
 )
 """Notes which builtins are disabled, and enables those that the dump needs."""
@@ -94,8 +94,8 @@ def wary_run(*, function: bool, disabled: bool) -> str:
         disabled: Builtins may be disabled after it.
     """
     mended = (_BUILTINS_BACK if disabled else "") + (_FUNCTION_AWAY if function else "")
-    begin = BEGIN_DUMP.replace('"$?"', '"$__forkpoint"')
-    return f"{RUN}; __forkpoint=$?{mended}; {begin}; {AGAIN}"
+    begin = BEGIN_DUMP.replace('"$?"', '"$__session"')
+    return f"{RUN}; __session=$?{mended}; {begin}; {AGAIN}"
 
 
 _READ = '-n x"${BASH_SUBSHELL-}${HISTCMD-}${LINENO-}${COMP_WORDBREAKS-}${BASH_ARGV0-}${GROUPS[@]-}"'
@@ -112,11 +112,11 @@ _CALL = (
     \builtin printf '\0'; \builtin declare -F; \builtin printf '\0'; \builtin alias -p; \builtin printf '\0';
     \builtin umask; \builtin printf '\0'; \builtin pwd; [[ . -ef ${DIRSTACK[0]} && -x . ]];
     \builtin printf '\0%s' "$?" "${#DIRSTACK[@]}" "${DIRSTACK[@]}" ''; \builtin enable -n;
-    \builtin printf '%s\0' "${__forkpoint_off-}"; \builtin unset -v __forkpoint_off; \builtin jobs -l;
-    \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' forkpoint-end-of-dump; } >&33 &&
+    \builtin printf '%s\0' "${__session_off-}"; \builtin unset -v __session_off; \builtin jobs -l;
+    \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' session-end-of-dump; } >&33 &&
     \builtin hash -r && [[ @READ@ && '' =~ ^ ]] && \builtin set +o posix; } >&29 2>&29 || @LOST@;
-    \builtin read -t 2147483647 -r -u 32 __forkpoint || \builtin exit;
-    \builtin eval "\builtin unset -v __forkpoint; \builtin shopt -s expand_aliases; \builtin : ''; $__forkpoint";
+    \builtin read -t 2147483647 -r -u 32 __session || \builtin exit;
+    \builtin eval "\builtin unset -v __session; \builtin shopt -s expand_aliases; \builtin : ''; $__session";
     """.replace("@LOST@", _LOST)
         .replace("@READ@", _READ)
         .strip()
@@ -126,8 +126,8 @@ _CALL = (
 )
 """One turn of the loop: finish a dump, wait, take on options, run the command, begin the next dump."""
 _ONCE = (
-    rf"__forkpoint=$(</proc/self/fd/30) || {_LOST}; "
-    r'\builtin eval "\builtin unset -v __forkpoint; ${__forkpoint:0:%d}"' % len(_CALL)
+    rf"__session=$(</proc/self/fd/30) || {_LOST}; "
+    r'\builtin eval "\builtin unset -v __session; ${__session:0:%d}"' % len(_CALL)
 )
 """Runs the loop's first part, which is one call. To find its end by a pattern takes bash 0.1 ms longer."""
 _MANY_TIMES = (
@@ -147,7 +147,7 @@ It is one line, so bash reads it whole before any of it runs. The copies of desc
 close-on-exec. A shell that cannot write its dump, because a command has closed our descriptors, exits: nothing waits
 for a dump that cannot come. The limit of `read` overrides TMOUT.
 """
-FUNCTIONS = "__forkpoint_functions"
+FUNCTIONS = "__session_functions"
 """The variable in which the restoring script leaves the statements that define the session's functions."""
 DEFINE = f'\\builtin eval "${{{FUNCTIONS}-}}"'
 """Defines the functions, outside of any file that is sourced: bash names that file in a function's errors."""
@@ -195,7 +195,7 @@ _VOLATILE = frozenset(
         "_",
     ]
 )
-_OWN = "__forkpoint"
+_OWN = "__session"
 """The beginning of the names of our own variables."""
 _OFF = "off\n"
 """What comes before the traps if aliases are not expanded: no write of its own in the usual case."""

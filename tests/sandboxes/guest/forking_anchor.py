@@ -1,6 +1,7 @@
 """Starts an anchor that forks its shells, beside the files that it needs; and what shows of a shell."""
 
 import os
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
@@ -21,7 +22,8 @@ printf '%s\n' "${lines[@]}" | grep -vE '^(Pid|PPid|Tgid|NStgid|NSpid|NSpgid|NSsi
 unset lines
 for f in /proc/$$/fd/*; do l=$(readlink "$f") && echo "${f##*/} ${l%%[0-9]*}"; done; unset f l
 ls -l /proc/self/fd | sed -E 's/.* [0-9:]+ //; s/[0-9]{2,}//g'
-[[ $$ == "$BASHPID" && $(ps -o pgid= $$) -eq $$ && $(ps -o sid= $$) -eq $PPID && $(<"/proc/$PPID/comm") == anchor ]]
+[[ $$ == "$BASHPID" && $(ps -o pgid= $$) -eq $$ && $(ps -o sid= $$) -eq $PPID &&
+$(tr '\0' ' ' </proc/$PPID/cmdline) == anchor* ]]
 echo "$?"
 declare -p | grep -vE '^declare -[a-z-]* (RANDOM|SRANDOM|SECONDS|EPOCH.*|BASHPID|PPID|BASH_EXECUTION_STRING|_)='
 declare -f; alias; set -o; shopt; trap -p; ulimit -a; umask; enable; jobs; hash; type -a bash
@@ -32,27 +34,29 @@ python3 -c 'import os, signal; print(signal.pthread_sigmask(0, []), os.getpriori
 
 The shell reads its signal masks itself: it blocks SIGCHLD for moments while it waits for another program.
 """
+SHOWN_SORTED = SHOWN.replace("</proc/$$/environ;", "</proc/$$/environ | sort;")
+"""The same, but for the order in which a shell was given its variables: a bash that executes shells has its own."""
 
 
-def start(files: Path, workdir: str = "/") -> NativeAnchor:
+def start(files: Path, workdir: str = "/", others: Collection[processes.Process] = ()) -> NativeAnchor:
     """Start the anchor in a mount namespace of its own, which ends with it. 10 ms.
 
     Args:
         files: What `copies.make` has made.
         workdir: The anchor's working directory.
+        others: The agent's processes that it is told of. Here the machine's run; in a sandbox none do yet.
     """
     # The kernel has a mount namespace and a working directory for each thread that asks for its own (unshare(2)).
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_start, files, workdir).result()
+        return thread.submit(_start, files, workdir, others).result()
 
 
-def _start(files: Path, workdir: str) -> NativeAnchor:
+def _start(files: Path, workdir: str, others: Collection[processes.Process]) -> NativeAnchor:
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     mounts.prepare(devices_from_host=False, shell_files=str(files))
     os.chdir(workdir)
-    # In a sandbox no process of the agent runs yet. Here the machine's processes run.
-    with patch.object(processes, "list_processes", return_value=set()):
+    with patch.object(processes, "list_processes", return_value=set(others)):
         anchor = NativeAnchor.start()
     assert anchor is not None
     return anchor

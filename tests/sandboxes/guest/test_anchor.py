@@ -1,13 +1,14 @@
-"""The anchor: one contract for the program of ours, for a bash that forks its shells, and for any other bash."""
+"""The anchor: one contract for a bash that forks its shells, and for one that executes them."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
+from typing import Any
 
 import pytest
 
@@ -17,23 +18,22 @@ from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.anchors.programs import adopted_anchor
 from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.bash import session as session_texts
-from sandboxes.linux import processes
+from sandboxes.guest.users import ROOT, User
+from sandboxes.linux import processes, spawn
 from sandboxes.linux.processes import parent
 from tests.machine import wait_until
 from tests.sandboxes.box import needs_root
 from tests.sandboxes.guest import forking_anchor
 from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM, SHOWN
 
-EXECUTED, FORKED = "an argument", "a descriptor"
-"""How a bash gets its program. Sessions' shells read it from a descriptor, and only these can be forks."""
+ARGUMENT, DESCRIPTOR = "an argument", "a descriptor"
+"""How a bash gets its program. Sessions' shells read it from a descriptor."""
 
 
-@pytest.fixture(params=["native", "forking", "bash"])
+@pytest.fixture(params=["forking", "executing"])
 def anchor(request: pytest.FixtureRequest) -> Iterator[Anchor]:
-    if request.param == "bash":
+    if request.param == "executing":
         started: Anchor = BashAnchor.start()
-    elif request.param == "native":
-        started = NativeAnchor.start(str(request.getfixturevalue("anchor_helper")))
     else:
         started = forking_anchor.start(request.getfixturevalue("shell_folder"))
     yield started
@@ -49,17 +49,27 @@ def forking(shell_folder: Path) -> Iterator[NativeAnchor]:
 
 @contextmanager
 def output_of(
-    anchor: Anchor, program: str, environment: Mapping[str, str] = {}, way: str = FORKED, more: Mapping[int, int] = {}
-) -> Iterator[tuple[int, int]]:
-    """Start a program that prints to a pipe; yield its pid and our end."""
+    anchor: Anchor, program: str, environment: Mapping[str, str] = {}, way: str = DESCRIPTOR,
+    *, user: User | None = None, start: str | None = None, folder: str = "",
+) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """Start a program that prints to a pipe; yield its pid and our end.
+
+    Args:
+        anchor: What starts it.
+        program: It may be an argument, or what a session's shell reads.
+        environment: Its variables.
+        way: Which of the two it is.
+        user: Its user.
+        folder: The directory that it begins in.
+        start: What bash runs in the place of both, with the same descriptors.
+    """
     null, text, (reading, writing) = os.open("/dev/null", os.O_RDONLY), os.memfd_create("text"), os.pipe()
-    given = {0: null, 1: writing, 2: writing, **more}
+    given = {0: null, 1: writing, 2: writing}
+    if way == DESCRIPTOR:
+        os.write(text, os.fsencode(program))
+        given[session_texts.LOOP_FD] = text
     try:
-        if way == FORKED:
-            os.write(text, os.fsencode(program))
-            pid = anchor.start_on(environment, {**given, session_texts.LOOP_FD: text})
-        else:
-            pid = anchor.start_on(environment, given, program)
+        pid = anchor.start_on(environment, given, start or (program if way == ARGUMENT else None), user, folder)
         os.close(writing)
         yield pid, reading
     finally:
@@ -68,12 +78,10 @@ def output_of(
         os.close(null)
 
 
-def printed(
-    anchor: Anchor, program: str, environment: Mapping[str, str] = {}, way: str = FORKED, more: Mapping[int, int] = {}
-) -> str:
-    """Return what a program prints until it has ended well."""
+def printed(anchor: Anchor, *arguments: Any, **more: Any) -> str:
+    """Return what a program prints until it has ended well; see `output_of`."""
     with (
-        output_of(anchor, program, environment, way, more) as (pid, reading),
+        output_of(anchor, *arguments, **more) as (pid, reading),
         os.fdopen(os.dup(reading), errors="surrogateescape") as output,
     ):
         text = output.read()
@@ -92,7 +100,7 @@ def test_an_anchor_knows_its_own_processes_only(anchor: Anchor) -> None:
     assert anchor.wait(os.getpid()) is None
 
 
-@pytest.mark.parametrize("way", [EXECUTED, FORKED])
+@pytest.mark.parametrize("way", [ARGUMENT, DESCRIPTOR])
 def test_process_has_what_it_was_given_and_no_more(anchor: Anchor, way: str) -> None:
     """A shell passes on a variable with any bytes, but neither functions nor its own options."""
     odd = "two\nlines '\"$x`\udcff"
@@ -102,13 +110,13 @@ def test_process_has_what_it_was_given_and_no_more(anchor: Anchor, way: str) -> 
     assert odd in shown
     *_, numbers, command = shown.splitlines()
     # 3 is the directory of the pattern itself.
-    assert set(numbers.split()) - {"3"} == {"0", "1", "2"} | ({"30"} if way == FORKED else set())
-    argument = session_texts.START if way == FORKED else program
+    assert set(numbers.split()) - {"3"} == {"0", "1", "2"} | ({"30"} if way == DESCRIPTOR else set())
+    argument = session_texts.START if way == DESCRIPTOR else program
     assert command == f"bash --noprofile --norc -c {argument} bash "
     assert "f ()" not in printed(anchor, "declare -f", given, way)
 
 
-@pytest.mark.parametrize("way", [EXECUTED, FORKED])
+@pytest.mark.parametrize("way", [ARGUMENT, DESCRIPTOR])
 def test_process_leads_a_group_and_its_parent_is_the_anchor(anchor: Anchor, way: str) -> None:
     """It is in the anchor's session, and no signal is blocked or ignored in it."""
     shows = "echo $$ $PPID $BASHPID; ps -o pgid=,sid= $$; exec grep -E '^Sig(Blk|Ign)' /proc/$$/status"
@@ -117,26 +125,31 @@ def test_process_leads_a_group_and_its_parent_is_the_anchor(anchor: Anchor, way:
     assert {int(mask, 16) for mask in masks[1::2]} == {0}
 
 
+_EXECUTE = """import os, signal
+for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    signal.signal(number, signal.SIG_DFL)
+os.execve({!r}, {!r}, {!r})"""
+"""Executes a bash with exactly these arguments and variables."""
+
+
 @pytest.mark.parametrize(
     "given", [{}, {"SHELL": ""}, {"A": "1", "PATH": os.environ["PATH"], "SHLVL": "4", "_": "/x", "LANG": "C.UTF-8"}]
 )
-def test_a_fork_shows_what_an_executed_shell_does(forking: NativeAnchor, given: Mapping[str, str]) -> None:
-    """A shell with the descriptor 4 is executed, because a fork needs that one for its answer."""
-    shows = f"exec 4<&-; {PROGRAM}; {SHOWN}"
-    null = os.open("/dev/null", os.O_RDONLY)
-    (forked, fork), (program, executed) = (
-        printed(forking, shows, given, more=more).split("\n", 1) for more in ({}, {4: null})
-    )
-    os.close(null)
+@pytest.mark.parametrize("way", [ARGUMENT, DESCRIPTOR])
+def test_a_fork_shows_what_an_executed_shell_does(forking: NativeAnchor, given: Mapping[str, str], way: str) -> None:
+    shows = f"{PROGRAM}; {SHOWN}"
+    words = ["bash", "--noprofile", "--norc", "-c", shows if way == ARGUMENT else session_texts.START, "bash"]
+    execute = f"exec {quote(sys.executable)} -ISc {quote(_EXECUTE.format(spawn.BASH, words, dict(given)))}"
+    forked, fork = printed(forking, shows, given, way).split("\n", 1)
+    program, executed = printed(forking, shows, given, way, start=execute).split("\n", 1)
     assert (forked, program) == (FORK, EXECUTABLE)
     assert fork == executed
 
 
-@pytest.mark.parametrize("variable", ["LD_LIBRARY_PATH", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX"])
-def test_a_shell_with_a_variable_for_the_loader_is_executed(forking: NativeAnchor, variable: str) -> None:
-    shows = f"{PROGRAM}; echo ${variable}"
-    assert printed(forking, shows, {"A": "1", variable: "/nowhere", "B": "2"}) == f"{EXECUTABLE}\n/nowhere\n"
-    assert printed(forking, shows, {f"A_{variable}": "/nowhere"}) == f"{FORK}\n\n"
+@pytest.mark.parametrize("variable", ["LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX"])
+def test_a_variable_for_the_loader_concerns_children_alone(forking: NativeAnchor, variable: str) -> None:
+    shows = f"exec 2>/dev/null; {PROGRAM}; echo ${variable}; env | grep ^{variable}="
+    assert printed(forking, shows, {**os.environ, variable: "/no"}) == f"{FORK}\n/no\n{variable}=/no\n"
 
 
 def test_forking_anchor_shows_nothing_but_its_name(forking: NativeAnchor) -> None:
@@ -154,26 +167,50 @@ def test_a_fork_knows_nothing_of_another(forking: NativeAnchor) -> None:
     assert first[1] != second[1]
 
 
-@pytest.mark.parametrize("program", [session_texts.START, ":"], ids=["forked", "executed"])
-def test_a_descriptor_that_cannot_be_opened_is_no_shell(forking: NativeAnchor, program: str) -> None:
+def test_a_descriptor_that_cannot_be_opened_is_no_shell(forking: NativeAnchor) -> None:
     """The next one is started all the same."""
-    forking.send(forking._request({}, {0: "/nowhere"}, program))
+    forking.send(forking._request({}, {0: "/nowhere"}, ":", None, ""))
     assert forking.receive() == 0
     assert printed(forking, "echo on") == "on\n"
 
 
-def test_a_fork_needs_known_files_and_no_other_process(
-    shell_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The files are read through a path of the machine here, which has no such directory."""
-    files = shell_folder / "files"
-    assert NativeAnchor.start_with_bash(str(files)) is None, "beside processes"
-    monkeypatch.setattr(processes, "list_processes", set)
-    assert NativeAnchor.start_with_bash(str(tmp_path)) is None, "without files"
-    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
-    facts = (tmp_path / "facts").read_bytes()
-    (tmp_path / "facts").write_bytes(facts[:-1] + bytes([facts[-1] ^ 1]))
-    assert NativeAnchor.start_with_bash(str(tmp_path)) is None, "of another bash"
+USERS = {
+    "a number": User(1234, 5, (5,), "/"),
+    "groups": User(1, 2, (2, 3, 4), "/"),
+    "none of root's": User(7, 0, (), "/"),
+}
+
+
+@needs_root
+@pytest.mark.parametrize("name", USERS)
+def test_a_process_starts_as_its_user_with_no_rights_of_root(forking: NativeAnchor, name: str) -> None:
+    user = USERS[name]
+    lines = printed(forking, "exec cat /proc/self/status", user=user).splitlines()
+    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    assert status["Uid"].split() == 4 * [str(user.uid)]
+    assert status["Gid"].split() == 4 * [str(user.gid)]
+    assert status["Groups"].split() == [str(group) for group in user.groups]
+    assert {status[kind] for kind in ("CapPrm", "CapEff", "CapAmb")} == {"0000000000000000"}
+    assert printed(forking, "echo $UID $(id -u)") == "0 0\n", "the next one is root again"
+
+
+@needs_root
+def test_shells_on_the_kit_have_the_anchors_user(forking: NativeAnchor) -> None:
+    forking.user = User(1234, 5, (5,), "/")
+    assert printed(forking, "echo $UID $EUID $GROUPS") == "1234 1234 5\n"
+    assert printed(forking, "echo $UID", user=ROOT) == "0\n"
+
+
+@needs_root
+def test_a_process_begins_where_its_user_may_not_go(forking: NativeAnchor, tmp_path: Path) -> None:
+    """As with container runtimes. From a directory that cannot be entered at all, it begins in the root."""
+    tmp_path.chmod(0o700)
+    for folder, shown in ((str(tmp_path), str(tmp_path)), ("/nowhere", "/"), (f"{tmp_path}\0u0 0", "/")):
+        assert printed(forking, "echo $UID $PWD", user=User(7, 7, (), "/"), folder=folder) == f"7 {shown}\n"
+
+
+def test_without_files_no_anchor_forks(tmp_path: Path) -> None:
+    assert NativeAnchor.start(str(tmp_path)) is None
 
 
 def test_orphans_are_the_anchors_and_are_collected(anchor: Anchor) -> None:
@@ -218,26 +255,30 @@ def test_restored_anchor_is_spoken_to_as_it_understands(anchor: Anchor) -> None:
     assert not again.stays
 
 
-def test_anchor_beside_processes_does_not_stay(anchor_helper: Path) -> None:
-    """They could have entered it before it hid. Beside this test there are always some."""
-    anchor = NativeAnchor.start(str(anchor_helper))
-    assert not anchor.stays
-    anchor.close()
+def test_anchor_beside_processes_does_not_stay(shell_folder: Path) -> None:
+    """They could have entered it before it hid."""
+    for others, stays in (set[processes.Process](), True), ({(2, 1)}, False):
+        anchor = forking_anchor.start(shell_folder, others=others)
+        anchor.close()
+        assert anchor.stays == stays
 
 
 _REUSED_PID = """
 import os, sys, time
-from sandboxes.guest.anchors.native_anchor import NativeAnchor
+from pathlib import Path
+from tests.sandboxes.guest import forking_anchor
 
 def run(text):
-    pid = anchor.start_on({}, {0: null, 1: null, 2: null}, text)
+    pid = anchor.start_on({}, {0: null, 1: last_pid, 2: null}, text)
     while os.path.exists(f"/proc/{pid}"):
         time.sleep(0.001)
     return pid
 
-anchor, null = NativeAnchor.start(sys.argv[1]), os.open("/dev/null", os.O_RDWR)
+anchor, null = forking_anchor.start(Path(sys.argv[1])), os.open("/dev/null", os.O_RDWR)
+# No process of a sandbox may write to it.
+last_pid = os.open("/proc/sys/kernel/ns_last_pid", os.O_WRONLY)
 pid = run("exit 7")
-run(f"echo {pid - 1} >/proc/sys/kernel/ns_last_pid; (sleep 0.1; exit 9) & [ $! = {pid} ] && touch {sys.argv[2]}")
+run(f"echo {pid - 1}; (sleep 0.1; exit 9) & [ $! = {pid} ] && touch {sys.argv[2]}")
 while os.path.exists(f"/proc/{pid}"):
     time.sleep(0.001)
 print(anchor.wait(pid))
@@ -246,9 +287,9 @@ anchor.close()
 
 
 @needs_root
-def test_exit_code_is_that_of_the_process_that_had_the_pid_first(anchor_helper: Path, tmp_path: Path) -> None:
+def test_exit_code_is_that_of_the_process_that_had_the_pid_first(shell_folder: Path, tmp_path: Path) -> None:
     """An orphan gets the pid before pid 1 asks, and the anchor collects it too."""
-    arguments = [sys.executable, "-c", _REUSED_PID, str(anchor_helper), str(tmp_path / "reused")]
+    arguments = [sys.executable, "-c", _REUSED_PID, str(shell_folder), str(tmp_path / "reused")]
     root = Path(__file__).parents[3]
     in_namespace = ["unshare", "--pid", "--mount-proc", "--fork", *arguments]
     assert subprocess.check_output(in_namespace, cwd=root, timeout=60) == b"7\n"

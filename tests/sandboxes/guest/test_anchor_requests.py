@@ -1,19 +1,16 @@
-"""Both native anchors answer each request or end by themselves, whatever the request says."""
+"""The anchor answers each request or ends by itself, whatever the request says."""
 
-import contextlib
 import os
 import re
 import select
 import struct
 import tempfile
-from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.bash import session as session_texts
 from tests.sandboxes.guest import forking_anchor
 
@@ -22,13 +19,51 @@ MAX_BYTES, MAX_TEXTS = 1 << 28, 1 << 20
 UNKNOWN = b"w0\0"
 """A request for the exit code of a process that nobody has started."""
 # Whatever bash is started with, it ends at once and changes nothing: it gets no other words than these.
-PARTS = [b"\0", b"<", b">", b"a", b"e", b"w", b"c", b"00", b"01", b"09", b"63", b"/dev/null", b"/nowhere"]
+PARTS = [
+    b"\0",
+    b"<",
+    b">",
+    b"a",
+    b"e",
+    b"w",
+    b"c",
+    b"d",
+    b"u",
+    b"t",
+    b" ",
+    b"00",
+    b"01",
+    b"09",
+    b"63",
+    b"/dev/null",
+    b"/nowhere",
+]
 PARTS += [b"-c", b"exit 3", b":", b"PATH", b"=", b"\xff", b"1", b"99999999999"]
 SHELL = b"abash\0a--noprofile\0a--norc\0a-c\0a%b\0abash\0" % session_texts.START.encode()
-"""The arguments of a session's shell, which may be a fork. It has no text to run."""
+"""The arguments of a session's shell. It has no text to run."""
+NO_USERS = [
+    b"",
+    b" ",
+    b"1",
+    b"1 ",
+    b"x",
+    b"1 x",
+    b"1 2x",
+    b"1 2 ",
+    b"1  2",
+    b" 1 2",
+    b"1 2 3 x",
+    b"-1 2",
+    b"1 -2",
+    b"1\t2",
+]
+NO_USERS += [b"%d 2" % (2**32 - 1), b"1 %d" % (2**32 - 1), b"1 2 %d" % (2**32 - 1), b"%d 2" % 2**32, b"%d 2" % 2**64]
+NO_USERS += [b"1 2" + 1025 * b" 3"]
+"""What is no user: no number, a number too few, the one that means "no change", and a group too many."""
 BODIES = st.lists(st.sampled_from(PARTS), min_size=1, max_size=40).map(b"".join)
 SENSIBLE = st.tuples(
     st.sampled_from([b"", b"<00/dev/null\0", b"<00/dev/null\0>01/dev/null\0>02/dev/null\0", b"<63/nowhere\0"]),
+    st.sampled_from([b"", b"", b"u1 2\0", b"u1 2" + 1024 * b" 3" + b"\0", *(b"u%b\0" % text for text in NO_USERS)]),
     st.sampled_from([SHELL, b"abash\0", b"abash\0a-c\0aexit 3\0", b"abash\0a-c\0a:\0" + 500 * b"ax\0"]),
     st.sampled_from([b"", b"ePATH=/bin\0", b"eLD_BIND_NOW=\0", 500 * b"ex=\0"]),
 ).map(b"".join)
@@ -56,28 +91,25 @@ def line_of(replies: int) -> bytes:
     return line
 
 
-@pytest.fixture(params=["native", "forking"])
-def start(request: pytest.FixtureRequest) -> Callable[[str], NativeAnchor]:
-    """Starts an anchor in a directory."""
-    if request.param == "forking":
-        return partial(forking_anchor.start, request.getfixturevalue("shell_folder"))
-    program = str(request.getfixturevalue("anchor_helper"))
-
-    def start_native(workdir: str) -> NativeAnchor:
-        with contextlib.chdir(workdir):
-            return NativeAnchor.start(program)
-
-    return start_native
+@pytest.mark.parametrize("text", NO_USERS, ids=[text[:10].decode() for text in NO_USERS])
+def test_with_a_malformed_user_nothing_starts(shell_folder: Path, text: bytes) -> None:
+    """It would be root's process."""
+    anchor = forking_anchor.start(shell_folder)
+    for user, answers in ((text, rb"0\n"), (b"1 2", rb"[1-9][0-9]*\n")):
+        body = b"u%b\0abash\0a-c\0a:\0" % user
+        anchor.send(struct.pack("=II", len(body), 4) + body)
+        assert re.fullmatch(answers, line_of(anchor.ends[1]))
+    anchor.close()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(orders=ORDERS, end=ENDS)
 def test_each_request_is_answered_or_ends_the_anchor(
-    start: Callable[[str], NativeAnchor], orders: list[tuple[bytes, int | None]], end: tuple[int, int] | None
+    shell_folder: Path, orders: list[tuple[bytes, int | None]], end: tuple[int, int] | None
 ) -> None:
     with tempfile.TemporaryDirectory() as empty:
         # A bash that takes a word for the name of a script finds none.
-        anchor = start(empty)
+        anchor = forking_anchor.start(shell_folder, empty)
         requests, replies = anchor.ends
         try:
             for body, claimed in [*orders, (UNKNOWN, None)]:

@@ -7,12 +7,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from sandboxes.linux import processes
-from sandboxes.linux.processes import GRACE_S, Grace, run_in_child, wait_until_asleep
+from sandboxes.linux.processes import GRACE_S, Grace, wait_until_asleep
 
 _BUSY = "print(flush=True)\nwhile True: pass"
 _ASLEEP = "import time; time.sleep(0.01); print(flush=True); time.sleep(1000)"
@@ -62,26 +61,6 @@ def test_wait_ends_with_condition_or_sleep() -> None:
     with started(_BUSY) as busy, started(_ASLEEP) as asleep:
         assert wait_until_asleep(busy, lambda: next(answers))
         assert not wait_until_asleep(asleep, lambda: False)
-
-
-def test_work_in_a_child_changes_only_the_child(tmp_path: Path) -> None:
-    """The child changes its own directory; what it writes to the disk stays."""
-    before = Path.cwd()
-
-    def work() -> None:
-        os.chdir(tmp_path)
-        Path("made").write_text("here")
-
-    run_in_child(work, "a directory")
-    assert Path.cwd() == before
-    assert (tmp_path / "made").read_text() == "here"
-
-
-def test_error_of_a_child_is_raised_here(tmp_path: Path) -> None:
-    """The error keeps its number, and its text begins with the subject."""
-    with pytest.raises(OSError, match="a directory could not be entered: ") as raised:
-        run_in_child(lambda: os.chdir(tmp_path / "none"), "a directory could not be entered")
-    assert raised.value.errno == errno.ENOENT
 
 
 def test_process_that_cannot_be_read_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from hatch_build import COMPILED, FLAGS, HELPER, compile_helper
-from sandboxes.linux.spawn import Spawn, anchor_program, fork_leader, native_leader
+from sandboxes.linux.spawn import Spawn, fork_leader, native_leader
 from tests.machine import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -133,15 +133,3 @@ def test_source_compiles_without_warnings(spawn_helper: Path, source: Path, targ
     with TemporaryDirectory(prefix="forkpoint-helper-") as folder:
         command = ["cc", *FLAGS[target], "-Wall", "-Wextra", "-Werror", "-o", f"{folder}/out"]
         subprocess.run([*command, str(REPOSITORY / source)], check=True)
-
-
-def test_anchor_of_another_machine_is_not_used(anchor_helper: Path, tmp_path: Path) -> None:
-    program = tmp_path / "anchor.elf"
-    assert anchor_program(str(program)) == b""
-    compiled = anchor_helper.read_bytes()
-    program.write_bytes(compiled)
-    anchor_program.cache_clear()
-    assert anchor_program(str(program)) == compiled
-    program.write_bytes(compiled[:18] + b"??" + compiled[20:])
-    anchor_program.cache_clear()
-    assert anchor_program(str(program)) == b""

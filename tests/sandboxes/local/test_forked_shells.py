@@ -1,12 +1,12 @@
-"""Shells that are forks of the anchor: they answer as executed ones do, and a changed bash is not passed over.
+"""Shells that are forks of the anchor: they answer as executed ones do, and no command changes their bash.
 
 What a shell shows of itself is compared with an executed one in `tests/sandboxes/guest/test_anchor.py` too.
 """
 
 import asyncio
-import re
-import subprocess
+import tarfile
 from collections.abc import Awaitable, Callable
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,10 @@ from sandboxes.effects import Effect
 from sandboxes.linux import spawn
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
-from tests.sandboxes.box import Answer, file, in_sandbox, local_driver, needs_forks, needs_root, opened, run
+from tests.sandboxes.box import file, in_sandbox, local_driver, needs_forks, needs_root, opened, ran, run
 from tests.sandboxes.conftest import execute_shells
-from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM, SHOWN
+from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM, SHOWN_SORTED
+from tests.sandboxes.image_archives import root_tar
 
 SPEC = EnvironmentSpec()
 
@@ -34,12 +35,6 @@ def driven(data_dir: Path, test: Callable[[Driver], Awaitable[None]]) -> None:
             await test(driver)
 
     asyncio.run(go())
-
-
-def involved() -> list[str]:
-    """Return the paths of the files that loading bash involves."""
-    listed = re.findall(r"(/\S+) \(0x", subprocess.check_output(["ldd", spawn.BASH], text=True))
-    return [spawn.BASH, *listed, "/etc/ld.so.cache"]
 
 
 @needs_forks
@@ -60,8 +55,22 @@ def test_shells_are_forks_and_share_no_random_numbers(data_dir: Path) -> None:
 
 def test_forked_and_executed_shells_answer_alike(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In new shells and restored ones: what they show of themselves, what a call changed, and the session."""
-    calls = [SHOWN, "true", "x=1; export y=2; cd /tmp; f() { :; }; set -u; umask 077; ulimit -n 500", SHOWN]
-    calls += ["echo $x $y; f", "exec 9</etc/passwd", SHOWN, "exec 9<&-", "exit 3", SHOWN, "kill -9 $$", SHOWN]
+    calls = [
+        SHOWN_SORTED,
+        "true",
+        "x=1; export y=2; cd /tmp; f() { :; }; set -u; umask 077; ulimit -n 500",
+        SHOWN_SORTED,
+    ]
+    calls += [
+        "echo $x $y; f",
+        "exec 9</etc/passwd",
+        SHOWN_SORTED,
+        "exec 9<&-",
+        "exit 3",
+        SHOWN_SORTED,
+        "kill -9 $$",
+        SHOWN_SORTED,
+    ]
     answers: list[list[tuple[object, ...]]] = []
 
     async def test(driver: Driver) -> None:
@@ -97,75 +106,92 @@ def test_a_sandbox_works_with_each_kind_of_shell(data_dir: Path) -> None:
 
 CHANGES = {
     "another bash": "sed 's/command not found/kommand not found/' {bash} >/tmp/b; chmod 755 /tmp/b; mv /tmp/b {bash}",
-    "a longer bash": "printf x >>{bash}",
-    "a link to bash": "mv {bash} {bash}.real; ln -s bash.real {bash}",
-    "the times of bash": "touch -r /etc/passwd {bash}",
-    "a library that is loaded before": "touch /etc/ld.so.preload",
-    "libraries of a directory": "mkdir -p /tmp/lib; echo /tmp/lib >/etc/ld.so.conf; ldconfig",
+    "a script for bash": "rm {bash}; printf '#!/bin/sh\\necho script\\n' >{bash}; chmod 755 {bash}",
+    "no bash": "rm {bash}",
+    "a bash that cannot be executed": "chmod 0 {bash}",
+    "another libc": "(f=$(ldd {bash} | grep -o '/.*libc.so.6'); rm $f; echo text >$f)",
+    "no loader": "rm -f /lib64/ld-linux* /lib/ld-linux*",
+    "no cache of libraries": "rm /etc/ld.so.cache",
+    "libraries that are loaded before": "echo /nowhere/lib.so >/etc/ld.so.preload",
 }
-"""Commands after which a fork would be another shell than the sandbox's own, or might be."""
-
-
-async def own_shell(sandbox: Sandbox) -> Answer:
-    """Return what a call shows of its shell, which is the sandbox's own bash."""
-    answer = await run(sandbox, f"{PROGRAM}; readlink -f /bin/bash; nope")
-    program, own = answer.out.splitlines()
-    assert program == own
-    return answer
+"""Commands that concern each bash which is executed later."""
 
 
 @needs_root
+@needs_forks
 @pytest.mark.parametrize("name", CHANGES)
-def test_after_a_change_the_shell_is_the_sandbox_s_own(data_dir: Path, name: str) -> None:
-    """In the live sandbox, and in one that is restored from a snapshot. Others are not concerned."""
+def test_a_changed_system_changes_no_session(data_dir: Path, name: str) -> None:
+    """Neither in the live sandbox, nor in one that is restored from a snapshot."""
+    # Built-ins alone, in a new session too: nothing else may run any more.
+    look = "nope_() { echo on $x $BASH_VERSION; }; nope_; type -t cd; read -r line </etc/hostname; echo $line; nope"
 
     async def test(driver: Driver) -> None:
         sandbox = await driver.start(SPEC)
-        assert (await run(sandbox, CHANGES[name].format(bash=EXECUTABLE))).outcome == ("", "", 0, Effect.FILES)
-        live = await own_shell(sandbox)
+        await run(sandbox, "x=5")
+        before = await run(sandbox, look)
+        changed = await run(sandbox, CHANGES[name].format(bash=EXECUTABLE))
+        assert (changed.code, changed.effect) == (0, Effect.FILES)
         restored = await driver.restore(SPEC, await sandbox.freeze())
-        for answer in (await own_shell(restored), await own_shell(sandbox)):
-            assert answer.outcome == live.outcome
-        assert ("kommand" in live.err) == (name == "another bash")
-        assert "kommand" not in (await run(await driver.start(SPEC), "nope")).err
+        for each in (sandbox, restored):
+            for _ in range(2):
+                assert (await run(each, look)).printed == before.printed
+            await run(each, "kill -9 -1")
+            assert (await run(each, look)).printed == before.printed, "below another anchor"
+            assert (await run(each, "echo $x; x=1", session="other")).printed == ("\n", "", 0)
 
     driven(data_dir, test)
 
 
-@needs_root
 @needs_forks
-def test_each_file_that_loading_involves_is_looked_at(data_dir: Path) -> None:
-    """Each is replaced by a copy of the same size and the same time of content."""
-    paths = involved()
+def test_sessions_run_this_machine_s_bash_in_every_base(data_dir: Path, tmp_path: Path) -> None:
+    """What a command executes is the base's own. Here that is a program which says so and ends."""
+    marker = b"#!/bin/dash\necho own bash\n"
+    with (
+        tarfile.open(tmp_path / "base.tar", "w") as tar,
+        tarfile.open(fileobj=BytesIO(root_tar("dash", ["env"]))) as base,
+    ):
+        for entry in base:
+            tar.addfile(entry, base.extractfile(entry) if entry.isreg() else None)
+        member = tarfile.TarInfo("usr/bin/bash")
+        member.size, member.mode = len(marker), 0o755
+        tar.addfile(member, BytesIO(marker))
+        tar.add("/bin/dash", "usr/bin/dash")
+    spec = EnvironmentSpec(base=str(tmp_path / "base.tar"))
+    look = "echo $BASH_VERSION; [[ -n $x ]]; echo $?; bash -c true; bash; /bin/bash -c 'echo no'"
 
     async def test(driver: Driver) -> None:
-        for path in paths:
-            sandbox = await driver.start(SPEC)
-            assert (await run(sandbox, f"cp -Lp {path} /tmp/copy; mv -f /tmp/copy $(readlink -f {path})")).code == 0
-            live = await own_shell(sandbox)
-            assert live.outcome == (await own_shell(await driver.restore(SPEC, await sandbox.freeze()))).outcome
+        version = (await run(await driver.start(SPEC), "echo $BASH_VERSION")).out
+        sandbox = await driver.start(spec)
+        assert (await run(sandbox, look)).printed == (f"{version}1\n" + 3 * "own bash\n", "", 0)
+        await run(sandbox, "x=5; declare -A map=([a]=b); cd /tmp")
+        restored = await driver.restore(spec, await sandbox.freeze())
+        for each in (sandbox, restored):
+            assert (await run(each, "echo $x ${map[a]} $PWD")).out == "5 b /tmp\n"
+            assert (await run(each, "bash")).out == "own bash\n"
+            assert (await ran(each, "bash")).out == b"own bash\n"
 
     driven(data_dir, test)
 
 
 @needs_forks
-def test_variables_for_the_loader_work_as_in_an_executed_shell(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell that is born with one is executed. A session's own ones come later, and concern its children alone."""
-    spec = EnvironmentSpec(env={"LD_LIBRARY_PATH": "/tmp/x"})
+def test_variables_for_the_loader_concern_children_alone(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a spec and those of a session. They are shown as executed shells show them."""
+    spec = EnvironmentSpec(env={"LD_LIBRARY_PATH": "/tmp/x", "GLIBC_TUNABLES": "glibc.malloc.check=0"})
     programs, answers = list[str](), list[tuple[object, ...]]()
 
     async def test(driver: Driver) -> None:
         sandbox = await driver.start(spec)
         programs.append((await run(sandbox, PROGRAM)).out)
-        shown = await run(sandbox, "export LD_PRELOAD=/nowhere.so; echo $LD_LIBRARY_PATH; env | grep ^LD_ | sort")
+        shown = await run(sandbox, "export LD_PRELOAD=/nowhere.so; echo $LD_LIBRARY_PATH; env | grep -a LD_ | sort")
         again = await run(sandbox, "echo $LD_LIBRARY_PATH $LD_PRELOAD; (env | grep ^LD_ | sort) 2>/dev/null")
         assert shown.out == "/tmp/x\nLD_LIBRARY_PATH=/tmp/x\nLD_PRELOAD=/nowhere.so\n"
+        assert shown.err.count("'/nowhere.so' from LD_PRELOAD cannot be preloaded") == 3, "each child says so"
         answers.append((*shown.outcome, *again.outcome))
 
     driven(data_dir, test)
     execute_shells(monkeypatch)
     driven(data_dir, test)
-    assert programs == 2 * [f"{EXECUTABLE}\n"]
+    assert programs == [f"{FORK}\n", f"{EXECUTABLE}\n"]
     assert answers[0] == answers[1]
 
 
@@ -193,9 +219,7 @@ def test_a_command_changes_no_file_of_the_shells_and_enters_no_anchor(data_dir: 
     """Not even root in the sandbox. The files are shared by all sandboxes."""
 
     def files() -> dict[str, tuple[bytes, int, int, int]]:
-        found = {
-            path.name: (path.read_bytes(), path.stat()) for path in next(data_dir.glob("shells/*/files")).iterdir()
-        }
+        found = {path.name: (path.read_bytes(), path.stat()) for path in (data_dir / "shells/files").iterdir()}
         return {name: (text, made.st_mode, made.st_uid, made.st_ctime_ns) for name, (text, made) in found.items()}
 
     async def test(sandbox: Sandbox) -> None:

@@ -10,10 +10,9 @@ from sandboxes.calls import ToolCall
 from sandboxes.driver import Driver, Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError
-from sandboxes.linux.spawn import anchor_program
 from sandboxes.process_output import ending
 from sandboxes.spec import EnvironmentSpec, Limits
-from tests.sandboxes.box import in_sandbox, local_driver, opened, ran, reads, run
+from tests.sandboxes.box import in_sandbox, local_driver, needs_forks, opened, ran, reads, run
 from tests.sandboxes.processes import leave
 from tests.sandboxes.session_contract import SessionContract
 
@@ -181,8 +180,7 @@ def test_touched_anchor_does_not_stay_over_changes(data_dir: Path) -> None:
     in_sandbox(data_dir, test)
 
 
-@pytest.mark.usefixtures("shells")
-@pytest.mark.skipif(not anchor_program(), reason="no C compiler has made the anchor")
+@needs_forks
 def test_anchor_stays_over_changes_and_nothing_enters_it(data_dir: Path) -> None:
     """A process that could enter it would hold files of layers that are sealed by now."""
     trace = "import ctypes, os; print(ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0))"
@@ -458,7 +456,7 @@ def test_invalid_utf8_becomes_replacement_characters(data_dir: Path) -> None:
         "BASH_XTRACEFD=33; set -x",
         "exec 33>&-",
         "exec 30<&- 31<&- 32<&-",
-        "readonly __forkpoint=1",
+        "readonly __session=1",
         "for fd in 10 11 12 13 14; do echo forged >&$fd; done 2>/dev/null",
         "unset -f $(compgen -A function); unset $(compgen -v) 2>/dev/null",
         "POSIXLY_CORRECT=1",
