@@ -63,7 +63,7 @@ if [ -z "$fp_name" ]; then fp_name=$fp_uid; fi
 if [ -r /etc/passwd ]; then
     while IFS=: read -r fp_1 fp_2 fp_3 fp_4 fp_5 fp_6 fp_7 || [ -n "$fp_1" ]; do
         if [ "$fp_1" = "$fp_name" ] || [ "$fp_3" = "$fp_name" ]; then
-            fp_name=$fp_1 fp_to=$fp_3 fp_gid=$fp_4 fp_home=$fp_6
+            fp_name=$fp_1 fp_to=$fp_3 fp_gid=$fp_4 fp_home=${fp_6:-/}
             break
         fi
     done </etc/passwd
