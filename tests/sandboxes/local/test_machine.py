@@ -14,6 +14,7 @@ from sandboxes.local.machine import _FIRST_CALL_S, ended
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import until
 from tests.sandboxes.box import opened, run
+from tests.sandboxes.conftest import execute_shells
 
 SPEC = EnvironmentSpec()
 
@@ -117,8 +118,9 @@ def test_a_start_waits_for_a_shell_once(data_dir: Path) -> None:
     asyncio.run(go())
 
 
-def test_a_restored_sandbox_without_a_shell_says_so(data_dir: Path) -> None:
-    """The start does not wait for the shell, so the first call reports that there is none."""
+def test_a_restored_sandbox_without_a_shell_says_so(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the sandbox's own bash runs the commands. The start does not wait for the shell, so the first call reports that there is none."""
+    execute_shells(monkeypatch)
 
     async def go() -> None:
         async with opened(LocalDriver(data_dir)) as driver:

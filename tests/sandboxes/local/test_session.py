@@ -13,6 +13,7 @@ from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.process_output import ending
 from sandboxes.spec import EnvironmentSpec, Limits
 from tests.sandboxes.box import in_sandbox, local_driver, needs_forks, opened, ran, reads, run
+from tests.sandboxes.conftest import execute_shells
 from tests.sandboxes.processes import leave
 from tests.sandboxes.session_contract import SessionContract
 
@@ -524,8 +525,9 @@ def test_a_new_session_needs_its_directory(data_dir: Path) -> None:
     in_sandbox(data_dir, test)
 
 
-def test_a_shell_that_commands_broke_is_an_answer(data_dir: Path) -> None:
-    """No shell starts any more, because bash is gone: every rollout that does the same gets the same."""
+def test_a_shell_that_commands_broke_is_an_answer(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the sandbox's own bash runs the commands and is gone, every rollout that does the same gets the same."""
+    execute_shells(monkeypatch)
 
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, "rm -f /bin/bash /usr/bin/bash")

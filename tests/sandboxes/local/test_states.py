@@ -386,7 +386,6 @@ def test_host_base_is_independent_of_the_data_directory(data_dir: Path) -> None:
     [
         EnvironmentSpec(base="/nonexistent"),
         EnvironmentSpec(base="/etc/passwd"),
-        EnvironmentSpec(base="/etc"),
         EnvironmentSpec(archives=(Archive(source="/nonexistent"),)),
         EnvironmentSpec(archives=(Archive(source="/etc/passwd"),)),
         EnvironmentSpec(setup=("echo why >&2; exit 3",)),
@@ -401,6 +400,21 @@ def test_a_spec_that_cannot_be_built_says_why(data_dir: Path, spec: EnvironmentS
             with pytest.raises(SpecError):
                 await driver.start(spec)
             assert list(driver.sandboxes) == []
+
+    asyncio.run(go())
+
+
+def test_a_base_without_bash_needs_forks(data_dir: Path, shells: str) -> None:
+    """Nothing in it has to run for a session."""
+
+    async def go() -> None:
+        async with opened(local_driver(data_dir)) as driver:
+            spec = EnvironmentSpec(base="/usr/share/doc", workdir="/")
+            if shells == "executed":
+                with pytest.raises(SpecError, match="bash"):
+                    await driver.start(spec)
+                return
+            assert (await run(await driver.start(spec), "echo on $PWD; type -P sh")).printed == ("on /\n", "", 1)
 
     asyncio.run(go())
 
