@@ -6,8 +6,9 @@ arrival of the call until a sandbox is in the right state (before it executes th
 - *warm*: the rollout pauses before the call, as a model does, and a warm fork is ready;
 - *restored*: warm forks are off and no sandbox is idle; the nearest snapshot is restored.
 
-The duration of the whole call is shown too. Each run is a new rollout that leaves the path at a node with a new call,
-and its answer is checked. Both ways alternate, each with its own engine on the same machine.
+The state has some files, made by the first call; `--files` says how many. The duration of the whole call is shown
+too. Each run is a new rollout that leaves the path at a node with a new call, and its answer is checked. Both ways
+alternate, each with its own engine on the same machine.
 """
 
 import asyncio
@@ -58,10 +59,12 @@ async def ask(engine: Engine, rollout: Rollout, call: ToolCall) -> float:
     return time.perf_counter() - began
 
 
-async def diverge(engine: Engine, number: int, pause_s: float) -> tuple[float, float, bool]:
+async def diverge(engine: Engine, number: int, pause_s: float, files: int) -> tuple[float, float, bool]:
     """Walk to a node and leave the tree; return ms to the sandbox, ms in total, and whether it was warm."""
     rollout = await engine.tasks.rollout("task", f"r{number}")
     depth = 1 + number % DEPTH
+    for call in first_step(files):
+        await ask(engine, rollout, call)
     for step in range(depth):
         await ask(engine, rollout, shell(f"echo {step} >> /root/path"))
     await asyncio.sleep(pause_s)
@@ -89,13 +92,25 @@ async def diverge(engine: Engine, number: int, pause_s: float) -> tuple[float, f
     return stood[0] * 1e3, total_s * 1e3, engine.counts.warm_used > used
 
 
-async def measure(folder: Path, rounds: int, pause_s: float) -> dict[str, list[tuple[float, float, bool]]]:
+def first_step(files: int) -> list[ToolCall]:
+    """Return the calls that make the files of the state."""
+    parts = [(first, min(first + 5_000, files)) for first in range(0, files, 5_000)]
+    program = (
+        'import os\nos.makedirs("/root/files", exist_ok=True)\n'
+        'for n in range({}, {}):\n open(f"/root/files/{{n}}", "w").write(str(n))'
+    )
+    return [shell(f"python3 -c '{program.format(*part)}'") for part in parts]
+
+
+async def measure(folder: Path, rounds: int, pause_s: float, files: int) -> dict[str, list[tuple[float, float, bool]]]:
     """Return the times of all divergences, by way."""
     results: dict[str, list[tuple[float, float, bool]]] = {"warm": [], "restored": []}
     async with running(folder / "warm", 8) as warm, running(folder / "cold", 0) as cold:
         engines = {"warm": warm, "restored": cold}
         for engine in engines.values():
             first = await engine.tasks.rollout("task", "first")
+            for call in first_step(files):
+                await ask(engine, first, call)
             for step in range(DEPTH):
                 await ask(engine, first, shell(f"echo {step} >> /root/path"))
                 await asyncio.sleep(0.05)
@@ -106,13 +121,13 @@ async def measure(folder: Path, rounds: int, pause_s: float) -> dict[str, list[t
                     # An idle sandbox of an earlier rollout would make the restore unnecessary.
                     await engine.capture.drain()
                     await engine.pool.close_where(lambda _: True)
-                results[way].append(await diverge(engine, number, pause_s))
+                results[way].append(await diverge(engine, number, pause_s, files))
     return results
 
 
-def show(results: dict[str, list[tuple[float, float, bool]]]) -> None:
+def show(results: dict[str, list[tuple[float, float, bool]]], files: int) -> None:
     shown = table(
-        "From a diverging call's arrival to its sandbox at the right state, files only: ms",
+        f"From a diverging call's arrival to its sandbox at a state of {files:,} files: ms",
         "", "runs", "median", "p95", "max", "target", "with the call", "warm forks used",
     )  # fmt: skip
     for way, runs in results.items():
@@ -129,14 +144,16 @@ def show(results: dict[str, list[tuple[float, float, bool]]]) -> None:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument(
         "--pause", type=float, default=0.3, help="seconds that the model thinks before the diverging call"
     )
+    parser.add_argument("--files", default="0,100,2500,10000,50000", help="files of the states")
     parser.add_argument("--data", type=Path, help="directory of the sandboxes; default: a temporary directory")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.data, prefix="forkpoint-bench-") as folder:
-        show(asyncio.run(measure(Path(folder), options.rounds, options.pause)))
+    for files in map(int, options.files.split(",")):
+        with tempfile.TemporaryDirectory(dir=options.data, prefix="forkpoint-bench-") as folder:
+            show(asyncio.run(measure(Path(folder), options.rounds, options.pause, files)), files)
 
 
 if __name__ == "__main__":

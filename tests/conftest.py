@@ -22,6 +22,7 @@ LEFT_OUT = {
     "tests/ui/": "a browser",
     "tests/manual/test_s": "a browser",
     "tests/sandboxes/images/test_daemon.py": "Docker",
+    "tests/test_images_through_proxy.py": "minutes",
     "tests/test_compose_run.py": "Docker",
     "tests/sandboxes/postgres/": "PostgreSQL",
     "tests/proxy/test_transparency_postgres.py": "PostgreSQL",
@@ -80,7 +81,7 @@ LEFT_OUT = {
 
 LONGEST = (
     "tests/test_kill_storm.py", "tests/test_kill.py", "tests/test_differential.py", "tests/agents/",
-    "tests/sandboxes/container/", "tests/proxy/test_transparency", "tests/test_run.py",
+    "tests/proxy/test_transparency", "tests/test_run.py",
 )  # fmt: skip
 """Tests that begin first, so that no worker process waits for them at the end."""
 

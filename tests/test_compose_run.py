@@ -53,10 +53,11 @@ class ComposedProxy:
     def start(self) -> None:
         """Start the container, and return when the proxy is ready."""
         run(self._command())
-        wait_until(self._ready, self.log(), within_s=60)
-
-    def log(self) -> str:
-        return subprocess.run(["docker", "logs", "proxy"], capture_output=True, text=True, check=False).stderr
+        try:
+            wait_until(self._ready, within_s=60)
+        except AssertionError as error:
+            shown = subprocess.run(["docker", "logs", "proxy"], capture_output=True, text=True, check=False)
+            raise AssertionError(shown.stdout + shown.stderr) from error
 
     def processes(self) -> set[Process]:
         """Return the processes in the container."""
