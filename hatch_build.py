@@ -5,9 +5,8 @@ collide with other packages (PyPI's `proxy.py` installs a top-level `proxy`, for
 `forkpoint/proxy/` and so on, and rewrites every import of them. An editable installation needs no copy: there the
 repository itself is on the path.
 
-The hook also compiles `vfork.c`, `anchor.c` and `preloaded.c` in `sandboxes/linux`. The wheel then is for
-this machine's architecture. Where no compiler works it is for every machine, and Forkpoint does without them, more
-slowly.
+The hook also compiles `vfork.c` and `anchor.c` in `sandboxes/linux`. The wheel then is for this machine's architecture.
+Where no compiler works it is for every machine, and Forkpoint does without them, more slowly.
 
 Where MkDocs is installed, the hook also builds the documentation site, which the proxy then serves below `/manual/`.
 """

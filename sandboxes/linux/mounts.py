@@ -49,8 +49,9 @@ def prepare(*, devices_from_host: bool, shell_files: str = "") -> None:
         devices_from_host: Bind the device nodes from the host. In a user namespace, no process may make device nodes.
         shell_files: The directory of the shell files to show; empty for none.
     """
-    # Made before /dev is another one: the directory may be below it. It is an overlay of its own, so a lock or a watch of
-    # these files concerns one sandbox alone. Without an upper it is read-only, and needs two lower layers (overlayfs.rst).
+    # Made before /dev is another one: the directory may be below it. It is an overlay of its own, so a lock or a watch
+    # of these files concerns one sandbox alone. Without an upper it is read-only, and needs two lower layers
+    # (overlayfs.rst).
     files = kernel.overlay([f"{shell_files}/files", f"{shell_files}/empty"], None, None) if shell_files else None
     nodes = {name: os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC) for name in _DEVICES} if devices_from_host else {}
     kernel.mount("tmpfs", "/dev", "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k,nr_inodes=64")
@@ -181,8 +182,8 @@ def _show_system() -> None:
     try:
         kernel.mount("sysfs", "/sys", "sysfs", _PROC_FLAGS | kernel.MS_RDONLY)
     except OSError:
-        # In a user namespace the kernel refuses it if the machine itself has hidden a part of it (mount_too_revealing in
-        # fs/namespace.c). It is then empty.
+        # In a user namespace the kernel refuses it if the machine itself has hidden a part of it (mount_too_revealing
+        # in fs/namespace.c). It is then empty.
         kernel.mount("tmpfs", "/sys", "tmpfs", _PROC_FLAGS | kernel.MS_RDONLY, "size=4k,nr_inodes=2")
     for name in _MASKED_SYSTEM:
         if os.path.isdir(f"/sys/{name}"):  # noqa: PTH112

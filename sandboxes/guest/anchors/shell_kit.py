@@ -26,7 +26,7 @@ EXPORTS = -1
 PIPES = (1, 2, session_texts.DUMP_FD, session_texts.GO_FD)
 """The shell's descriptors of pipes."""
 TEMPLATE_REQUESTS, TEMPLATE_REPLIES = 34, 35
-"""A template's descriptors of the two pipes to it (`linux/template.c`). No shell has them."""
+"""A template's descriptors of the two pipes to it (`linux/anchor.c`). No shell has them."""
 PLACES = {
     number: 40 + index
     for index, number in enumerate(

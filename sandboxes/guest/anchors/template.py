@@ -4,7 +4,7 @@
 #
 # After each call the session's shell is replaced by a fresh one that is restored from the session's dump. After most
 # calls the session is as before, so the fresh shell is as the last one was before its command. A template is a shell
-# that has come to that point and stops there (`linux/template.c`). Each fork of it is the fresh shell. It has the pid,
+# that has come to that point and stops there (`linux/anchor.c`). Each fork of it is the fresh shell. It has the pid,
 # times, random numbers, descriptors and directory of a new one, and all else that bash knows was the same anyway.
 #
 # A template stands for fresh shells as long as these hold:

@@ -105,7 +105,8 @@ def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
             assert answer.out == "done\n"
             gone = await run(sandbox, "echo on; ls")
             # The shells are forks of what is no file of the sandbox; without a compiler they are the sandbox's bash.
-            forks = sandbox.machine.shell is not None
+            assert isinstance(driver, LocalDriver)
+            forks = driver.machine.shell is not None
             assert gone.code == 127
             assert (gone.out, "/bin/bash" in gone.err) == (("on\n", False) if forks else ("", True))
             await sandbox.close()
@@ -127,7 +128,8 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 
 
 @needs_root
-def test_no_process_has_the_right_to_look_into_others(data_dir: Path, shells: str) -> None:
+@pytest.mark.usefixtures("shells")
+def test_no_process_has_the_right_to_look_into_others(data_dir: Path) -> None:
     """Pid 1 alone can look into processes of every user: not its forks, and nothing that it starts."""
 
     async def test(sandbox: Sandbox) -> None:

@@ -98,9 +98,7 @@ UNFIT: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_of_an_unfit_machine_there_are_no_copies(
-    machine: Path, anchor_helper: Path, tmp_path: Path, name: str
-) -> None:
+def test_of_an_unfit_machine_there_are_no_copies(machine: Path, anchor_helper: Path, tmp_path: Path, name: str) -> None:
     """What was there before does not stay."""
     copies.make(tmp_path / "made", anchor_helper, str(machine))
     UNFIT[name](machine / "usr")
