@@ -15,8 +15,8 @@ It starts the shells, tool servers and other processes, and it inherits their or
 # 1. A bash from copies of this machine's files, with the library `linux/anchor.c`. It forks shells. Its files lie in
 #    the sandbox's /dev, which is no layer, so it holds nothing of the layers and stays when they change. The kernel
 #    moves its root and working directory along (pivot_root(2)). Nothing of the agent's may enter it, or an agent could
-#    keep a file of a layer open through it and change that layer after it was sealed. So it is not dumpable, from before
-#    the agent's first process on. One that was started beside such processes ends at the next change of layers.
+#    keep a file of a layer open through it and change that layer after it was sealed. So it is not dumpable, from
+#    before the agent's first process on. One that was started beside such processes ends at the next change of layers.
 # 2. The sandbox's own bash, where there was no compiler. It executes shells. It has the program's file of a layer, so
 #    it ends when layers change.
 #
