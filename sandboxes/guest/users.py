@@ -123,8 +123,8 @@ def _number(text: str) -> int | None:
 
 def _lines(root: int, path: bytes) -> list[str]:
     """Return the lines of a file; none if there is no such file."""
-    # A FIFO would let this process wait without an end. A link to another file system leads out of the layers: /proc
-    # has files of this process.
+    # A FIFO would let this process wait without an end. A link to another file system leads out of the layers:
+    # /proc has files of this process.
     how = kernel.open_how(os.O_RDONLY | os.O_NONBLOCK, kernel.RESOLVE_IN_ROOT | kernel.RESOLVE_NO_XDEV)
     try:
         fd = kernel.openat2(root, path, how)

@@ -12,13 +12,13 @@ It starts the shells, tool servers and other processes, and it inherits their or
 #
 # There are two programs for it:
 #
-# 1. A bash from copies of this machine's files, with the library `linux/anchor.c`. It forks shells. Its files lie
-#    in the sandbox's /dev, which is no layer, so it holds nothing of the layers and stays when they change. The kernel
+# 1. A bash from copies of this machine's files, with the library `linux/anchor.c`. It forks shells. Its files lie in
+#    the sandbox's /dev, which is no layer, so it holds nothing of the layers and stays when they change. The kernel
 #    moves its root and working directory along (pivot_root(2)). Nothing of the agent's may enter it, or an agent could
 #    keep a file of a layer open through it and change that layer after it was sealed. So it is not dumpable, from
 #    before the agent's first process on. One that was started beside such processes ends at the next change of layers.
-# 2. The sandbox's own bash, where there was no compiler. It executes shells. It has the program's file of a
-#    layer, so it ends when layers change.
+# 2. The sandbox's own bash, where there was no compiler. It executes shells. It has the program's file of a layer, so
+#    it ends when layers change.
 #
 # Pid 1 writes requests to the anchor, and reads lines of numbers from it, over two pipes. The agent can write to the
 # pipes of a bash through /proc, and what it made the anchor do would cross over to later calls. So each line begins
@@ -146,8 +146,7 @@ class Anchor(Starter, ABC):
             fds: Our descriptors that it gets, by the numbers that it gets them under.
             program: The bash text that it runs; None for the loop of a session's shell.
             user: Its user; None for that of all.
-            folder: The directory that it begins in, if another user than root starts it; it begins in / where it
-            cannot.
+            folder: The directory that it begins in, or / where it cannot; only an anchor that forks goes there.
 
         Raises:
             AnchorLostError: The anchor is gone, or cannot start it.

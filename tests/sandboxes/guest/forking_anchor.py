@@ -22,8 +22,8 @@ printf '%s\n' "${lines[@]}" | grep -vE '^(Pid|PPid|Tgid|NStgid|NSpid|NSpgid|NSsi
 unset lines
 for f in /proc/$$/fd/*; do l=$(readlink "$f") && echo "${f##*/} ${l%%[0-9]*}"; done; unset f l
 ls -l /proc/self/fd | sed -E 's/.* [0-9:]+ //; s/[0-9]{2,}//g'
-[[ $$ == "$BASHPID" && $(ps -o pgid= $$) -eq $$ && $(ps -o sid= $$) -eq $PPID &&
-$(tr '\0' ' ' </proc/$PPID/cmdline) == anchor* ]]
+[[ $$ == "$BASHPID" && $(ps -o pgid= $$) -eq $$ ]]; echo "$?"
+[[ $(ps -o sid= $$) -eq $PPID && $(tr '\0' ' ' </proc/$PPID/cmdline) == anchor* ]]
 echo "$?"
 declare -p | grep -vE '^declare -[a-z-]* (RANDOM|SRANDOM|SECONDS|EPOCH.*|BASHPID|PPID|BASH_EXECUTION_STRING|_)='
 declare -f; alias; set -o; shopt; trap -p; ulimit -a; umask; enable; jobs; hash; type -a bash

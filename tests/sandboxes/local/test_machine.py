@@ -119,7 +119,7 @@ def test_a_start_waits_for_a_shell_once(data_dir: Path) -> None:
 
 
 def test_a_restored_sandbox_without_a_shell_says_so(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executed shells: the start does not wait for the shell, so the first call reports that there is none."""
+    """The start does not wait for the sandbox's own bash, so the first call reports that there is none."""
     execute_shells(monkeypatch)
 
     async def go() -> None:

@@ -66,8 +66,8 @@ USERS: dict[str | None, str] = {
     "root": "0:0 /root",
 }
 """What processes of these users show of themselves."""
-WHO = """while read -r name ids
-do case $name in Uid:) u=${ids%%[!0-9]*};; Gid:) g=${ids%%[!0-9]*};; Groups:) m=$ids;; esac
+WHO = """while read -r name ids; do
+case $name in Uid:) u=${ids%%[!0-9]*};; Gid:) g=${ids%%[!0-9]*};; Groups:) m=$ids;; esac
 done </proc/self/status; echo $u:$g $m $HOME"""
 NO_SUCH = {"bob": "user bob", "4294967295": "user 4294967295", "ann:nothing": "group nothing", "bob:staff": "user bob"}
 

@@ -106,6 +106,7 @@ def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
             assert isinstance(driver, LocalDriver)
             gone = await run(sandbox, "echo on; ls")
             # The shells are forks of what is no file of the sandbox; without a compiler they are the sandbox's bash.
+            assert isinstance(driver, LocalDriver)
             forks = driver.machine.shell is not None
             assert gone.code == 127
             assert (gone.out, "/bin/bash" in gone.err) == (("on\n", False) if forks else ("", True))

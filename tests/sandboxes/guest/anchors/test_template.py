@@ -2,7 +2,6 @@
 
 import os
 import select
-import shutil
 import signal
 import subprocess
 import threading
@@ -19,7 +18,6 @@ from sandboxes.guest.anchors.template import ShellTemplate, can_stand_for, spare
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import restore_script
 from sandboxes.guest.local_shell import LocalShell
-from sandboxes.linux import spawn
 from sandboxes.shell_text import ShellSession
 from tests.machine import wait_until
 from tests.sandboxes.guest import forking_anchor
@@ -221,19 +219,6 @@ def test_a_directory_that_cannot_be_entered(started: Started, folder: str) -> No
         assert started.anchor.wait(pid) == 5
     else:
         assert not started.template.is_ready
-
-
-def test_a_template_forks_no_shell_when_bash_is_another_one(started: Started, tmp_path: Path) -> None:
-    """In the mount namespace of the anchor a copy takes the place of bash."""
-    started.dump()
-    os.kill(started.fork(), signal.SIGKILL)
-    copy, bash = shutil.copy(spawn.BASH, tmp_path), os.path.realpath(spawn.BASH)
-    mount = ["mount", "--bind", copy, bash]
-    subprocess.run(["nsenter", f"--mount=/proc/{started.anchor.pid}/ns/mnt", *mount], check=True)
-    # It looks once a second.
-    time.sleep(1.1)
-    with pytest.raises(AnchorLostError, match="cannot start"):
-        started.fork()
 
 
 def test_a_fork_of_which_no_anchor_takes_note_ends(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
