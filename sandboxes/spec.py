@@ -253,6 +253,8 @@ class EnvironmentSpec(BaseModel):
         members["workdir"] = self.workdir if self.image is not None else self.directory
         if self.hostname is None:
             del members["hostname"]
+        if self.limits.cpus is None:
+            del members["limits"]["cpus"]
         for database in members["databases"].values():
             del database["source"], database["dsn"]
         members["video"] = None if self.video is None else self.video.root()

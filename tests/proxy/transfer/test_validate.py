@@ -96,7 +96,7 @@ def other_spec(parts: list[tuple[Part, Any]]) -> None:
 
 
 def other_driver(parts: list[tuple[Part, Any]]) -> None:
-    parts[0][1]["spec"]["driver"] = "sqlite"
+    parts[0][1]["spec"]["driver"] = "other"
 
 
 def other_format(parts: list[tuple[Part, Any]]) -> None:

@@ -68,7 +68,13 @@ def test_a_sandbox_has_limits_weight_and_cpu_time(root: Path) -> None:
     assert groups.create("box") == [str(box / "cgroup.procs")]
     groups.limit("box", memory_bytes=1 << 20, pids=8, cpus=0.5)
     written = {path.name: path.read_text() for path in box.iterdir()}
-    assert written == {"memory.max": "1048576", "memory.swap.max": "0", "memory.oom.group": "0", "pids.max": "10"}
+    assert written == {
+        "memory.max": "1048576",
+        "memory.swap.max": "0",
+        "memory.oom.group": "0",
+        "pids.max": "10",
+        "cpu.max": "50000 100000",
+    }
     assert groups.set_background("box", background=True)
     assert (box / "cpu.weight").read_text() == "1"
     (box / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\n")
