@@ -15,5 +15,5 @@ def test_tables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     require_sandboxes()
     main(SHORT.split())
     output = capsys.readouterr().out
-    for row in ("1. A file call", "1. A read-only call", "bash over a pipe", "beside 2 missing", "host  ", "image  "):
+    for row in ("1. A file call", "1. A read-only call", "bash over a pipe", "beside 2 missing", "host  ", "image "):
         assert row in output

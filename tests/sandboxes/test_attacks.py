@@ -27,7 +27,7 @@ def test_nothing_gets_out_of_local_sandboxes(data_dir: Path) -> None:
 
 def test_nothing_gets_out_of_images(data_dir: Path) -> None:
     require_sandboxes()
-    folder = data_dir / "on-image"
+    folder = data_dir / "attacked-image"
     folder.mkdir()
     assert through(asyncio.run(attacks.attack_machine(attacks.Ground("image", OnImage, {}), folder))) == []
 
