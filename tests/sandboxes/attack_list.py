@@ -119,7 +119,7 @@ _CALLS = {
     "pidfd_getfd": 438, "mbind": 237, "move_pages": 279, "migrate_pages": 256, "set_mempolicy": 238, "open_tree": 428,
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "mount_setattr": 442,
     "settimeofday": 164, "clock_settime": 227, "clock_adjtime": 305, "adjtimex": 159, "lookup_dcookie": 212,
-    "vhangup": 153, "iopl": 172, "ioperm": 173, "sethostname": 170, "setdomainname": 171, "mq_open": 240,
+    "vhangup": 153, "iopl": 172, "ioperm": 173, "sethostname": 170, "setdomainname": 171,
     "process_madvise": 440, "statmount": 457, "listmount": 458, "nfsservctl": 180, "kexec_file_load": 320,
     "uselib": 134, "sysfs": 139, "ustat": 136, "_sysctl": 156, "listns": 470, "file_setattr": 469,
 }  # fmt: skip
