@@ -42,6 +42,14 @@ class TestImagesWithBusybox(MachineContract):
 class TestJobsOfImages(JobsContract):
     @pytest.fixture
     def driver(self, data_dir: Path) -> Driver:
+        return OnImage(data_dir)
+
+
+class TestJobsOnBusybox(JobsContract):
+    test_scheduling_of_a_shell_stays = None  # type: ignore[assignment]  # It needs Python.
+
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
         return OnImage(data_dir, busybox_image())
 
 
