@@ -49,7 +49,7 @@ def test_images_are_built_from_debian_packages(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         build = service["build"]
         file = (ROOT / build["context"] / build["dockerfile"]).read_text()
-        assert re.search(r"^ARG BASE=debian:\S+\nFROM \$BASE$", file, re.MULTILINE)
+        assert re.search(r"^ARG BASE=debian:\S+\nFROM \$BASE( AS build)?$", file, re.MULTILINE)
         assert "apt-get install" in file
         if service["image"] != "forkpoint":
             assert "pip install" not in file

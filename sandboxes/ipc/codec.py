@@ -169,7 +169,7 @@ def decode_bytes(content: bytes, *expected: type[MessageT]) -> MessageT:
     try:
         message = _decoder(expected).decode(content)
         if type(message) is _AsJson:
-            message = msgspec.convert(json.loads(message.text), _union(expected))
+            message = msgspec.convert(json.loads(message.text), _union(expected), str_keys=True)
     # A few thousand brackets are enough for a RecursionError.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         ops = " or ".join(kind.op for kind in expected) or "a message"

@@ -29,6 +29,7 @@ from proxy.names import named
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.rollout import Rollout
+from sandboxes.errors import SpecError
 
 MAX_IDEMPOTENCY_KEYS = 4096
 """How many idempotency keys are remembered, the latest ones. SDKs retry within seconds."""
@@ -128,9 +129,13 @@ class SandboxControl:
             return tasks.rollouts.begin(opened, name, *self._snapshots.node(opened, template))
         base = self._engine.settings.e2b_templates.get(template)
         is_default = template == DEFAULT_TEMPLATE and base is None
-        return await tasks.open_rollout(
-            task, name, environment=None if is_default else EnvironmentRequest(template, base=base)
-        )
+        environment = None if is_default else EnvironmentRequest(template, base=base)
+        try:
+            return await tasks.open_rollout(task, name, environment=environment)
+        except SpecError as error:
+            if is_default:
+                raise
+            raise RefusalError(404, "not-found", f"template {template!r} cannot be used: {error}") from error
 
     async def _new_name(self, task: str, request: Request) -> str:
         if request.rollout and await self._engine.tasks.running(task, request.rollout) is None:
