@@ -145,13 +145,16 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
 
 def _user(name: str) -> tuple[users.User, str | None]:
     """Return the user that an image names; root, and why, if no process can be started as it."""
+    if not name:
+        return users.ROOT, None
     try:
-        user = users.read(name) if name else users.ROOT
+        user = users.read(name)
     except users.UnknownUserError as error:
         return users.ROOT, str(error)
-    if users.has_several() or not user.uid:
-        return user if users.has_several() else users.ROOT, None
-    return users.ROOT, f"unable to become user {name}: without root, a sandbox has one user only"
+    if users.has_several():
+        return user, None
+    # Without the groups that root has here, because they cannot be set there.
+    return users.ROOT, f"unable to become user {name}: without root, a sandbox has one user only" if user.uid else None
 
 
 def _run_on(count: int) -> None:
