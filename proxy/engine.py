@@ -241,6 +241,7 @@ class Engine:
         # Those that are left are not recorded: the sandbox of a call that is cancelled is closed.
         self.step.calls.cancel()
         # Only now: a call that has ended may have started a capture.
+        await ending.stage("states that calls wait for", self.restorer.drain())
         await ending.stage("snapshots", self.capture.drain())
         await ending.stage("last states", self._keep_last_states(), within_s=LAST_FREEZES_S + STAGE_S)
         self.roots.background.cancel()

@@ -24,6 +24,7 @@ from proxy.storage.journal_segments import JournalEntry
 from proxy.telemetry.timing import Timing
 from proxy.tree.keys import CallKey
 from proxy.tree.polling import holds, key_for
+from proxy.tree.restore_plan import has_way_back
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Record
 from sandboxes.listener import Listener
@@ -46,7 +47,10 @@ class Stepper:
         if rollout.node.state is None:
             key = key_for(rollout, key, time.monotonic())
         record = rollout.node.records.get(key)
-        return record if self._gate is None or record is None or self._gate.may_hit(rollout, record) else None
+        # A hit leads only where there is a way back. The regular path makes one, or executes the call again.
+        if record is None or not (record.target.snapshot or has_way_back(record, rollout.tree)):
+            return None
+        return record if self._gate is None or self._gate.may_hit(rollout, record) else None
 
     def take(self, rollout: Rollout, record: Record) -> None:
         """Take the step of a record that `find` returned and whose answer was read. 2 us with the journal."""

@@ -70,8 +70,8 @@ class Capture(Generic[N]):
         """
         self._cache, self._pool, self._counters, self._save_node = cache, pool, counters, save_node
         self._freezes = TaskOwner()
-        # The nodes whose states travel from another machine.
-        self._arriving = set[N]()
+        # The nodes whose states travel from another machine, and what is set when they are here.
+        self._arriving = dict[N, asyncio.Event]()
         self.taken: Callable[[StateTree, N], None] = lambda _tree, _node: None
 
     async def give_back(self, slot: Slot, tree: StateTree, node: N, *, freeze: bool) -> None:
@@ -90,6 +90,11 @@ class Capture(Generic[N]):
         self._pool.begin_freeze(slot)
         # In a task: the answer to the call goes out meanwhile. `drain` waits for it at shutdown.
         self._freezes.spawn("freeze", self._freeze_later(slot, tree, node))
+
+    async def arrival(self, node: N) -> None:
+        """Wait for a state of the node that is on its way from another machine."""
+        if (arriving := self._arriving.get(node)) is not None:
+            await arriving.wait()
 
     async def freeze_leased(self, slot: Slot, tree: StateTree, node: N) -> bool:
         """Freeze a leased sandbox now, end its lease, and return whether the node has a snapshot.
@@ -206,11 +211,11 @@ class Capture(Generic[N]):
                     node.unfreezable = str(refusal)
                     return
                 # Noted before a call may run: one that changes nothing would freeze the state again.
-                self._arriving.add(node)
+                self._arriving[node] = asyncio.Event()
             try:
                 self._keep(await arriving, tree, node, start)
             finally:
-                self._arriving.discard(node)
+                self._arriving.pop(node).set()
         # The pool has closed the sandbox by now. Calls that need its state replay, so the error ends here.
         except (SandboxError, OSError) as error:
             self._report(node, error)

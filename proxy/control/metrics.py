@@ -39,6 +39,10 @@ class _Totals(Collector):
             "kind",
             seconds.items(),
         )
+        yield _labelled(
+            "forkpoint_hits_refused", "Known calls that ran again: their states had no way back.", "reason",
+            counts.hits_refused.items(),
+        )  # fmt: skip
         yield _labelled("forkpoint_failures", "Failures of the infrastructure.", "kind", counts.failures.items())
         yield _labelled("forkpoint_refusals", "Requests that could not be served.", "kind", counts.refusals.items())
         named = (

@@ -5,10 +5,13 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 
+from proxy.dialects.rule_schema import steady
+from proxy.execution.divergence import divergence
 from proxy.execution.errors import NotRecordedError, RolloutGoneError
 from proxy.execution.gate import Gate
 from proxy.execution.restore import Restorer
@@ -19,6 +22,7 @@ from proxy.storage.records import PackedCall, RecordStore, pack_large
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing, Timings
 from proxy.tree.keys import CallKey, private_key
+from proxy.tree.restore_plan import has_way_back
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record, Tree, doubtful
 from sandboxes.calls import Execution, ToolCall, ToolResult
@@ -92,14 +96,24 @@ class Executor:
         return True
 
     async def recorded(self, rollout: Rollout, key: CallKey) -> tuple[Record | None, Outcome]:
-        """Return the record of a call of a rollout that has its turn, and how it was obtained; None if it has none."""
-        record, outcome = rollout.node.records.get(key), Outcome.HIT
+        """Return the record that answers a rollout which has its turn, and how it was obtained; None if none does."""
+        record, outcome = await self._safe_record(rollout.tree, rollout.node, key), Outcome.HIT
         if record is None and rollout.cached:
             # A record for this rollout and this call alone: an attempt that ended before its step was taken.
             record, outcome = rollout.node.records.get(private_key(key, rollout.id, rollout.calls)), Outcome.BYPASS
         if self._gate is not None and record is not None:
             await self._gate.logged(rollout, record)
         return record, outcome
+
+    async def _safe_record(self, tree: Tree, node: Node, key: CallKey) -> Record | None:
+        """Return the record of a call, if there is a way back to its target or one can be made now; else None."""
+        record = node.records.get(key)
+        if record is None or has_way_back(record, tree):
+            return record
+        await self._restorer.secure(tree, record.target)
+        # It may have been replaced meanwhile.
+        record = node.records.get(key)
+        return record if record is not None and has_way_back(record, tree) else None
 
     def _discard(self, tree: Tree, record: Record, why: str) -> None:
         """Answer no more calls from a record whose answer is damaged: the next such call runs again and replaces it.
@@ -110,10 +124,7 @@ class Executor:
         Raises:
             StoreError: The change cannot be written.
         """
-        # The number of the record makes the key unique, and no look-up ever computes it.
-        key = private_key(record.key, record.id, 0)
-        self._records.save_key(record, key)
-        tree.rekey(record, key)
+        self._withdraw(tree, record)
         self._counts.failure("damaged-answer")
         log.warning("recorded answer is damaged, so its call runs again", record=record.id, error=why)
 
@@ -156,8 +167,12 @@ class Executor:
                 waited_s = time.perf_counter() - began
                 timing.wait_s += waited_s
                 # Look again: another rollout may have recorded the call while this one waited for the lock.
-                record, outcome = node.records.get(key), Outcome.WAIT
+                record, outcome = await self._safe_record(rollout.tree, node, key), Outcome.WAIT
                 if record is None:
+                    # The tree knows the call, but no way back to where it leads: each rollout executes it for itself.
+                    if (known := node.records.get(key)) is not None:
+                        flight.apart = True
+                        self._counts.hits_refused["unfreezable" if known.target.unfreezable else "not-kept"] += 1
                     # A call that waited for another one of its kind in vain has no new patience, or equal calls would
                     # be refused one after the other.
                     async with self._within_quota(rollout.task, 0.0 if flight.apart else waited_s):
@@ -252,13 +267,49 @@ class Executor:
             current = await self._roots.is_usable(rollout.tree, looks=False)
             # 3. Recorded while the sandbox is still leased: no other call can change the state between the call and
             # its node.
-            record = self._record(rollout, node, call, key, execution, age_s, packed, current=current)
+            if (record := self._repeated(rollout, node, call, key, execution, current=current)) is None:
+                record = self._record(rollout, node, call, key, execution, age_s, packed, current=current)
             # The sandbox follows the call to its target, where the end of the lease may freeze it.
             self._restorer.moved(slot, record.target)
             # A response that was passed on while it arrived may be too large for the memory.
             if listener is None:
                 self._keep_answer(record, execution.result)
             return record
+
+    def _repeated(
+        self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, execution: Execution, *, current: bool
+    ) -> Record | None:
+        """Return the record that this execution has repeated, as a replay would have: it answers the call.
+
+        A record that differs, and that has no way back, makes way for that of this execution. Its own rollout goes on.
+        """
+        known, tree = node.records.get(key), rollout.tree
+        if known is None or has_way_back(known, tree) or key in node.quarantined:
+            return None
+        if not (rollout.cached and execution.shareable and current):
+            return None
+        try:
+            told = self._records.result(known)
+            differs = divergence(known, execution, lambda: told, partial(steady, tree.spec, call))
+            same_answer = told.status == execution.result.status and told.body == execution.result.body
+        except DamagedError as error:
+            differs, same_answer = str(error), False
+        if not differs:
+            if known.repeated(time.time()):
+                self._records.save_proven([known])
+            if same_answer:
+                return known
+        # The log of a cluster has the record already, so that of this execution is private there.
+        elif self._gate is None:
+            self._withdraw(tree, known)
+        return None
+
+    def _withdraw(self, tree: Tree, record: Record) -> None:
+        """Let a record answer no more calls. It stays a step of the path to its target, where its rollouts go on."""
+        # The number of the record makes the key unique, and no look-up ever computes it.
+        key = private_key(record.key, record.id, 0)
+        self._records.save_key(record, key)
+        tree.rekey(record, key)
 
     def _record(
         self,
@@ -279,12 +330,12 @@ class Executor:
         # Private: the answer holds for this rollout alone (a time limit, a volatile rule, a base that changed), or an
         # audit has found the call to differ. Or another rollout, which executed the call beside this one, has recorded
         # it meanwhile.
-        private = not (rollout.cached and execution.shareable and current) or key in node.quarantined
-        private = private or key in node.records
+        own = not (rollout.cached and execution.shareable and current) or key in node.quarantined
+        private = own or key in node.records
         # A rollout that shares nothing has a private key already (`polling.key_for`).
         if rollout.cached and private:
             key = private_key(key, rollout.id, rollout.calls)
-        destination = tree.destination(node, execution.effect, execution.state, private=private)
+        destination = tree.destination(node, execution.effect, execution.state, private=own)
         # Merging: a digest that the tree knows already leads to the known node, and the histories join there.
         new_node = None
         if destination.known is None:
@@ -302,7 +353,7 @@ class Executor:
         if new_node is not None:
             # The store comes first. If this raises, the tree does not know the call either, and another rollout
             # runs it again.
-            tree.add_node(new_node, private=private)
+            tree.add_node(new_node, private=own)
         # From here to the end nothing awaits: the node and the record that leads to it appear in the tree together.
         tree.add_record(record)
         if self._gate is not None:

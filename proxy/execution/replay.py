@@ -18,7 +18,7 @@ from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
 from proxy.tree.restore_plan import RestorePlan
-from proxy.tree.tree import PROOF_AGE_S, Record, Tree
+from proxy.tree.tree import Record, Tree
 from sandboxes.driver import expect_order, rest
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
@@ -122,10 +122,7 @@ class Replayer:
             if reason:
                 self._mark_divergence(record, reason)
                 return ReplayResult.DIVERGED
-            # The call has repeated once, so later plans no longer count the risk.
-            record.doubtful = False
-            if not record.proven and time.time() - record.recorded_at >= PROOF_AGE_S:
-                record.proven = True
+            if record.repeated(time.time()):
                 proven.append(record)
             # After each call and not at the end, so that a failure in between leaves the slot at the node where its
             # sandbox really was.

@@ -15,6 +15,8 @@ snapshot. A state that exists in one sandbox only is left to the rollout that ma
 unreachable.
 """
 
+import asyncio
+import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
@@ -37,6 +39,7 @@ from sandboxes.driver import Driver, Sandbox, rest
 from sandboxes.errors import LeftRunningError, NotFreezableError, SandboxError, SpecError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
+from sandboxes.task_owner import TaskOwner
 from snapshots.cache import SnapshotCache
 from snapshots.capture import Capture
 
@@ -47,6 +50,8 @@ _TRIED_SNAPSHOTS = 2
 
 With 1, a damaged snapshot costs a replay from the root. With 4, a machine without descriptors answers later.
 """
+_SECURE_S = 5.0
+"""How long a rollout waits for the freeze of a state that it is to be led to. Then it executes the call itself."""
 
 
 class Restorer:
@@ -75,6 +80,7 @@ class Restorer:
         self._drivers, self._pool, self._cache, self._capture, self._value = drivers, pool, cache, capture, value
         self._records, self._counts = records, counts
         self._replayer = Replayer(pool, cache, records, counts)
+        self._securing = TaskOwner()
         self.fetch: Callable[[Tree, Node, RestorePlan | None], Awaitable[bool]] | None = None
         self.fetch_recordings: Callable[[Tree], Awaitable[None]] | None = None
 
@@ -207,6 +213,30 @@ class Restorer:
             slot.owner = owner
             if not await self._capture.freeze_leased(slot, tree, node):
                 return
+
+    async def secure(self, tree: Tree, node: Node) -> None:
+        """Keep the node's state, or fetch it, if that is possible now, so that rollouts may be led there."""
+        # In a task of its own: an interrupted freeze closes its sandbox.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SECURE_S):
+                await asyncio.shield(self._securing.spawn("secure", self._secure(tree, node), awaited=True))
+
+    async def _secure(self, tree: Tree, node: Node) -> None:
+        for slot in self._pool.roster.at(node):
+            # A sandbox that is being frozen is waited for here, and not leased.
+            if not self._value.can_freeze(node) or not await self._pool.lease(slot, node, slot.owner):
+                continue
+            try:
+                await self._capture.freeze_leased(slot, tree, node)
+            except (NotFreezableError, SandboxError, OSError) as error:
+                log.warning("a state that other rollouts come to is not kept", node=node.id, error=str(error))
+        await self._capture.arrival(node)
+        if node.snapshot is None and self.fetch is not None:
+            await self.fetch(tree, node, None)
+
+    async def drain(self) -> None:
+        """Wait until no state is being kept for a rollout that comes to it."""
+        await self._securing.wait()
 
     async def _give_back(self, slot: Slot, tree: Tree) -> None:
         # Given back at the position that `moved` noted, which is the target of the call and not the node of the

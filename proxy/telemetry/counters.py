@@ -62,6 +62,7 @@ class Counters(CallTotals):
         freeze_s: Seconds that captures took.
         states: Kept states that were sent to the store of a cluster, and fetched from there.
         hosting: Sandboxes on other members of a cluster, and theirs here.
+        hits_refused: Known calls that were executed all the same, by reason: their states had no way back.
         failures: Failures of the infrastructure by kind. Such a call is not recorded.
         refusals: Requests that could not be served, by problem type.
     """
@@ -94,6 +95,7 @@ class Counters(CallTotals):
     freeze_s: Histogram = field(default_factory=Histogram)
     states: StateCounters = field(default_factory=StateCounters)
     hosting: HostingCounters = field(default_factory=HostingCounters)
+    hits_refused: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
 
@@ -107,6 +109,7 @@ class Counters(CallTotals):
             **CallTotals.as_dict(self),
             **{name: getattr(self, name) for name in _NUMBERS},
             "errors": sum(self.failures.values()),
+            "hits_refused": dict(self.hits_refused),
             "failures": dict(self.failures),
             "refusals": dict(self.refusals),
         }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from proxy.tree.tree import Node, Record
+from proxy.tree.tree import Node, Record, Tree
 from snapshots.costs import Costs, SnapshotKind
 
 DOUBT_S = 60.0
@@ -19,6 +19,10 @@ DOUBT_S = 60.0
 The least that `snapshots.policy.at_stake_s` reckons for a lost rollout: some ten calls and the thinking between them.
 Halved or doubled, plans change only where a snapshot costs within a minute of a doubtful replay.
 """
+
+
+_DECLARED = frozenset({"http", "client"})
+"""Drivers of which nothing can be kept: the operator's rules, or the client's reports, promise that calls repeat."""
 
 
 class Way(Enum):
@@ -88,6 +92,25 @@ def plan_restore(
         risk_s += DOUBT_S if origin.doubtful else 0.0
         node = origin.source
     return best
+
+
+def has_way_back(record: Record, tree: Tree) -> bool:
+    """Return whether a rollout that is answered from a record can go on from its target, whatever becomes of others.
+
+    There must be a snapshot of the target, or a replay that was proven from a snapshot above it or from the root. An
+    observation leads nowhere. O(1) where states are kept, else O(calls since the last kept state).
+    """
+    node = record.target
+    if node is record.source or tree.spec.driver in _DECLARED:
+        return True
+    while node.snapshot is None:
+        origin = node.origin
+        if origin is None:
+            return not node.detached
+        if not (origin.proven and origin.reproducible):
+            return False
+        node = origin.source
+    return True
 
 
 def _ways(

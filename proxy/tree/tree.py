@@ -110,6 +110,14 @@ class Record:
         """Whether the call changed nothing."""
         return self.target is self.source
 
+    def repeated(self, now: float) -> bool:
+        """Note that another execution reached `target` at this Unix time; return whether that proves the record."""
+        self.doubtful = False
+        if self.proven or now - self.recorded_at < PROOF_AGE_S:
+            return False
+        self.proven = True
+        return True
+
 
 PROOF_AGE_S = 61.0
 """How long after a call a replay must begin to prove its record: a state that shows the minute differs by then.

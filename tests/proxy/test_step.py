@@ -14,6 +14,7 @@ from proxy.storage.errors import StoreError
 from proxy.storage.records import RecordStore
 from proxy.tree.keys import call_key
 from proxy.tree.rollout import Outcome, Rollout
+from proxy.tree.tree import Record
 from sandboxes.calls import ToolCall
 from sandboxes.errors import SandboxError
 from tests.proxy.rig import SPEC, ask, engine, shell
@@ -215,6 +216,7 @@ def test_a_hit_costs_the_same_at_any_depth(tmp_path: Path) -> None:
             (rollout,) = await rollouts(running, 1)
             for command in deep:
                 await ask(running, rollout, command)
+            await running.capture.drain()
             other = await running.tasks.rollout("task", "other")
             looked = 0
 
@@ -260,6 +262,14 @@ def test_nth_poll_is_shared_between_rollouts(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def proven(rollout: Rollout) -> Record:
+    """Let other rollouts be led to a rollout's node, as after a replay that reached it."""
+    record = rollout.node.origin
+    assert record is not None
+    record.proven, record.doubtful = True, False
+    return record
+
+
 def test_replayed_processes_get_their_recorded_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ages: list[float] = []
 
@@ -274,6 +284,7 @@ def test_replayed_processes_get_their_recorded_age(tmp_path: Path, monkeypatch: 
         async with engine(tmp_path) as running:
             first, second, third = await rollouts(running, 3)
             await ask(running, first, "sleep 9 &")
+            proven(first)
             await ask(running, first, "pwd")
             assert ages == [], "its own sandbox is there"
             # The second rollout arrived 7 s ago, and a hit that counts as 5 s answered it at once.
@@ -285,8 +296,7 @@ def test_replayed_processes_get_their_recorded_age(tmp_path: Path, monkeypatch: 
             await ask(running, second, "echo 2 > b")
             assert 12 <= ages[-1] < 20
             # A replay that diverges is made once more, patiently.
-            record = second.node.origin
-            assert record is not None
+            record = proven(second)
             record.recorded_at += 3
             await ask(running, third, "sleep 9 &")
             third.live_from = time.monotonic() - record.age_s

@@ -154,6 +154,9 @@ class StatsView(CallTotalsView):
         speculated_saved_s: Seconds that the tools of used calls ran.
         model_tokens_saved: Tokens that models of video tools would have counted again for hits and waits.
         errors: Failures of the infrastructure.
+        hits_refused: Calls that the tree knows and that were executed all the same, by reason: their records lead to
+            states that nothing could bring back. `unfreezable`: the driver cannot keep the state; `not-kept`: nothing
+            kept it in time.
         failures: These failures by kind.
         refusals: Requests that could not be served, by problem type.
         sandboxes: Number of live sandboxes in each state.
@@ -191,6 +194,7 @@ class StatsView(CallTotalsView):
     speculated_saved_s: float
     model_tokens_saved: int
     errors: int
+    hits_refused: dict[str, int]
     failures: dict[str, int]
     refusals: dict[str, int]
     sandboxes: dict[str, int]

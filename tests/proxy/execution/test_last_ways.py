@@ -9,6 +9,7 @@ import pytest
 from proxy import engine as engines
 from proxy.control.garbage import collect_garbage
 from proxy.engine import Engine
+from proxy.tree.rollout import Outcome
 from proxy.tree.tree import path
 from sandboxes.driver import FrozenState
 from sandboxes.errors import NotFreezableError, SandboxError
@@ -43,15 +44,16 @@ def test_a_random_state_survives_an_idle_close(tmp_path: Path, close: Callable[[
 
 
 def test_a_random_state_survives_the_next_call(tmp_path: Path) -> None:
-    """The only sandbox of a state goes on with the rollout that made it, while another rollout is there."""
+    """The only sandbox of a state goes on with the rollout that made it, while another rollout was led there."""
 
     async def body() -> None:
         async with engine(tmp_path, RandomDriver(), reuse=NEVER_AGAIN) as running:
             rollout, number = await drawn(running)
             other = await running.tasks.rollout("task", "other")
-            await ask(running, other, "echo random > f")
-            await running.capture.drain()
             assert rollout.node.snapshot is None
+            # The state is kept before another rollout is led there.
+            assert (await ask(running, other, "echo random > f"))[1] is Outcome.HIT
+            assert rollout.node.snapshot is not None
             assert other.node is rollout.node
             await ask(running, rollout, "echo 1 > below")
             # Nobody else is here, so nothing is kept.

@@ -146,11 +146,10 @@ def test_new_rollouts_find_a_sandbox_at_their_node(tmp_path: Path) -> None:
 
 def test_a_freeze_in_progress_counts_as_ready(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
-        both = [await running.tasks.rollout("task", name) for name in ("first", "second")]
-        await asyncio.gather(*(ask(running, rollout, "echo 1 > a") for rollout in both))
-        (slot,) = running.pool.roster.at(both[0].node)
+        first = await begun(running, "first", "echo 1 > a")
+        (slot,) = running.pool.roster.at(first.node)
         assert slot.state is SandboxState.FREEZING
-        assert running.warm.ready(both[0].node) == 1
+        assert running.warm.ready(first.node) == 1
 
     warmed(tmp_path, test)
 
@@ -229,10 +228,10 @@ def test_failed_fork_costs_no_answer(tmp_path: Path) -> None:
 
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         first = await begun(running, "first", "sleep 9 &")
-        await begun(running, "second", "sleep 9 &")
         assert first.node.origin is not None
         # As if a replay had reached it before.
-        first.node.origin.doubtful = False
+        first.node.origin.doubtful, first.node.origin.proven = False, True
+        await begun(running, "second", "sleep 9 &")
         await running.pool.close_where(lambda slot: not slot.warm)
         for number in range(5):
             await begun(running, f"walks{number}", "sleep 9 &")

@@ -383,9 +383,9 @@ def test_an_imported_tree_replays_without_hosts_outside(tmp_path: Path) -> None:
             async with reaching("there", origin) as there:
                 await there.transfer.take("task", chunks(data))
                 answers = await walked(there, "task", [[*calls, "cat f"]])
-                assert [outcome for _, outcome in answers] == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
+                assert [outcome for _, outcome in answers] == [Outcome.MISS] * 3
                 assert answers[-1][0]["stdout"] == "answer 1\n"
-                assert there.counts.replayed_calls == 2
+                assert there.counts.divergences == 0
             assert len(origin.received) == 1
 
     asyncio.run(go())
