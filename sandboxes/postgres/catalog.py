@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 SMALL_BYTES = 256 << 10
-"""Tables up to this size are read whole after each change. 2 ms for a table of this size."""
+"""Tables up to this size are read whole after each change."""
 MAX_BYTES = 64 << 20
 """Of larger tables, only the numbers of changed rows are used: finding the rows takes a second for each GB."""
 
@@ -144,7 +144,7 @@ RowCounts = dict[str, tuple[int, ...]]
 
 
 def counts(connection: CatalogConnection) -> RowCounts:
-    """Return how many rows the session changed in user tables, in this transaction and perhaps in earlier ones. 1 ms.
+    """Return how many rows the session changed in user tables, in this transaction and perhaps in earlier ones.
 
     The server accumulates counts over transactions until it reports them. Only the difference of two readings within
     one transaction is meaningful.
@@ -211,14 +211,10 @@ _WRITE_OBJECTS = (
 
 
 def definitions(connection: CatalogConnection, *, writing: bool) -> dict[str, str]:
-    """Return the definitions of user objects that a statement may use without naming what they contain. 5 ms.
+    """Return the definitions of user objects that a statement may use without naming what they contain.
 
-    Args:
-        connection: The connection.
-        writing: Include what runs when a table is written to: defaults, triggers and rules.
-
-    Returns:
-        The definitions' text, by the objects' names in lower case.
+    They are texts by the objects' names in lower case. `writing` includes what runs when a table is written to:
+    defaults, triggers and rules.
     """
     texts: dict[str, str] = {}
     for query in _READ_OBJECTS + _WRITE_OBJECTS if writing else _READ_OBJECTS:
