@@ -44,7 +44,7 @@ def _bytes(text: str) -> Value:
 def parameter(value: Value) -> bytes | None:
     """Convert a value of a call's `params` into the server's text form; None is NULL.
 
-    ValueError if it cannot be one.
+    Raises ValueError if it cannot be one.
     """
     match decode(value):
         case None:
