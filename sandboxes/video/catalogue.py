@@ -79,7 +79,7 @@ class Contents:
     def copy(self, path: Path, target: Path, max_bytes: int, *, confined: bool) -> str:
         """Copy a file and return the digest of the copy.
 
-        VideoError (`limit`) if the file is larger than `max_bytes`.
+        Raises VideoError (`limit`) if the file is larger than `max_bytes`.
         """
         stamp = stamp_of(path)
         if stamp[2] > max_bytes:

@@ -77,7 +77,7 @@ class MeasuringPass:
         self._last_candidate_s = -1.0
 
     def __iter__(self) -> Iterator[PassProgress]:
-        """Run the pass. VideoError (`damaged`) if no picture can be decoded."""
+        """Run the pass. Raises VideoError (`damaged`) if no picture can be decoded."""
         yield from self._pictures()
         sounds: list[_SegmentSound] = []
         yield from self._sound(sounds)
