@@ -135,9 +135,9 @@ class WorkerPool:
         The engine is "sqlite", "postgres", or the name of a module with an engine. Workers that may use the network are
         not confined to `data_dir`.
         """
-        self.confined = False
+        self.confined = False  # Whether files outside `data_dir` are out of the workers' reach.
         self._zygote = ForkServer(
-            "the zygote of workers",  # Whether files outside `data_dir` are out of the workers' reach.
+            "the zygote of workers",
             "sandboxes.workers.zygote",
             [engine, str(data_dir), "network" if network else "alone"],
             site_packages=True,
@@ -148,10 +148,10 @@ class WorkerPool:
         self._readers = self._waiting = 0
         self._dedicated: set[PooledWorker] = set()
         self._spares: deque[PooledWorker] = deque()
-        self.workers: set[PooledWorker] = set()
-        self.started = 0
-        self._idle: asyncio.LifoQueue[PooledWorker] = asyncio.LifoQueue()  # Workers in use or idle, without the spares.
-        self._free = asyncio.Semaphore(MAX_READERS)  # Number of workers that were ever put to use.
+        self.workers: set[PooledWorker] = set()  # Workers in use or idle, without the spares.
+        self.started = 0  # Workers that were ever put to use.
+        self._idle: asyncio.LifoQueue[PooledWorker] = asyncio.LifoQueue()
+        self._free = asyncio.Semaphore(MAX_READERS)
         self._restocks, self._endings = TaskOwner(), TaskOwner()
         self._starting = asyncio.Lock()
 
