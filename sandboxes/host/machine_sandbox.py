@@ -55,13 +55,12 @@ class MachineSandbox(ABC):
         environments are variables of tool servers and of processes; those of the spec replace them.
         """
         self.id, self.closed = name, False
-        self.egress: SandboxEgress | None = None
+        self.egress: SandboxEgress | None = None  # The sandbox's way to hosts outside.
         # The link kills when it dies, so no path of an error can forget to.
         self.link = GuestLink(name, channel, self._kill)
         self._spec = spec
         servers = ServerCalls(self)
         self._processes = ProcessCalls(self, spec, process_environment)
-        # Its way to hosts outside; None without one.
         self._tools = ToolCalls(servers, spec, server_environment, folder)
         self._mcp = McpCalls(self, servers, spec, server_environment, known_reads)
         # In the past: a sandbox without calls has nothing that is starting.
