@@ -21,7 +21,7 @@ class StdioTransport:
     """An `McpTransport` that sends lines over two descriptors."""
 
     revisions = (VERSION,)
-    note = ""
+    note = ""  # The pipes are the session, so there is nothing to remember.
 
     def __init__(self, fds: Sequence[int], *, max_bytes: int, fresh: bool) -> None:
         """Take over the descriptors that lead to the server's stdin and from its stdout. `close` closes them.
