@@ -35,8 +35,7 @@ class TaskStore:
     def get(self, name: str) -> dict[str, Any] | None:
         """Return a task's columns; None if there is no such task.
 
-        Raises:
-            DamagedError: The row is not as it was written.
+        Raises DamagedError if the row is not as it was written.
         """
         rows = self._database.views(f"SELECT *, {_WHOLE} AS whole FROM tasks WHERE name = :name", {"name": name})
         if rows and not rows[0]["whole"]:
