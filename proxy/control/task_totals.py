@@ -16,15 +16,10 @@ _MIN_AGE_S = 1.0
 
 @dataclass(slots=True)
 class TaskTotals(CallTotals):
-    """Totals of one task.
+    """Totals of one task."""
 
-    Attributes:
-        running: Number of running rollouts.
-        used_at: When a rollout made its latest call, or began, in seconds since 1970.
-    """
-
-    running: int = 0
-    used_at: float = 0.0
+    running: int = 0  # Number of running rollouts.
+    used_at: float = 0.0  # When a rollout made its latest call, or began, in seconds since 1970.
 
 
 def task_totals(store: Store) -> Refreshed[Mapping[str, TaskTotals]]:
