@@ -281,7 +281,7 @@ class Auditor:
         log.warning("recorded call differs", record=record.id, node=record.source.id, difference=difference)
 
     def save_finding(self, tree: Tree, record: Record, lost: Iterable[Node], *, quarantined: bool) -> None:
-        """Write that a record differs (`Record.differs`), and which nodes were set aside for it. 0.2 ms."""
+        """Write that a record differs (`Record.differs`), and which nodes were set aside for it."""
         self._store.audits.save_finding(tree.id, record, lost, quarantined=quarantined)
         if self._gate is not None:
             self._gate.differs(tree, record, quarantined=quarantined)

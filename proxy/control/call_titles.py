@@ -47,7 +47,7 @@ class Titles:
         self._known = LruCache[int, Title](_REMEMBERED)
 
     def of(self, record: Record) -> Title:
-        """Return a record's title. The first read takes 30 µs."""
+        """Return a record's title."""
         known = self._known.get(record.id)
         if known is None:
             call, speculated = self._records.call_and_maker(record)

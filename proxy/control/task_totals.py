@@ -32,7 +32,7 @@ def task_totals(store: Store) -> Refreshed[Mapping[str, TaskTotals]]:
 
 
 def read_totals(connection: sqlite3.Connection) -> dict[str, TaskTotals]:
-    """Read the totals of all tasks. Call it in a thread: it visits every step, 1 s for a million."""
+    """Read the totals of all tasks. Call it in a thread: it visits every step."""
     by_task: dict[str, TaskTotals] = {}
     sql = (
         "SELECT r.task, s.outcome, COUNT(*), COALESCE(SUM(c.seconds), 0) FROM rollouts r "

@@ -97,7 +97,7 @@ class Addressing:
         return meaning
 
     def _is_familiar(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Return whether no browser sent these headers and their host name was accepted before. 0.3 us of a hit."""
+        """Return whether no browser sent these headers and their host name was accepted before. Part of a hit."""
         # A browser's request never counts as familiar, so each one goes through `refuse_foreign`, whatever its host
         # name.
         for name, value in headers:  # noqa: SIM110 - a generator takes a call for each header

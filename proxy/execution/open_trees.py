@@ -137,7 +137,7 @@ class Collector:
         self._frozen, self._dropped = 0, 0
 
     async def settle(self) -> None:
-        """Freeze what was recorded since the last time, if it is much. 2 ms, or 0.5 s for a million at a thaw."""
+        """Freeze what was recorded since the last time, if it is much."""
         added, dropped = self._trees.added, self._trees.dropped
         thaws = dropped - self._dropped >= max(THAW_RECORDS, THAW_SHARE * (added - dropped))
         if thaws:

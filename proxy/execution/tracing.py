@@ -41,7 +41,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("forkpoint")
 
     def answered(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None) -> None:
-        """Make the spans of a call that was just answered. About 50 µs."""
+        """Make the spans of a call that was just answered."""
         from opentelemetry.trace import set_span_in_context  # noqa: PLC0415 - loaded by now
 
         ended = time.time_ns()

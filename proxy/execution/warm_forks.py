@@ -95,7 +95,7 @@ class WarmForks:
         self._memory_read_at, self._is_short = -math.inf, False
 
     def note_step(self, rollout: Rollout) -> None:
-        """Note that a rollout took a step. Part of every hit: a set and a flag, 0.2 µs."""
+        """Note that a rollout took a step. Part of every hit."""
         # 1. A set and a flag and no more, because every hit does it.
         if self.max_forks:
             self._moved.add(rollout)
@@ -270,7 +270,7 @@ class WarmForks:
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the memory that the machine can give to new processes; a very large number if it does not say. 30 µs."""
+    """Return the memory that the machine can give to new processes; a very large number if it does not say."""
     try:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -39,7 +39,7 @@ class PreparedAnswer:
 
     @property
     def headers(self) -> RawHeaders:
-        """The answer's own headers, then the proxy's that every use of the answer shares. A new list, 2 us."""
+        """The answer's own headers, then the proxy's that every use of the answer shares. A new list."""
         # Without the status line, the headers of a hit, and the two empty lines before the body.
         lines = self.hit[: self.body_at].split(b"\r\n")[1 : -2 - len(HIT_HEADERS)]
         return [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
@@ -73,7 +73,7 @@ class Answers:
         return self.keep(record, self._records.result(record))
 
     def keep(self, record: Record, result: ToolResult) -> PreparedAnswer:
-        """Return the answer of a record whose result is at hand, and keep it in the cache. 10 us for 2 kB."""
+        """Return the answer of a record whose result is at hand, and keep it in the cache."""
         headers: RawHeaders = [
             (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in of_tool_server(result.headers)
         ]

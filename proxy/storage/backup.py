@@ -74,7 +74,7 @@ def back_up(database: StoreDatabase, target: Path) -> None:
 
 
 def known_nodes(copy: Path, nodes: Iterable[int]) -> frozenset[int]:
-    """Return those of some nodes that a backup has, without states that were set aside. Blocking: 10 us for a node."""
+    """Return those of some nodes that a backup has, without states that were set aside. Blocking."""
     query = "SELECT id FROM nodes WHERE id = ? AND diverged = ''"
     with closing(sqlite3.connect(read_only(copy), uri=True)) as connection:
         return frozenset(node for node in nodes if connection.execute(query, (node,)).fetchone())

@@ -25,7 +25,7 @@ class PackedBlob:
 
 
 def pack(data: bytes) -> PackedBlob:
-    """Digest and compress bytes. Blocking without the interpreter's lock: 5 to 15 ms for each MB."""
+    """Digest and compress bytes. Blocking without the interpreter's lock."""
     return _compressed(_digest(data), data)
 
 

@@ -128,7 +128,7 @@ class Journal:
         self._pending.append(step)
 
     def fold(self) -> None:
-        """Fold every step now, before the store is queried for steps. 2 us a step."""
+        """Fold every step now, before the store is queried for steps."""
         self._rotate()
         while self._full:
             self._fold_some(len(self._full[0][1]))

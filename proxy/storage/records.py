@@ -176,7 +176,7 @@ class RecordStore:
         return ToolCall(value["endpoint"], value["tool"], value["arguments"])
 
     def result(self, record: Record) -> ToolResult:
-        """Return the recorded answer. 8 us for 2 kB."""
+        """Return the recorded answer."""
         return answer_of(self._blobs.read(record.answer))
 
     def origin(self, record: int) -> tuple[int, int] | None:

@@ -87,7 +87,7 @@ STEPS = (
 
 
 def row_checksum(*values: object) -> bytes:
-    """Return 8 bytes of BLAKE2b over a row's values. 1 us; damage stays unseen once in 2**64 times."""
+    """Return 8 bytes of BLAKE2b over a row's values. Damage stays unseen once in 2**64 times."""
     return blake2b(repr(values).encode(), digest_size=8).digest()
 
 

@@ -52,7 +52,7 @@ class TaskStore:
         return row
 
     def all(self) -> list[tuple[str, float]]:
-        """Return name and time of creation of each task, without its counts: 1 us a task."""
+        """Return name and time of creation of each task, without its counts."""
         return [
             (name, created_at) for name, created_at in self._database.rows("SELECT name, created_at FROM tasks", ())
         ]

@@ -75,7 +75,7 @@ class TreeStore:
         return Tree(tree, root, spec, root_key)
 
     def load(self, tree_id: int) -> Tree:
-        """Return an existing tree with all of its nodes and records. 15 us for each; see `loading`."""
+        """Return an existing tree with all of its nodes and records. See `loading`."""
         steps = self.loading(tree_id)
         while True:
             try:

@@ -103,7 +103,7 @@ class TransferService:
         return export(self._store.database.open_reader(), task, tree, exported, current=current)
 
     def estimated_bytes(self, tree: Tree, *, snapshots: bool) -> int:
-        """Return about how large a tree's bundle will be. Blocking: 2 us for each record."""
+        """Return about how large a tree's bundle will be. Blocking."""
         states = self._cache.added_bytes(tree.id) if snapshots else 0
         return estimated_bytes(self._store.database.open_reader(), tree.id) + states
 

@@ -24,7 +24,7 @@ _MAX_CONTEXTS = 4096
 _MAX_FOLLOWING = 32
 """Calls that a context keeps; the least frequent one makes room. More would hardly be likely enough to be run."""
 _MAX_OTHER_TASKS = 32
-"""Tasks of a namespace that are looked at beside a rollout's own, the latest ones. A look takes 2 µs for each."""
+"""Tasks of a namespace that are looked at beside a rollout's own, the latest ones."""
 _MAX_TASKS = 4096
 """Tasks with statistics; the one used longest ago makes room."""
 

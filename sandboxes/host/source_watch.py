@@ -58,7 +58,7 @@ class SourceWatch:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing has happened since the watch was armed. 1 us."""
+        """Whether nothing has happened since the watch was armed."""
         with self._lock:
             if self.fd < 0:
                 return False
@@ -169,7 +169,7 @@ class Watched:
         self._value = b""
 
     def known(self) -> bytes | None:
-        """Return the value if nothing has changed since it was computed; 1 us, without blocking."""
+        """Return the value if nothing has changed since it was computed, without blocking."""
         watch = self._watch
         return self._value if watch is not None and watch.is_quiet else None
 

@@ -61,7 +61,7 @@ class DatabaseDigest:
 
 
 def whole(connection: CatalogConnection) -> DatabaseDigest:
-    """Read a whole database and return its digest. 40 ms for each MB."""
+    """Read a whole database and return its digest."""
     small, large = {}, []
     for table, size in catalog.tables(connection):
         digests = catalog.table_digest(connection, table)

@@ -78,7 +78,7 @@ def hold(path: Path) -> int:
 
 
 def choose(folder: Path) -> Method:
-    """Return the fastest method that works between files in `folder`, by trying them. 1 ms."""
+    """Return the fastest method that works between files in `folder`, by trying them."""
     with tempfile.TemporaryDirectory(prefix="forkpoint-check-", dir=folder) as trial:
         source = Path(trial) / "source"
         source.write_bytes(b"\0" * 4096)

@@ -118,7 +118,7 @@ class Pages:
         return self.count.to_bytes(4, "big") + b"".join(_ENTRY.pack(*entry) for entry in sorted(self.changed.items()))
 
     def digest(self) -> bytes:
-        """Return 32 bytes that name the content relative to the root. 1 us for each changed page, then cached."""
+        """Return 32 bytes that name the content relative to the root. Cached."""
         if self._digest is None:
             self._digest = blake2b(self.save(), digest_size=32).digest()
         return self._digest

@@ -51,7 +51,7 @@ _WARM_UP = {"sql": "INSERT INTO t VALUES (1)", "params": [], "max_rows": 1, "tim
 
 @functools.cache
 def prepare() -> VolatileInputs:
-    """Replace the library's clock, once in the zygote. 2 ms."""
+    """Replace the library's clock, once in the zygote."""
     return VolatileInputs()
 
 
