@@ -54,6 +54,7 @@ class Executor:
         The gate learns of each new record; None without a cluster.
         """
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
+        # `read_answer` raises `DamagedError` if a record's answer is not what was written.
         self._keep_answer, self.read_answer, self._gate = keep_answer, read_answer, gate
         self.flights, self.timings = SingleFlight(), Timings()
         self.quotas: Quotas | None = None  # How many calls of tasks run at once; None without quotas.

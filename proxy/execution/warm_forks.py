@@ -78,7 +78,7 @@ class WarmForks:
         idle_s: float,
         reserve_bytes: int,
     ) -> None:
-        """Prepare to make forks; `work` does it.
+        """Prepare to make forks, `max_forks` at once at most (0 turns them off); `work` does it.
 
         `costs` are those of ways to a sandbox, by driver. An idle sandbox is kept for `idle_s`; a rollout without calls
         for as long is not looked at. Forks leave `reserve_bytes` of memory free on the machine.

@@ -28,7 +28,7 @@ _EVENTS_HEAD = [
 
 
 class PatientSender:
-    """Sends ASGI messages to a client until it disconnects or accepts nothing for `PATIENCE_S`."""
+    """Sends ASGI messages to a client until it disconnects or accepts nothing for `PATIENCE_S`: then it is `gone`."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

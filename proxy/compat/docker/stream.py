@@ -43,7 +43,7 @@ _RAW, _FRAMES = "application/vnd.docker.raw-stream", "application/vnd.docker.mul
 
 
 class StreamConnection:
-    """A connection that has left HTTP."""
+    """A connection that has left HTTP. It is `gone` if it is lost, or its client accepts no more bytes."""
 
     def __init__(
         self,
