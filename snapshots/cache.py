@@ -30,19 +30,13 @@ HARD_SHARE = 1.25
 """Share of a budget beyond which no snapshot is taken, whatever could still be evicted: the bound on the disk.
 
 Evictions follow freezes by some seconds and proofs by minutes. Nearer to 1, more states go without a snapshot
-meanwhile. Farther from it, the disk must have more room than the budgets say.
-"""
+meanwhile. Farther from it, the disk must have more room than the budgets say."""
 HARD_BYTES = 256 << 20
 """Least room between a budget and its hard bound, in bytes, so that a small budget does not refuse the only ways."""
 
 
 class SnapshotCounters(Protocol):
-    """Totals that the snapshot rooms count. `proxy.telemetry.counters.Counters` has them.
-
-    Attributes:
-        snapshots_taken: Snapshots taken.
-        evictions: Snapshots evicted.
-    """
+    """Totals that the snapshot rooms count. `proxy.telemetry.counters.Counters` has them."""
 
     snapshots_taken: int
     evictions: int
@@ -69,16 +63,7 @@ N = TypeVar("N", bound=StateNode)
 
 
 class SnapshotCache:
-    """Attaches snapshots to nodes, lends them for restores, and evicts them when their budgets are exceeded.
-
-    Attributes:
-        costs: By driver, what freezing, restoring, starting and replaying cost here (see `snapshots.costs`).
-        used_bytes: Bytes that all snapshots take, as the drivers last counted them, with what was added since.
-        unproven: Names of the snapshots that can be evicted once a replay has reached their states, least value first;
-            as of the last `fit` that found too little to evict.
-        failures: The restores that failed.
-        full: Kinds of snapshots whose budget is exceeded by states that cannot be evicted at all.
-    """
+    """Attaches snapshots to nodes, lends them for restores, and evicts them when their budgets are exceeded."""
 
     def __init__(
         self,
@@ -89,23 +74,23 @@ class SnapshotCache:
         budget_bytes: int,
         checkpoint_bytes: int,
     ) -> None:
-        """Make a cache over the snapshots of a store.
+        """Make a cache over the snapshots of a store. The drivers free storage that no snapshot uses.
 
-        Args:
-            store: Where the snapshots are on disk.
-            drivers: Drivers by name; they free storage that no snapshot uses.
-            counters: Where evictions are counted.
-            budget_bytes: Limit for all snapshots together.
-            checkpoint_bytes: Limit for the snapshots that hold live processes.
+        `budget_bytes` limits all snapshots together, `checkpoint_bytes` those that hold live processes.
         """
         self._store, self._drivers, self._counters = store, drivers, counters
         self._budget_bytes, self._checkpoint_bytes = budget_bytes, checkpoint_bytes
-        self.failures = RestoreFailures(store)
+        self.failures = RestoreFailures(store)  # The restores that failed.
+        # Bytes that all snapshots take, as the drivers last counted them, with what was added since.
         self.used_bytes = 0
+        # Names of the snapshots that can be evicted once a replay has reached their states, least value first; as of
+        # the last `fit` that found too little to evict.
         self.unproven: list[str] = []
+        # Kinds of snapshots whose budget is exceeded by states that cannot be evicted at all.
         self.full: set[SnapshotKind] = set()
         self._hopeless: set[str] = set()
         # A tree may be older than the settings that turned its driver off, so any name has costs.
+        # By driver, what freezing, restoring, starting and replaying cost here (see `snapshots.costs`).
         self.costs = defaultdict(Costs, dict.fromkeys(drivers, Costs()))
 
     @property
@@ -144,8 +129,7 @@ class SnapshotCache:
     def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float) -> Snapshot:
         """Write a frozen state to disk; see `SnapshotStore.save`.
 
-        Raises:
-            OSError: The disk is full or cannot be written.
+        Raises OSError if the disk is full or cannot be written.
         """
         return self._store.save(frozen, tree=tree, node=node, cost_s=cost_s)
 
@@ -184,9 +168,8 @@ class SnapshotCache:
     def leased(self, node: StateNode) -> Iterator[FrozenState]:
         """Lend the snapshot of a node for a restore; it is not evicted inside the block.
 
-        Raises:
-            StateGoneError: The files of the snapshot are missing or damaged.
-            SandboxError: The files cannot be read now.
+        Raises StateGoneError if the files of the snapshot are missing or damaged, SandboxError if they cannot be read
+        now.
         """
         snapshot = self.of(node)
         assert snapshot is not None
@@ -241,12 +224,8 @@ class SnapshotCache:
     def failed(self, node: StateNode, error: SandboxError, now: float, *, reproducible: bool) -> None:
         """Note that a restore of the node's snapshot failed, and drop the snapshot if it is of no further use.
 
-        Args:
-            node: The node whose snapshot was restored.
-            error: Why the restore failed.
-            now: When, in seconds of a monotonic clock.
-            reproducible: Whether the node can be reached without its snapshot. If not, the snapshot stays: the machine
-                may recover.
+        `now` is a time of a monotonic clock. `reproducible` says whether the node can be reached without its snapshot.
+        If not, the snapshot stays: the machine may recover.
         """
         snapshot = self.of(node)
         if snapshot is None:
@@ -283,10 +262,9 @@ class SnapshotCache:
     ) -> int:
         """Evict snapshots until both budgets hold, free what no snapshot uses, and return how many were evicted.
 
-        Args:
-            find: Returns the node of a tree id and a node id; None if it has been forgotten.
-            prospect: Returns what is known of a snapshot's worth at its node.
-            abandon: Forgets a node at which no rollout is, so that none is led there any more.
+        `find` returns the node of a tree id and a node id; None if it has been forgotten. `prospect` returns what is
+        known of a snapshot's worth at its node. `abandon` forgets a node at which no rollout is, so that none is led
+        there any more.
         """
         self._hopeless.intersection_update(snapshot.id for snapshot in self._store)
         unproven_before, self.unproven = self.unproven, []

@@ -30,9 +30,7 @@ FREEZE_DELAY_S = 0.02
 """How long a freeze is put off if no call wants the sandbox.
 
 Drivers move what a call wrote into a layer of its own within 5 ms after it anyway. A freeze before that waits for it
-and delays other answers meanwhile; a freeze after it takes 0.1 ms (measured with `local`). Halved, some freezes still
-come too early, and what is learnt of their cost is too high. Doubled, a fast agent's next call hurries more of them.
-"""
+and delays other answers meanwhile; a freeze after it takes 0.1 ms (measured with `local`)."""
 
 
 class StateTree(Protocol):
@@ -51,38 +49,24 @@ class StateTree(Protocol):
 
 
 class Capture(Generic[N]):
-    """Freezes sandboxes into snapshots.
-
-    Attributes:
-        taken: Called when a node has got a snapshot that was taken here.
-    """
+    """Freezes sandboxes into snapshots."""
 
     def __init__(
         self, cache: SnapshotCache, pool: Pool, counters: SnapshotCounters, save_node: Callable[[N], None]
     ) -> None:
-        """Capture sandboxes of a pool for a cache.
+        """Capture sandboxes of a pool, which has their leases, for a cache.
 
-        Args:
-            cache: Attaches the snapshots to their nodes.
-            pool: Has the leases on the sandboxes.
-            counters: Where snapshots and failures are counted.
-            save_node: Writes a tree's root to the store once its digest is known.
+        `save_node` writes a tree's root to the store once its digest is known.
         """
         self._cache, self._pool, self._counters, self._save_node = cache, pool, counters, save_node
         self._freezes = TaskOwner()
         # The nodes whose states travel from another machine, and what is set when they are here.
         self._arriving = dict[N, asyncio.Event]()
+        # Called when a node has got a snapshot that was taken here.
         self.taken: Callable[[StateTree, N], None] = lambda _tree, _node: None
 
     async def give_back(self, slot: Slot, tree: StateTree, node: N, *, freeze: bool) -> None:
-        """End the lease on a sandbox.
-
-        Args:
-            slot: The leased sandbox.
-            tree: Tree of the node.
-            node: Node whose state the sandbox is in.
-            freeze: Whether to freeze the state in the background first.
-        """
+        """End the lease on a sandbox in a node's state; `freeze` freezes the state in the background first."""
         if not freeze or node in self._arriving:
             await self._pool.release(slot)
             return
@@ -99,9 +83,8 @@ class Capture(Generic[N]):
     async def freeze_leased(self, slot: Slot, tree: StateTree, node: N) -> bool:
         """Freeze a leased sandbox now, end its lease, and return whether the node has a snapshot.
 
-        Raises:
-            NotFreezableError: The driver cannot freeze the state; the node remembers why, and the sandbox is idle.
-            SandboxError, OSError: The sandbox failed, and is closed.
+        Raises NotFreezableError if the driver cannot freeze the state; the node remembers why, and the sandbox is idle.
+        Raises SandboxError or OSError if the sandbox failed, and closes it.
         """
         # Only a leased sandbox may be frozen (`sandboxes.pool.lifecycle`), so a person's request leases it first too.
         self._pool.begin_freeze(slot)
@@ -115,12 +98,8 @@ class Capture(Generic[N]):
     async def freeze(self, sandbox: Sandbox, tree: StateTree, node: N) -> StateDigest | None:
         """Freeze a sandbox into a snapshot of the node. If the snapshot cannot be written, the node goes without one.
 
-        Returns:
-            The digest of the frozen state; None if it has none.
-
-        Raises:
-            NotFreezableError: The driver cannot freeze the state.
-            SandboxError, OSError: The sandbox failed.
+        Returns the digest of the frozen state; None if it has none. Raises NotFreezableError if the driver cannot
+        freeze the state, and SandboxError or OSError if the sandbox failed.
         """
         # What the last call left to do is no part of a freeze's cost: the next call would have waited for it too.
         await settle(sandbox)
@@ -159,14 +138,8 @@ class Capture(Generic[N]):
     async def renew(self, sandbox: Sandbox, tree: StateTree, node: N, error: SandboxError) -> None:
         """Replace a snapshot that could not be restored by one of a sandbox that a replay has brought to its state.
 
-        Args:
-            sandbox: The sandbox, which is leased.
-            tree: Tree of the node.
-            node: The node.
-            error: Why its snapshot could not be restored.
-
-        Raises:
-            SandboxError, OSError: The sandbox failed.
+        The sandbox is leased; `error` says why the snapshot could not be restored. Raises SandboxError or OSError if
+        the sandbox failed.
         """
         if self._cache.failures.is_renewal(node):
             # No snapshot of this state can be restored. This one goes once replays have proven their way.

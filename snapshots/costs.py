@@ -13,14 +13,10 @@ class Mean:
 
     A measurement counts as at most four times the mean: one slow moment of the machine must not decide what is done
     from then on, because what is no longer done is no longer measured. A lasting change is followed all the same.
-
-    Attributes:
-        seconds: The mean; before the first measurement the guess that it was made with.
-        samples: Number of measurements.
     """
 
-    seconds: float
-    samples: int = 0
+    seconds: float  # Before the first measurement the guess that it was made with.
+    samples: int = 0  # Number of measurements.
 
     def then(self, seconds: float) -> "Mean":
         """Return the mean after another measurement: exact over the first ten, then the newest one counts a tenth."""
@@ -34,12 +30,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class KindCosts:
-    """What a snapshot of one kind costs.
-
-    Attributes:
-        freeze: Freezing a sandbox and writing the snapshot.
-        restore: Restoring a sandbox from it.
-    """
+    """What freezing a sandbox into a snapshot of one kind (with writing it), and restoring one from it, cost."""
 
     freeze: Mean
     restore: Mean
@@ -51,18 +42,12 @@ class Costs:
     """What the ways to a sandbox cost with one driver. A sandbox that is at the node already costs nothing.
 
     The guesses are medians of `bench/sandboxes` for `local` on two cores. The first measurement replaces each of them.
-
-    Attributes:
-        fresh: Starting a sandbox in the root state.
-        replay_overhead: What each replayed call takes beside the tool itself.
-        files: Snapshots of files and sessions.
-        processes: Snapshots of live processes too.
     """
 
-    fresh: Mean = Mean(0.0065)
-    replay_overhead: Mean = Mean(0.015)
-    files: KindCosts = KindCosts(Mean(0.0006), Mean(0.006))
-    processes: KindCosts = KindCosts(Mean(0.05), Mean(0.04))
+    fresh: Mean = Mean(0.0065)  # Starting a sandbox in the root state.
+    replay_overhead: Mean = Mean(0.015)  # What each replayed call takes beside the tool itself.
+    files: KindCosts = KindCosts(Mean(0.0006), Mean(0.006))  # Snapshots of files and sessions.
+    processes: KindCosts = KindCosts(Mean(0.05), Mean(0.04))  # Snapshots of live processes too.
 
     def of(self, kind: SnapshotKind) -> KindCosts:
         """Return the costs of snapshots of one kind."""

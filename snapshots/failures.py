@@ -10,11 +10,7 @@ from snapshots.store import SnapshotStore
 HOPELESS_FAILURES = 3
 """Failed restores, without a success between them, after which a snapshot may count as lost."""
 HOPELESS_S = 30.0
-"""Seconds between the first and the last of them. An estimate: a daemon that restarts is back within ten.
-
-Halved, trouble of the machine that a fresh sandbox does not show may cost a state. Doubled, a rollout whose state is
-lost waits longer until it gets the error.
-"""
+"""Seconds between the first and the last of them. An estimate: a daemon that restarts is back within ten."""
 
 
 class _Failures(NamedTuple):

@@ -9,19 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 FUTURE = 0.5
-"""Rollouts that have not begun yet but may come to a state: a task's next batch, which is not announced.
-
-An estimate. Halved, states at the end of a group's walk lose their snapshots sooner. Doubled, more of them are kept for
-batches that do not come.
+"""Rollouts that have not begun yet but may come to a state: a task's next batch, which is not announced. An estimate.
 """
 
 CHEAP_SHARE = 0.25
 """Share of a call's own time that a snapshot of its state may always cost.
 
 So misses cost at most a quarter more, and a rollout that leaves the tree waits for no replay. With files, a freeze
-takes 0.6 to 2.5 ms beside 10 to 25 ms of a call. Halved, freezes on a busy machine are too expensive, and kept states
-are far apart. Doubled, it includes freezes whose bytes and time are worth more elsewhere.
-"""
+takes 0.6 to 2.5 ms beside 10 to 25 ms of a call."""
 
 RARE = 1e-4
 """Rate of reuse below which cheap snapshots are not taken: some ten thousand states in a row that no rollout needed."""
@@ -39,14 +34,11 @@ class Reuse:
 
     The first guess, 1 in 20 with the weight of 100 chances, comes from the recorded API workloads (groups of 2 to 5
     rollouts).
-
-    Attributes:
-        uses: How many rollouts needed a sandbox at a state.
-        chances: How many rollouts might have come to need one: those above a state when it was made, and `FUTURE` for
-            each state.
     """
 
-    uses: float = 5.0
+    uses: float = 5.0  # How many rollouts needed a sandbox at a state.
+    # How many rollouts might have come to need one: those above a state when it was made, and `FUTURE` for each
+    # state.
     chances: float = 100.0
 
     @property
@@ -68,43 +60,28 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What is known of a snapshot, taken or not.
+    """What is known of a snapshot, taken or not."""
 
-    Attributes:
-        name: Id of the snapshot; empty if it is not taken.
-        saved_s: Seconds that it saves at each use: the cheapest other way and its risk (`at_stake_s`) less the restore.
-        uses: Expected number of uses.
-        size_bytes: Bytes that it holds.
-        reproducible: Whether another way may reach the state: none of its calls is known to diverge.
-        proven: Whether another way is known to reach it: each of its calls has been replayed to its state.
-        occupied: Whether a running rollout is at the state, or at one that came from it.
-        held: Why the snapshot must not be evicted ("pinned", "leased"); empty if it may be.
-        doubtful: Whether the other way replays a call that may well reach another state (`tree.doubtful`), for a state
-            without live processes.
-    """
-
-    name: str
+    name: str  # Id of the snapshot; empty if it is not taken.
+    # Seconds that it saves at each use: the cheapest other way and its risk (`at_stake_s`) less the restore.
     saved_s: float
-    uses: float
+    uses: float  # Expected number of uses.
     size_bytes: int
-    reproducible: bool = True
-    proven: bool = True
-    occupied: bool = True
-    held: str = ""
+    reproducible: bool = True  # Whether another way may reach the state: none of its calls is known to diverge.
+    proven: bool = True  # Whether another way is known to reach it: each of its calls has been replayed to its state.
+    occupied: bool = True  # Whether a running rollout is at the state, or at one that came from it.
+    held: str = ""  # Why the snapshot must not be evicted ("pinned", "leased"); empty if it may be.
+    # Whether the other way replays a call that may well reach another state (`tree.doubtful`), for a state without
+    # live processes.
     doubtful: bool = False
 
 
 def expected_uses(reuse: Reuse, *, behind: int, visits: int, demand: int) -> float:
     """Return how often a sandbox will be needed in a state.
 
-    Each rollout above the state may still come and leave the tree there. How likely that is follows from all states,
-    and the more from this one the more rollouts have visited it.
-
-    Args:
-        reuse: Statistics over all states.
-        behind: Number of rollouts above the state.
-        visits: Number of rollouts that have come to the state.
-        demand: How many of them needed a sandbox.
+    Each of the rollouts above the state (`behind`) may still come and leave the tree there. How likely that is follows
+    from all states, and the more from this one the more rollouts have visited it. `demand` is how many of these needed
+    a sandbox.
     """
     # A weighted mean: the rate of all states counts like `_OWN_WEIGHT` visits, the state's own demand like its
     # visits.
@@ -117,15 +94,12 @@ def at_stake_s(*, replayed: int, diverged: int, doubtful: int = 0) -> float:
     """Return the seconds that a use loses on average without a snapshot, because the replay may diverge.
 
     A replay that diverges loses the rollout: some ten calls and the thinking between them, 60 s. How likely that is
-    follows from the calls replayed so far. The first guess, with the weight of 300 calls, is 0.3 %: so many states
-    differed when the recorded shell workload was run twice.
+    follows from the calls replayed so far in this process. The first guess, with the weight of 300 calls, is 0.3 %: so
+    many states differed when the recorded shell workload was run twice.
 
-    Args:
-        replayed: Number of calls replayed in this process.
-        diverged: How many of them diverged.
-        doubtful: Number of calls on the way that ran beside live processes and look unrepeatable (`tree.doubtful`). No
-            measurement says how many of them diverge. One in two is assumed, at 300 s, because a snapshot is mostly
-            paid for while the model thinks, and a lost rollout may hold up its whole group.
+    `doubtful` is the number of calls on the way that ran beside live processes and look unrepeatable (`tree.doubtful`).
+    No measurement says how many of them diverge. One in two is assumed, at 300 s, because a snapshot is mostly paid for
+    while the model thinks, and a lost rollout may hold up its whole group.
     """
     # 0.9 of 300 are the 0.3 % of the first guess. Each doubtful call halves the chance that the replay succeeds.
     return 60.0 * (0.9 + diverged) / (300 + replayed) + 300.0 * (1 - 0.5**doubtful)
@@ -148,12 +122,8 @@ def is_cheap(reuse: Reuse, *, cost_s: float, made_s: float) -> bool:
     """Return whether a snapshot costs so little beside the call that made its state that it is taken unless unused.
 
     Otherwise states that no rollout has left yet are kept far apart, and the first rollout that leaves between two of
-    them waits for the replay of all calls since the nearest.
-
-    Args:
-        reuse: Statistics over all states; none is cheap where nearly none of them is needed again.
-        cost_s: Expected seconds of taking it.
-        made_s: Expected seconds of the last call to the state when it is replayed.
+    them waits for the replay of all calls since the nearest. None is cheap where nearly no state is needed again
+    (`reuse`). `made_s` is the expected time of the last call to the state when it is replayed.
     """
     return reuse.rate >= RARE and cost_s <= CHEAP_SHARE * made_s
 

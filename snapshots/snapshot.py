@@ -9,57 +9,34 @@ from snapshots.costs import SnapshotKind
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """A kept sandbox state.
+    """A kept sandbox state."""
 
-    Attributes:
-        id: Name of the snapshot and of its file.
-        tree: Number of the tree.
-        node: Number of the node whose state it holds.
-        driver: Name of the driver that took it.
-        kind: What the driver calls it; "processes" if it holds live processes.
-        parts: The driver's storage units that it needs. Snapshots share most of theirs.
-        size_bytes: Bytes that it added to the states it was built on.
-        cost_s: Seconds that the freeze took.
-        created_at: Unix time of the freeze.
-        uses: Number of restores.
-        leases: Number of restores in progress; it is not evicted meanwhile.
-        restore_s: Seconds that the last restore took; 0 before the first.
-    """
-
-    id: str
-    tree: int
-    node: int
+    id: str  # Name of the snapshot and of its file.
+    tree: int  # The tree's number.
+    node: int  # Number of the node whose state it holds.
     driver: str
-    kind: str
-    parts: tuple[str, ...]
-    size_bytes: int
-    cost_s: float
-    created_at: float
-    uses: int = 0
-    leases: int = 0
-    restore_s: float = 0.0
+    kind: str  # What the driver calls it; "processes" if it holds live processes.
+    parts: tuple[str, ...]  # The driver's storage units that it needs. Snapshots share most of theirs.
+    size_bytes: int  # Bytes that it added to the states it was built on.
+    cost_s: float  # Seconds that the freeze took.
+    created_at: float  # Unix time of the freeze.
+    uses: int = 0  # Number of restores.
+    leases: int = 0  # Number of restores in progress; it is not evicted meanwhile.
+    restore_s: float = 0.0  # Seconds that the last restore took; 0 before the first.
 
 
 class StateNode(Protocol):
-    """What the snapshot rooms know of a node: the holder of at most one snapshot. `proxy.tree.tree.Node` is one.
-
-    Attributes:
-        id: Number of the node.
-        state: Digest of the state; None if it has none.
-        snapshot: Id of the attached snapshot; None without one.
-        unfreezable: Why the driver cannot freeze the state; empty if nothing is known against it.
-        detached: Whether the node has been forgotten.
-    """
+    """What the snapshot rooms know of a node: the holder of at most one snapshot. `proxy.tree.tree.Node` is one."""
 
     @property
     def id(self) -> int:
         """Number of the node."""
         ...
 
-    state: StateDigest | None
-    snapshot: str | None
-    unfreezable: str
-    detached: bool
+    state: StateDigest | None  # None if the state has no digest.
+    snapshot: str | None  # Id of the attached snapshot; None without one.
+    unfreezable: str  # Why the driver cannot freeze the state; empty if nothing is known against it.
+    detached: bool  # Whether the node has been forgotten.
 
 
 def snapshot_kind(snapshot: Snapshot) -> SnapshotKind:

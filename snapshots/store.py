@@ -32,19 +32,17 @@ from sandboxes.linux.files import boot_id, write_file
 from snapshots.snapshot import Snapshot
 
 _SHARE = 2
-"""How many characters of a name give its directory: 256 directories. With one, each has 16 times as many files that
-were removed in the last minute; with three, the first 4,096 snapshots make a directory each."""
+"""How many characters of a name give its directory: 256 directories. With fewer directories, each has more files that
+were removed in the last minute; with more, the first snapshots make a directory each."""
 
 
 class SnapshotStore:
     """All snapshots of a data directory. Manifests are in memory; payloads are read when a snapshot is restored."""
 
     def __init__(self, directory: Path, drivers: Mapping[str, Driver] | None = None) -> None:
-        """Create a store that is not open yet.
+        """Create a store that is not open yet. The drivers are needed for their versions.
 
-        Args:
-            directory: Where the snapshots are.
-            drivers: The drivers by name, for their versions. Snapshots of other drivers are kept as they are.
+        Snapshots of other drivers are kept as they are.
         """
         self._directory = directory
         self._versions = {
@@ -94,16 +92,9 @@ class SnapshotStore:
         return self._directory / name[:_SHARE] / name
 
     def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float) -> Snapshot:
-        """Write a frozen state and return its snapshot. Blocking: 40 us on ext4, and 3 ms for each MB of sessions.
+        """Write a frozen state and return its snapshot. Blocking. `cost_s` is how long the freeze took.
 
-        Args:
-            frozen: What the driver froze.
-            tree: Number of the tree.
-            node: Number of the node.
-            cost_s: Seconds that the freeze took.
-
-        Raises:
-            OSError: The disk is full, for example. What was written is removed, now or at the next start.
+        Raises OSError if the disk is full, for example. What was written is removed, now or at the next start.
         """
         # Random and not counted: a name is never used twice, so nothing stale can be mistaken for this snapshot.
         name = os.urandom(16).hex()
@@ -143,9 +134,7 @@ class SnapshotStore:
     def load(self, snapshot: Snapshot) -> FrozenState:
         """Read what a driver needs to restore a snapshot. Blocking.
 
-        Raises:
-            FileNotFoundError, ValueError: The snapshot is missing or damaged.
-            OSError: The machine cannot read it now.
+        Raises FileNotFoundError or ValueError if the snapshot is missing or damaged, OSError if it cannot be read now.
         """
         manifest, content = _parts(self._path(snapshot.id).read_bytes())
         # A state with live processes has no digest.
@@ -189,8 +178,7 @@ class SnapshotStore:
 def _parts(content: bytes) -> tuple[dict[str, Any], bytes]:
     """Return the manifest and the payload in the content of a file.
 
-    Raises:
-        ValueError: The manifest is not what was written.
+    Raises ValueError if the manifest is not what was written.
     """
     digest, _, rest = content.partition(b"\n")
     body, _, payload = rest.partition(b"\n")

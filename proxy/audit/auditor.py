@@ -65,38 +65,23 @@ _SANDBOX_WAIT_S = 60.0
 
 @dataclass(slots=True)
 class Tally:
-    """What an audit has counted so far.
+    """What an audit has counted so far."""
 
-    Attributes:
-        of: How many calls it has to check.
-        checked: Calls that were run again.
-        differing: Checked calls that differ from their records.
-        unreachable: Calls at states that no path leads to.
-        failed: Calls that the machine could not run; they say nothing about their records.
-    """
-
-    of: int = 0
-    checked: int = 0
-    differing: int = 0
-    unreachable: int = 0
-    failed: int = 0
+    of: int = 0  # How many calls it has to check.
+    checked: int = 0  # Calls that were run again.
+    differing: int = 0  # Checked calls that differ from their records.
+    unreachable: int = 0  # Calls at states that no path leads to.
+    failed: int = 0  # Calls that the machine could not run; they say nothing about their records.
 
 
 @dataclass(slots=True)
 class _Check:
-    """One sample that is being checked.
-
-    Attributes:
-        tree: The tree of its records.
-        judge: Compares a call with its record.
-        tally: Where the results are counted.
-        patience_s: Longest wait for calls in flight, before each call; None waits until there are none.
-    """
+    """One sample of a tree's records that is being checked."""
 
     tree: Tree
     judge: Judge
     tally: Tally
-    patience_s: float | None
+    patience_s: float | None  # Longest wait for calls in flight, before each call; None waits until there are none.
 
 
 class Auditor:
@@ -117,16 +102,10 @@ class Auditor:
     ) -> None:
         """Create an auditor that does nothing until a hit is sampled or an audit is requested.
 
-        Args:
-            restorer: Provides sandboxes.
-            store: Holds the recorded calls, the findings and the masks.
-            counts: The totals that metrics show.
-            busy: Returns how many calls of rollouts are in flight.
-            find: Returns a tree by its number, if it is in memory.
-            roots: Knows which trees are what their specs mean now; only those are audited.
-            share: Share of the hits that are checked in the background, from 0 to 1.
-            quarantine: Whether the calls that differ run again for every rollout.
-            gate: Learns of each finding; None without a cluster.
+        `busy` returns how many calls of rollouts are in flight, and `find` a tree by its number, if it is in memory.
+        Only trees that `roots` knows as current are audited. `share` of the hits, from 0 to 1, are checked in the
+        background. With `quarantine`, the calls that differ run again for every rollout. The gate learns of each
+        finding; None without a cluster.
         """
         self._restorer, self._store, self._counts, self._busy, self._find = restorer, store, counts, busy, find
         self._roots = roots
@@ -139,20 +118,10 @@ class Auditor:
     # On demand
 
     def begin(self, task: str, tree: Tree, top: Node, sample: int | None, seed: int | None) -> Tally:
-        """Start to check a sample of the calls recorded at a node of a task's tree and below it.
+        """Start to check a sample of the calls recorded at the node `top` of a task's tree and below it.
 
-        Args:
-            task: Name of the task.
-            tree: The tree.
-            top: The node.
-            sample: Size of the sample; None checks all calls.
-            seed: Draws the same sample again; None draws another each time.
-
-        Returns:
-            The tally, which grows while the audit runs.
-
-        Raises:
-            RefusalError: 409, an audit of this tree is running.
+        A sample of None checks all calls. A seed draws the same sample again; None draws another each time. The
+        returned tally grows while the audit runs. Raises RefusalError (409) if an audit of this tree is running.
         """
         if tree.id in self._running:
             raise RefusalError(409, "audit-runs", f"an audit of {task!r} is running. Wait for it, or DELETE it.")
@@ -312,7 +281,7 @@ class Auditor:
         log.warning("recorded call differs", record=record.id, node=record.source.id, difference=difference)
 
     def save_finding(self, tree: Tree, record: Record, lost: Iterable[Node], *, quarantined: bool) -> None:
-        """Write that a record differs (`Record.differs`), and which nodes were set aside for it. 0.2 ms."""
+        """Write that a record differs (`Record.differs`), and which nodes were set aside for it."""
         self._store.audits.save_finding(tree.id, record, lost, quarantined=quarantined)
         if self._gate is not None:
             self._gate.differs(tree, record, quarantined=quarantined)
@@ -325,8 +294,7 @@ class Auditor:
     async def _wait_for_sandbox(self, patience_s: float | None) -> None:
         """Wait until a sandbox can be created that nothing else needs.
 
-        Raises:
-            OverloadedError: There was none in time.
+        Raises OverloadedError if there was none in time.
         """
         await self._wait_until_idle(patience_s)
         loop = asyncio.get_running_loop()

@@ -12,26 +12,17 @@ _BISECTIONS = 60
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Bounds of a rate.
-
-    Attributes:
-        low: Lower bound, from 0 to 1.
-        high: Upper bound, from 0 to 1.
-    """
+    """Bounds of a rate, from 0 to 1."""
 
     low: float
     high: float
 
 
 def clopper_pearson(differing: int, checked: int) -> Interval:
-    """Return the exact (Clopper-Pearson) interval of the rate behind a sample.
+    """Return the exact (Clopper-Pearson) interval of the rate behind a sample; from 0 to 1 if nothing was checked.
 
-    The exact interval covers the true rate at least as often as it states, for every rate and sample size. Wilson's
-    is shorter, but covers less than stated for rates near 0, which are the rates that matter here.
-
-    Args:
-        differing: How many of the sample differ.
-        checked: Size of the sample; 0 gives the interval from 0 to 1.
+    The exact interval covers the true rate at least as often as it states, for every rate and sample size. Wilson's is
+    shorter, but covers less than stated for rates near 0, which are the rates that matter here.
     """
     if checked == 0:
         return Interval(0.0, 1.0)

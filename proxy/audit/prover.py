@@ -46,13 +46,9 @@ class Prover:
     ) -> None:
         """Create a prover that does nothing until a budget is exceeded.
 
-        Args:
-            restorer: Makes the sandboxes.
-            cache: Says which snapshots wait for a proof.
-            snapshots: Returns a snapshot by its id; None if it is gone.
-            find: Returns the tree and the node of two numbers; None if either is gone.
-            evict: Evicts what has been proven.
-            busy: Returns how many calls of rollouts are in flight.
+        `snapshots` returns a snapshot by its id; None if it is gone. `find` returns the tree and the node of two
+        numbers; None if either is gone. `evict` evicts what has been proven. `busy` returns how many calls of rollouts
+        are in flight.
         """
         self._restorer, self._cache, self._snapshots, self._find = restorer, cache, snapshots, find
         self._evict, self._busy = evict, busy

@@ -10,12 +10,7 @@ from proxy.tree.tree import Node, Record, path
 
 @dataclass(frozen=True, slots=True)
 class ReplayPath:
-    """A path down a tree.
-
-    Attributes:
-        start: The node where a sandbox is needed.
-        steps: The records that are run again from there, in order.
-    """
+    """A path down a tree: where a sandbox is needed, and the records that are run again from there, in order."""
 
     start: Node
     steps: tuple[Record, ...]
@@ -40,12 +35,8 @@ class ReplayPath:
 def sample_calls(top: Node, count: int | None, randomness: random.Random) -> list[Record]:
     """Return a uniform sample of the calls that led to a node, or were recorded there or below.
 
-    Private calls and everything below them are left out: their answers are given to no other rollout.
-
-    Args:
-        top: The node.
-        count: Size of the sample; None returns all of the calls.
-        randomness: Draws the sample.
+    Private calls and everything below them are left out: their answers are given to no other rollout. A count of None
+    returns all of the calls.
     """
     led = top.origin
     records = [] if led is None or led.private or led.differs else [led]
@@ -87,10 +78,9 @@ def cover(records: Iterable[Record]) -> tuple[list[tuple[ReplayPath, list[Record
     """Return paths that together run all of the records again. O(records + nodes above them + steps of the paths).
 
     The deepest record takes the first path, and every other record on that path is checked along the way: an
-    observation at a node of the path, or a step of it. So the paths share as few replayed calls as possible.
-
-    Returns:
-        The paths, the longest first, each with the records that are checked on it; and the records without a path.
+    observation at a node of the path, or a step of it. So the paths share as few replayed calls as possible. The
+    longest path is first, and each comes with the records that are checked on it; the second result are the records
+    without a path.
     """
     pending = dict.fromkeys(records)
     depths: dict[Node, int] = {}

@@ -35,10 +35,9 @@ def fail(message: str) -> NoReturn:
 def proxy_url(url: str | None, data: Path | None) -> str | None:
     """Return the base URL of the proxy that a command talks to; None if no proxy serves the named directory.
 
-    Args:
-        url: The value of `--url` or FORKPOINT_URL; it wins.
-        data: The value of `--data` or FORKPOINT_DATA. None looks at the default directory, and then at the default
-            port. A directory that is named has no such substitute: the command could change another proxy's tasks.
+    `url` is the value of `--url` or FORKPOINT_URL; it wins. `data` is the value of `--data` or FORKPOINT_DATA. None
+    looks at the default directory, and then at the default port. A directory that is named has no such substitute: the
+    command could change another proxy's tasks.
     """
     if url or data is None:
         return url or read_address(DEFAULT_DATA) or DEFAULT_URL
@@ -46,12 +45,7 @@ def proxy_url(url: str | None, data: Path | None) -> str | None:
 
 
 class ControlClient:
-    """The control plane at a base URL, with the token in FORKPOINT_TOKEN if it is set.
-
-    Attributes:
-        url: The base URL of the proxy.
-        headers: The headers of every request.
-    """
+    """The control plane at a base URL, with the token in FORKPOINT_TOKEN if it is set."""
 
     def __init__(self, url: str) -> None:
         self.url, self.headers = base_url(url), token_headers()
@@ -61,13 +55,8 @@ class ControlClient:
     def request(self, method: str, *path: str, within_s: float = REQUEST_S, **more: Any) -> Any:
         """Send a request and return the response's JSON; None for an empty response.
 
-        A failed request ends the command with the proxy's error text.
-
-        Args:
-            method: HTTP method.
-            path: Segments of the path below `/api/v1/`; they are quoted.
-            within_s: Timeout in seconds.
-            more: Arguments of `httpx.Client.request`.
+        A failed request ends the command with the proxy's error text. The path's segments, below `/api/v1/`, are
+        quoted. `more` are arguments of `httpx.Client.request`.
         """
         with self._reporting(), self._client(timeout=within_s) as client:
             response = client.request(method, _joined(path), **more)
@@ -75,14 +64,10 @@ class ControlClient:
         return response.json() if response.content else None
 
     def items(self, *path: str, most: int | None = None, **query: Any) -> Any:
-        """Return the items of a list, from as many of its pages as it takes.
+        """Return the items of a list, from as many of its pages as it takes; `most` of them, or all.
 
-        A failed request ends the command with the proxy's error text.
-
-        Args:
-            path: Segments of the path below `/api/v1/`; they are quoted.
-            most: Maximum number of items; None for all.
-            query: Query parameters; those that are None are left out.
+        A failed request ends the command with the proxy's error text. The path's segments, below `/api/v1/`, are
+        quoted. Query parameters that are None are left out.
         """
         items: list[dict[str, Any]] = []
         sent = {name: value for name, value in query.items() if value is not None}
@@ -98,14 +83,8 @@ class ControlClient:
     def read(self, *path: str, within_s: float, **query: str) -> Any:
         """Return the JSON of a GET request, without ending the command if it fails.
 
-        Args:
-            path: Segments of the path below `/api/v1/`; they are quoted.
-            within_s: Timeout in seconds.
-            query: Query parameters.
-
-        Raises:
-            httpx.HTTPError: The proxy does not answer, or it refuses.
-            ValueError: The response is no JSON.
+        The path's segments, below `/api/v1/`, are quoted. Raises httpx.HTTPError if the proxy does not answer, or
+        refuses, and ValueError if the response is no JSON.
         """
         with self._client(timeout=within_s) as client:
             return client.get(_joined(path), params=query).raise_for_status().json()

@@ -105,11 +105,7 @@ def html(
 
 
 class _Rollouts:
-    """The rollouts of a response, shown on a terminal as they arrive.
-
-    Attributes:
-        count: Number of rollouts that have arrived: each is a line.
-    """
+    """The rollouts of a response, shown on a terminal as they arrive. `count` are the lines so far: one for each."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response

@@ -39,29 +39,20 @@ _TRIAL_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A requirement, and whether this machine meets it.
-
-    Attributes:
-        name: Name of the requirement.
-        ok: Whether it is met.
-        detail: What the check measured.
-        remedy: What to do if it is not met.
-        required: Whether sandboxes cannot run without it. If not, a feature or a limit is missing.
-    """
+    """A requirement, and whether this machine meets it."""
 
     name: str
     ok: bool
-    detail: str
-    remedy: str
-    required: bool = True
+    detail: str  # What the check measured.
+    remedy: str  # What to do if it is not met.
+    required: bool = True  # Whether sandboxes cannot run without it. If not, a feature or a limit is missing.
 
 
 def check(data_dir: Path, *, checkpoints: bool = True) -> list[Requirement]:
-    """Check this machine, and run `true` in a real sandbox. Takes 0.1 s, and removes what it created.
+    """Check this machine, and run `true` in a real sandbox. Removes what it created.
 
-    Args:
-        data_dir: Directory of the store and the snapshots; it need not exist.
-        checkpoints: The setting of this name: whether CRIU is used if it works.
+    The directory of the store and the snapshots need not exist. `checkpoints` is the setting of this name: whether CRIU
+    is used if it works.
     """
     results = [*_platform()]
     if not all(requirement.ok for requirement in results):

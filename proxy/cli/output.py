@@ -27,10 +27,8 @@ def show(view: Any, render: Callable[[Any], RenderableType], *, json: bool) -> N
 def print_json(view: Any, *, beside: Path | None = None, one_line: bool = False) -> None:
     """Print a view as JSON: what every command does with `--json`.
 
-    Args:
-        view: The view.
-        beside: The file that the command has written. If it is `-`, stdout has the file and stderr gets the JSON.
-        one_line: Whether the JSON is one line, for commands that print more than one view.
+    `beside` is the file that the command has written. If it is `-`, stdout has the file and stderr gets the JSON.
+    `one_line` is for commands that print more than one view.
     """
     option = None if one_line else orjson.OPT_INDENT_2
     text = _UNSAFE.sub(_escaped, orjson.dumps(view, option=option).decode())

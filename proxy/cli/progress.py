@@ -32,12 +32,7 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def bytes_bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts bytes.
-
-    Args:
-        title: Name of the operation.
-        total: How many bytes there will be, about; None if that is not known.
-    """
+    """Yield a function that counts bytes, of about `total`; None if that is not known."""
     with _bar(title, total, DownloadColumn()) as advance:
         yield advance
 

@@ -54,12 +54,7 @@ ROWS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The runs that a replay makes: first a cached run, then uncached runs.
-
-    Attributes:
-        cached: Whether to make a cached run.
-        uncached: Number of uncached runs.
-    """
+    """The runs that a replay makes: first a cached run, if any, then a number of uncached runs."""
 
     cached: bool = True
     uncached: int = 1
@@ -79,17 +74,11 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """The results of a replay.
-
-    Attributes:
-        runs: The runs by name.
-        comparisons: The comparisons of two runs, by the names of both.
-        rates: What each offered rate showed.
-    """
+    """The results of a replay: its runs by name, and the comparisons of two runs by the names of both."""
 
     runs: Mapping[str, ReplayRun]
     comparisons: Mapping[str, Comparison]
-    rates: Sequence[RateFigures] = ()
+    rates: Sequence[RateFigures] = ()  # What each offered rate showed.
 
     @property
     def failed(self) -> bool:
@@ -120,19 +109,10 @@ async def make_runs(
     console: Console,
     offered: Offered | None = None,
 ) -> ReplayReport:
-    """Make the runs one after another, each with a progress bar.
+    """Make the runs one after another, each with a progress bar, through a temporary proxy or one at a URL.
 
-    Args:
-        workload: The recorded calls.
-        proxy: The temporary proxy, or the URL of a running proxy.
-        passes: The runs to make.
-        at_once: Number of concurrent rollouts.
-        keep_names: Whether the cached run keeps the names of tasks.
-        console: Where the progress bars are drawn.
-        offered: Rates to offer after the cached run; None for none.
-
-    Raises:
-        ReplayError: The proxy cannot be reached, or it refuses a task.
+    `keep_names` says whether the cached run keeps the names of tasks. `offered` are rates to offer after the cached
+    run. Raises ReplayError if the proxy cannot be reached, or refuses a task.
     """
     url, trust_env = (proxy.url, False) if isinstance(proxy, EphemeralProxy) else (proxy, True)
     run_id = secrets.token_hex(3)

@@ -36,11 +36,8 @@ class TerminalError(RuntimeError):
 def attach(proxy: ControlClient, task: str, node: str) -> int:
     """Connect this terminal to a shell in a fork of a node, until the shell ends.
 
-    Returns:
-        0: the shell's own exit code is not known.
-
-    Raises:
-        TerminalError: This is no terminal, or the proxy refuses.
+    Returns 0: the shell's own exit code is not known. Raises TerminalError if this is no terminal, or the proxy
+    refuses.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise TerminalError("`shell` needs a terminal. For a single command use `forkpoint exec`.")

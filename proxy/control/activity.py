@@ -72,22 +72,14 @@ def totals(counts: Counters) -> dict[str, float]:
 
 @dataclass(slots=True, eq=False)
 class Subscriber:
-    """A client of the event stream.
+    """A client of the event stream."""
 
-    Attributes:
-        task: Task whose rollouts' movements are sent; None for no movements.
-        whole: Whether the totals of all tasks together are sent.
-        queue: Events that the client has not received yet.
-        lost: Events dropped since the last `lost` event, because the queue was full.
-        woken: Set when an event arrives.
-        positions: Node and number of calls of each rollout, as the client knows them.
-    """
-
-    task: str | None = None
-    whole: bool = True
-    queue: deque[dict[str, Any]] = field(default_factory=deque)
-    lost: int = 0
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    task: str | None = None  # The one whose rollouts' movements are sent; None for no movements.
+    whole: bool = True  # Whether the totals of all tasks together are sent.
+    queue: deque[dict[str, Any]] = field(default_factory=deque)  # Events that the client has not received yet.
+    lost: int = 0  # Events dropped since the last `lost` event, because the queue was full.
+    woken: asyncio.Event = field(default_factory=asyncio.Event)  # Set when an event arrives.
+    # Node and number of calls of each rollout, as the client knows them.
     positions: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def put(self, event: dict[str, Any]) -> None:
@@ -114,12 +106,7 @@ class Subscriber:
 
 
 class Activity:
-    """The timeline of the last hour, and its event streams.
-
-    Attributes:
-        seconds: The last hour, oldest second first.
-        listeners: The clients of the event streams.
-    """
+    """The timeline of the last hour, and its event streams."""
 
     def __init__(
         self,
@@ -129,20 +116,16 @@ class Activity:
         *,
         keep: Callable[[Second], None] = lambda _: None,
     ) -> None:
-        """Start the timeline.
+        """Start the timeline. `keep` takes each second for longer than an hour.
 
-        Args:
-            counts: The proxy's totals.
-            sandboxes: Returns the number of live sandboxes.
-            rollouts: Returns a task's running rollouts.
-            keep: Takes each second for longer than an hour.
+        `sandboxes` returns the number of live sandboxes, `rollouts` a task's running rollouts.
         """
         self._counts, self._sandboxes, self._rollouts, self._keep = counts, sandboxes, rollouts, keep
         self.max_listeners = _MAX_LISTENERS
         self._last = totals(counts)
         self._closed = False
-        self.seconds: deque[Second] = deque(maxlen=HOUR)
-        self.listeners: set[Subscriber] = set()
+        self.seconds: deque[Second] = deque(maxlen=HOUR)  # The last hour, oldest second first.
+        self.listeners: set[Subscriber] = set()  # The clients of the event streams.
 
     @property
     def full(self) -> bool:

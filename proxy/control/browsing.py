@@ -125,15 +125,10 @@ class Browser:
         *,
         fold: int,
     ) -> ChildrenView:
-        """Return one page of a node's children.
+        """Return one page of a node's children. Its sort key is `recorded` or a total of the subtrees.
 
-        Args:
-            task: Name of the task.
-            node: The node.
-            summed: The totals of its tree.
-            standing: Names of the running rollouts by node.
-            wanted: Which page; its sort key is `recorded` or a total of the subtrees.
-            fold: Maximum number of nodes shown of each chain.
+        `standing` has the names of the running rollouts by node. `fold` is the maximum number of nodes shown of each
+        chain.
         """
 
         def order(child: Node) -> Order:
@@ -151,13 +146,9 @@ class Browser:
         return Chain(nodes=shown, length=len(run), last=last, below=summed.of(first))
 
     def search(self, tree: Tree, query: str, rows: list[tuple[int, int, int]], wanted: ListQuery) -> SearchView:
-        """Return a page of the calls whose title contains a text, ignoring case.
+        """Return a page of the calls whose title contains a text, ignoring case. Its sort key is the record.
 
-        Args:
-            tree: The tree.
-            query: The text.
-            rows: The candidates, as `matching` returns them.
-            wanted: Which page; its sort key is the record.
+        The rows are the candidates, as `matching` returns them.
         """
         matches: list[SearchMatch] = []
         needle = query.casefold()
@@ -186,17 +177,9 @@ def matching(
 ) -> list[tuple[int, int, int]]:
     """Return the calls of a tree that may contain a text; `Browser.search` then compares their titles.
 
-    Compressed calls are always among them, because SQL cannot read them. Call it in a thread: it visits all calls.
-
-    Args:
-        connection: A connection to the store that only reads.
-        tree: Number of the tree.
-        query: The text.
-        wanted: Which page; its sort key is the record.
-        most: Maximum number of calls.
-
-    Returns:
-        Numbers of the record, of the node that it was made at, and of the node that it leads to.
+    Compressed calls are always among them, because SQL cannot read them. Call it in a thread, with a connection that
+    only reads: it visits all calls. Each of the `most` results has the numbers of the record, of the node that it was
+    made at, and of the node that it leads to.
     """
     # Calls are stored as JSON, and LIKE ignores the case of ASCII letters only. So every character that JSON may escape
     # and every character outside ASCII becomes a wildcard.

@@ -32,17 +32,11 @@ def title(call: ToolCall) -> str:
 
 
 class Title(NamedTuple):
-    """A call in one line.
+    """A call in one line."""
 
-    Attributes:
-        text: The call, cut to `TITLE_CHARS`.
-        exit_code: The exit code in its answer; None if the answer has none.
-        speculated: Whether the proxy executed the call before any rollout made it.
-    """
-
-    text: str
-    exit_code: int | None
-    speculated: bool
+    text: str  # Cut to `TITLE_CHARS`.
+    exit_code: int | None  # The exit code in its answer; None if the answer has none.
+    speculated: bool  # Whether the proxy executed the call before any rollout made it.
 
 
 class Titles:
@@ -53,7 +47,7 @@ class Titles:
         self._known = LruCache[int, Title](_REMEMBERED)
 
     def of(self, record: Record) -> Title:
-        """Return a record's title. The first read takes 30 µs."""
+        """Return a record's title."""
         known = self._known.get(record.id)
         if known is None:
             call, speculated = self._records.call_and_maker(record)

@@ -27,7 +27,7 @@ Key = str | int | float
 Order = tuple[Key, ...]
 """The place of an item in its list: values of sort keys, and at the end something that no other item has."""
 MOST = 1000
-"""Most items of a page. A page of rollouts is 0.5 MB and takes 15 ms; ten times as many would delay every hit."""
+"""Most items of a page. A page of rollouts is 0.5 MB; a much larger one would delay every hit."""
 _USUAL = 100
 """Items of a page unless the request names another limit."""
 _CURSOR_CHARS = 1000
@@ -56,17 +56,11 @@ class Page(BaseModel, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class PagePart(Generic[E]):
-    """A part of a list.
-
-    Attributes:
-        entries: The entries of one page.
-        total: Number of entries of the whole list; None if they were not counted.
-        next: The cursor of the next page; None on the last page.
-    """
+    """A part of a list: the entries of one page."""
 
     entries: list[E]
-    total: int
-    next: str | None
+    total: int  # Of the whole list; None if the entries were not counted.
+    next: str | None  # The cursor of the next page; None on the last page.
 
     def page(self, view: Callable[[E], T]) -> Page[T]:
         """Return the page, with the view of each entry."""
@@ -75,29 +69,18 @@ class PagePart(Generic[E]):
 
 @dataclass(frozen=True, slots=True)
 class ListQuery:
-    """Which page of a list is wanted.
-
-    Attributes:
-        key: The sort key.
-        descending: Whether the greatest come first.
-        limit: Maximum number of items.
-        after: Place of the last item of the page before; None for the first page.
-    """
+    """Which page of a list is wanted."""
 
     key: str
-    descending: bool = False
+    descending: bool = False  # Whether the greatest come first.
     limit: int = MOST
-    after: Order | None = None
+    after: Order | None = None  # Place of the last item of the page before; None for the first page.
 
     def sorted_part(self, entries: Iterable[E], order: Callable[[E], Order]) -> PagePart[E]:
-        """Return the wanted part of a list that is in memory. O(n log n) in its length.
+        """Return the wanted part of a list that is in memory, in any order. O(n log n) in its length.
 
-        Args:
-            entries: All entries, in any order.
-            order: Returns the place of an entry in the list.
-
-        Raises:
-            RefusalError: 422, the cursor belongs to another list.
+        `order` returns the place of an entry in the list. Raises RefusalError (422) if the cursor belongs to another
+        list.
         """
         rows = sorted(entries, key=order, reverse=self.descending)
         try:
@@ -109,10 +92,8 @@ class ListQuery:
     def part(self, rows: Sequence[E], total: int, order: Callable[[E], Order]) -> PagePart[E]:
         """Return the part that begins with these rows, of which there is one more than `limit` if there is a next page.
 
-        Args:
-            rows: The rows after the cursor, in order.
-            total: Number of entries of the whole list.
-            order: Returns the place of a row in the list.
+        The rows are those after the cursor, in order; `total` counts the whole list. `order` returns the place of a row
+        in the list.
         """
         shown = list(rows[: self.limit])
         return PagePart(shown, total, self._cursor(order(shown[-1])) if len(rows) > self.limit else None)
@@ -120,11 +101,8 @@ class ListQuery:
     def sql(self, *columns: str) -> tuple[str, dict[str, Any]]:
         """Return the end of an SQL query that reads the rows after the cursor, one more than `limit`, and its values.
 
-        Args:
-            columns: The columns of the order; the last is unique. With an index on them it reads O(limit) rows.
-
-        Raises:
-            RefusalError: 422, the cursor belongs to another list.
+        The last of the order's columns is unique. With an index on them it reads O(limit) rows. Raises RefusalError
+        (422) if the cursor belongs to another list.
         """
         direction, sign = ("DESC", "<") if self.descending else ("ASC", ">")
         names = [f"after{number}" for number in range(len(columns))]
@@ -151,8 +129,7 @@ class ListQuery:
     def at(self, cursor: str) -> "ListQuery":
         """Return the query of the page that a cursor names.
 
-        Raises:
-            RefusalError: 422, no page of this list in this order has the cursor.
+        Raises RefusalError (422) if no page of this list in this order has the cursor.
         """
         place = unpacked_cursor(cursor)
         if not (isinstance(place, list) and len(place) > 1 and place[0] == self._sort):
@@ -184,9 +161,7 @@ def _foreign() -> RefusalError:
 def list_query(*keys: str, default: str) -> Any:
     """Return the dependency that reads `sort`, `limit` and `cursor` of a list's query, as a `ListQuery`.
 
-    Args:
-        keys: The sort keys of the list.
-        default: The order without `sort`: a key, with `-` in front for the greatest first.
+    The default is a sort key, with `-` in front for the greatest first.
     """
     orders = [sign + key for key in keys for sign in ("", _DESCENDING)]
     description = f"Sort key: {', '.join(f'`{key}`' for key in keys)}. `-` in front puts the greatest first."

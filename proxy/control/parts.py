@@ -24,29 +24,17 @@ _SCRATCH_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class ControlPlane:
-    """The engine, and the parts that show it.
-
-    Attributes:
-        engine: The running proxy that the routes operate on.
-        activity: The last hour, second by second, and its event streams.
-        history: The last day, minute by minute.
-        scratch_forks: The sandboxes that people open to inspect a state.
-        subtree_totals: Totals below each node of a tree.
-        task_totals: Totals of each task, by its name.
-        reader: Makes the views of nodes, trees and rollouts.
-        browser: Makes the views of large trees, one page at a time.
-        started_at: Seconds since 1970.
-    """
+    """The engine, and the parts that show it."""
 
     engine: Engine
-    activity: Activity
-    history: History
-    scratch_forks: ScratchForks
-    subtree_totals: SubtreeTotals
-    task_totals: Refreshed[Mapping[str, TaskTotals]]
-    reader: Reader
-    browser: Browser
-    started_at: float
+    activity: Activity  # The last hour, second by second, and its event streams.
+    history: History  # The last day, minute by minute.
+    scratch_forks: ScratchForks  # The sandboxes that people open to inspect a state.
+    subtree_totals: SubtreeTotals  # Totals below each node of a tree.
+    task_totals: Refreshed[Mapping[str, TaskTotals]]  # By the task's name.
+    reader: Reader  # Makes the views of nodes, trees and rollouts.
+    browser: Browser  # Makes the views of large trees, one page at a time.
+    started_at: float  # Seconds since 1970.
 
     @classmethod
     def over(cls, engine: Engine) -> "ControlPlane":

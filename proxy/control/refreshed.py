@@ -15,24 +15,16 @@ _SHARE = 20
 class Refreshed(Generic[T]):
     """A value that is read again once it is too old.
 
-    Concurrent callers share one read, and a caller that is cancelled does not cancel it. A failed read raises in all
-    of them; the next call tries again.
-
-    Attributes:
-        expires_at: Until when the value is reused, in seconds of the monotonic clock.
+    Concurrent callers share one read, and a caller that is cancelled does not cancel it. A failed read raises in all of
+    them; the next call tries again.
     """
 
     def __init__(self, read: Callable[[], Coroutine[Any, Any, T]], *, min_age_s: float) -> None:
-        """Create the value without reading it.
-
-        Args:
-            read: Reads the value.
-            min_age_s: The value is reused for at least this long.
-        """
+        """Create the value without reading it. It is reused for at least `min_age_s`."""
         self._read, self._min_age_s = read, min_age_s
         self._tasks = TaskOwner()
         self._reading: asyncio.Task[T] | None = None
-        self.expires_at = 0.0
+        self.expires_at = 0.0  # On the monotonic clock.
 
     @property
     def expired(self) -> bool:

@@ -40,19 +40,12 @@ _WHOLE_ROLLOUT, _WHOLE_STEP, _WHOLE_RECORD = is_whole("rollouts", "r"), is_whole
 
 @dataclass(frozen=True, slots=True)
 class ReportRequest:
-    """What to report.
+    """What to report."""
 
-    Attributes:
-        by: `task`, `endpoint`, or the name of a label.
-        labels: Only rollouts with all of these labels.
-        task: Only rollouts of this task; None for all.
-        price_per_hour: Price of one hour of tool time.
-    """
-
-    by: str = "run"
-    labels: Mapping[str, str] = field(default_factory=dict)
-    task: str | None = None
-    price_per_hour: float = 0.0
+    by: str = "run"  # `task`, `endpoint`, or the name of a label.
+    labels: Mapping[str, str] = field(default_factory=dict)  # Only rollouts with all of these labels.
+    task: str | None = None  # Only rollouts of this task; None for all.
+    price_per_hour: float = 0.0  # Price of one hour of tool time.
 
 
 @dataclass(slots=True)
@@ -113,22 +106,15 @@ class _Group:
 
 @dataclass(slots=True)
 class ReportPart:
-    """What one store has for a report. Its tasks are in no other part.
-
-    Attributes:
-        request: What to report.
-        groups: The groups by name; None for rollouts without the label.
-        rollouts: Number of rollouts.
-        repeated: What a cache that repeats the first answer to a call of a task would have done: calls that it
-            executes, seconds of their tools, and wrong answers.
-        damaged: Rollouts and calls that are left out.
-    """
+    """What one store has for a report. Its tasks are in no other part."""
 
     request: ReportRequest
-    groups: list[tuple[str | None, _Group]]
-    rollouts: int
+    groups: list[tuple[str | None, _Group]]  # By name; None for rollouts without the label.
+    rollouts: int  # Number of rollouts.
+    # What a cache that repeats the first answer to a call of a task would have done: calls that it executes, seconds
+    # of their tools, and wrong answers.
     repeated: tuple[int, float, int]
-    damaged: int
+    damaged: int  # Rollouts and calls that are left out.
 
     def packed(self) -> bytes:
         """Return the part as JSON."""
@@ -167,11 +153,9 @@ def read_report(connection: sqlite3.Connection, request: ReportRequest) -> Repor
 
 
 def read_part(connection: sqlite3.Connection, request: ReportRequest) -> ReportPart:
-    """Read what a store has for a report. Call it in a thread; see the module.
+    """Read what a store has for a report. Call it in a thread, with a connection that only reads; see the module.
 
-    Args:
-        connection: A connection to the store that only reads. Fold the journal before.
-        request: What to report.
+    Fold the journal before.
     """
     where, values = _condition(request)
     groups: dict[str | None, _Group] = defaultdict(_Group)

@@ -17,29 +17,18 @@ from sandboxes.spec import EnvironmentSpec
 
 
 class ScratchForks:
-    """The scratch forks that are open now.
-
-    Attributes:
-        open: Number of open forks.
-    """
+    """The scratch forks that are open now."""
 
     def __init__(self, restorer: Restorer, *, max_open: int) -> None:
-        """Create the owner of scratch forks.
-
-        Args:
-            restorer: Makes the sandboxes.
-            max_open: Maximum number of open forks; agents have the rest of the sandbox budget.
-        """
+        """Create the owner of scratch forks. Agents have the rest of the sandbox budget beside `max_open`."""
         self._restorer, self._max_open = restorer, max_open
-        self.open = 0
+        self.open = 0  # Number of open forks.
 
     @asynccontextmanager
     async def at(self, tree: Tree, node: Node) -> AsyncIterator[Sandbox]:
         """Yield a sandbox in a node's state; it is closed after the block.
 
-        Raises:
-            RefusalError: The node was forgotten (409), or too many forks are open (429).
-            StateLostError, SandboxError, SpecError, OverloadedError: See `Restorer.fork`.
+        Raises RefusalError if the node was forgotten (409), or too many forks are open (429); else as `Restorer.fork`.
         """
         if node.detached:
             raise RefusalError(409, "forgotten", f"node n{node.id} was forgotten. Choose another node.")
@@ -55,18 +44,9 @@ class ScratchForks:
 
 
 def call_of(spec: EnvironmentSpec, endpoint: str, method: str, path: str, query: dict[str, str], body: bytes) -> Call:
-    """Return the tool call that a request means.
+    """Return the tool call that a request means. The path is below the endpoint; an empty body is none.
 
-    Args:
-        spec: The environment of the tree.
-        endpoint: Name of the endpoint.
-        method: HTTP method.
-        path: Path below the endpoint.
-        query: Query parameters.
-        body: JSON body; empty for none.
-
-    Raises:
-        RefusalError: The request is malformed, or it is not a tool call.
+    Raises RefusalError if the request is malformed, or is not a tool call.
     """
     target = "/" + path.lstrip("/") + (f"?{urlencode(query)}" if query else "")
     if any(ord(character) < 33 or ord(character) > 126 for character in target):

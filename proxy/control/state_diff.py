@@ -34,12 +34,7 @@ _FILES_PER_REQUEST = 50
 
 
 async def diff(forks: ScratchForks, task: str, tree: Tree, a: Node, b: Node) -> DiffView:
-    """Return what changed from node a to node b of the same tree.
-
-    Raises:
-        RefusalError, StateLostError, SandboxError, SpecError, OverloadedError: A fork cannot be made; see
-            `ScratchForks.at`.
-    """
+    """Return what changed from node a to node b of the same tree. Errors as for `ScratchForks.at`."""
     view = DiffView(task=task, a=f"n{a.id}", b=f"n{b.id}", same=_same(a, b))
     if a is b:
         return view.model_copy(update={"files": [], "sessions": [], "databases": []})

@@ -49,15 +49,10 @@ class NodeTotals:
 
 @dataclass(slots=True)
 class SummedTree:
-    """The totals of a tree at one moment.
+    """The totals of a tree at one moment."""
 
-    Attributes:
-        order: The tree's nodes, parents before children.
-        sums: Totals by the node's number.
-    """
-
-    order: list[Node] = field(default_factory=list)
-    sums: dict[int, NodeTotals] = field(default_factory=dict)
+    order: list[Node] = field(default_factory=list)  # The tree's nodes, parents before children.
+    sums: dict[int, NodeTotals] = field(default_factory=dict)  # By the node's number.
 
     def of(self, node: Node) -> NodeTotals:
         """Return the totals of a node. A node that is newer than the totals counts by itself."""

@@ -16,15 +16,10 @@ _MIN_AGE_S = 1.0
 
 @dataclass(slots=True)
 class TaskTotals(CallTotals):
-    """Totals of one task.
+    """Totals of one task."""
 
-    Attributes:
-        running: Number of running rollouts.
-        used_at: When a rollout made its latest call, or began, in seconds since 1970.
-    """
-
-    running: int = 0
-    used_at: float = 0.0
+    running: int = 0  # Number of running rollouts.
+    used_at: float = 0.0  # When a rollout made its latest call, or began, in seconds since 1970.
 
 
 def task_totals(store: Store) -> Refreshed[Mapping[str, TaskTotals]]:
@@ -37,7 +32,7 @@ def task_totals(store: Store) -> Refreshed[Mapping[str, TaskTotals]]:
 
 
 def read_totals(connection: sqlite3.Connection) -> dict[str, TaskTotals]:
-    """Read the totals of all tasks. Call it in a thread: it visits every step, 1 s for a million."""
+    """Read the totals of all tasks. Call it in a thread: it visits every step."""
     by_task: dict[str, TaskTotals] = {}
     sql = (
         "SELECT r.task, s.outcome, COUNT(*), COALESCE(SUM(c.seconds), 0) FROM rollouts r "

@@ -66,16 +66,9 @@ def summaries(
 ) -> Page[TreeSummary]:
     """Return a page of a task's trees. By the key `current` the current one is the greatest, then calls count.
 
-    Call it in a thread: it counts nodes and calls of every tree.
-
-    Args:
-        connection: A connection to the store that only reads.
-        task: Name of the task.
-        shared_owner: See `TreeStore.shared_owner`.
-        current: Number of the task's current tree.
-        default: The environment of tasks without their own.
-        templates: E2B templates by name.
-        wanted: Which page.
+    Call it in a thread, with a connection that only reads: it counts nodes and calls of every tree. `current` is the
+    number of the task's current tree. `default` is the environment of tasks without their own. See
+    `TreeStore.shared_owner`.
     """
     sql = (
         "SELECT t.id, t.root, t.spec, t.created_at, (SELECT COUNT(*) FROM nodes WHERE tree = t.id) AS nodes, "

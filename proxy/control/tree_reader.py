@@ -37,15 +37,7 @@ class Reader:
         self._store = store
 
     def tree(self, task: Task, tree: Tree, top: Node, *, depth: int | None, limit: int) -> TreeView:
-        """Return a view of a subtree.
-
-        Args:
-            task: The task that the tree belongs to.
-            tree: The tree.
-            top: The node to begin at.
-            depth: Levels below `top`; None for all of them.
-            limit: Maximum number of nodes.
-        """
+        """Return a view of a subtree, of at most `limit` nodes. `depth` counts the levels below `top`; None for all."""
         nodes: list[NodeView] = []
         truncated = False
         rollouts = rollouts_by_node(task)
@@ -64,14 +56,9 @@ class Reader:
         kept: str = "",
         passed: list[PassedRollout] | None = None,
     ) -> NodeDetail:
-        """Return the full view of a node.
+        """Return the full view of a node. `kept` says why the state is kept or not.
 
-        Args:
-            task: The task that the node belongs to.
-            node: The node.
-            snapshot: Its snapshot; None if it has none.
-            kept: Why the state is kept or not.
-            passed: The latest rollouts that reached the node.
+        `passed` are the latest rollouts that reached the node.
         """
         origin = node.origin
         return NodeDetail(
@@ -102,14 +89,10 @@ class Reader:
         return CallView.of(call, speculated=speculated)
 
     def steps(self, rollout: dict[str, Any], tree: Tree, wanted: ListQuery) -> Page[StepView]:
-        """Return a page of a rollout's calls. O(limit), and O(1) in the size of the tree.
+        """Return a page of a rollout's calls, in the order of turns. O(limit), and O(1) in the size of the tree.
 
-        A call whose record was forgotten since keeps its turn and outcome, and has no call and no node.
-
-        Args:
-            rollout: The rollout as the store has it.
-            tree: Its tree.
-            wanted: Which page; its sort key is the turn.
+        A call whose record was forgotten since keeps its turn and outcome, and has no call and no node. The rollout is
+        as the store has it.
         """
         end, values = wanted.sql("turn")
         rows = self._store.rollouts.steps(rollout["id"], end, values)

@@ -43,8 +43,8 @@ class Addressing:
     def address(self, scope: Mapping[str, Any]) -> Address:
         """Return the address of a request, with the task and the rollout that its token stands for.
 
-        Raises:
-            RefusalError: 400 to 404 for a malformed address, 401 for an unknown token, 403 for a page of another site.
+        Raises RefusalError: 400 to 404 for a malformed address, 401 for an unknown token, 403 for a page of another
+        site.
         """
         headers, raw_path = scope["headers"], scope["raw_path"]
         # The Host header is checked once for each name: a page whose own name was rebound to this address sends
@@ -67,8 +67,7 @@ class Addressing:
     def dialect(self, rollout: Rollout, endpoint: str) -> Dialect:
         """Return the dialect of an endpoint in the environment that a rollout's tree was recorded in.
 
-        Raises:
-            RefusalError: 404, the environment has no such endpoint.
+        Raises RefusalError (404) if the environment has no such endpoint.
         """
         # By tree and not by task: a PUT may give the task another environment while this rollout stays in its old
         # tree.
@@ -98,7 +97,7 @@ class Addressing:
         return meaning
 
     def _is_familiar(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Return whether no browser sent these headers and their host name was accepted before. 0.3 us of a hit."""
+        """Return whether no browser sent these headers and their host name was accepted before. Part of a hit."""
         # A browser's request never counts as familiar, so each one goes through `refuse_foreign`, whatever its host
         # name.
         for name, value in headers:  # noqa: SIM110 - a generator takes a call for each header

@@ -44,12 +44,7 @@ _STOPPED = Problem(
 
 
 class DataPlane:
-    """Answers agents' requests and passes all others on.
-
-    Args:
-        engine: The running parts of the proxy.
-        behind: The application that answers all other requests.
-    """
+    """Answers agents' requests, and passes all others on to the application behind."""
 
     def __init__(self, engine: Engine, behind: AsgiApp) -> None:
         self.engine, self._behind = engine, behind

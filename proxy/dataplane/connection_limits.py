@@ -41,7 +41,7 @@ _WARN_EVERY_S = 60.0
 _ROOM = 256
 """How many connections are closed when there are too many: as many new ones come before the next search."""
 _AT_ONCE = 512
-"""How many connections are looked at in one turn of the event loop: 2 ms."""
+"""How many connections are looked at in one turn of the event loop."""
 _SPARE_DESCRIPTORS = 512
 """Descriptors that connections never get: sandboxes, the store and snapshots need them."""
 
@@ -57,31 +57,19 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class ConnectionWatch:
-    """What the last look at a connection noted.
+    """What the last look at a connection noted."""
 
-    Attributes:
-        phase: The phase, with the number of its request.
-        since_s: When the phase began, by the loop's clock.
-        received_bytes: How much of all bodies had been received then.
-        unread_bytes: How much of the responses is not sent yet.
-        unread_since_s: Since when that has not become less.
-    """
-
-    phase: tuple[Phase, int] = (Phase.UNUSED, 0)
-    since_s: float = 0.0
-    received_bytes: int = 0
-    unread_bytes: int = 0
-    unread_since_s: float = 0.0
+    phase: tuple[Phase, int] = (Phase.UNUSED, 0)  # The phase, with the number of its request.
+    since_s: float = 0.0  # When the phase began, by the loop's clock.
+    received_bytes: int = 0  # How much of all bodies had been received then.
+    unread_bytes: int = 0  # How much of the responses is not sent yet.
+    unread_since_s: float = 0.0  # Since when that has not become less.
 
 
 class WatchedConnection(Protocol):
-    """A connection as the limits see it.
+    """A connection as the limits see it."""
 
-    Attributes:
-        watch: What the last look noted.
-    """
-
-    watch: ConnectionWatch
+    watch: ConnectionWatch  # What the last look noted.
 
     def phase(self) -> tuple[Phase, int]:
         """Return the phase, and the number of the request that it belongs to."""

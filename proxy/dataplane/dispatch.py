@@ -74,9 +74,8 @@ class Dispatch:
     async def serve(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
         """Answer a request.
 
-        Raises:
-            ClientDisconnectedError: The client closed its connection before its request was complete.
-            Exception: Any error of the request; the caller reports it through `exchange`.
+        Raises ClientDisconnectedError if the client closed its connection before its request was complete, and any
+        error of the request; the caller reports it through `exchange`.
         """
         # 1. Framing, browser and limits. Everything runs on one event loop, so a plain counter needs no lock.
         self._in_flight += 1
@@ -297,11 +296,7 @@ class Dispatch:
 
 
 def _require_own(grant: Grant, meaning: Meaning) -> None:
-    """Check that a request reaches no other rollout than its token stands for, whatever its body names.
-
-    Raises:
-        RefusalError: 403.
-    """
+    """Raise RefusalError (403) if a request names another rollout in its body than its token stands for."""
     if isinstance(meaning, Local):
         return
     grant.require_rollout(meaning.rollout)
@@ -325,8 +320,7 @@ M = TypeVar("M", bound=Meaning)
 def _with_upload(meaning: M, upload: Path | None, spec: EnvironmentSpec) -> M:
     """Return a request's meaning with the path of the file that holds its body; None for a body in memory.
 
-    Raises:
-        RefusalError: 413, the endpoint records its requests and so must hold the body in memory.
+    Raises RefusalError (413) if the endpoint records its requests and so must hold the body in memory.
     """
     if upload is None:
         return meaning
@@ -338,11 +332,7 @@ def _with_upload(meaning: M, upload: Path | None, spec: EnvironmentSpec) -> M:
 
 
 def _refuse_smuggling(scope: Scope) -> None:
-    """Refuse a request whose end two readers could see at two positions (RFC 9112, 6.3).
-
-    Raises:
-        RefusalError: 400.
-    """
+    """Raise RefusalError (400) for a request whose end two readers could see at two positions (RFC 9112, 6.3)."""
     names = [name for name, _ in scope["headers"]]
     # A parser that prefers either header reads another end than a proxy in front of it, which lets a request hide
     # in a body.

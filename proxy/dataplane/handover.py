@@ -23,12 +23,9 @@ class Handover(Protocol):
         ...
 
     def give(self, process: int, connection: socket.socket, held: bytes) -> None:
-        """Give a connection to another process.
+        """Give a connection to another process. This object closes it.
 
-        Args:
-            process: Number of the process.
-            connection: The connection; this object closes it.
-            held: What its client has sent and got no answer to.
+        `held` is what the connection's client has sent and got no answer to.
         """
         ...
 
@@ -36,12 +33,7 @@ class Handover(Protocol):
 def first_scope(held: bytes, scheme: str) -> Scope | None:
     """Return the scope of the first of several requests that came together (pipelining).
 
-    Args:
-        held: The bytes of the requests.
-        scheme: `http` or `https`.
-
-    Returns:
-        None for bytes that are not HTTP, or a target that only uvicorn interprets.
+    None for bytes that are not HTTP, or a target that only uvicorn interprets.
     """
     first = RequestReader()
     with suppress(httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -52,11 +44,7 @@ def first_scope(held: bytes, scheme: str) -> Scope | None:
 def give_when_sent(handover: Handover, process: int, transport: asyncio.Transport, held: bytes) -> None:
     """Give a connection to another process, once its client has taken what was sent; give up if it closes before.
 
-    Args:
-        handover: Brings it there.
-        process: Number of the process.
-        transport: The connection. Nothing reads it any more.
-        held: What its client has sent and got no answer to.
+    Nothing reads the transport any more. `held` is what the client has sent and got no answer to.
     """
     if transport.is_closing():
         return

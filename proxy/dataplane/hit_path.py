@@ -24,13 +24,7 @@ log = structlog.get_logger()
 
 
 class HitPath:
-    """Answers calls that the tree knows.
-
-    Args:
-        engine: The running parts of the proxy.
-        addressing: Remembers addresses and dialects.
-        apis: Names of endpoints that are whole APIs and no dialects; their requests take the regular path.
-    """
+    """Answers calls that the tree knows. Requests to `apis`, which are no dialects, take the regular path."""
 
     def __init__(self, engine: Engine, addressing: Addressing, apis: frozenset[str]) -> None:
         self._step, self._addressing = engine.step, addressing
@@ -64,9 +58,8 @@ class HitPath:
     def expect(self, scope: Mapping[str, Any]) -> Rollout | None:
         """Note that a request goes the regular way, so that no later request of its rollout overtakes it.
 
-        Returns:
-            The rollout, for `CallOrder.expected` when the request has been handled; None if the request names none
-            that is known here.
+        Returns the rollout, for `CallOrder.expected` when the request has been handled; None if the request names none
+        that is known here.
         """
         address = self._addressing.remembered(scope)
         if address is None or address.endpoint in self._apis:

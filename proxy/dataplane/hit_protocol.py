@@ -67,9 +67,7 @@ class _State(Enum):
 def protocol_for(data_plane: DataPlane, handover: Handover | None = None) -> type["HitFirst"]:
     """Return the protocol class of a server whose application is `report_responses(data_plane)`.
 
-    Args:
-        data_plane: Answers requests.
-        handover: Brings connections to other processes; None if this process answers all requests.
+    The handover brings connections to other processes; None if this process answers all requests.
     """
     members = {
         "data_plane": data_plane, "handover": handover, "hit_s": data_plane.engine.counts.hit_s,

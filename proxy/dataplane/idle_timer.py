@@ -15,18 +15,12 @@ class IdleConnection(Protocol):
 class IdleTimer:
     """Looks at a connection that had no response for a while.
 
-    One timer serves many responses: setting one for each would cost a hit 2 us. It finds out itself how long the
+    One timer serves many responses, because setting one for each would slow down hits. It finds out itself how long the
     connection has really been idle.
     """
 
     def __init__(self, connection: IdleConnection, limit_s: float, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin with the first response.
-
-        Args:
-            connection: The connection.
-            limit_s: How long it may be idle.
-            loop: Its event loop.
-        """
+        """Begin with the first response. The connection may be idle for `limit_s`."""
         self._connection, self._limit_s, self._loop = connection, limit_s, loop
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None

@@ -41,11 +41,8 @@ class Passing(Protocol):
     ) -> PassedRequest | None:
         """Pass a request on, or return None: then it stays here.
 
-        Args:
-            scope: The scope that `DataPlane.known` had and did not answer.
-            request: The bytes of the whole request.
-            body: Its body.
-            connection: Gets the response, after this call has returned.
+        `scope` is the one that `DataPlane.known` had and did not answer; `request` are the bytes of the whole request.
+        The connection gets the response after this call has returned.
         """
         ...
 
@@ -54,12 +51,7 @@ class HeldBehind:
     """What a client sends on a connection whose request another process has, before it has the answer."""
 
     def __init__(self, transport: asyncio.Transport, max_bytes: int) -> None:
-        """Hold nothing yet.
-
-        Args:
-            transport: The connection.
-            max_bytes: With more than this, the connection is not read until the answer is there.
-        """
+        """Hold nothing yet. With more than `max_bytes`, the connection is not read until the answer is there."""
         self._transport, self._max_bytes = transport, max_bytes
         self._data, self._is_full = b"", False
 

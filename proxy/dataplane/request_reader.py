@@ -17,17 +17,12 @@ MAX_HEADERS = 256
 class RequestReader:
     """Holds the request that is being read, and counts all requests of its connection.
 
-    Attributes:
-        begun: Requests of which the first byte was read.
-        ended: Requests of which the last byte was read.
-        has_head: Whether the head of the current request is complete.
-        is_plain: Whether the client waits for one response on a connection that stays open: HTTP/1.1, keep-alive, and
-            no `Expect`. Valid once the head is complete.
-        expects_continue: Whether the client sends the body only after a `100 Continue`.
-        is_refused: Whether `feed` raised because of a rule of ours; the bytes may be valid HTTP then.
-        is_too_large: Whether the rule of ours was the size of the head.
-        keeps_body: Whether the body of the current request is kept in `body`.
-        received_bytes: Bytes of all bodies.
+    `begun` counts the requests of which the first byte was read, `ended` those of which the last byte was read, and
+    `received_bytes` the bytes of all bodies. `is_plain` says that the client waits for one response on a connection
+    that stays open: HTTP/1.1, keep-alive, and no `Expect`. It is valid once `has_head` says that the head is complete.
+    With `expects_continue`, the client sends the body only after a `100 Continue`. `is_refused` says that `feed` raised
+    because of a rule of ours; the bytes may be valid HTTP then. `is_too_large` says that the rule was the size of the
+    head. `keeps_body` says that the current request's body is kept in `body`.
     """
 
     # httptools calls the methods `on_…` from within `feed_data`, so after `feed` the attributes are up to date.
@@ -45,10 +40,9 @@ class RequestReader:
     def feed(self, data: bytes) -> None:
         """Read more bytes.
 
-        Raises:
-            httptools.HttpParserUpgrade: The request asks for another protocol. The argument is the offset in data
-                where its head ends; a body, if it has one, was not read.
-            httptools.HttpParserError: The bytes are not HTTP, or `is_refused`.
+        Raises httptools.HttpParserUpgrade if the request asks for another protocol. The argument is the offset in data
+        where its head ends; a body, if it has one, was not read. Raises httptools.HttpParserError if the bytes are not
+        HTTP, or `is_refused`.
         """
         self._fruitless_bytes += len(data)
         self._parser.feed_data(data)
@@ -122,8 +116,7 @@ class RequestReader:
     def on_headers_complete(self) -> None:
         """Note what the head says about the connection.
 
-        Raises:
-            ValueError: The request line breaks a rule of ours; `feed` then raises HttpParserError.
+        Raises ValueError if the request line breaks a rule of ours; `feed` then raises HttpParserError.
         """
         version: str = self._parser.get_http_version()
         # The absolute form of a target is for forward proxies (RFC 9112, 3.2.2), and this server must not be used as

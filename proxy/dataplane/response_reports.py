@@ -11,15 +11,10 @@ CONNECTION = "forkpoint.connection"
 
 
 class ReportedConnection(Protocol):
-    """A connection that has to know where the responses to its requests end.
+    """A connection that has to know where the responses to its requests end."""
 
-    Attributes:
-        expected: What was noted of the request that uvicorn has got; None if nothing was.
-        passed: The request at another process that it continues; None for most.
-    """
-
-    expected: object | None
-    passed: PassedRequest | None
+    expected: object | None  # What was noted of the request that uvicorn has got; None if nothing was.
+    passed: PassedRequest | None  # The request at another process that it continues; None for most.
 
     def response_ended(self) -> None:
         """Note that the end of a response was written."""

@@ -19,14 +19,9 @@ _RESET = struct.pack("ii", 1, 0)
 def split_request(reader: RequestReader, held: bytes, body_at: int | None) -> tuple[bytes, bytes] | None:
     """Return the body of the only request of a connection, and what its client has sent behind it.
 
-    Args:
-        reader: Has read the request's head.
-        held: The bytes of the request as far as they have come.
-        body_at: Where the body begins in them, for a request that asks for an upgrade; None for others. Docker's
-            client streams with and without one.
-
-    Returns:
-        None if the body is not complete.
+    The reader has read the head. `held` are the request's bytes so far. The body begins there at `body_at`, for a
+    request that asks for an upgrade; None for others. (Docker's client streams with and without one.) Returns None if
+    the body is not complete.
     """
     if body_at is None:
         return (reader.body, b"") if reader.ended == reader.begun else None
@@ -40,12 +35,7 @@ class TakenConnection:
     """What a stream may do to its connection."""
 
     def __init__(self, transport: asyncio.Transport, writable: asyncio.Event) -> None:
-        """Take a connection over.
-
-        Args:
-            transport: The connection.
-            writable: Set while the client reads what is written.
-        """
+        """Take a connection over. `writable` is set while the client reads what is written."""
         self._transport, self._writable = transport, writable
         self._is_held = False
         self.transport = StreamTransport(transport.write, self._drain, self._hold, transport.close, self._reset)
@@ -101,13 +91,8 @@ class Streams:
     ) -> Stream:
         """Turn a connection into a stream; `takes_connection` has agreed.
 
-        Args:
-            scope: The scope of the request.
-            body: Its body.
-            rest: What the client has sent behind it.
-            taken: The connection.
-            server_tasks: The tasks that a shutdown of the server cancels if it takes too long.
-            upgrade: Whether the request asks for an upgrade.
+        `rest` is what the client has sent behind the body. A shutdown of the server cancels the `server_tasks` if it
+        takes too long. `upgrade` says that the request asks for an upgrade.
         """
         streaming = self._data_plane.streaming
         assert streaming is not None

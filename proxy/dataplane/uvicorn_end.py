@@ -29,20 +29,14 @@ class SharedConnection(Protocol):
 class UvicornTransport:
     """The transport that uvicorn's protocol of a connection writes to.
 
-    It sends the head of a response together with what is written next, or alone if nothing is written in the same
-    turn of the event loop. A packet less for each response saves the server 40 us, and its client as much (measured).
+    It sends the head of a response together with what is written next, or alone if nothing is written in the same turn
+    of the event loop. A packet less for each response saves the server 40 us, and its client as much (measured).
     """
 
     def __init__(
         self, connection: SharedConnection, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Stand between uvicorn's protocol and the transport of a connection.
-
-        Args:
-            connection: Says whether uvicorn has the connection now.
-            transport: The real transport.
-            loop: The event loop of both.
-        """
+        """Stand between uvicorn's protocol and the transport of a connection, which says whether uvicorn has it now."""
         self._connection, self._transport, self._loop = connection, transport, loop
         self._head: bytes | None = None
         self._is_head_due = True
@@ -122,14 +116,9 @@ class UvicornEnd:
         server_state: ServerState,
         app_state: dict[str, Any],
     ) -> None:
-        """Stand behind a connection.
+        """Stand behind a connection, which the application finds in the `state` of its scopes.
 
-        Args:
-            connection: The connection. The application finds it in the `state` of its scopes.
-            transport: Its transport.
-            config: See uvicorn's protocol classes.
-            server_state: See uvicorn's protocol classes.
-            app_state: See uvicorn's protocol classes.
+        For the other arguments see uvicorn's protocol classes.
         """
         self._transport = UvicornTransport(connection, transport, asyncio.get_running_loop())
         self._config, self._server_state = config, server_state
@@ -139,9 +128,8 @@ class UvicornEnd:
     def begin(self, held: bytes, *, is_writable: bool) -> bool:
         """Give uvicorn the connection and what has come on it; return whether it has begun to handle a request.
 
-        Args:
-            held: The bytes of requests that have no answer yet.
-            is_writable: Whether the client reads what is written.
+        `held` are the bytes of requests that have no answer yet. `is_writable` says whether the client reads what is
+        written.
         """
         if self._protocol is None:
             # The scope's `state` is the only thing that uvicorn passes from a connection to its application.

@@ -67,28 +67,18 @@ class _CloseConnectionError(Exception):
 
 @dataclass(slots=True)
 class _Connection:
-    """One client's connection.
-
-    Attributes:
-        address: What the URL names.
-        name: The name of the rollout.
-        labels: The labels of a rollout that begins on this connection.
-        request: The handshake, as a request with the method `WS`.
-        grant: What the client's token may see.
-        subprotocols: The subprotocols that the client offered.
-        send: Sends an ASGI message to the client.
-        numbered: The rollout that got this connection's last message, and the connection's number there.
-        aliases: The client's names for things, by the names under which they are recorded.
-    """
+    """One client's connection."""
 
     address: Address
-    name: str
-    labels: Labels
-    request: Request
-    grant: Grant
-    subprotocols: list[str]
-    send: Send
+    name: str  # The name of the rollout.
+    labels: Labels  # For a rollout that begins on this connection.
+    request: Request  # The handshake, as a request with the method `WS`.
+    grant: Grant  # What the client's token may see.
+    subprotocols: list[str]  # The ones that the client offered.
+    send: Send  # Sends an ASGI message to the client.
+    # The rollout that got this connection's last message, and the connection's number there.
     numbered: tuple[int, int] | None = None
+    # The client's names for things, by the names under which they are recorded.
     aliases: dict[str, str] = field(default_factory=dict)
 
 
@@ -101,15 +91,7 @@ class Sockets:
         self._connections: LruCache[tuple[int, str], int] = LruCache(_MAX_REMEMBERED)
 
     async def serve(self, address: Address, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection until either side closes it.
-
-        Args:
-            address: The connection's address.
-            request: The handshake.
-            scope: The ASGI scope of the connection.
-            receive: Returns the client's next ASGI message.
-            send: Sends an ASGI message to the client.
-        """
+        """Serve one connection until either side closes it. The request is the handshake."""
         # ASGI delivers `websocket.connect` first; no answer is accepted before it.
         await receive()
         try:
@@ -141,11 +123,9 @@ class Sockets:
                 await self._finish(self._engine.tasks.rollouts.running.get((address.task, name)))
 
     def _admit(self, address: Address, request: Request) -> None:
-        """Check that a connection may be made.
+        """Check that a connection may be made, or raise RefusalError.
 
-        Raises:
-            RefusalError: 429 for too many connections; 400 or 404 for an endpoint without WebSockets, or for a target
-                with a token in it.
+        429 for too many connections; 400 or 404 for an endpoint without WebSockets, or for a target with a token in it.
         """
         self._engine.access.refuse_token(request.target)
         if self._open >= self._engine.settings.max_requests:
@@ -208,9 +188,7 @@ class Sockets:
     async def _handle(self, connection: _Connection, message: AsgiMessage) -> None:
         """Answer one message, or report its error.
 
-        Raises:
-            _CloseConnectionError: The connection ends with this message.
-            _ClientDisconnectedError: The client has disconnected.
+        Raises _CloseConnectionError if the connection ends with this message, and _ClientDisconnectedError.
         """
         try:
             await self._answer(connection, message)
@@ -350,8 +328,7 @@ class Sockets:
     async def _report(self, connection: _Connection, problem: Problem) -> None:
         """Report a problem as a message in the server's own form, if the dialect has one, or else by closing.
 
-        Raises:
-            _CloseConnectionError: The dialect has no form for problems.
+        Closing raises _CloseConnectionError.
         """
         text = self._dialect(connection).trouble(problem)
         if text is None:
@@ -367,11 +344,7 @@ def _size_of(message: AsgiMessage) -> int:
 
 
 async def _send(connection: _Connection, message: AsgiMessage) -> None:
-    """Send an ASGI message.
-
-    Raises:
-        _ClientDisconnectedError: The client has disconnected.
-    """
+    """Send an ASGI message. Raises _ClientDisconnectedError if the client has disconnected."""
     try:
         await connection.send(message)
     # The server raises `OSError` (`ClientDisconnected`) for a send after the connection was lost.

@@ -46,12 +46,8 @@ class BuiltIn(Dialect):
 def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:
     """Return the dialect that reads requests to an endpoint of a task with this spec.
 
-    Args:
-        spec: The task's environment.
-        endpoint: The endpoint's name in the URL; `ONLY` stands for the single server of a spec.
-
-    Raises:
-        RefusalError: 404, the environment has no such endpoint.
+    The endpoint `ONLY` stands for the single server of a spec. Raises RefusalError (404) if the environment has no such
+    endpoint.
     """
     if endpoint == ONLY and len(spec.servers) == 1:
         (endpoint,) = spec.servers

@@ -194,16 +194,10 @@ class Eventful(Dialect, Protocol):
 
 
 def json_object(body: bytes, hint: str = "", *, slug: str = "json", status: int = 422) -> dict[str, Any]:
-    """Return the JSON object in a body.
+    """Return the JSON object in a body in UTF-8. Raises RefusalError: 400 for malformed JSON, else `status`.
 
-    Args:
-        body: The body, in UTF-8.
-        hint: An example of what to send instead, for the error text.
-        slug: The problem's name for JSON that is not an object.
-        status: The status for JSON that is not an object.
-
-    Raises:
-        RefusalError: 400 for malformed JSON, `status` for another value than an object.
+    The error text has the hint, an example of what to send instead. `slug` is the problem's name, and `status` its
+    status, for JSON that is not an object.
     """
     example = f" Send {hint} as UTF-8." if hint else ""
     try:
@@ -218,14 +212,8 @@ def json_object(body: bytes, hint: str = "", *, slug: str = "json", status: int 
 def checked_arguments(tool: str, kind: type[BaseModel], given: dict[str, Any], *, strict: bool) -> dict[str, Any]:
     """Return the arguments of a tool, with its defaults filled in.
 
-    Args:
-        tool: The tool's name, for the error text.
-        kind: The model of its arguments.
-        given: The arguments that the client sent.
-        strict: Whether a value of another type is refused, and not converted.
-
-    Raises:
-        RefusalError: 422, with the first three faults.
+    `strict` refuses a value of another type, which is converted otherwise. Raises RefusalError (422) with the first
+    three faults.
     """
     try:
         return kind.model_validate(given, strict=strict).model_dump()
@@ -238,14 +226,9 @@ def checked_arguments(tool: str, kind: type[BaseModel], given: dict[str, Any], *
 def tool_entry(
     name: str, description: str, properties: Mapping[str, dict[str, Any]], required: Sequence[str], *, reads: bool
 ) -> dict[str, Any]:
-    """Return a tool's entry in MCP's `tools/list`.
+    """Return a tool's entry in MCP's `tools/list`. The description is for the model.
 
-    Args:
-        name: The tool's name.
-        description: What the tool does, for the model.
-        properties: JSON schemas of its arguments.
-        required: The arguments that must be given.
-        reads: Whether the tool never changes the state.
+    The properties are JSON schemas. A tool that `reads` never changes the state.
     """
     # Clients that give every argument, such as smolagents, need to know which may be null.
     schemas = {

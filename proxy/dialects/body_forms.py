@@ -45,11 +45,8 @@ def query_form(query: str) -> list[list[str]]:
 def body_form(body: bytes, content_type: str, *, archives: bool = False) -> Any:
     """Return a body's form as a JSON value; None for an empty body.
 
-    Args:
-        body: The request's body.
-        content_type: Its `Content-Type`. It selects JSON, a URL-encoded form or a multipart form; every other type is
-            identified by the digest of the body.
-        archives: Whether zip and tar files are identified by their contents.
+    The `Content-Type` selects JSON, a URL-encoded form or a multipart form; every other type is identified by the
+    digest of the body. With `archives`, zip and tar files are identified by their contents.
     """
     if not body:
         return None
@@ -141,11 +138,8 @@ def open_tar(data: bytes) -> Iterator[tarfile.TarFile]:
     """Open a tar archive, compressed or not, from which at most `MAX_UNPACKED_BYTES` are read.
 
     `tarfile` reads a header with the size that the header claims, and a small compressed body unpacks to any size.
-
-    Raises:
-        tarfile.TarError: The data is no archive.
-        ValueError: It is larger; reading raises this as well.
-        OSError: Its compression is damaged; reading raises this or EOFError as well.
+    Raises tarfile.TarError if the data is no archive. Reading raises ValueError too if it is larger, and OSError or
+    EOFError if its compression is damaged.
     """
     with _decompressed(data) as stream, tarfile.open(fileobj=cast("Any", _FormReader(stream)), mode="r:") as archive:
         try:

@@ -25,26 +25,16 @@ Make = Callable[[dict[str, Any], EnvironmentSpec], ToolCall]
 
 @dataclass(frozen=True, slots=True)
 class McpTool:
-    """One built-in tool.
-
-    Attributes:
-        name: The tool's name; no two tools have the same.
-        description: What the tool does, for the model.
-        properties: JSON schemas of its arguments.
-        required: The arguments that must be given.
-        reads: Whether the tool never changes the state (MCP's `readOnlyHint`).
-        call: Makes the endpoint's call from a client's arguments; raises `RefusalError`.
-        offered: Returns whether a task with an environment has the tool.
-        result: Makes the MCP result of the endpoint's response; None for a response that is shown as text.
-    """
+    """One built-in tool. No two tools have the same name."""
 
     name: str
-    description: str
-    properties: dict[str, Schema]
+    description: str  # For the model.
+    properties: dict[str, Schema]  # JSON schemas of the arguments.
     required: tuple[str, ...]
-    reads: bool
-    call: Make
-    offered: Callable[[EnvironmentSpec], bool]
+    reads: bool  # Whether the tool never changes the state (MCP's `readOnlyHint`).
+    call: Make  # Makes the endpoint's call from a client's arguments; raises `RefusalError`.
+    offered: Callable[[EnvironmentSpec], bool]  # Returns whether a task with an environment has the tool.
+    # Makes the MCP result of the endpoint's response; None for a response that is shown as text.
     result: Callable[[Response], Result | None]
 
     def listed(self) -> dict[str, Any]:

@@ -49,19 +49,12 @@ _VERSION_META = "io.modelcontextprotocol/protocolVersion"
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One JSON-RPC message from a client.
+    """One JSON-RPC message from a client."""
 
-    Attributes:
-        method: The method; empty for a response, which the proxy never asks for.
-        params: The parameters; `_meta` is always there.
-        id: The request's ID; None for a notification.
-        modern: Whether the client speaks the version without sessions.
-    """
-
-    method: str
-    params: dict[str, Any]
-    id: Any
-    modern: bool
+    method: str  # Empty for a response, which the proxy never asks for.
+    params: dict[str, Any]  # `_meta` is always there.
+    id: Any  # None for a notification.
+    modern: bool  # Whether the client speaks the version without sessions.
 
 
 class Mcp(Eventful):
@@ -123,11 +116,7 @@ class Mcp(Eventful):
         return name
 
     def _only(self, server: str) -> str:
-        """Return the only server that a request can mean.
-
-        Raises:
-            _McpError: There are several servers, or none.
-        """
+        """Return the only server that a request can mean. Raises _McpError if there are several servers, or none."""
         if server or len(self._names) == 1:
             return server or self._names[0]
         raise _McpError(_NOT_FOUND, f"this method needs one server. Use {', '.join(f'/mcp/{n}' for n in self._names)}.")

@@ -11,7 +11,7 @@ from multipart import MultipartError, MultipartSegment, ParserLimitReached, Push
 from proxy.refusals import RefusalError
 
 MAX_PARTS = 10_000
-"""Limits the parts of one form. One E2B upload sends many files; at 5 us a part, this many take 50 ms."""
+"""Limits the parts of one form. One E2B upload sends many files, and hits wait while a form is read."""
 MAX_PART_HEADERS = 32
 """Limits the headers of one part. RFC 7578 defines three."""
 MAX_HEADER_BYTES = 16 << 10
@@ -25,30 +25,18 @@ class MalformedFormError(RefusalError):
 
 @dataclass(frozen=True, slots=True)
 class FormPart:
-    """One part of a form.
+    """One part of a form."""
 
-    Attributes:
-        headers: The part's own headers in the order of the form, with names in lower case.
-        name: The name of the form's field; empty if the part has none.
-        filename: The name of the file, with backslash escapes undone; None for a part that is not a file.
-        data: The content, byte for byte.
-    """
-
-    headers: tuple[tuple[str, str], ...]
-    name: str
-    filename: str | None
-    data: bytes
+    headers: tuple[tuple[str, str], ...]  # The part's own, in the order of the form, with names in lower case.
+    name: str  # The name of the form's field; empty if the part has none.
+    filename: str | None  # With backslash escapes undone; None for a part that is not a file.
+    data: bytes  # The content, byte for byte.
 
 
 def parts(body: bytes, content_type: str) -> list[FormPart]:
-    """Return the parts of a form in their order.
+    """Return the parts of a form in their order; the `Content-Type` names the boundary.
 
-    Args:
-        body: The whole form.
-        content_type: The request's `Content-Type`, which names the boundary.
-
-    Raises:
-        MalformedFormError: 400 or 413; see there.
+    Raises MalformedFormError (400 or 413; see there).
     """
     boundary = parse_options_header(content_type)[1].get("boundary", "")
     form: list[FormPart] = []
@@ -79,11 +67,7 @@ def parts(body: bytes, content_type: str) -> list[FormPart]:
 
 
 def files(body: bytes, content_type: str) -> list[FormPart]:
-    """Return the parts of a form that are files, in their order.
-
-    Raises:
-        MalformedFormError: 400 or 413; see there.
-    """
+    """Return the parts of a form that are files, in their order. Errors as for `parts`."""
     return [part for part in parts(body, content_type) if part.filename is not None]
 
 

@@ -55,13 +55,7 @@ class _Route:
 
 
 class Declared(Dialect):
-    """The dialect of one endpoint.
-
-    Args:
-        endpoint: The endpoint's name.
-        server: The tool server, or the server elsewhere that requests are forwarded to.
-        rules: The rules for its requests.
-    """
+    """The dialect of one endpoint: of a tool server, or of the server elsewhere that requests are forwarded to."""
 
     headers_matter = True
 
@@ -96,8 +90,7 @@ class Declared(Dialect):
     def task(self, request: Request) -> str:
         """Return the task that a request names; empty if the task in the URL is meant.
 
-        Raises:
-            RefusalError: 400, the name is malformed.
+        Raises RefusalError (400) if the name is malformed.
         """
         name = _Fields(request).value(self._rules.task) if self._rules.task else ""
         return named("task", name) if name else ""
@@ -170,11 +163,7 @@ class Declared(Dialect):
         return arguments | ({"bind": list(self._rules.bind)} if self._rules.bind else {})
 
     def _refuse_escapes(self, path: str) -> None:
-        """Refuse a path that a server could resolve to one outside its prefix.
-
-        Raises:
-            RefusalError: 400.
-        """
+        """Raise RefusalError (400) for a path that a server could resolve to one outside its prefix."""
         segments = re.split(r"[/\\]", unquote(path)) if self._prefix else ()
         if any(segment.partition(";")[0] in (".", "..") for segment in segments):
             raise RefusalError(

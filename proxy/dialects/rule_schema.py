@@ -113,8 +113,7 @@ class Rules(BaseModel):
 def rules_of(server: Server | Upstream) -> Rules:
     """Return the rules for a server's requests: its own rules, then those of its dialect.
 
-    Raises:
-        RulesError: No dialect has this name, or a rule of the server is malformed.
+    Raises RulesError if no dialect has this name, or a rule of the server is malformed.
     """
     shipped = _shipped(server.dialect)
     try:
@@ -129,8 +128,7 @@ def rules_of(server: Server | Upstream) -> Rules:
 def identity(spec: EnvironmentSpec) -> str:
     """Return a digest of all rules that shape the keys of an environment's tree; empty without servers.
 
-    Raises:
-        RulesError: No dialect has a name, or a rule is malformed.
+    Raises RulesError as `rules_of` does.
     """
     if not spec.servers:
         return ""

@@ -27,10 +27,8 @@ _FILE_TOOLS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
 def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec) -> ToolCall:
     """Return the call that a request to the shell endpoint makes.
 
-    Defaults are filled in, so that a default that is sent and one that is left out are the same call.
-
-    Raises:
-        RefusalError: 400, 404, 405, 413 or 422, with what to send instead.
+    Defaults are filled in, so that a default that is sent and one that is left out are the same call. Raises
+    RefusalError (400, 404, 405, 413 or 422), with what to send instead.
     """
     if spec.driver in SHELLLESS_DRIVERS:
         endpoint = "video" if spec.driver == "video" else "sql"

@@ -56,7 +56,7 @@ class _Token:
 def canonical_statement(sql: str, dialect: SqlDialect) -> str:
     """Return the canonical form of a statement, which has the same result, column names included.
 
-    The form is the statement that runs. The cost is about 0.5 us for each byte.
+    The form is the statement that runs.
     """
     tokens = _tokens(sql, _SQLITE if dialect == "sqlite" else _POSTGRES)
     if dialect == "postgres" and "\\" in sql:

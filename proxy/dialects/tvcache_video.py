@@ -33,11 +33,7 @@ def speaks(request: Request) -> bool:
 
 
 def read(request: Request, make: MakeCall) -> Meaning:
-    """Return what a request means.
-
-    Raises:
-        RefusalError: 400 as the authors' server, or 405.
-    """
+    """Return what a request means. Raises RefusalError: 400 as the authors' server, or 405."""
     if request.method != "POST":
         raise RefusalError(405, "method", "this takes POST with a JSON body.")
     body = _body(request)

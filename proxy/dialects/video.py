@@ -164,10 +164,8 @@ LISTED: list[dict[str, Any]] = [tool.listed(name) for name, tool in TOOLS.items(
 def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
     """Return the call of a tool with these arguments.
 
-    Defaults are filled in, so that a default that is sent and one that is left out are the same call.
-
-    Raises:
-        RefusalError: 404 or 422, with what to send instead.
+    Defaults are filled in, so that a default that is sent and one that is left out are the same call. Raises
+    RefusalError (404 or 422), with what to send instead.
     """
     if spec.video is None:
         raise RefusalError(404, "no-video", "this task has no videos. PUT it with `video`: docs/video.md shows how.")

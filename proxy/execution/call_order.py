@@ -17,39 +17,28 @@ from proxy.tree.keys import CallKey
 from proxy.tree.rollout import Rollout
 
 WINDOW_S = 0.05
-"""How long a commuting call that the tree does not know waits for one that it knows.
-
-Covers the spread of uploads that a client sends at once, on one machine. Halved, slow clients record more than one
-order. Doubled, each new upload of a group takes 50 ms longer.
-"""
+"""How long a commuting call that the tree does not know waits for one that it knows. Covers the spread of uploads that
+a client sends at once, on one machine; each new upload of a group takes so much longer."""
 
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """The calls of one rollout that wait or run.
+    """The calls of one rollout that wait or run."""
 
-    Attributes:
-        lock: Held by the call that has its turn. asyncio's locks are first come, first served.
-        commuting: Keys of the commuting calls that wait or run.
-        changed: Set, and replaced by a new event, whenever a commuting call has ended.
-        holders: Number of calls that use this queue; the last one removes it.
-    """
-
+    # Held by the call that has its turn. asyncio's locks are first come, first served.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    commuting: list[CallKey] = field(default_factory=list)
+    commuting: list[CallKey] = field(default_factory=list)  # Keys of the commuting calls that wait or run.
+    # Set, and replaced by a new event, whenever a commuting call has ended.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    holders: int = 0
+    holders: int = 0  # Number of calls that use this queue; the last one removes it.
 
 
 class CallOrder:
-    """Gives the calls of each rollout their turns. A rollout without calls in flight costs no memory here.
-
-    Attributes:
-        admit: Awaited at the beginning of each turn, in a cluster: the rollout's position is sure afterwards.
-    """
+    """Gives the calls of each rollout their turns. A rollout without calls in flight costs no memory here."""
 
     def __init__(self) -> None:
         self._queues: dict[int, _Queue] = {}
+        # Awaited at the beginning of each turn, in a cluster: the rollout's position is sure afterwards.
         self.admit: Callable[[Rollout], Awaitable[None]] | None = None
 
     def busy(self, rollout: Rollout, *, but_for: int = 0) -> bool:
@@ -79,10 +68,7 @@ class CallOrder:
     async def turn(self, rollout: Rollout, key: CallKey, *, commutes: bool) -> AsyncIterator[None]:
         """Wait for the turn of a call that has arrived. The turn lasts for the block.
 
-        Args:
-            rollout: The rollout that makes the call.
-            key: Key of the call.
-            commutes: Whether the call may change places with other commuting calls of the rollout.
+        A call that commutes may change places with other commuting calls of the rollout.
         """
         queue = self._queues[rollout.id]
         try:

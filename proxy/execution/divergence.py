@@ -33,10 +33,9 @@ def gap_s(record: Record) -> float:
 
 
 def require_conclusive(record: Record, execution: Execution) -> None:
-    """Raise if a replayed call ran out of time or memory: that says nothing about what was recorded.
+    """Raise SandboxError if a replayed call ran out of time or memory: that says nothing about what was recorded.
 
-    Raises:
-        SandboxError: The call was cut short. A private record may have been cut short itself, so it is exempt.
+    A private record may have been cut short itself, so it is exempt.
     """
     if not (execution.shareable or record.private):
         raise SandboxError("a replayed call did not get the time or memory that it had before. Retry.")
@@ -47,11 +46,8 @@ def divergence(
 ) -> str:
     """Return how a replayed call differs from its record; empty if it counts as the same.
 
-    Args:
-        record: The record of the call.
-        execution: The replayed call.
-        recorded: Reads the recorded result. It is invoked only if the answers decide.
-        steady: Returns the part of an answer that a replay must repeat.
+    `recorded` reads the recorded result, and is called only if the answers decide. `steady` returns the part of an
+    answer that a replay must repeat.
     """
     # 1. and 3. Where digests exist they decide: equal states serve all later calls equally, whatever was answered.
     then, now = record.target.state, execution.state

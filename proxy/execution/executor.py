@@ -41,17 +41,7 @@ AnyCall = ToolCall | CallFactory
 
 
 class Executor:
-    """Executes and records the calls that the tree does not know.
-
-    Attributes:
-        flights: The calls being executed.
-        timings: Where the time of the latest calls went.
-        read_answer: Reads a record's answer; raises `DamagedError` if it is not what was written.
-        quotas: How many calls of tasks run at once; None without quotas.
-        renew: Moves a rollout that has seen nothing to the current tree; see `Tasks.renew`. None until there are tasks.
-        send_recordings: Keeps what hosts outside have sent to sandboxes of a tree for other machines, before a call is
-            recorded. None if no other machine takes this proxy's tasks over.
-    """
+    """Executes and records the calls that the tree does not know."""
 
     def __init__(
         self,
@@ -63,30 +53,26 @@ class Executor:
         read_answer: Callable[[Record], object],
         gate: Gate | None = None,
     ) -> None:
-        """Create the executor.
+        """Create the executor. `keep_answer` is given each new record's answer, which is about to be sent.
 
-        Args:
-            restorer: Leases sandboxes in the states of nodes.
-            records: Where calls and their answers are written.
-            counts: Where damaged answers are counted.
-            roots: Knows whether the root state of a tree is still what its spec means.
-            keep_answer: Is given each new record's answer, which is about to be sent.
-            read_answer: See the attribute.
-            gate: Learns of each new record; None without a cluster.
+        The gate learns of each new record; None without a cluster.
         """
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
+        # `read_answer` raises `DamagedError` if a record's answer is not what was written.
         self._keep_answer, self.read_answer, self._gate = keep_answer, read_answer, gate
         self.flights, self.timings = SingleFlight(), Timings()
-        self.quotas: Quotas | None = None
+        self.quotas: Quotas | None = None  # How many calls of tasks run at once; None without quotas.
+        # Moves a rollout that has seen nothing to the current tree; see `Tasks.renew`. None until there are tasks.
         self.renew: Callable[[Rollout], Awaitable[bool]] | None = None
+        # Keeps what hosts outside have sent to sandboxes of a tree for other machines, before a call is recorded.
+        # None if no other machine takes this proxy's tasks over.
         self.send_recordings: Callable[[Tree], Awaitable[None]] | None = None
         self._stand_ins = itertools.count(-1, -1)
 
     def is_readable(self, tree: Tree, record: Record) -> bool:
         """Return whether a record's answer can be read; a damaged one answers no call any more.
 
-        Raises:
-            StoreError: The store cannot be read now. No step was taken, so the client may send the call again.
+        Raises StoreError if the store cannot be read now. No step was taken, so the client may send the call again.
         """
         try:
             self.read_answer(record)
@@ -119,10 +105,7 @@ class Executor:
         """Answer no more calls from a record whose answer is damaged: the next such call runs again and replaces it.
 
         The record stays a step of the path to its target, because its call may be whole. If the new execution leaves
-        the same state, its record leads to the same node.
-
-        Raises:
-            StoreError: The change cannot be written.
+        the same state, its record leads to the same node. Raises StoreError if the change cannot be written.
         """
         self._withdraw(tree, record)
         self._counts.failure("damaged-answer")
@@ -133,13 +116,8 @@ class Executor:
     ) -> tuple[Record | None, Outcome]:
         """Return the record of a call and how it was obtained; None if there is nothing to record.
 
-        Args:
-            rollout: The rollout that makes the call and has its turn.
-            node: The rollout's node.
-            call: The call, or a factory that builds it.
-            key: Key under which the tree has no record at the node.
-            timing: Takes the seconds of each part.
-            listener: Receives the output of the execution while it runs, if this rollout's call is the one executed.
+        The rollout has its turn, and the tree has no record under the key at its node. The listener receives the output
+        of the execution while it runs, if this rollout's call is the one executed.
         """
         try:
             record, outcome = await self._execute_once(rollout, node, call, key, timing, listener)
@@ -194,21 +172,13 @@ class Executor:
     ) -> Record:
         """Execute a call that no rollout has made yet, and record it as if one had.
 
-        Only what any rollout at the node may be answered is recorded: what `_record` would make private is not.
+        Only what any rollout at the node may be answered is recorded: what `_record` would make private is not. The
+        node must have a state digest. `at_join` is called when a rollout makes the call meanwhile: it waits for this
+        execution.
 
-        Args:
-            tree: Tree of the node.
-            node: A node with a state digest.
-            call: The call.
-            key: Its key.
-            run: Runs the call in a sandbox.
-            at_join: Called when a rollout makes the call meanwhile: it waits for this execution.
-
-        Raises:
-            NotRecordedError: The result holds for one rollout only, or processes are left running; the sandbox is
-                closed. Or a rollout has made the call before.
-            StateLostError: No way leads to the node.
-            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
+        Raises NotRecordedError, and closes the sandbox, if the result holds for one rollout only, or processes are left
+        running; also if a rollout has made the call before. Raises StateLostError if no way leads to the node, and
+        SandboxError, SpecError or OverloadedError if the machine, the spec or the budget does not allow it.
         """
         # Numbers of rollouts are positive, so a negative one takes no rollout's place.
         stand_in = Rollout(next(self._stand_ins), "", "", tree, node)

@@ -27,15 +27,9 @@ ABANDONED = "its snapshot was given up when the budget was exceeded, and no repl
 
 @dataclass(frozen=True, slots=True)
 class ForgetResult:
-    """What forgetting a node did.
+    """What forgetting a node did: the names of the rollouts that were ended, and of those that are still there."""
 
-    Attributes:
-        nodes: How many nodes no other rollout comes to any more.
-        ended: Names of the rollouts that were ended.
-        going_on: Names of the rollouts that are still there.
-    """
-
-    nodes: int
+    nodes: int  # How many nodes no other rollout comes to any more.
     ended: list[str]
     going_on: list[str]
 
@@ -60,15 +54,9 @@ class Forgetting:
         self._before_delete = before_delete
 
     async def forget(self, tree: Tree, node: Node, *, end_rollouts: bool) -> ForgetResult:
-        """Forget a node and everything below it.
+        """Forget a node and everything below it; the rollouts there end, if that is requested.
 
-        Args:
-            tree: The tree of the node.
-            node: The node.
-            end_rollouts: Whether the rollouts that are there end.
-
-        Raises:
-            RefusalError: 409, the node is the root.
+        Raises RefusalError (409) if the node is the root.
         """
         if node is tree.root:
             raise RefusalError(
@@ -128,8 +116,7 @@ class Forgetting:
     async def delete_task(self, name: str) -> None:
         """Delete a task with its trees and snapshots; its running rollouts end.
 
-        Raises:
-            RefusalError: 404, there is no such task.
+        Raises RefusalError (404) if there is no such task.
         """
         task = await self._tasks.find(name)
         await self._before_delete(name)
@@ -156,11 +143,8 @@ class Forgetting:
     def close_cold(self, *, max_records: int, idle_s: float) -> int:
         """Remove the tasks used longest ago from memory, until its trees fit; return how many tasks were removed.
 
-        A removed task is read back from the store when a request names it.
-
-        Args:
-            max_records: How many nodes and records may stay in memory.
-            idle_s: A task that was used within so many seconds stays, and so does a task with a live sandbox.
+        A removed task is read back from the store when a request names it. `max_records` nodes and records may stay in
+        memory. A task that was used within `idle_s` stays, and so does a task with a live sandbox.
         """
         # Counted once and reduced below: a sum over all trees for each task would be quadratic.
         closed, size = 0, self._trees.size

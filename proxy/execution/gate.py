@@ -14,11 +14,7 @@ class Gate(Protocol):
     """Decides what this member may answer, and writes to the log what its answers depend on."""
 
     def require(self, task: str) -> None:
-        """Check that this member owns a task.
-
-        Raises:
-            RefusalError: 503, it does not.
-        """
+        """Raise RefusalError (503) unless this member owns a task."""
         ...
 
     def may_hit(self, rollout: Rollout, record: Record) -> bool:
@@ -28,16 +24,14 @@ class Gate(Protocol):
     async def admit(self, rollout: Rollout) -> None:
         """Wait until a rollout's position is sure and the log names the ingress of this call.
 
-        Raises:
-            RefusalError: The call cannot be answered here and now.
+        Raises RefusalError if the call cannot be answered here and now.
         """
         ...
 
     async def logged(self, rollout: Rollout, record: Record) -> None:
         """Wait until a record is in the log.
 
-        Raises:
-            RefusalError: 503, this member does not own the task any more.
+        Raises RefusalError (503) if this member does not own the task any more.
         """
         ...
 
@@ -49,9 +43,7 @@ class Gate(Protocol):
         """Return whether the answer of an earlier call may be given once more, and note where the rollout is.
 
         The rollout's turn must be held. Another member may have owned the task since, so that the step does not count.
-
-        Raises:
-            RefusalError: The call cannot be answered here and now.
+        Raises RefusalError if the call cannot be answered here and now.
         """
         ...
 
@@ -76,12 +68,8 @@ class Gate(Protocol):
         ...
 
     def recorded(self, tree: Tree, record: Record, written: RecordBytes, *, is_first: bool) -> None:
-        """Note that a record was written to the store.
+        """Note that a record was written to the store, with the bytes of its call and its answer.
 
-        Args:
-            tree: Its tree.
-            record: The record.
-            written: The bytes of its call and its answer.
-            is_first: Whether it was the first to reach its target.
+        `is_first` says whether it was the first to reach its target.
         """
         ...

@@ -35,13 +35,8 @@ class LastWays:
     async def close(self, slots: Iterable[Slot], *, within_s: float, even_unkept: bool = False) -> int:
         """Close idle sandboxes, after freezing those that are the last known way to a state that is needed.
 
-        Args:
-            slots: The sandboxes. Those that are not idle stay.
-            within_s: How long the freezes may take together.
-            even_unkept: Whether to close also sandboxes whose states could not be frozen, in that time or at all.
-
-        Returns:
-            How many were closed.
+        The freezes may take `within_s` together. Sandboxes whose states could not be frozen, in that time or at all,
+        are closed only with `even_unkept`. Returns how many were closed.
         """
         positions, kept = {slot: slot.position for slot in slots}, set()
         with contextlib.suppress(TimeoutError):
@@ -60,8 +55,7 @@ class LastWays:
     async def keep(self, slot: Slot) -> bool:
         """Freeze an idle sandbox that is to be closed for room, if it is the last known way to a state that is needed.
 
-        Returns:
-            False if it is such a way and could not be frozen.
+        False says that it is such a way and could not be frozen.
         """
         if (needed := self._needed(slot)) is None:
             return True

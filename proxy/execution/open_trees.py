@@ -20,7 +20,7 @@ from snapshots.cache import SnapshotCache
 _SLICES_FROZEN = 40
 """Slices of a tree that is read back after which its objects are frozen. Each is 50 rows."""
 FREEZE_RECORDS = 4_000
-"""Nodes and records that are frozen at once, after a collection of some 2 ms. Halved, it takes 1 ms, twice as often."""
+"""Nodes and records that are frozen at once, after a collection."""
 THAW_RECORDS = 50_000
 """Least nodes and records that have been dropped before all is thawed; they take some 50 MB."""
 THAW_SHARE = 0.5
@@ -72,8 +72,7 @@ class OpenTrees:
     async def read_back(self, tree_id: int) -> None:
         """Bring a tree into memory, as `load` does, and let hits be answered meanwhile.
 
-        Raises:
-            DamagedError: The tree's own row, or its root, is not as it was written.
+        Raises DamagedError if the tree's own row, or its root, is not as it was written.
         """
         if tree_id in self._trees:
             return
@@ -138,7 +137,7 @@ class Collector:
         self._frozen, self._dropped = 0, 0
 
     async def settle(self) -> None:
-        """Freeze what was recorded since the last time, if it is much. 2 ms, or 0.5 s for a million at a thaw."""
+        """Freeze what was recorded since the last time, if it is much."""
         added, dropped = self._trees.added, self._trees.dropped
         thaws = dropped - self._dropped >= max(THAW_RECORDS, THAW_SHARE * (added - dropped))
         if thaws:

@@ -18,21 +18,15 @@ from proxy.lifecycle import BackgroundWork
 from proxy.refusals import RefusalError
 
 EXCHANGE_S = 0.6
-"""Interval at which members tell each other what they use, in seconds: that of their leases. Doubled, a quota is
-exceeded for twice as long when calls move to another member."""
+"""Interval at which members tell each other what they use: that of their leases. When calls move to another member, a
+quota may be exceeded for so long."""
 
 PAUSE_S = 0.2
-"""Least time between two exchanges, in seconds. A call that has to wait brings the next exchange forward. Halved, a
-member at its share sends the database twice as many statements; doubled, the calls of a burst wait twice as long."""
+"""Least time between two exchanges. A call that has to wait brings the next exchange forward."""
 
 
 class Usage(NamedTuple):
-    """What one proxy uses of a quota.
-
-    Attributes:
-        running: How many calls run.
-        waiting: How many calls wait.
-    """
+    """How many calls one proxy runs, and how many wait, for a quota."""
 
     running: int
     waiting: int
@@ -45,11 +39,6 @@ def share_of(bound: int, own: Usage, others: Sequence[Usage]) -> int:
     it is the part of the bound that its calls are of all calls. It is no more than others leave free, and 1 at least,
     so that no member waits for another one for ever. Members that know the same exceed the bound by one call for each
     at most.
-
-    Args:
-        bound: The quota.
-        own: What this member uses.
-        others: What the others use.
     """
     calls, all_calls = sum(own), sum(own) + sum(map(sum, others))
     if all_calls <= bound:
@@ -60,19 +49,12 @@ def share_of(bound: int, own: Usage, others: Sequence[Usage]) -> int:
 
 
 class Quota:
-    """One quota at this proxy.
-
-    Attributes:
-        bound: The quota.
-        share: How many calls may run here at once.
-        running: How many run.
-        others: What other members use, as far as is known.
-    """
+    """One quota at this proxy."""
 
     def __init__(self, bound: int) -> None:
-        self.bound = self.share = bound
-        self.running = 0
-        self.others: Sequence[Usage] = ()
+        self.bound = self.share = bound  # For all members together, and at this one.
+        self.running = 0  # How many run here.
+        self.others: Sequence[Usage] = ()  # What other members use, as far as is known.
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -126,21 +108,14 @@ that is not known now."""
 
 
 class Quotas:
-    """All quotas at this proxy.
-
-    Attributes:
-        each: The quotas, by pattern.
-    """
+    """All quotas at this proxy."""
 
     def __init__(self, bounds: Mapping[str, int], *, patience_s: float, max_waiting: int) -> None:
-        """Begin with quotas that this proxy has for itself.
+        """Begin with quotas that this proxy has for itself. A task belongs to the first pattern that fits.
 
-        Args:
-            bounds: Most calls that run at once, by pattern. A task belongs to the first pattern that fits.
-            patience_s: How long a call waits before it is refused.
-            max_waiting: How many calls may wait for all quotas together; each has an equal part.
+        A call waits for `patience_s` before it is refused. Each quota has an equal part of `max_waiting`.
         """
-        self.each = {pattern: Quota(bound) for pattern, bound in bounds.items()}
+        self.each = {pattern: Quota(bound) for pattern, bound in bounds.items()}  # The quotas, by pattern.
         self._patience_s, self._max_waiting = patience_s, max(1, max_waiting // len(bounds))
         self._exchange: Exchange | None = None
         # None if an exchange failed: the others may count what it told them, or what was told before.
@@ -151,12 +126,8 @@ class Quotas:
     async def running(self, task: str, waited_s: float = 0.0) -> AsyncIterator[None]:
         """Wait until a call of a task may run, and count it while the context lasts.
 
-        Args:
-            task: Name of the task.
-            waited_s: How long the call has waited before, which shortens its wait here.
-
-        Raises:
-            RefusalError: 429, it has waited too long, or too many calls wait.
+        The time that the call has waited before shortens its wait here. Raises RefusalError (429) if it has waited too
+        long, or too many calls wait.
         """
         pattern = next((pattern for pattern in self.each if fnmatchcase(task, pattern)), None)
         if pattern is None:

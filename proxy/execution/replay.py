@@ -49,18 +49,12 @@ class Replayer:
     async def replay(
         self, slot: Slot, plan: RestorePlan, tree: Tree, timing: Timing, missed: set[Record], *, patient: bool
     ) -> ReplayResult:
-        """Run the calls of a plan in a sandbox at the plan's start.
+        """Run the calls of a plan in a leased sandbox at the plan's start.
 
-        Args:
-            slot: The leased sandbox. It moves along the path; if the replay fails, it is closed.
-            plan: The plan whose suffix to run.
-            tree: Tree of the plan.
-            timing: Counts the replayed calls.
-            missed: Records that have missed their state before, for the same lease. A further one is added.
-            patient: Whether to give background processes the time that they had between the recorded calls.
-
-        Raises:
-            SandboxError: The sandbox failed, or a call did not get the time or memory that it had before.
+        The sandbox moves along the path; if the replay fails, it is closed. `missed` are records that have missed their
+        state before, for the same lease; a further one is added. A patient replay gives background processes the time
+        that they had between the recorded calls. Raises SandboxError if the sandbox failed, or a call did not get the
+        time or memory that it had before.
         """
         began = time.perf_counter()
         try:

@@ -48,22 +48,13 @@ log = structlog.get_logger()
 _TRIED_SNAPSHOTS = 2
 """How many snapshots a lease tries. Each failing restore may take seconds, while the call waits.
 
-With 1, a damaged snapshot costs a replay from the root. With 4, a machine without descriptors answers later.
-"""
+With one, a damaged snapshot would cost a replay from the root."""
 _SECURE_S = 5.0
 """How long a rollout waits for the freeze of a state that it is to be led to. Then it executes the call itself."""
 
 
 class Restorer:
-    """Leases sandboxes in the states of nodes.
-
-    Attributes:
-        fetch: Fetches a snapshot that makes the way to a node cheaper than a plan, or possible if there is no plan.
-            Returns whether one was fetched. None if no other machine keeps states of this proxy's tasks.
-        fetch_recordings: Fetches what hosts outside have sent to sandboxes of a tree, before one is leased. None if no
-            other machine had sandboxes of this proxy's tasks.
-        maker: Makes the sandboxes that neither a rollout has nor the pool holds.
-    """
+    """Leases sandboxes in the states of nodes."""
 
     def __init__(
         self,
@@ -76,21 +67,24 @@ class Restorer:
         counts: Counters,
         maker: SandboxMaker,
     ) -> None:
-        self.maker = maker
+        self.maker = maker  # Makes the sandboxes that neither a rollout has nor the pool holds.
         self._drivers, self._pool, self._cache, self._capture, self._value = drivers, pool, cache, capture, value
         self._records, self._counts = records, counts
         self._replayer = Replayer(pool, cache, records, counts)
         self._securing = TaskOwner()
+        # Fetches a snapshot that makes the way to a node cheaper than a plan, or possible if there is no plan.
+        # Returns whether one was fetched. None if no other machine keeps states of this proxy's tasks.
         self.fetch: Callable[[Tree, Node, RestorePlan | None], Awaitable[bool]] | None = None
+        # Fetches what hosts outside have sent to sandboxes of a tree, before one is leased. None if no other machine
+        # had sandboxes of this proxy's tasks.
         self.fetch_recordings: Callable[[Tree], Awaitable[None]] | None = None
 
     @asynccontextmanager
     async def lease_at(self, rollout: Rollout, node: Node, timing: Timing) -> AsyncIterator[Slot]:
         """Lease a sandbox in the node's state. Afterwards it is where `moved` noted, or closed if the block failed.
 
-        Raises:
-            StateLostError: No way leads to the node.
-            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
+        Raises StateLostError if no way leads to the node, and SandboxError, SpecError or OverloadedError if the
+        machine, the spec or the budget does not allow it. So do the other methods that make a sandbox.
         """
         # Looked up before the lease, which makes any sandbox the rollout's own.
         has_own = any(slot.owner == rollout.id for slot in self._pool.roster.at(node))
@@ -120,8 +114,7 @@ class Restorer:
     async def prepare(self, tree: Tree, node: Node) -> bool:
         """Make a sandbox ahead of its use and leave it idle at the node; return False if no way leads there.
 
-        Raises:
-            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
+        Otherwise it raises as `lease_at` does.
         """
         try:
             # Without an owner: the lease makes no idle sandbox anybody's, and the fork belongs to the first rollout
@@ -141,10 +134,7 @@ class Restorer:
         """Lease a sandbox in the node's state for a call that no rollout has made yet, if no call needs its room.
 
         Afterwards the sandbox is idle where `moved` noted, and any rollout may take it; or closed if the block failed.
-
-        Raises:
-            StateLostError: Neither a snapshot nor a replay leads to the node.
-            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
+        Raises as `lease_at` does.
         """
         slot = await self._lease(tree, node, Owner.AHEAD, Timing())
         # Not warm: the budget of warm forks is for states that rollouts are in.
@@ -160,14 +150,7 @@ class Restorer:
     async def fork(self, tree: Tree, node: Node, *, spare: bool = False) -> AsyncIterator[Sandbox]:
         """Yield a throw-away sandbox in the node's state. What happens in it is not recorded; it is closed afterwards.
 
-        Args:
-            tree: Tree of the node.
-            node: The node.
-            spare: Whether to make it only if no call needs its room.
-
-        Raises:
-            StateLostError: Neither a snapshot nor a replay leads to the node.
-            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
+        A spare one is made only if no call needs its room. Raises as `lease_at` does.
         """
         slot = await self._lease(tree, node, None if spare else Owner.SCRATCH, Timing())
         # A spare lease has no owner and counts as warm; from here on no rollout may take the sandbox.
@@ -184,19 +167,16 @@ class Restorer:
     async def prove(self, tree: Tree, node: Node) -> None:
         """Reach the node once without its snapshot; the records that were replayed are proven then.
 
-        Raises:
-            StateLostError: A replay reaches another state, so the snapshot is the only way.
-            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
+        Raises StateLostError if a replay reaches another state, so that the snapshot is the only way; else as
+        `lease_at`.
         """
         await self._pool.close(await self._lease(tree, node, None, Timing(), without=(node,)))
 
     async def take_snapshot(self, tree: Tree, node: Node) -> None:
         """Take the node's snapshot now, if it has none.
 
-        Raises:
-            NotFreezableError: The driver cannot freeze the state; the node remembers why.
-            StateLostError: No way leads to the node.
-            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
+        Raises NotFreezableError if the driver cannot freeze the state; the node remembers why. Else it raises as
+        `lease_at`.
         """
         # Another call may take the snapshot during any await below: then there is nothing left to do.
         while node.snapshot is None:
@@ -258,14 +238,10 @@ class Restorer:
     async def _lease(
         self, tree: Tree, node: Node, owner: int | None, timing: Timing, *, without: Collection[Node] = ()
     ) -> Slot:
-        """Lease a sandbox in the node's state.
+        """Lease a sandbox in the node's state, without the snapshots of some nodes.
 
-        Args:
-            tree: Tree of the node.
-            node: The node.
-            owner: Id of a rollout, or an `Owner`. None for a warm fork: made from snapshots and replays alone.
-            timing: Takes the seconds of restore and replay.
-            without: Nodes whose snapshots must not be used.
+        The owner is the id of a rollout, or an `Owner`. None stands for a warm fork, made from snapshots and replays
+        alone.
         """
         await self._make_ready(tree)
         # Only within this lease: a snapshot that failed once may well be restored by the next one.
@@ -366,8 +342,7 @@ class Restorer:
     async def _keep(self, slot: Slot, node: Node, tree: Tree, owner: int | None) -> bool:
         """Freeze a leased sandbox that is about to leave a state that another rollout needs; lease it again.
 
-        Returns:
-            False if the sandbox failed, or another rollout took it meanwhile.
+        False says that the sandbox failed, or another rollout took it meanwhile.
         """
         try:
             await self._capture.freeze_leased(slot, tree, node)
@@ -408,11 +383,8 @@ class Restorer:
     async def _give_up(self, failed: dict[Node, SandboxError], tree: Tree, owner: int | None) -> bool:
         """Drop snapshots that are the only way and have failed for long on a machine that works.
 
-        Returns:
-            Whether there were any, so that the next plan differs.
-
-        Raises:
-            SandboxError, SpecError, OverloadedError: No fresh sandbox starts either.
+        Returns whether there were any, so that the next plan differs. If no fresh sandbox starts either, its error is
+        raised.
         """
         hopeless = [node for node in failed if self._cache.failures.is_hopeless(node)]
         if not hopeless or not is_rollout(owner):

@@ -21,11 +21,7 @@ from sandboxes.pool.pool import Pool
 
 
 class Rollouts:
-    """The running rollouts of all tasks in memory. `Tasks` opens their tasks, and decides where they begin.
-
-    Attributes:
-        running: The rollouts by the names of their task and of themselves.
-    """
+    """The running rollouts of all tasks in memory. `Tasks` opens their tasks, and decides where they begin."""
 
     def __init__(
         self,
@@ -37,20 +33,14 @@ class Rollouts:
         order: CallOrder,
         gate: Gate | None = None,
     ) -> None:
-        """Create an empty registry.
+        """Create an empty registry, which keeps `walkers` up to date: which rollouts walk which tree.
 
-        Args:
-            store: Where rollouts are written.
-            journal: Holds the latest steps, which are folded before rollouts are read back.
-            trees: The trees in memory.
-            pool: The sandboxes that rollouts own.
-            walkers: Is kept up to date with which rollouts walk which tree.
-            order: The order of each rollout's calls.
-            gate: Learns of rollouts that begin and end; None without a cluster.
+        The journal holds the latest steps, which are folded before rollouts are read back. The gate learns of rollouts
+        that begin and end; None without a cluster.
         """
         self._store, self._journal, self._trees, self._pool = store, journal, trees, pool
         self._walkers, self._order, self._gate = walkers, order, gate
-        self.running: dict[tuple[str, str], Rollout] = {}
+        self.running: dict[tuple[str, str], Rollout] = {}  # The rollouts by the names of their task and of themselves.
         # Numbers of running rollouts whose position is lost, and why, by task and name. They are no `Rollout`: nothing
         # could be executed or answered for them.
         self._lost: dict[tuple[str, str], tuple[int, str]] = {}
@@ -60,18 +50,9 @@ class Rollouts:
     def begin(
         self, task: Task, name: str, tree: Tree, node: Node, token: str = "", labels: Labels | None = None
     ) -> Rollout:
-        """Begin a rollout at a node.
+        """Begin a rollout at a node. Raises RefusalError (409) if one of this name is running, or its position is lost.
 
-        Args:
-            task: Its task.
-            name: Its name.
-            tree: The tree that it walks.
-            node: The node that it begins at.
-            token: The token that stands for the rollout; empty for none. Only its digest is kept.
-            labels: Its labels; None for none.
-
-        Raises:
-            RefusalError: 409, a rollout of this name is running, or its position is lost.
+        The token stands for the rollout; empty for none. Only its digest is kept.
         """
         self.require_position(task.name, name)
         if name in task.rollouts:
@@ -91,15 +72,9 @@ class Rollouts:
         return rollout
 
     def place(self, rollout: Rollout, turn: int, node: int) -> None:
-        """Put a rollout where it is known to be, after another proxy has answered its calls.
+        """Put a rollout where it is known to be, after another proxy has answered `turn` of its calls.
 
-        Args:
-            rollout: The rollout; no call of it may run.
-            turn: How many of its calls were answered.
-            node: Number of the node that it is at.
-
-        Raises:
-            DamagedError: Its tree has no such node.
+        No call of it may run. Raises DamagedError if its tree has no such node.
         """
         place = rollout.tree.nodes.get(node)
         if place is None:
@@ -173,11 +148,7 @@ class Rollouts:
             self._gate.ended(task, rollout)
 
     def require_position(self, task: str, name: str) -> None:
-        """Refuse a rollout whose position is lost.
-
-        Raises:
-            RefusalError: 409.
-        """
+        """Raise RefusalError (409) for a rollout whose position is lost."""
         _, why = self._lost.get((task, name), (0, ""))
         if why:
             raise RefusalError(

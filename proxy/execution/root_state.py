@@ -38,11 +38,7 @@ class RootChangedError(SpecError):
 
 
 def driver_of(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> Driver:
-    """Return the driver of a spec's sandboxes.
-
-    Raises:
-        SpecError: No driver of this name is turned on.
-    """
+    """Return the driver of a spec's sandboxes. Raises SpecError if no driver of this name is turned on."""
     driver = drivers.get(spec.driver)
     if driver is None:
         raise SpecError(
@@ -55,10 +51,8 @@ async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec, sources
     """Return the key of the tree that a spec means now.
 
     The spec alone does not name a tree: the content of a base, an archive or a database that it refers to may change.
-
-    Raises:
-        SpecError: The driver is not turned on, or something that the spec refers to cannot be used.
-        ForbiddenSourceError: The spec refers to something that it must not reach.
+    Raises SpecError if the driver is not turned on, or something that the spec refers to cannot be used, and
+    ForbiddenSourceError if the spec must not reach it.
     """
     driver = driver_of(drivers, spec)
     # In a thread: a path may be on a slow network disk.
@@ -74,34 +68,25 @@ async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec, sources
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """A look at what a tree's spec names.
+    """A look at what a tree's spec names."""
 
-    Attributes:
-        unchanged: What a watching driver returned then; None of another driver.
-        at: When, on the monotonic clock.
-        key: The key of the tree that the spec meant then.
-    """
-
-    unchanged: Hashable | None
-    at: float
-    key: str
+    unchanged: Hashable | None  # What a watching driver returned then; None of another driver.
+    at: float  # When, on the monotonic clock.
+    key: str  # The key of the tree that the spec meant then.
 
 
 class RootChanges:
     """Knows which trees are *current*: their root state is what their spec means now.
 
-    New rollouts begin in current trees only. A rollout in another tree continues there, and no other rollout shares
-    its calls.
-
-    Attributes:
-        background: The looks at sources that are under way.
+    New rollouts begin in current trees only. A rollout in another tree continues there, and no other rollout shares its
+    calls.
     """
 
     def __init__(self, drivers: Mapping[str, Driver], sources: SourceRules, counts: Counters) -> None:
         self._drivers, self._sources, self._counts = drivers, sources, counts
         self._looks: dict[int, _Look] = {}
         self._looking: dict[int, asyncio.Task[str]] = {}
-        self.background = TaskOwner()
+        self.background = TaskOwner()  # The looks at sources that are under way.
 
     async def key(self, spec: EnvironmentSpec) -> str:
         """Return the key of the tree that a spec means now; see `tree_key`."""
@@ -110,17 +95,10 @@ class RootChanges:
     async def is_current(self, tree: Tree, *, patience_s: float | None = None) -> bool:
         """Return whether a tree's root state is what its spec means now.
 
-        It takes microseconds if the driver watches, and nothing has changed.
-
-        Args:
-            tree: The tree.
-            patience_s: How long to wait for a look at sources that the driver does not watch: a new database may have
-                to be copied first. Until the look ends, the result of the one before it counts. 0 begins none. None
-                waits for as long as it takes.
-
-        Raises:
-            SpecError: The spec cannot be used any more.
-            SandboxError: The machine failed.
+        `patience_s` is how long to wait for a look at sources that the driver does not watch: a new database may have
+        to be copied first. Until the look ends, the result of the one before it counts. 0 begins none. None waits for
+        as long as it takes. Raises SpecError if the spec cannot be used any more, and SandboxError if the machine
+        failed.
         """
         driver, look = driver_of(self._drivers, tree.spec), self._looks.get(tree.id)
         if fulfils(driver, WatchingDriver):
@@ -138,8 +116,7 @@ class RootChanges:
     async def _looked_within(self, tree: Tree, patience_s: float) -> bool:
         """Wait for the look at a tree's sources that is under way, or for a new one; return whether it ended in time.
 
-        Raises:
-            SpecError, SandboxError: See `is_current`.
+        Errors as for `is_current`.
         """
         looking = self._looking.get(tree.id)
         if looking is None:
@@ -169,9 +146,7 @@ class RootChanges:
     async def is_usable(self, tree: Tree, *, looks: bool = True) -> bool:
         """Return whether a tree may be shared: it is current, or what is current cannot be found out.
 
-        Args:
-            tree: The tree.
-            looks: Whether to look again at sources that the driver does not watch, for at most `_PATIENCE_S`.
+        With `looks`, sources that the driver does not watch are looked at again, for at most `_PATIENCE_S`.
         """
         try:
             return await self.is_current(tree, patience_s=_PATIENCE_S if looks else 0.0)

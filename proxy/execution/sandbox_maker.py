@@ -40,12 +40,7 @@ def is_rollout(owner: int | None) -> bool:
 
 
 class SandboxMaker:
-    """Makes sandboxes and leases them.
-
-    Attributes:
-        elsewhere: Restores a sandbox on another machine, or raises NoRoomElsewhereError. None if no other machine runs
-            sandboxes for this proxy.
-    """
+    """Makes sandboxes and leases them."""
 
     def __init__(
         self,
@@ -58,13 +53,14 @@ class SandboxMaker:
     ) -> None:
         self._drivers, self._pool, self._cache, self._capture = drivers, pool, cache, capture
         self._counts, self._roots = counts, roots
+        # Restores a sandbox on another machine, or raises NoRoomElsewhereError. None if no other machine runs
+        # sandboxes for this proxy.
         self.elsewhere: Callable[[EnvironmentSpec, FrozenState], Awaitable[Sandbox]] | None = None
 
     async def restore(self, node: Node, tree: Tree, owner: int | None) -> Slot:
         """Lease a sandbox that is restored from a node's snapshot, and note how long it took.
 
-        Raises:
-            SandboxError, OverloadedError: The machine, the snapshot or the budget does not allow it.
+        Raises SandboxError or OverloadedError if the machine, the snapshot or the budget does not allow it.
         """
         driver = self._drivers[tree.spec.driver]
         began = time.perf_counter()
@@ -81,9 +77,8 @@ class SandboxMaker:
     async def start(self, tree: Tree, owner: int | None) -> Slot:
         """Lease a fresh sandbox at the root of a tree; take the root's snapshot, if it has none.
 
-        Raises:
-            RootChangedError: What the spec refers to is not what the tree was recorded on.
-            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
+        Raises RootChangedError if what the spec refers to is not what the tree was recorded on, and SandboxError,
+        SpecError or OverloadedError if the machine, the spec or the budget does not allow it.
         """
         driver, costs = self._drivers[tree.spec.driver], self._cache.costs
         # The content that the spec refers to may have changed on disk; its records would then be of another root state.
@@ -107,11 +102,9 @@ class SandboxMaker:
     async def _freeze_root(self, sandbox: Sandbox, tree: Tree) -> None:
         """Take the snapshot of a tree's root, in a sandbox that has just started.
 
-        Its digest must be known before the first record: a call that leads back to the root merges by it.
-
-        Raises:
-            RootLostError: It is another state than the tree was recorded on. A set-up with random names or times is run
-                again when its root state is lost.
+        Its digest must be known before the first record: a call that leads back to the root merges by it. Raises
+        RootLostError if it is another state than the tree was recorded on. A set-up with random names or times is run
+        again when its root state is lost.
         """
         recorded = tree.root.state
         try:

@@ -18,20 +18,14 @@ from proxy.tree.tree import Node
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One in-flight call.
+    """One in-flight call."""
 
-    Attributes:
-        lock: Held by the rollout that executes the call.
-        detach: Set when a waiting client sends its next request; the process may then continue in the background.
-        apart: Whether an execution was private, so that each rollout executes the call by itself.
-        holders: Number of rollouts that wait for the call.
-        at_join: Called when another rollout joins, if the call was begun before any rollout made it; None otherwise.
-    """
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held by the rollout that executes the call.
+    # Set when a waiting client sends its next request; the process may then continue in the background.
     detach: asyncio.Event = field(default_factory=asyncio.Event)
-    apart: bool = False
-    holders: int = 0
+    apart: bool = False  # Whether an execution was private, so that each rollout executes the call by itself.
+    holders: int = 0  # Number of rollouts that wait for the call.
+    # Called when another rollout joins, if the call was begun before any rollout made it; None otherwise.
     at_join: Callable[[], None] | None = None
 
     @asynccontextmanager

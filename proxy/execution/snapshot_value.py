@@ -26,31 +26,22 @@ from snapshots.snapshot import Snapshot, snapshot_kind
 _LOOK_BACK = 100
 """How many calls above a state rollouts count as coming to it.
 
-A rollout farther above leaves the path before it with near certainty. Ten times as many make a miss at a depth of 1,000
-calls 0.1 ms slower. With a tenth, the rollouts of a group that is just starting are not seen.
-"""
+A rollout farther above leaves the path before it with near certainty. With far fewer, the rollouts of a group that is
+just starting are not seen."""
 
 
 class SnapshotValue:
-    """Values the snapshots of all trees, those that could be taken too.
-
-    Attributes:
-        reuse: How often nodes needed a sandbox again, learnt over all nodes made in this process.
-    """
+    """Values the snapshots of all trees, those that could be taken too."""
 
     def __init__(
         self, cache: SnapshotCache, counts: Counters, walkers: Walkers, stored: Callable[[int], Iterable[Node]]
     ) -> None:
-        """Value the snapshots of a cache.
+        """Value the snapshots of a cache. `stored` returns the nodes of a tree at which the store has running rollouts.
 
-        Args:
-            cache: The snapshots, and what ways to a sandbox cost.
-            counts: How often replays diverged.
-            walkers: The running rollouts in memory, by tree.
-            stored: Returns the nodes of a tree at which the store has running rollouts, those in memory or not.
+        These include rollouts that are not in memory; `walkers` has those that are.
         """
         self._cache, self._counts, self._walkers, self._stored = cache, counts, walkers, stored
-        self.reuse = Reuse()
+        self.reuse = Reuse()  # How often nodes needed a sandbox again, learnt over all nodes made in this process.
 
     def note_demand(self, node: Node) -> None:
         """Note that a rollout needed a sandbox at a node and none was there."""
@@ -111,12 +102,8 @@ class SnapshotValue:
     def is_last_way_of_others(self, node: Node, tree: Tree, rollout: int | None) -> bool:
         """Return whether a sandbox at the node may be all that is left of a state that another rollout is in.
 
-        O(rollouts of the tree in memory), and O(depth) if one of them is at the node.
-
-        Args:
-            node: The node.
-            tree: Its tree.
-            rollout: The rollout that wants to go on with the sandbox; None for none.
+        O(rollouts of the tree in memory), and O(depth) if one of them is at the node. `rollout` wants to go on with the
+        sandbox; None for none.
         """
         others = (other.id != rollout for other in self._walkers.of(tree.id) if other.node is node)
         return any(others) and self._may_be_lost(node, tree)

@@ -22,11 +22,7 @@ class Answer:
 
 
 class StepNotes:
-    """Passes each step on: to the counters, the warm forks, the traces, and the calls that are made ahead.
-
-    Attributes:
-        times: When the calls of the latest rollouts were answered.
-    """
+    """Passes each step on: to the counters, the warm forks, the traces, and the calls that are made ahead."""
 
     def __init__(
         self,
@@ -38,17 +34,13 @@ class StepNotes:
     ) -> None:
         """Create the notes of all rollouts.
 
-        Args:
-            counts: Where answers are counted.
-            warm: Prepares sandboxes where rollouts are heading.
-            model_tokens: Returns the tokens that models counted for a record's answer.
-            traces: Exports spans; None if no endpoint is set.
-            note: Learns from each step; None if nothing is executed ahead.
+        `model_tokens` returns the tokens that models counted for a record's answer. `note` learns from each step; None
+        if nothing is executed ahead.
         """
         self._counts, self._warm, self._traces, self._note = counts, warm, traces, note
         self._model_tokens = model_tokens
         self._overheads: dict[tuple[int, str], Overhead] = {}
-        self.times = AnswerTimes()
+        self.times = AnswerTimes()  # When the calls of the latest rollouts were answered.
 
     def add(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None) -> None:
         """Note a step that a rollout has taken. `timing` is None for a hit, which took no time beside the tool's."""

@@ -23,11 +23,7 @@ from sandboxes.spec import EnvironmentSpec
 
 
 class Tasks:
-    """The tasks in memory. A task that no request names costs no memory.
-
-    Attributes:
-        rollouts: The running rollouts of these tasks.
-    """
+    """The tasks in memory, and their running rollouts. A task that no request names costs no memory."""
 
     def __init__(
         self,
@@ -43,19 +39,11 @@ class Tasks:
         gate: Gate | None = None,
         share: Share | None = None,
     ) -> None:
-        """Create an empty registry.
+        """Create an empty registry. Tasks that were given no environment have the default one.
 
-        Args:
-            store: Where tasks are written.
-            rollouts: The running rollouts of the tasks in memory.
-            trees: The trees in memory.
-            drivers: The drivers by name.
-            default_spec: Environment of tasks that were given none.
-            roots: Knows which trees are what their specs mean now.
-            runs_images: Whether the image that a client names is run.
-            any_image: Whether it means the default environment otherwise, instead of an error.
-            gate: Knows which tasks this member of a cluster owns; None without a cluster.
-            share: The tasks of this worker; None for all tasks.
+        `runs_images` says whether the image that a client names is run. If it is not, `any_image` says that an image
+        means the default environment, instead of an error. The gate knows which tasks this member of a cluster owns;
+        None without a cluster. `share` are the tasks of this worker; None for all tasks.
         """
         self._store, self.rollouts, self._trees, self._drivers = store, rollouts, trees, drivers
         self._default_spec, self._roots, self._gate = default_spec, roots, gate
@@ -75,8 +63,7 @@ class Tasks:
     async def open(self, name: str) -> Task:
         """Return a task; an unknown name becomes a task with the default environment.
 
-        Raises:
-            SpecError: The task's spec names something that cannot be used.
+        Raises SpecError if the task's spec names something that cannot be used.
         """
         # Without a lock: most requests find the task in memory, and a hit must not wait for another task's opening.
         task = self._tasks.get(name)
@@ -104,11 +91,7 @@ class Tasks:
             return task
 
     async def find(self, name: str) -> Task:
-        """Return a task that exists.
-
-        Raises:
-            RefusalError: 404, there is no task of this name.
-        """
+        """Return a task that exists. Raises RefusalError (404) if there is none of this name."""
         if name not in self._tasks and self._store.tasks.get(name) is None:
             raise RefusalError(404, "no-such-task", f"there is no task {name!r}. PUT it, or send it a first call.")
         return await self.open(name)
@@ -126,13 +109,10 @@ class Tasks:
         return EnvironmentSpec.model_validate_json(row["spec"]) if row and row["spec"] else self._default_spec
 
     async def put(self, name: str, spec: EnvironmentSpec) -> tuple[Task, bool]:
-        """Give a task an environment. Running rollouts stay in the tree that they began in.
+        """Give a task an environment; return the task and whether it is new.
 
-        Returns:
-            The task, and whether it is new.
-
-        Raises:
-            SpecError: The spec names something that cannot be used; the task is unchanged.
+        Running rollouts stay in the tree that they began in. Raises SpecError if the spec names something that cannot
+        be used; the task is unchanged then.
         """
         self._require(name)
         async with self._opening.setdefault(name, asyncio.Lock()):
@@ -144,11 +124,7 @@ class Tasks:
             return self.admit(name, spec, key), is_new
 
     def _require(self, name: str) -> None:
-        """Check that a task may be opened here.
-
-        Raises:
-            RefusalError: Another member of the cluster owns it, or another worker has it.
-        """
+        """Raise RefusalError if another member of the cluster owns a task, or another worker has it."""
         if self._gate is not None:
             self._gate.require(name)
         if self._share is not None:
@@ -177,10 +153,7 @@ class Tasks:
     def admit(self, name: str, spec: EnvironmentSpec | None, key: str) -> Task:
         """Put a task of the store into memory, in place of what was there.
 
-        Args:
-            name: Name of the task.
-            spec: Its environment; None for the default one.
-            key: Root key of the environment.
+        `spec` is its environment (None for the default one), `key` the root key of that environment.
         """
         row = self._store.tasks.get(name)
         assert row is not None
@@ -221,8 +194,7 @@ class Tasks:
     async def rollout(self, task_name: str, name: str, labels: Labels | None = None) -> Rollout:
         """Return the running rollout of this name; a new one begins at the root of its task's tree.
 
-        Raises:
-            RefusalError: 409, the rollout runs but its position is lost. `running` raises it too.
+        Raises RefusalError (409) if the rollout runs but its position is lost. `running` raises it too.
         """
         rollout = self.rollouts.running.get((task_name, name))
         if rollout is None:
@@ -236,7 +208,7 @@ class Tasks:
     async def current(self, task: Task) -> Task:
         """Return a task with the tree that its environment means now, in which new rollouts begin.
 
-        It takes microseconds, unless the base or an archive has changed. Running rollouts stay where they are.
+        Running rollouts stay where they are.
         """
         if await self._roots.is_usable(task.tree):
             return task
@@ -283,19 +255,11 @@ class Tasks:
         environment: EnvironmentRequest | None = None,
         labels: Labels | None = None,
     ) -> Rollout:
-        """Return the running rollout of this name, or begin one.
+        """Return the running rollout of this name, or begin one: at the node of a running parent, or at the root.
 
-        Args:
-            task_name: Name of the task.
-            name: Name of the rollout.
-            parent: Name of a running rollout at whose node the new one begins; empty for the root.
-            environment: The environment that the client requests; None for the task's own. Any other environment
-                has its own tree. Ignored with a parent.
-            labels: The labels of a rollout that begins; None for none.
-
-        Raises:
-            RefusalError: 404, there is no such parent or image; 400, there can be no such environment.
-            SpecError: The environment names something that cannot be used.
+        `environment` is the one that the client requests; None for the task's own. Any other environment has its own
+        tree. It is ignored with a parent. Raises RefusalError if there is no such parent or image (404), or there can
+        be no such environment (400), and SpecError if the environment names something that cannot be used.
         """
         if parent:
             task = await self.open(task_name)

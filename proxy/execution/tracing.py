@@ -19,15 +19,9 @@ class Traces:
     """Makes spans of answered calls and hands them to an exporter, which sends them from a thread."""
 
     def __init__(self, records: RecordStore, endpoint: str, exporter: "SpanExporter | None" = None) -> None:
-        """Set up the export of spans.
+        """Set up the export of spans to an OTLP collector (HTTP), or to another exporter.
 
-        Args:
-            records: Where the calls of records are read.
-            endpoint: Address of an OTLP collector (HTTP).
-            exporter: Receives the spans instead of the collector; None for the collector.
-
-        Raises:
-            SystemExit: The extra is not installed.
+        Raises SystemExit if the extra is not installed.
         """
         # Imported here, because most installations do not have the extra.
         try:
@@ -47,7 +41,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("forkpoint")
 
     def answered(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None) -> None:
-        """Make the spans of a call that was just answered. About 50 µs."""
+        """Make the spans of a call that was just answered."""
         from opentelemetry.trace import set_span_in_context  # noqa: PLC0415 - loaded by now
 
         ended = time.time_ns()

@@ -36,52 +36,35 @@ log = structlog.get_logger()
 _THINKING_S = 0.02
 """A rollout without a call for this long is thinking; rounds of `work` are at least as far apart.
 
-Several times the gap between two calls of a replayed workload, and far below the time a model thinks. With a quarter
-of it, forks are made for rollouts that are about to move on, and the rounds take 3 % of the time of a busy event loop.
-Doubled, forks are ready 20 ms later.
-"""
+Several times the gap between two calls of a replayed workload, and far below the time a model thinks. With a quarter of
+it, forks are made for rollouts that are about to move on, and the rounds take 3 % of the time of a busy event loop."""
 _PAUSE_SHARE = 50
 """A round of `work` is followed by a pause this many times as long, so that it takes at most 2 % of a core."""
 _MAX_STARTS = 2
 """Warm forks that are made at the same time. The pool allows four starts, so an agent's call finds one free."""
 _COOLDOWN_S = 10.0
-"""How long a node at which no sandbox could be made is not tried again.
-
-An estimate of how long the cause of a failure lasts. Halved, a node that never works costs twice the attempts. Doubled,
-a machine that has recovered gets its forks later.
-"""
+"""How long a node at which no sandbox could be made is not tried again. An estimate of how long the cause of a failure
+lasts."""
 _STALE_S = 5.0
-"""How long a warm fork stays where no rollout is expected any more, before it may be closed for a better one.
-
-An estimate: longer than an agent thinks between two calls. Halved, forks are closed and made again while agents think.
-Doubled, better ones come later.
-"""
+"""How long a warm fork stays where no rollout is expected any more, before it may be closed for a better one. An
+estimate: longer than an agent thinks between two calls, so that forks are not closed and made again meanwhile."""
 
 
 _MEMORY_READ_EVERY_S = 1.0
-"""How long the machine's free memory counts as known. Reading it takes 30 µs, at nearly every miss. Halved, it is read
-twice as often; doubled, forks take up to a hundred megabytes more before they stop."""
+"""How long the machine's free memory counts as known, because nearly every miss asks for it. Until it is read again,
+forks may take up to a hundred megabytes more."""
 
 
 @dataclass(slots=True)
 class WarmBatch:
-    """Forks that a trainer requested at the root of a tree.
+    """Forks that a trainer requested at the root of a tree."""
 
-    Attributes:
-        count: Number of forks still to be made.
-        until: When the request expires, in seconds of the monotonic clock.
-    """
-
-    count: int
-    until: float
+    count: int  # Number of forks still to be made.
+    until: float  # When the request expires, on the monotonic clock.
 
 
 class WarmForks:
-    """Makes warm forks in the background.
-
-    Attributes:
-        max_forks: Warm forks that may exist at once; 0 turns them off.
-    """
+    """Makes warm forks in the background."""
 
     def __init__(
         self,
@@ -95,17 +78,10 @@ class WarmForks:
         idle_s: float,
         reserve_bytes: int,
     ) -> None:
-        """Prepare to make forks; `work` does it.
+        """Prepare to make forks, `max_forks` at once at most (0 turns them off); `work` does it.
 
-        Args:
-            restorer: Makes the sandboxes.
-            pool: Has the sandboxes.
-            costs: By driver, what ways to a sandbox cost.
-            counts: Where forks and failures are counted.
-            walkers: The running rollouts by tree.
-            max_forks: Warm forks that may exist at once.
-            idle_s: How long an idle sandbox is kept; a rollout without calls for as long is not looked at.
-            reserve_bytes: Memory that forks leave free on the machine.
+        `costs` are those of ways to a sandbox, by driver. An idle sandbox is kept for `idle_s`; a rollout without calls
+        for as long is not looked at. Forks leave `reserve_bytes` of memory free on the machine.
         """
         self._restorer, self._pool, self._costs, self._counts, self._walkers = restorer, pool, costs, counts, walkers
         self.max_forks, self._idle_s, self._reserve_bytes = max_forks, idle_s, reserve_bytes
@@ -119,7 +95,7 @@ class WarmForks:
         self._memory_read_at, self._is_short = -math.inf, False
 
     def note_step(self, rollout: Rollout) -> None:
-        """Note that a rollout took a step. Part of every hit: a set and a flag, 0.2 µs."""
+        """Note that a rollout took a step. Part of every hit."""
         # 1. A set and a flag and no more, because every hit does it.
         if self.max_forks:
             self._moved.add(rollout)
@@ -294,7 +270,7 @@ class WarmForks:
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the memory that the machine can give to new processes; a very large number if it does not say. 30 µs."""
+    """Return the memory that the machine can give to new processes; a very large number if it does not say."""
     try:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):

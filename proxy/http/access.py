@@ -59,15 +59,10 @@ class AccessError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a request may see.
+    """What a request may see."""
 
-    Attributes:
-        patterns: Shell patterns of the names of visible tasks; empty means all tasks.
-        rollout: The only rollout that the request may read, change or fork; empty for no such limit.
-    """
-
-    patterns: tuple[str, ...] = ()
-    rollout: str = ""
+    patterns: tuple[str, ...] = ()  # Shell patterns of the names of visible tasks; empty means all tasks.
+    rollout: str = ""  # The only rollout that the request may read, change or fork; empty for no such limit.
 
     @property
     def whole(self) -> bool:
@@ -79,19 +74,14 @@ class Grant:
         return not self.patterns or any(fnmatchcase(task, pattern) for pattern in self.patterns)
 
     def require(self, task: str) -> None:
-        """Check that a task is visible.
-
-        Raises:
-            RefusalError: 403, the task is hidden.
-        """
+        """Raise RefusalError (403) if a task is hidden."""
         if not self.sees(task):
             raise RefusalError(403, "hidden", f"this token sees tasks named {', '.join(self.patterns)}.")
 
     def require_rollout(self, *names: str) -> None:
         """Check that all rollouts of these names may be reached. Empty names name none.
 
-        Raises:
-            RefusalError: 403, one of them is another rollout than the request's token stands for.
+        Raises RefusalError (403) if one of them is another rollout than the request's token stands for.
         """
         if self.rollout and any(name and name != self.rollout for name in names):
             raise RefusalError(403, "hidden", f"this token stands for rollout {self.rollout!r} alone.")
@@ -99,8 +89,7 @@ class Grant:
     def require_no_rollout(self) -> None:
         """Check that the request may begin rollouts, and read what all rollouts of its task share.
 
-        Raises:
-            RefusalError: 403, the request's token stands for one rollout.
+        Raises RefusalError (403) if the request's token stands for one rollout.
         """
         if self.rollout:
             raise RefusalError(
@@ -110,8 +99,7 @@ class Grant:
     def require_whole(self) -> None:
         """Check that all tasks are visible, before a view of all tasks together is shown.
 
-        Raises:
-            RefusalError: 403, some tasks are hidden.
+        Raises RefusalError (403) if some tasks are hidden.
         """
         if self.patterns:
             raise RefusalError(403, "hidden", "this shows all tasks together; this token sees only some of them.")
@@ -122,29 +110,18 @@ ALL = Grant()
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A configured token.
-
-    Attributes:
-        digest: Its SHA-256.
-        grant: What it may see.
-        length: Its length in characters; 0 if only its digest was configured.
-    """
+    """A configured token, as its SHA-256."""
 
     digest: bytes
     grant: Grant
-    length: int = 0
+    length: int = 0  # In characters; 0 if only its digest was configured.
 
 
 def read_tokens(token: str | None, file: Path | None) -> tuple[Token, ...]:
-    """Return the configured tokens.
+    """Return the configured tokens: one that may see everything, and those of a file.
 
-    Args:
-        token: A token that may see everything; None for no such token.
-        file: A file with a line `TOKEN [PATTERN…]` or `sha256:DIGEST [PATTERN…]` for each token, and comments after
-            #; None for no file.
-
-    Raises:
-        AccessError: A token is malformed or doubled, or the file cannot be read or is empty.
+    The file has a line `TOKEN [PATTERN…]` or `sha256:DIGEST [PATTERN…]` for each token, and comments after #. Raises
+    AccessError if a token is malformed or doubled, or the file cannot be read or is empty.
     """
     lines: list[tuple[str, tuple[str, ...]]] = [] if token is None else [(token, ())]
     if file is not None:
@@ -168,8 +145,7 @@ def read_tokens(token: str | None, file: Path | None) -> tuple[Token, ...]:
 def _digest(number: int, text: str) -> bytes:
     """Return the SHA-256 of a configured token; `number` is its position, for errors that do not show it.
 
-    Raises:
-        AccessError: It is neither a token nor a digest of one.
+    Raises AccessError if it is neither a token nor a digest of one.
     """
     if text.startswith(_DIGEST):
         digest = text.removeprefix(_DIGEST)
@@ -209,12 +185,8 @@ class Access:
     def admit(self, scope: Scope, rollout_of: RolloutOfToken) -> Grant:
         """Return what a request may see, and remove the token from its headers, so that no tool sees it.
 
-        Args:
-            scope: The ASGI scope; its headers and subprotocols are replaced.
-            rollout_of: Looks up the tokens of rollouts.
-
-        Raises:
-            RefusalError: 401 for a missing or unknown token, 403 for a hidden task.
+        The headers and subprotocols of the scope are replaced. `rollout_of` looks up the tokens of rollouts. Raises
+        RefusalError: 401 for a missing or unknown token, 403 for a hidden task.
         """
         path: str = scope["path"]
         if not self._tokens or path in _PUBLIC_PATHS or path.startswith(_PUBLIC_FOLDERS):
@@ -246,7 +218,7 @@ class Access:
         )
 
     def without_tokens(self, headers: ReceivedHeaders) -> list[tuple[bytes, bytes]]:
-        """Return the headers without those that hold a token of the proxy, in whatever form. 2 us for ten headers.
+        """Return the headers without those that hold a token of the proxy, in whatever form.
 
         `admit` removes the token that it was shown. A client may send others, or one in a cookie, and without
         configured tokens nothing is shown.
@@ -266,11 +238,7 @@ class Access:
         return any(self._holds_token(each) for each in texts)
 
     def refuse_token(self, target: str) -> None:
-        """Refuse a request whose target holds a token, because the target is recorded and sent on.
-
-        Raises:
-            RefusalError: 400.
-        """
+        """Raise RefusalError (400) if a target holds a token, because the target is recorded and sent on."""
         if self.holds_token(target):
             raise RefusalError(
                 400, "token", "the target holds a token of this proxy. Send it in a header, and make a new token."

@@ -10,36 +10,24 @@ from proxy.refusals import RefusalError
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The parts of an agent's URL.
+    """The parts of an agent's URL."""
 
-    Attributes:
-        task: The task's name; empty if a token stands for it.
-        rollout: The rollout's name; empty if a token stands for it or the endpoint's own protocol names it.
-        endpoint: The endpoint's name; `ONLY` for the only server of a task.
-        path: The decoded path below the endpoint, without its first slash.
-        token: The bearer token that stands for task and rollout; empty if the URL or headers name them.
-        raw: The path below the endpoint as it was sent, with its first slash.
-        prefix: The path above `raw` as it was sent.
-    """
-
-    task: str
-    rollout: str
-    endpoint: str
-    path: str
-    token: str = ""
-    raw: bytes = b"/"
-    prefix: bytes = b""
+    task: str  # Empty if a token stands for it.
+    rollout: str  # Empty if a token stands for it or the endpoint's own protocol names it.
+    endpoint: str  # `ONLY` for the only server of a task.
+    path: str  # Decoded, below the endpoint, without its first slash.
+    token: str = ""  # The bearer token that stands for task and rollout; empty if the URL or headers name them.
+    raw: bytes = b"/"  # The path below the endpoint as it was sent, with its first slash.
+    prefix: bytes = b""  # The path above `raw` as it was sent.
 
 
 def address_of(raw_path: bytes, headers: ReceivedHeaders) -> Address:
     """Return the address of a request.
 
     The forms are `/t/{task}/r/{rollout}/{endpoint}/{path…}`, `/t/{task}/{endpoint}/{path…}`, `/e/{endpoint}/{path…}`
-    with headers or a token, and NeMo-Gym's `/ng-rollout/{task}-{rollout}/{path…}` for the task's only server.
-    Segments are split before they are decoded, so an escaped slash stays part of its name.
-
-    Raises:
-        RefusalError: 400 for a malformed name or encoding, 401 without an identity, 404 for a path of another form.
+    with headers or a token, and NeMo-Gym's `/ng-rollout/{task}-{rollout}/{path…}` for the task's only server. Segments
+    are split before they are decoded, so an escaped slash stays part of its name. Raises RefusalError: 400 for a
+    malformed name or encoding, 401 without an identity, 404 for a path of another form.
     """
     raw = segments = raw_path.split(b"/")[1:]
     if b"%" in raw_path:

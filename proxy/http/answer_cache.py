@@ -28,27 +28,18 @@ _LOCATIONS = frozenset({"location", "content-location", "set-cookie"})
 
 @dataclass(frozen=True, slots=True)
 class PreparedAnswer:
-    """A recorded answer, ready to be sent. It is held once: what only misses need is cut out of the whole response.
-
-    Attributes:
-        status: The HTTP status.
-        hit: The whole HTTP response to a hit.
-        body_at: Where in `hit` the body begins.
-        own: The number of the answer's own headers.
-        has_location: Whether a header holds a URL or a path, so that each client needs its own form of the answer.
-        model_tokens: Tokens that models counted while the call ran; see `ToolResult.model_tokens`.
-    """
+    """A recorded answer, ready to be sent. It is held once: what only misses need is cut out of the whole response."""
 
     status: int
-    hit: bytes
-    body_at: int
-    own: int
-    has_location: bool
-    model_tokens: int = 0
+    hit: bytes  # The whole HTTP response to a hit.
+    body_at: int  # Where in `hit` the body begins.
+    own: int  # The number of the answer's own headers.
+    has_location: bool  # Whether a header holds a URL or a path, so that each client needs its own form of the answer.
+    model_tokens: int = 0  # Tokens that models counted while the call ran; see `ToolResult.model_tokens`.
 
     @property
     def headers(self) -> RawHeaders:
-        """The answer's own headers, then the proxy's that every use of the answer shares. A new list, 2 us."""
+        """The answer's own headers, then the proxy's that every use of the answer shares. A new list."""
         # Without the status line, the headers of a hit, and the two empty lines before the body.
         lines = self.hit[: self.body_at].split(b"\r\n")[1 : -2 - len(HIT_HEADERS)]
         return [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
@@ -60,12 +51,7 @@ class PreparedAnswer:
 
 
 class Answers:
-    """The cache.
-
-    Args:
-        records: Where answers are read from.
-        budget_bytes: The memory that cached answers may use.
-    """
+    """The cache of answers, in memory of `budget_bytes`, over those of the store."""
 
     def __init__(self, records: RecordStore, *, budget_bytes: int) -> None:
         self._records = records
@@ -79,11 +65,7 @@ class Answers:
         return self._ready.used
 
     def of(self, record: Record) -> PreparedAnswer:
-        """Return the answer of a record. This takes 0.2 us from the cache, and 10 us for 2 kB from the store.
-
-        Raises:
-            StoreError: The store does not hold the answer.
-        """
+        """Return the answer of a record. Raises StoreError if the store does not hold the answer."""
         ready = self._ready.get(record.id)
         if ready is not None:
             self._ready.move_to_end(record.id)
@@ -91,7 +73,7 @@ class Answers:
         return self.keep(record, self._records.result(record))
 
     def keep(self, record: Record, result: ToolResult) -> PreparedAnswer:
-        """Return the answer of a record whose result is at hand, and keep it in the cache. 10 us for 2 kB."""
+        """Return the answer of a record whose result is at hand, and keep it in the cache."""
         headers: RawHeaders = [
             (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in of_tool_server(result.headers)
         ]

@@ -31,9 +31,7 @@ BROWSERS = frozenset({b"sec-fetch-site", b"sec-fetch-dest", b"origin"})
 class BrowserGuard:
     """Middleware before the control plane: refuses foreign requests, and forbids content sniffing of responses.
 
-    Args:
-        behind: The guarded application.
-        names: Host names of the proxy; None accepts every name.
+    `names` are the host names of the proxy; None accepts every name.
     """
 
     def __init__(self, behind: AsgiApp, names: Collection[str] | None) -> None:
@@ -66,15 +64,9 @@ def _without_sniffing(send: Send) -> Send:
 def refuse_foreign(method: str, headers: ReceivedHeaders, *, tool: bool, names: Collection[str] | None = ()) -> None:
     """Refuse a request of another site's page, and a request to a host name that its owner may have pointed here.
 
-    Args:
-        method: The HTTP method. A link from another site may be followed to the control plane by a safe method.
-        headers: The request's headers.
-        tool: Whether the request is for a tool. A browser may not even show a tool's response, because the tool
-            writes it and it would run as a page of this origin.
-        names: Host names of the proxy; None accepts every name.
-
-    Raises:
-        RefusalError: 403; 400 for a malformed Host header.
+    A link from another site may be followed to the control plane by a safe method. A browser may not even show a tool's
+    response, because the tool writes it and it would run as a page of this origin. `names` are the host names of the
+    proxy; None accepts every name. Raises RefusalError: 403; 400 for a malformed Host header.
     """
     host = site = origin = mode = dest = b""
     for name, value in headers:
@@ -108,8 +100,7 @@ def refuse_foreign(method: str, headers: ReceivedHeaders, *, tool: bool, names: 
 def _require_host(hosts: list[bytes], names: Collection[str] | None) -> None:
     """Check that a request has one Host header, with a name of this proxy.
 
-    Raises:
-        RefusalError: 400 for several or a malformed one, 403 for a name that its owner may have pointed here.
+    Raises RefusalError: 400 for several or a malformed one, 403 for a name that its owner may have pointed here.
     """
     # HTTP/1.0 may send none.
     if len(hosts) > 1 or _HOST.fullmatch(b"".join(hosts)) is None:

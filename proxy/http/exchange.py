@@ -24,25 +24,19 @@ class Exchange:
     """A request whose response is still to be sent.
 
     Once `understood` has named the dialect, responses and problems have the dialect's form.
-
-    Attributes:
-        send: Sends an ASGI message to the client.
-        receive: Returns the client's next ASGI message.
-        began: When the request was read, by `time.perf_counter`.
-        events: The server-sent events of the call, if its client may get or cancel some.
-        extra: More headers for the response, whatever it is.
-        expected: The rollout whose order of calls already counts this request, or None.
+    The order of calls of the rollout `expected`, if there is one, already counts this request.
     """
 
     def __init__(self, send: Send, receive: Receive, expected: Rollout | None = None) -> None:
         self.send, self.receive, self.expected = send, receive, expected
-        self.began = time.perf_counter()
+        self.began = time.perf_counter()  # When the request was read, by `time.perf_counter`.
         self._dialect: Dialect | None = None
         self._request: Request | None = None
         self._relay: ResponseRelay | None = None
         self._is_streamed = False
+        # The server-sent events of the call, if its client may get or cancel some.
         self.events: ServerEvents | None = None
-        self.extra: Headers = ()
+        self.extra: Headers = ()  # More headers for the response, whatever it is.
 
     def understood(self, dialect: Dialect, request: Request) -> None:
         """Note the dialect that reads this request."""
@@ -90,12 +84,7 @@ class Exchange:
         return True
 
     async def answer(self, ready: PreparedAnswer, more: RawHeaders) -> None:
-        """Send a recorded answer.
-
-        Args:
-            ready: The answer.
-            more: Headers that say how this request came by it.
-        """
+        """Send a recorded answer, with headers that say how this request came by it."""
         assert self._dialect is not None
         assert self._request is not None
         if self.events is not None and self.events.started:
@@ -112,14 +101,8 @@ class Exchange:
     ) -> None:
         """Send a response piece by piece, until it ends or the client disconnects.
 
-        If its content fails, the response stays without its end, so that no client takes a part of it for the whole.
-
-        Args:
-            headers: The headers of the response, which has status 200 and no length.
-            content: Sends the pieces with the function that it is given.
-
-        Raises:
-            Exception: What `content` has raised.
+        It has status 200 and no length. `content` sends the pieces with the function that it is given. If it fails, its
+        error is raised, and the response stays without its end, so that no client takes a part of it for the whole.
         """
         self._is_streamed = True
         await self.send({"type": "http.response.start", "status": 200, "headers": raw(headers)})

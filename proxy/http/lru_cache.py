@@ -9,13 +9,10 @@ V = TypeVar("V")
 
 
 class LruCache(OrderedDict[K, V]):
-    """A mapping that forgets the least recently used entries beyond a budget.
+    """A mapping that forgets the least recently used entries beyond a budget, the sum of their costs.
 
-    Reads by `get` are as fast as a dict's and do not count as a use; `move_to_end` after a read makes it one.
-
-    Args:
-        budget: The sum of the costs that entries may have; one entry is kept whatever it costs.
-        cost: The cost of a value; by default each entry costs 1.
+    Reads by `get` are as fast as a dict's and do not count as a use; `move_to_end` after a read makes it one. One entry
+    is kept whatever it costs. By default each entry costs 1.
     """
 
     def __init__(self, budget: int, cost: Callable[[V], int] = lambda _: 1) -> None:

@@ -87,16 +87,7 @@ def count_problem(counters: Counters, problem: Problem) -> None:
 
 
 def failed_call(scope: Mapping[str, Any], error: Exception, count: Callable[[Problem], None]) -> Problem:
-    """Count the error of a call, and log it if its status is 500 or above.
-
-    Args:
-        scope: The request.
-        error: The error.
-        count: Counts the problem.
-
-    Returns:
-        The problem.
-    """
+    """Count the error of a call, log it if its status is 500 or above, and return it as a problem."""
     problem = problem_of(error)
     count(problem)
     if problem.status >= 500:

@@ -16,7 +16,7 @@ _SENT = "forkpoint.labels"
 
 
 def take_from_query(scope: Scope) -> None:
-    """Move labels out of a request's query. Idempotent; 0.1 us for a request without a query."""
+    """Move labels out of a request's query. Idempotent."""
     query: bytes = scope.get("query_string", b"")
     if not query or _PARAMETER not in query:
         return
@@ -30,10 +30,8 @@ def take_from_query(scope: Scope) -> None:
 def labels_of(scope: Mapping[str, Any], headers: ReceivedHeaders) -> dict[str, str]:
     """Return the labels that a request brings; those of the header count before those of the query.
 
-    Read it only for a request that begins a rollout: the labels of a running one are changed by PATCH.
-
-    Raises:
-        RefusalError: 422, the labels are malformed, too many or too long.
+    Read it only for a request that begins a rollout: the labels of a running one are changed by PATCH. Raises
+    RefusalError (422) if the labels are malformed, too many or too long.
     """
     # Decoded twice, here as the value of a query, and then as the value of a label.
     in_query = parsed(unquote_to_bytes(scope.get(_SENT, b"")))

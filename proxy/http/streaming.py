@@ -28,16 +28,11 @@ _EVENTS_HEAD = [
 
 
 class PatientSender:
-    """Sends ASGI messages to a client until it disconnects or accepts nothing for `PATIENCE_S`.
-
-    Attributes:
-        started: Whether the head of the response was sent.
-        gone: Whether the client counts as disconnected; nothing is sent then.
-    """
+    """Sends ASGI messages to a client until it disconnects or accepts nothing for `PATIENCE_S`: then it is `gone`."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.started = self.gone = False
+        self.started = self.gone = False  # Whether the head of the response was sent.
 
     async def _pass(self, message: dict[str, Any]) -> None:
         if self.gone:
@@ -56,9 +51,7 @@ class PatientSender:
 class ResponseRelay(PatientSender):
     """A listener that relays a tool server's response if it has no length or more than `HELD_BYTES`.
 
-    Args:
-        send: Sends to the client.
-        client_form: Brings the head of a response into the client's form of it.
+    `client_form` brings the head of a response into the client's form of it.
     """
 
     def __init__(self, send: Send, client_form: Callable[[Response], Response]) -> None:
@@ -97,13 +90,8 @@ class ResponseRelay(PatientSender):
 class ServerEvents(PatientSender):
     """A listener that sends a tool server's messages as server-sent events, and at last the response as an event.
 
-    The client may cancel the call, whether or not it accepts events. Nothing is sent before the first event.
-
-    Args:
-        send: Sends to the client.
-        event_of: Returns the event of a message for this client; empty for a message that the client does not want.
-        extra: More headers of the response.
-        accepted: Whether the client accepts events.
+    The client may cancel the call, whether or not it accepts events (`accepted`). Nothing is sent before the first
+    event. `event_of` returns the event of a message for this client; empty for a message that the client does not want.
     """
 
     def __init__(self, send: Send, event_of: Callable[[bytes], bytes], extra: Headers, *, accepted: bool) -> None:

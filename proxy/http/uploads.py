@@ -18,32 +18,19 @@ class ClientDisconnectedError(Exception):
 
 
 class Upload:
-    """A request body that is moved to a file if it outgrows memory.
-
-    Attributes:
-        path: The file that holds the body; None while the body is in memory.
-    """
+    """A request body that is moved to a file if it outgrows memory."""
 
     def __init__(self, folder: Path, *, max_bytes: int, spools: bool) -> None:
         self._folder, self._max_bytes, self._spools = folder, max_bytes, spools
         self._chunks: list[bytes] = []
         self._size = 0
         self._fd = -1
-        self.path: Path | None = None
+        self.path: Path | None = None  # The file that holds the body; None while the body is in memory.
 
     async def receive(self, receive: Receive, message: AsgiMessage) -> bytes:
-        """Receive the rest of a body.
+        """Receive the rest of a body after its first message, and return it; empty if it lies in the file `path`.
 
-        Args:
-            receive: Returns the next ASGI message of the request.
-            message: The first message, which was received already.
-
-        Returns:
-            The body; empty if it lies in the file `path`.
-
-        Raises:
-            ClientDisconnectedError: The body did not arrive whole.
-            RefusalError: 413, the body is too large.
+        Raises ClientDisconnectedError if the body did not arrive whole, and RefusalError (413) if it is too large.
         """
         while True:
             if message["type"] == "http.disconnect":
@@ -80,15 +67,10 @@ class Upload:
 
 @contextmanager
 def uploading(folder: Path, *, max_bytes: int, spools: bool) -> Iterator[Upload]:
-    """Yield an upload, and delete its file at the end.
+    """Yield an upload, still empty, and delete its file at the end.
 
-    Args:
-        folder: Where a file is made.
-        max_bytes: The limit in memory.
-        spools: Whether a larger body may lie in a file.
-
-    Yields:
-        The upload, still empty.
+    `max_bytes` is the limit in memory. `spools` says whether a larger body may lie in a file, which is made in the
+    folder.
     """
     upload = Upload(folder, max_bytes=max_bytes, spools=spools)
     try:

@@ -53,8 +53,7 @@ class AuditStore:
     def masks(self, task: str) -> str | None:
         """Return a task's noise masks as JSON; None if it has none.
 
-        Raises:
-            DamagedError: The row is not as it was written. With other masks, an audit could overlook a difference.
+        Raises DamagedError if the row is not as it was written. With other masks, an audit could overlook a difference.
         """
         row = self._database.row(f"SELECT value, {is_whole('masks')} FROM masks WHERE task = ?", (task,))
         if row is not None and not row[1]:

@@ -41,18 +41,11 @@ _OURS = frozenset({"lock", "lost+found"})
 
 @dataclass(frozen=True, slots=True)
 class RestoredBackup:
-    """What a backup brought into a data directory.
+    """What a backup brought into a data directory."""
 
-    Attributes:
-        tasks: Number of tasks.
-        calls: Number of recorded calls.
-        lost_rollouts: Number of rollouts that ran when the backup was made; they are refused from now on.
-        snapshots: Number of snapshots.
-    """
-
-    tasks: int
+    tasks: int  # Numbers of tasks, recorded calls and so on.
     calls: int
-    lost_rollouts: int
+    lost_rollouts: int  # Rollouts that ran when the backup was made; they are refused from now on.
     snapshots: int = 0
 
 
@@ -71,8 +64,7 @@ class Unpacker(Protocol):
 def back_up(database: StoreDatabase, target: Path) -> None:
     """Write a copy of the store to a file, whole and durable. Blocking: for a thread. Fold the journal before.
 
-    Raises:
-        StoreError: The disk is full or fails; nothing is left behind.
+    Raises StoreError if the disk is full or fails; nothing is left behind.
     """
     try:
         with closing(database.open_reader()) as source:
@@ -82,7 +74,7 @@ def back_up(database: StoreDatabase, target: Path) -> None:
 
 
 def known_nodes(copy: Path, nodes: Iterable[int]) -> frozenset[int]:
-    """Return those of some nodes that a backup has, without states that were set aside. Blocking: 10 us for a node."""
+    """Return those of some nodes that a backup has, without states that were set aside. Blocking."""
     query = "SELECT id FROM nodes WHERE id = ? AND diverged = ''"
     with closing(sqlite3.connect(read_only(copy), uri=True)) as connection:
         return frozenset(node for node in nodes if connection.execute(query, (node,)).fetchone())
@@ -91,13 +83,9 @@ def known_nodes(copy: Path, nodes: Iterable[int]) -> frozenset[int]:
 def restore(file: Path, data: Path, unpacker: Unpacker | None = None) -> RestoredBackup:
     """Make a data directory of a backup. Everything in the backup is checked first. Blocking, minutes for gigabytes.
 
-    Args:
-        file: A backup, of this or of an older version.
-        data: The directory, which is created; it must be empty.
-        unpacker: Reads the file; None for a file that is the store alone.
-
-    Raises:
-        StoreError: The directory is in use or not empty, or the file is no backup, damaged, or of a newer version.
+    The backup is of this or of an older version. The directory is created, and must be empty. An unpacker reads the
+    file; None for a file that is the store alone. Raises StoreError if the directory is in use or not empty, or the
+    file is no backup, damaged, or of a newer version.
     """
     draft, states = data / _DRAFT, data / _DRAFT_STATES
     with owning_empty(data):
@@ -122,8 +110,7 @@ def restore(file: Path, data: Path, unpacker: Unpacker | None = None) -> Restore
 def owning_empty(data: Path) -> Iterator[None]:
     """Own a data directory that nothing has used; drafts in it are removed after the block.
 
-    Raises:
-        StoreError: The directory is in use or not empty.
+    Raises StoreError if the directory is in use or not empty.
     """
     with owning(data):
         _remove_drafts(data)

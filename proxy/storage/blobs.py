@@ -17,21 +17,15 @@ _DIGEST = f"SELECT digest, {is_whole('blobs')} FROM blobs WHERE id = ?"
 
 @dataclass(frozen=True, slots=True)
 class PackedBlob:
-    """Bytes as the store keeps them.
+    """Bytes as the store keeps them: compressed if that saves space."""
 
-    Attributes:
-        digest: BLAKE2b-256 of the uncompressed bytes.
-        packed: Whether data is compressed.
-        data: The bytes, compressed if that saves space.
-    """
-
-    digest: bytes
+    digest: bytes  # BLAKE2b-256 of the uncompressed bytes.
     packed: bool
     data: bytes
 
 
 def pack(data: bytes) -> PackedBlob:
-    """Digest and compress bytes. Blocking without the interpreter's lock: 5 to 15 ms for each MB."""
+    """Digest and compress bytes. Blocking without the interpreter's lock."""
     return _compressed(_digest(data), data)
 
 
@@ -60,24 +54,16 @@ class BlobStore:
         return self.insert_stored(execute, digest, packed=blob.packed, data=blob.data)
 
     def insert_stored(self, execute: Execute, digest: bytes, *, packed: bool, data: bytes) -> int:
-        """Write a blob whose digest is known, unless the store has it, and return the number it would have.
+        """Write a blob, as it is stored, unless the store has it, and return the number it would have.
 
-        Args:
-            execute: The running transaction.
-            digest: BLAKE2b-256 of the uncompressed bytes.
-            packed: Whether data is compressed.
-            data: The bytes as they are stored.
+        The digest is the BLAKE2b-256 of the uncompressed bytes; `packed` says whether the data is compressed.
         """
         blob = self._database.take_number("blobs")
         execute("INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)", (blob, digest, packed, data))
         return blob
 
     def number_of(self, digest: bytes) -> int:
-        """Return the number of the blob with this digest.
-
-        Raises:
-            StoreError: The store has no such blob.
-        """
+        """Return the number of the blob with this digest. Raises StoreError if the store has no such blob."""
         row = self._database.row("SELECT id FROM blobs WHERE digest = ?", (digest,))
         if row is None:
             raise StoreError(f"the blob {digest.hex()} of an import is not in the store. Import the file again.")
@@ -86,9 +72,8 @@ class BlobStore:
     def read(self, blob: int) -> bytes:
         """Return the uncompressed bytes of a blob.
 
-        Raises:
-            DamagedError: The bytes are not those that were written, or the store has no such blob.
-            StoreError: The file cannot be read now.
+        Raises DamagedError if they are not those that were written, or the store has no such blob, and StoreError if
+        the file cannot be read now.
         """
         row = self._database.row(_READ, (blob,))
         data = whole_bytes(*row[:3]) if row is not None and row[3] else None
@@ -98,10 +83,9 @@ class BlobStore:
         raise DamagedError(f"blob {blob} of the store is damaged: a disk or another program has changed the file.")
 
     def _require_digest(self, blob: int, digest: bytes) -> None:
-        """Check that the index on digests led to the right row: a damaged index would give a record foreign bytes.
+        """Raise DamagedError if the row of a blob has another digest than this, or there is none.
 
-        Raises:
-            DamagedError: The row has another digest, or there is none.
+        A damaged index on digests could lead to the wrong row, and would give a record foreign bytes.
         """
         row = self._database.row(_DIGEST, (blob,))
         if row is None or row[0] != digest or not row[1]:

@@ -19,119 +19,65 @@ from proxy.tree.tree import Record
 
 
 class TaskCopy(NamedTuple):
-    """A task.
-
-    Attributes:
-        name: Its name.
-        spec: Its environment as JSON; None for the default one.
-        created_at: When it was created, in seconds since the epoch.
-    """
+    """A task."""
 
     name: str
-    spec: str | None
-    created_at: float
+    spec: str | None  # Its environment as JSON; None for the default one.
+    created_at: float  # Seconds since the epoch, as all times of copies.
 
 
 class TreeCopy(NamedTuple):
-    """A tree with its root, and without calls.
-
-    Attributes:
-        tree: Its number.
-        owner: The value of its column `task`.
-        root_key: Key of its root state.
-        spec: Its environment as JSON.
-        root: Number of the root.
-        exact, content: Digests of the root state; None if they are not known yet.
-        created_at: When it was created, in seconds since the epoch.
-    """
+    """A tree with its root, and without calls."""
 
     tree: int
-    owner: str
-    root_key: str
-    spec: str
-    root: int
-    exact: bytes | None
+    owner: str  # The value of its column `task`.
+    root_key: str  # Key of its root state.
+    spec: str  # Its environment as JSON.
+    root: int  # Number of the root.
+    exact: bytes | None  # Digests of the root state, as `content`; None if they are not known yet.
     content: bytes | None
     created_at: float
 
 
 class RecordCopy(NamedTuple):
-    """A record with its call and its answer, and with its target if this record was the first to reach it.
-
-    Attributes:
-        record: Its number.
-        tree: Number of the tree.
-        source: Number of the node at which the call was made.
-        key: Key of the call.
-        target: Number of the node that the call led to.
-        effect: What the call changed; an `Effect`.
-        seconds: How long the tool ran.
-        recorded_at: When it ran, in seconds since the epoch.
-        private: Whether the record serves one rollout only.
-        reproducible: Whether a replay may be expected to reach the target.
-        age_s: For how long background processes had been running; None if that is not known.
-        is_first: Whether the target is new with this record.
-        exact, content: Digests of a new target, as its row has them; None without.
-        call: The call as its blob has it.
-        upload: The uploaded body; empty without one.
-        answer: The answer as its blob has it.
-    """
+    """A record with its call and its answer, and with its target if this record was the first to reach it."""
 
     record: int
     tree: int
-    source: int
+    source: int  # Number of the node at which the call was made.
     key: bytes
-    target: int
-    effect: int
-    seconds: float
+    target: int  # Number of the node that the call led to.
+    effect: int  # What the call changed; an `Effect`.
+    seconds: float  # How long the tool ran.
     recorded_at: float
-    private: bool
-    reproducible: bool
-    age_s: float | None
-    is_first: bool
-    exact: bytes | None
+    private: bool  # Whether the record serves one rollout only.
+    reproducible: bool  # Whether a replay may be expected to reach the target.
+    age_s: float | None  # For how long background processes had been running; None if that is not known.
+    is_first: bool  # Whether the target is new with this record.
+    exact: bytes | None  # Digests of a new target, as its row has them, as `content`; None without.
     content: bytes | None
-    call: bytes
-    upload: bytes
-    answer: bytes
+    call: bytes  # The call as its blob has it.
+    upload: bytes  # The uploaded body; empty without one.
+    answer: bytes  # The answer as its blob has it.
 
 
 class RolloutCopy(NamedTuple):
-    """A running rollout and its position.
-
-    Attributes:
-        rollout: Its number.
-        task: Name of its task.
-        name: Its own name.
-        tree: Number of its tree.
-        start: Number of the node that it began at.
-        node: Number of the node that it is at.
-        calls: How many of its calls were answered.
-        token_digest: SHA-256 of its token; None without one.
-        created_at: When it began, in seconds since the epoch.
-        labels: Its labels as JSON.
-    """
+    """A running rollout and its position."""
 
     rollout: int
     task: str
     name: str
     tree: int
-    start: int
-    node: int
-    calls: int
-    token_digest: bytes | None
+    start: int  # Number of the node that it began at.
+    node: int  # Number of the node that it is at.
+    calls: int  # How many of its calls were answered.
+    token_digest: bytes | None  # SHA-256 of its token; None without one.
     created_at: float
-    labels: str
+    labels: str  # As JSON.
 
 
 class NoteCopy(NamedTuple):
-    """What a protocol remembers of a running rollout.
-
-    Attributes:
-        rollout: Number of the rollout.
-        protocol: Name of the protocol.
-        value: What it remembers, as JSON.
-    """
+    """What a protocol remembers of a running rollout, as JSON."""
 
     rollout: int
     protocol: str
@@ -139,22 +85,13 @@ class NoteCopy(NamedTuple):
 
 
 class FindingCopy(NamedTuple):
-    """What was noticed of a record: its call does something else now.
-
-    Attributes:
-        record: Number of the record.
-        tree: Number of its tree.
-        why: What differs.
-        quarantined: Whether the record answers no call any more.
-        reproducible: Whether a replay may be expected to reach its target.
-        noticed_at: When it was noticed, in seconds since the epoch.
-    """
+    """What was noticed of a record: its call does something else now."""
 
     record: int
     tree: int
-    why: str
-    quarantined: bool
-    reproducible: bool
+    why: str  # What differs.
+    quarantined: bool  # Whether the record answers no call any more.
+    reproducible: bool  # Whether a replay may be expected to reach its target.
     noticed_at: float
 
 
@@ -162,13 +99,9 @@ Copy = TaskCopy | TreeCopy | RecordCopy | FindingCopy | RolloutCopy | NoteCopy
 
 
 def copy_of(tree: int, record: Record, written: RecordBytes, *, is_first: bool) -> RecordCopy:
-    """Return the copy of a record that was written a moment ago. 2 us.
+    """Return the copy of a record that was written a moment ago; `written` is what `RecordStore.save` returned.
 
-    Args:
-        tree: Number of its tree.
-        record: The record.
-        written: What `RecordStore.save` returned for it.
-        is_first: Whether it was the first to reach its target, which then travels with it.
+    If it was the first to reach its target, the target travels with it.
     """
     return RecordCopy(
         record.id, tree, record.source.id, record.key, record.target.id, record.effect.value, record.seconds,
@@ -212,10 +145,8 @@ class CopyStore:
         """Write a task in place of what the store has under its name, in one transaction.
 
         Rollouts that have ended stay, and so do the steps that lead through records which are there afterwards. The
-        task may not be in memory, nor the last steps of its rollouts in the journal.
-
-        Raises:
-            StoreError: Nothing could be written; the store is as it was.
+        task may not be in memory, nor the last steps of its rollouts in the journal. Raises StoreError if nothing could
+        be written; the store is as it was then.
         """
         trees = TREES_OF.format(task="?1")
         with self._database.transaction() as execute:

@@ -39,8 +39,7 @@ _MODE = 0o700
 def make_private(data: Path) -> None:
     """Make the data directory, or take every right in it from other users.
 
-    Raises:
-        StoreError: The directory is one that all users share, such as `/tmp`, or the root of the file system.
+    Raises StoreError if the directory is one that all users share, such as `/tmp`, or the root of the file system.
     """
     data.mkdir(mode=_MODE, parents=True, exist_ok=True)
     status = data.stat()
@@ -64,8 +63,7 @@ def make_private(data: Path) -> None:
 def workers_of(data: Path) -> int | None:
     """Return between how many workers a data directory is divided; None if it is not.
 
-    Raises:
-        StoreError: The file that says so cannot be read, or a later version has written it.
+    Raises StoreError if the file that says so cannot be read, or a later version has written it.
     """
     try:
         value = json.loads((data / WORKERS).read_bytes())
@@ -89,11 +87,7 @@ def directory_of(data: Path, number: int) -> Path:
 
 
 def require_undivided(data: Path) -> None:
-    """Check that a data directory has one store, and not one for each of several workers.
-
-    Raises:
-        StoreError: It is divided.
-    """
+    """Raise StoreError if a data directory has a store for each of several workers, instead of one store."""
     count = workers_of(data)
     if count is not None:
         raise StoreError(
@@ -106,8 +100,7 @@ def require_undivided(data: Path) -> None:
 def owning(data: Path) -> Iterator[None]:
     """Own the data directory within the block, as a proxy, a restore or an upgrade does; see `make_private`.
 
-    Raises:
-        StoreError: Another process uses it, or it may not be used.
+    Raises StoreError if another process uses it, or it may not be used.
     """
     make_private(data)
     ownership = DirLock(data)

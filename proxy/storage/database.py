@@ -55,7 +55,7 @@ BLOCK = 1 << 32
 hold rows of all of them. 2**21 blocks stay below 2**53, which JSON numbers hold exactly."""
 _PAGE_BYTES = 512
 """Size of the pages of a new file, SQLite's least. A recorded call changes five to eight of them, and a commit writes
-each whole. With SQLite's usual 4,096 it writes five times as much, and takes 7 us less (decision 0057)."""
+each whole. With SQLite's usual 4,096 it writes five times as much (decision 0057)."""
 _DISK_BLOCK_BYTES = 4096
 """Size of a block of Linux file systems (ext4, XFS and Btrfs by default)."""
 _WRITABLE = "checked"
@@ -66,24 +66,15 @@ _NUMBERED: tuple[NumberedTable, ...] = ("trees", "nodes", "records", "rollouts",
 
 
 class StoreDatabase:
-    """One SQLite file. Every method is synchronous and short, unless it says that it blocks.
-
-    Attributes:
-        tables: The file through sqlite-utils.
-        damaged: How many rows of the tables `BESIDE_ANSWERS` were damaged at the start; they are left out.
-    """
+    """One SQLite file. Every method is synchronous and short, unless it says that it blocks."""
 
     def __init__(self, path: Path, *, sync: Literal["NORMAL", "FULL"] = "NORMAL", block: int = 0) -> None:
         """Open the file, or create it with its tables. The tables of an older version are brought to this version.
 
-        Args:
-            path: The file; its directory is created.
-            sync: With FULL each commit waits for the disk, so that it survives a loss of power.
-            block: Which block of `BLOCK` numbers this file gives out. Rows of other blocks came from other files.
-
-        Raises:
-            StoreError: The file is no database, another program's, or of a newer version, or it could not be brought to
-                this version. It is left unchanged.
+        With `sync` FULL each commit waits for the disk, so that it survives a loss of power. The file gives out the
+        numbers of one block (of `BLOCK`); rows of other blocks came from other files. Raises StoreError if the file is
+        no database, another program's, or of a newer version, or could not be brought to this version. It is left
+        unchanged then.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         # A copy of the file elsewhere stays private too. SQLite gives its -wal and -shm the mode of the file.
@@ -92,7 +83,7 @@ class StoreDatabase:
         self._sync, self._block = sync, block
         self._connection = sqlite3.connect(path, isolation_level=None)
         self._connection.create_function(CHECKSUM_FUNCTION, -1, row_checksum, deterministic=True)
-        self.tables = sqlite_utils.Database(self._connection)
+        self.tables = sqlite_utils.Database(self._connection)  # The file through sqlite-utils.
         try:
             version = version_of(self.tables)
             self._check_pages()
@@ -107,6 +98,7 @@ class StoreDatabase:
             self._check_names()
             for guard in update_guards():
                 self._connection.execute(guard)
+            # Damaged rows of the tables `BESIDE_ANSWERS` at the start; they are left out.
             self.damaged = count_damaged(self.tables, BESIDE_ANSWERS)
             self._next = {name: self._last_number(name) + 1 for name in _NUMBERED}
             if self.damaged:
@@ -145,11 +137,7 @@ class StoreDatabase:
         return sum(file.stat().st_size for file in files if file.exists())
 
     def check_writable(self) -> None:
-        """Write one row as large as a block of a file system.
-
-        Raises:
-            StoreError: The file cannot be written.
-        """
+        """Write one row as large as a block of a file system. Raises StoreError if the file cannot be written."""
         with self.transaction() as execute:
             # A smaller one may fit into a block that the file has already, when the disk is full.
             values = (_WRITABLE, f"{time.time():<{_DISK_BLOCK_BYTES}}")
@@ -159,14 +147,9 @@ class StoreDatabase:
     def transaction(self, *, durable: bool = False) -> Iterator[Execute]:
         """Run the block in one transaction: all of its statements are committed, or none is.
 
-        Args:
-            durable: Whether the commit waits for the disk whatever `sync` says; all earlier commits are on it then too.
-
-        Yields:
-            The function that executes one statement.
-
-        Raises:
-            StoreError: SQLite reports an error; nothing was written.
+        The block gets the function that executes one statement. A durable commit waits for the disk whatever `sync`
+        says; all earlier commits are on it then too. Raises StoreError if SQLite reports an error; nothing was written
+        then.
         """
         execute = self._connection.execute
         try:
@@ -194,8 +177,8 @@ class StoreDatabase:
     def row(self, sql: str, values: tuple[Any, ...] | Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Return the first row of a query; None if there is none.
 
-        Raises:
-            StoreError: SQLite cannot read the file, for example because it is damaged. `rows` and `views` raise it too.
+        Raises StoreError if SQLite cannot read the file, for example because it is damaged. `rows` and `views` raise it
+        too.
         """
         try:
             row: tuple[Any, ...] | None = self._connection.execute(sql, values).fetchone()
@@ -220,8 +203,7 @@ class StoreDatabase:
     def mark(self, name: str) -> str | None:
         """Return a mark; None if it was never put.
 
-        Raises:
-            DamagedError: The mark is not what was put, or a damaged row may be the mark.
+        Raises DamagedError if the mark is not what was put, or a damaged row may be the mark.
         """
         row = self.row(f"SELECT value, {is_whole('meta')} FROM meta WHERE name = ?", (name,))
         if row is None and not self._has_lost_mark():
@@ -254,8 +236,7 @@ class StoreDatabase:
     def _check_pages(self) -> None:
         """Let SQLite check the structure of a file that is not too large for it.
 
-        Raises:
-            sqlite3.DatabaseError: The file is damaged.
+        Raises sqlite3.DatabaseError if the file is damaged.
         """
         if self.size_bytes() <= _CHECKED_BYTES:
             (report,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -265,8 +246,7 @@ class StoreDatabase:
     def _check_names(self) -> None:
         """Check that every row of the tables that are looked up by names is in the indexes.
 
-        Raises:
-            sqlite3.DatabaseError: Rows and indexes are damaged, so it is unknown which names there were.
+        Raises sqlite3.DatabaseError if rows and indexes are damaged, so that it is unknown which names there were.
         """
         for table in NAMED:
             (report,) = self._connection.execute(f"PRAGMA integrity_check({table})").fetchone()
@@ -285,8 +265,8 @@ class StoreDatabase:
     def _last_number(self, table: NumberedTable) -> int:
         """Return the last number of a table that was given out.
 
-        Raises:
-            sqlite3.DatabaseError: It is not known, and a jump over all numbers that were given out is not possible.
+        Raises sqlite3.DatabaseError if it is not known, and a jump over all numbers that were given out is not
+        possible.
         """
         first = self._block * BLOCK
         sql = f"SELECT MAX(COALESCE(MAX(id), 0), ?) FROM {table} WHERE id > ? AND id < ?"
@@ -306,8 +286,7 @@ class StoreDatabase:
 def schema_of(path: Path) -> int | None:
     """Return the schema version of a store without writing to it; None if there is no store.
 
-    Raises:
-        StoreError: The store is of a newer version, or none of Forkpoint's.
+    Raises StoreError if the store is of a newer version, or none of Forkpoint's.
     """
     if not path.exists():
         return None

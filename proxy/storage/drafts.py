@@ -18,19 +18,12 @@ _MARK = "draft "
 
 @dataclass(slots=True)
 class Draft:
-    """A tree that is being written.
-
-    Attributes:
-        tree: Its number.
-        first_node: Number of its root; node k of the file gets number first_node + k.
-        first_record: Number of its first record.
-        records: How many records were written so far.
-    """
+    """A tree that is being written."""
 
     tree: int
-    first_node: int
+    first_node: int  # Number of its root; node k of the file gets number first_node + k.
     first_record: int
-    records: int = 0
+    records: int = 0  # How many were written so far.
 
 
 class DraftStore:
@@ -72,19 +65,10 @@ class DraftStore:
         reproducible: bool,
         age_s: float | None,
     ) -> None:
-        """Write the next record.
+        """Write the next record; the draft's count of records grows.
 
-        Args:
-            execute: The running transaction.
-            draft: The draft; its count of records grows.
-            ends: Source and target, by their numbers within the draft.
-            key: The call's key.
-            blobs: Numbers of the call, the upload and the answer; 0 for no upload.
-            effect: The call's `Effect`.
-            seconds: How long the tool ran.
-            recorded_at: When it ran, in seconds since the epoch.
-            reproducible: Whether the call leads to its target again.
-            age_s: For how long background processes had been running; None if that is not known.
+        `ends` are the numbers of source and target within the draft, `blobs` those of the call, the upload (0 for none)
+        and the answer. `age_s` is for how long background processes had been running; None if that is not known.
         """
         source, target = (draft.first_node + node for node in ends)
         values = (
@@ -95,14 +79,9 @@ class DraftStore:
         draft.records += 1
 
     def publish(self, draft: Draft, task: str, root_key: str, spec: EnvironmentSpec, *, instead: int | None) -> None:
-        """Make a draft the tree of a task under this root key.
+        """Make a complete draft the tree of a task under this root key.
 
-        Args:
-            draft: The complete draft.
-            task: Name of the task.
-            root_key: Key of the tree's root state.
-            spec: The environment of the tree.
-            instead: Number of the empty tree that it replaces, whose rollouts move to it; None if there is none.
+        `instead` is the number of the empty tree that it replaces, whose rollouts move to it; None if there is none.
         """
         owner = self._trees.owner(task, spec)
         with self._database.transaction() as execute:

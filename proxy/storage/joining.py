@@ -28,13 +28,9 @@ _SHARED = "(task = '' OR task GLOB '/*')"
 
 
 def join(store: Path, other: Path) -> int:
-    """Add all rows of another store to a store. Blocking: some 10 us a row.
+    """Add all rows of another store to a store; return how far the other store's numbers have moved. Blocking.
 
-    Returns:
-        How far the numbers of the other store's trees, nodes, records and rollouts have moved.
-
-    Raises:
-        StoreError: Both have the same task, or the disk is full; the store is unchanged.
+    Raises StoreError if both have the same task, or the disk is full; the store is unchanged then.
     """
     with closing(StoreDatabase(store, sync="FULL")) as database:
         distance = database.last_number
@@ -68,8 +64,7 @@ def _moved(table: str, column: str, is_number: bool) -> str:
 def keep_share(store: Path, share: Share) -> list[int]:
     """Delete from a store what belongs to tasks of other workers; return the numbers of the trees that stay. Blocking.
 
-    Raises:
-        StoreError: The disk is full; the store is unchanged.
+    Raises StoreError if the disk is full; the store is unchanged then.
     """
     with closing(StoreDatabase(store, sync="FULL")) as database:
         sql = f"SELECT name FROM tasks UNION SELECT task FROM rollouts UNION SELECT task FROM trees WHERE NOT {_SHARED}"

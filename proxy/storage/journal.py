@@ -31,7 +31,7 @@ from proxy.storage.journal_segments import SEGMENT_BYTES, STEP_BYTES, JournalEnt
 from sandboxes.linux.files import boot_id, sync_path
 
 _SLICE = 1000
-"""Entries folded at a time while calls are answered: about 2 ms, the longest wait that a fold adds to a hit."""
+"""Entries folded at a time while calls are answered. A hit may wait for so many."""
 MARK = "journal"
 """The mark in the store that says which segments there must be."""
 _MARK_MEMBERS: dict[str, Callable[[Any], Any]] = {"open": bool, "boot": str, "sync": bool, "first": int, "last": int}
@@ -66,17 +66,12 @@ class JournalMarks(Protocol):
 
 @dataclass(slots=True)
 class JournalRecovery:
-    """What `Journal.open` met.
+    """What `Journal.open` met."""
 
-    Attributes:
-        steps: How many steps it read.
-        damage: What was wrong, a sentence each; empty after a kill or an orderly end.
-        lost: How many rollouts lost their position for it.
-    """
-
-    steps: int = 0
+    steps: int = 0  # How many it read.
+    # What was wrong, a sentence each; empty after a kill or an orderly end.
     damage: list[str] = field(default_factory=list)
-    lost: int = 0
+    lost: int = 0  # How many rollouts lost their position for it.
 
 
 class Journal:
@@ -87,12 +82,8 @@ class Journal:
     ) -> None:
         """Create a journal that is not open yet.
 
-        Args:
-            directory: Where the segments are.
-            fold: Writes steps to the store.
-            store: Takes what earlier processes left.
-            marks: Keeps the mark: which segments there have to be.
-            sync: Whether each step waits for the disk, so that it survives a loss of power.
+        `fold` writes steps to the store. `store` takes what earlier processes left. `marks` keeps which segments there
+        have to be. With `sync`, each step waits for the disk, so that it survives a loss of power.
         """
         self._directory, self._fold, self._sync = directory, fold, sync
         self._store, self._marks = store, marks
@@ -121,8 +112,7 @@ class Journal:
     def append(self, step: JournalEntry) -> None:
         """Write one step. From here on it survives a kill of this process.
 
-        Raises:
-            OSError, StoreError: The disk is full or fails; the step is not taken.
+        Raises OSError or StoreError if the disk is full or fails; the step is not taken then.
         """
         if self._used + STEP_BYTES > SEGMENT_BYTES:
             self._rotate()
@@ -138,7 +128,7 @@ class Journal:
         self._pending.append(step)
 
     def fold(self) -> None:
-        """Fold every step now, before the store is queried for steps. 2 us a step."""
+        """Fold every step now, before the store is queried for steps."""
         self._rotate()
         while self._full:
             self._fold_some(len(self._full[0][1]))

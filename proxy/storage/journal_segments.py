@@ -26,36 +26,22 @@ _UNUSED = bytes(STEP_BYTES)
 
 
 class JournalEntry(NamedTuple):
-    """One step of a rollout.
-
-    Attributes:
-        rollout: Number of the rollout.
-        turn: Which of the rollout's calls this was, from 0.
-        record: Number of the record that answered the call.
-        outcome: How the call was answered; an `Outcome`.
-    """
+    """One step of a rollout."""
 
     rollout: int
-    turn: int
-    record: int
-    outcome: int
+    turn: int  # Which of the rollout's calls this was, from 0.
+    record: int  # Number of the record that answered the call.
+    outcome: int  # How the call was answered; an `Outcome`.
 
 
 @dataclass(slots=True)
 class SegmentReading:
-    """What a segment shows.
-
-    Attributes:
-        steps: The whole steps, in order.
-        damage: What is wrong with the file; empty if nothing is.
-        lost: Numbers of rollouts that lost a step.
-        unknown: Whether steps of other rollouts may be lost too.
-    """
+    """What a segment shows: its whole steps, in order."""
 
     steps: list[JournalEntry] = field(default_factory=list)
-    damage: str = ""
-    lost: set[int] = field(default_factory=set)
-    unknown: bool = False
+    damage: str = ""  # What is wrong with the file; empty if nothing is.
+    lost: set[int] = field(default_factory=set)  # Numbers of rollouts that lost a step.
+    unknown: bool = False  # Whether steps of other rollouts may be lost too.
 
 
 def pack_step(step: JournalEntry, previous: int) -> bytes:
@@ -71,13 +57,7 @@ def checksum(body: bytes, segment: int, start: int) -> bytes:
 
 
 def read_segment(data: bytes, segment: int, *, size_bytes: int = SEGMENT_BYTES) -> SegmentReading:
-    """Return what a segment shows.
-
-    Args:
-        data: Content of the file.
-        segment: Number of the segment.
-        size_bytes: Size that the file had when it was made.
-    """
+    """Return what the content of a segment shows. `size_bytes` is the file's size when it was made."""
     reading = SegmentReading()
     used_bytes = len(data.rstrip(b"\0"))
     slots = [data[start : start + STEP_BYTES] for start in range(0, used_bytes, STEP_BYTES)]

@@ -41,30 +41,18 @@ so a record could answer a call that it was not made for."""
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One step between schema versions.
+    """One step between schema versions."""
 
-    Attributes:
-        version: The schema version that it leads to, from the one before.
-        summary: What it changes, for a user.
-        run: Makes the change inside a running transaction.
-    """
-
-    version: int
-    summary: str
-    run: Callable[["sqlite_utils.Database"], None]
+    version: int  # The one that it leads to, from the one before.
+    summary: str  # What it changes, for a user.
+    run: Callable[["sqlite_utils.Database"], None]  # Makes the change inside a running transaction.
 
 
 def rebuild(tables: "sqlite_utils.Database", name: str, create: str, values: Mapping[str, str]) -> None:
     """Write a table again inside a running transaction. Its indexes are dropped; `create_tables` makes those of today.
 
-    Args:
-        tables: The file.
-        name: The table.
-        create: The statement that creates it, for example from `checked_table`.
-        values: The SQL expression of each column that is new or changes; the others are copied.
-
-    Raises:
-        ForeignDatabaseError: Rows of the table are damaged.
+    `create` is the statement that creates it, for example from `checked_table`. `values` are SQL expressions for the
+    columns that are new or change; the others are copied. Raises ForeignDatabaseError if rows are damaged.
     """
     _require_whole(tables, name)
     before = f"{name}_before"
@@ -197,16 +185,10 @@ def copy_path(path: Path, version: int) -> Path:
 
 
 def migrate(tables: "sqlite_utils.Database", path: Path, version: int) -> None:
-    """Bring a file to `SCHEMA_VERSION`. Blocking: some 10 us for each row, and the copy.
+    """Bring a file of a version, outside a transaction, to `SCHEMA_VERSION`. Blocking.
 
-    Args:
-        tables: The file, with the function of checksums, outside a transaction.
-        path: Path of the file.
-        version: Its version.
-
-    Raises:
-        ForeignDatabaseError: The file has damaged rows.
-        OSError, sqlite3.Error: The disk is full or fails. The file is unchanged.
+    Raises ForeignDatabaseError if the file has damaged rows, and OSError or sqlite3.Error if the disk is full or fails.
+    The file is unchanged then.
     """
     migrations = pending(version)
     if not migrations:
@@ -230,8 +212,7 @@ def migrate(tables: "sqlite_utils.Database", path: Path, version: int) -> None:
 def copy_database(source: sqlite3.Connection, target: Path) -> None:
     """Write a consistent copy of a database that may be in use. It appears whole, and is on the disk afterwards.
 
-    Raises:
-        OSError, sqlite3.Error: The disk is full or fails; nothing is left behind.
+    Raises OSError or sqlite3.Error if the disk is full or fails; nothing is left behind.
     """
     draft = target.with_name(f"{target.name}.draft")
     try:

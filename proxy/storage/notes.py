@@ -39,7 +39,7 @@ class NoteStore:
             execute(f"UPDATE rollouts SET lost = ? WHERE finished = 0 AND lost = '' AND {which}", (_LOST,))
 
     def put(self, rollout: int, protocol: str, value: str) -> None:
-        """Write what a protocol remembers of a running rollout, as JSON; other protocols' notes stay. 0.1 ms."""
+        """Write what a protocol remembers of a running rollout, as JSON; other protocols' notes stay."""
         with self._database.transaction() as execute:
             execute(PUT_NOTE, (rollout, protocol, value))
 

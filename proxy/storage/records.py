@@ -22,30 +22,19 @@ and a millisecond together."""
 
 @dataclass(frozen=True, slots=True)
 class PackedCall:
-    """The large parts of a record, ready to be written.
-
-    Attributes:
-        upload, answer: Their blobs.
-        plain_answer: The uncompressed bytes of the answer's blob.
-    """
+    """The large parts of a record, ready to be written."""
 
     upload: PackedBlob
     answer: PackedBlob
-    plain_answer: bytes
+    plain_answer: bytes  # The uncompressed bytes of the answer's blob.
 
 
 class RecordBytes(NamedTuple):
-    """The uncompressed bytes of a record's blobs.
+    """The uncompressed bytes of a record's blobs."""
 
-    Attributes:
-        call: The call as JSON.
-        upload: The uploaded body; empty without one.
-        answer: The answer; see `RecordStore`.
-    """
-
-    call: bytes
-    upload: bytes
-    answer: bytes
+    call: bytes  # As JSON.
+    upload: bytes  # Empty without one.
+    answer: bytes  # See `RecordStore`.
 
 
 async def pack_large(call: ToolCall, result: ToolResult) -> PackedCall | None:
@@ -92,23 +81,12 @@ class RecordStore:
         *,
         speculated: bool = False,
     ) -> RecordBytes:
-        """Write a record with its call and answer in one transaction. 0.1 ms, and 10 ms for each MB that is not packed.
+        """Write a record with its call and answer in one transaction, and return what was written.
 
-        Args:
-            tree: Number of the tree.
-            record: The record; the numbers of its blobs are set here.
-            node: The node that the call created; None if it led to a known one.
-            call: What was called.
-            result: The answer.
-            order: The order in which the call wrote files; None if there is none.
-            packed: What `pack_large` returned for this call and answer; None to pack them here.
-            speculated: Whether the call was executed before any rollout made it.
-
-        Returns:
-            What was written.
-
-        Raises:
-            StoreError: Nothing could be written, so the call must not count as recorded.
+        The numbers of the blobs are set in the record. `node` is the one that the call created; None if it led to a
+        known one. `order` is the order in which the call wrote files, if it did. `packed` is what `pack_large`
+        returned; None to pack here. `speculated` says that the call was executed before any rollout made it. Raises
+        StoreError if nothing could be written, so the call must not count as recorded.
         """
         with self._database.transaction() as execute:
             value: dict[str, Any] = {"endpoint": call.endpoint, "tool": call.tool, "arguments": call.arguments}
@@ -198,7 +176,7 @@ class RecordStore:
         return ToolCall(value["endpoint"], value["tool"], value["arguments"])
 
     def result(self, record: Record) -> ToolResult:
-        """Return the recorded answer. 8 us for 2 kB."""
+        """Return the recorded answer."""
         return answer_of(self._blobs.read(record.answer))
 
     def origin(self, record: int) -> tuple[int, int] | None:

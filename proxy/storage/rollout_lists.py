@@ -20,15 +20,10 @@ class RolloutIndex(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RolloutFilters:
-    """Which rollouts a list has.
+    """Which rollouts a list has."""
 
-    Attributes:
-        labels: Only the rollouts with all of these labels.
-        finished: Only the rollouts that have ended, or that have not; None for both.
-    """
-
-    labels: Mapping[str, str] = field(default_factory=dict)
-    finished: bool | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)  # Only the rollouts with all of these labels.
+    finished: bool | None = None  # Only those that have ended, or that have not; None for both.
 
 
 class RolloutLists:
@@ -42,20 +37,11 @@ class RolloutLists:
     def part(
         self, task: str, index: RolloutIndex, end: str, values: Mapping[str, Any], filters: RolloutFilters
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return a part of a task's rollouts, and how many there are. Fold the journal before.
+        """Return a part of a task's rollouts, as `RolloutStore.of_task` has them, and how many there are.
 
-        It reads on a connection of its own: blocking, for a thread. Without filters it costs the same in a list of any
-        length. Filters read rows until the part is full, and all rows to count: 3 us a row.
-
-        Args:
-            task: Name of the task.
-            index: The order of the rollouts.
-            end: The end of the query: a condition, an order and a limit.
-            values: The values of its parameters.
-            filters: Which rollouts are in the list.
-
-        Returns:
-            The rows as `RolloutStore.of_task` has them, and the length of the whole list.
+        Fold the journal before. It reads on a connection of its own: blocking, for a thread. Without filters it costs
+        the same in a list of any length. Filters read rows until the part is full, and all rows to count. `end` is the
+        end of the query: a condition, an order and a limit, with the parameters in `values`.
         """
         conditions, wanted = labels_condition(filters.labels, "labels")
         conditions += [] if filters.finished is None else [f"finished = {int(filters.finished)}"]

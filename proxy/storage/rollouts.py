@@ -25,17 +25,11 @@ OF_AGENTS = "name < '~'"
 
 
 class Overhead(NamedTuple):
-    """What calls of one rollout and endpoint took beside their tools, in seconds.
+    """What calls of one rollout and endpoint took beside their tools."""
 
-    Attributes:
-        restore_s: Getting sandboxes.
-        replay_s: Bringing sandboxes to the rollout's states.
-        wait_s: Waiting for other calls.
-    """
-
-    restore_s: float
-    replay_s: float
-    wait_s: float
+    restore_s: float  # Getting sandboxes.
+    replay_s: float  # Bringing sandboxes to the rollout's states.
+    wait_s: float  # Waiting for other calls.
 
 
 class RolloutStore:
@@ -49,13 +43,7 @@ class RolloutStore:
     ) -> int:
         """Write a rollout that is at node and has made no call; return its number.
 
-        Args:
-            task: Name of its task.
-            name: Name of the rollout.
-            tree: Number of its tree.
-            node: Number of the node that it begins at.
-            token: Its token, of which only the SHA-256 is written; empty for a rollout without one.
-            labels: Its labels; None for none.
+        Only the SHA-256 of its token is written; it is empty for a rollout without one.
         """
         rollout = self._database.take_number("rollouts")
         digest = sha256(token.encode()).digest() if token else None
@@ -101,12 +89,10 @@ class RolloutStore:
             )
 
     def unused(self, since: float) -> list[tuple[int, str, str, int]]:
-        """Return number, task, name and calls of running rollouts whose last call is older. Fold the journal before.
+        """Return number, task, name and calls of running rollouts without a call since then. Fold the journal before.
 
-        Rollouts whose position is lost are not among them: their agents get an error until the rollouts are ended.
-
-        Args:
-            since: Seconds since 1970.
+        `since` is in seconds since 1970. Rollouts whose position is lost are not among them: their agents get an error
+        until the rollouts are ended.
         """
         sql = "SELECT id, task, name, calls FROM rollouts WHERE finished = 0 AND lost = '' AND used_at < ?"
         return self._database.rows(sql, (since,))
@@ -128,14 +114,8 @@ class RolloutStore:
     ) -> list[dict[str, Any]]:
         """Return a task's rollouts, each with the root of its tree. Fold the journal before.
 
-        Rollouts that the proxy began for itself, to ask a server for its lists, are not among them.
-
-        Args:
-            task: Name of the task.
-            name: Only the rollouts of this name; None for all.
-            running: Only the rollouts that have not ended.
-            newest: The newest first, instead of the oldest.
-            limit: How many rollouts to return at most; -1 for all.
+        Rollouts that the proxy began for itself, to ask a server for its lists, are not among them. The oldest are
+        first, unless `newest`. A limit of -1 returns all.
         """
         sql = f"SELECT {SHOWN} FROM rollouts r WHERE task = :task AND {OF_AGENTS}"
         sql += " AND name = :name" if name is not None else ""
@@ -158,21 +138,15 @@ class RolloutStore:
     ) -> list[tuple[int, int, int]]:
         """Return turn, record and outcome of a rollout's steps. Fold the journal before.
 
-        Args:
-            rollout: Number of the rollout.
-            end: The end of the query: a condition, an order and a limit.
-            values: The values of its parameters.
-
-        Raises:
-            DamagedError: A step is not as it was written.
+        `end` is the end of the query: a condition, an order and a limit, with the parameters in `values`. Raises
+        DamagedError if a step is not as it was written.
         """
         return self._whole_steps(rollout, end, values or {})
 
     def latest_records(self, rollout: int, count: int) -> list[int]:
         """Return the records of a rollout's last steps, the last one first. Fold the journal before.
 
-        Raises:
-            DamagedError: A step is not as it was written.
+        Raises DamagedError if a step is not as it was written.
         """
         return [
             record for _, record, _ in self._whole_steps(rollout, " ORDER BY turn DESC LIMIT :count", {"count": count})
@@ -205,8 +179,8 @@ class RolloutStore:
     def recover(self, steps: Sequence[JournalEntry]) -> dict[int, str]:
         """Write the steps of an ended process that continue where the store stands.
 
-        Returns:
-            For each rollout with a step that does not continue there: what is missing. Its later steps are not written.
+        For each rollout with a step that does not continue there, the result says what is missing. Its later steps are
+        not written.
         """
         wrong: dict[int, str] = {}
         sound: list[JournalEntry] = []
@@ -250,11 +224,9 @@ class RolloutStore:
 def mended(
     rows: list[dict[str, Any]], read: Callable[[str, tuple[int]], tuple[Any, ...] | None]
 ) -> list[dict[str, Any]]:
-    """Return rows of rollouts, in which damaged rows have nothing that a view could not show.
+    """Return rows of rollouts, with the columns `SHOWN`, in which damaged rows have nothing that a view could not show.
 
-    Args:
-        rows: Rows with the columns `SHOWN`.
-        read: Returns the first row of a query; None without one.
+    `read` returns the first row of a query; None without one.
     """
     # Only columns of the index on names, so that SQLite answers from it without reading the damaged row.
     sql = "SELECT name FROM rollouts INDEXED BY idx_rollouts_task_name WHERE task > '' AND rowid = ?"
@@ -274,20 +246,13 @@ def label_path(name: str) -> str:
 def label_value(column: str, path: str) -> str:
     """Return the SQL expression of a label's value; NULL without the label, or in a damaged row.
 
-    Args:
-        column: The column `labels`.
-        path: The parameter with the label's path, or the path as a literal.
+    `path` is the parameter with the label's path, or the path as a literal.
     """
     return f"CASE WHEN json_valid({column}) THEN json_extract({column}, {path}) END"
 
 
 def labels_condition(labels: Mapping[str, str], column: str) -> tuple[list[str], dict[str, str]]:
-    """Return the SQL conditions that choose rollouts with all of these labels, and the parameters' values.
-
-    Args:
-        labels: The labels; none for no condition.
-        column: The column `labels`.
-    """
+    """Return the SQL conditions that choose rollouts with all of these labels, and the parameters' values."""
     conditions, values = [], dict[str, str]()
     for number, (name, value) in enumerate(labels.items()):
         conditions.append(f"{label_value(column, f':path{number}')} = :label{number}")

@@ -75,11 +75,10 @@ _STEPS_CHECKSUM = (
     "({prefix}rollout * 1000003 + {prefix}turn * 65537 + {prefix}record * 257 + {prefix}outcome) % 4294967291"
 )
 STEPS_CHECKSUM = _STEPS_CHECKSUM.format(prefix="")
-"""Checksum of a step, which SQLite computes by itself: each hit writes a step, and a function of Python's costs 1 us.
+"""Checksum of a step, which SQLite computes by itself: each hit writes a step, and a function of Python's is slow.
 
 The factors and the prime have no common divisor, so each changed bit of a number is seen; other damage stays unseen
-once in 2**32 times.
-"""
+once in 2**32 times."""
 STEPS = (
     "CREATE TABLE IF NOT EXISTS steps (rollout INTEGER, turn INTEGER, record INTEGER, outcome INTEGER, "
     f"steps_checksum INTEGER GENERATED ALWAYS AS ({STEPS_CHECKSUM}) STORED, "
@@ -88,16 +87,14 @@ STEPS = (
 
 
 def row_checksum(*values: object) -> bytes:
-    """Return 8 bytes of BLAKE2b over a row's values. 1 us; damage stays unseen once in 2**64 times."""
+    """Return 8 bytes of BLAKE2b over a row's values. Damage stays unseen once in 2**64 times."""
     return blake2b(repr(values).encode(), digest_size=8).digest()
 
 
 def is_whole(table: str, alias: str = "") -> str:
     """Return the SQL condition that a row of a checked table is as it was written.
 
-    Args:
-        table: The table.
-        alias: Its name in the statement, where several tables have columns of the same name.
+    The table needs an alias where several tables have columns of the same name.
     """
     prefix = f"{alias}." if alias else ""
     if table == "steps":
@@ -147,13 +144,10 @@ class ForeignDatabaseError(ValueError):
 
 
 def version_of(tables: "sqlite_utils.Database") -> int | None:
-    """Inspect a file before anything is written to it.
+    """Return the version of a file's tables before anything is written to it.
 
-    Returns:
-        The version of its tables; None for an empty file, or one that was killed while its tables were created.
-
-    Raises:
-        ForeignDatabaseError: The file holds something other than a store of this or of an older version.
+    None for an empty file, or one that was killed while its tables were created. Raises ForeignDatabaseError if the
+    file holds something other than a store of this or of an older version.
     """
     names = set(tables.table_names())
     if not names:
@@ -199,7 +193,7 @@ def create_tables(tables: "sqlite_utils.Database") -> None:
 def count_damaged(tables: "sqlite_utils.Database", names: Iterable[str] = _CHECKED) -> dict[str, int]:
     """Return how many rows of each table are not what was written; tables without such rows are left out.
 
-    Reads all of these tables: some 3 us a row.
+    Reads all of these tables.
     """
     counts = {
         name: int(tables.execute(f"SELECT COUNT(*) FROM {name} NOT INDEXED WHERE NOT {is_whole(name)}").fetchone()[0])

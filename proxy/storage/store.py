@@ -18,21 +18,7 @@ from proxy.storage.trees import TreeStore
 
 
 class Store:
-    """The parts of the store. A room that needs one part is given that part.
-
-    Attributes:
-        database: The file: transactions, queries, maintenance.
-        blobs: Bytes of calls and answers.
-        records: Nodes and records, one call at a time.
-        trees: Whole trees, and which task uses which.
-        tasks: Tasks and their specs.
-        rollouts: Rollouts and their steps.
-        rollout_lists: Long lists of rollouts, in parts.
-        notes: What protocols remember of rollouts.
-        audits: Findings, counts and masks of audits.
-        drafts: Trees that are being imported.
-        copies: Rows that travel to the stores of other proxies under their own numbers.
-    """
+    """The parts of the store. A room that needs one part is given that part."""
 
     def __init__(
         self,
@@ -44,19 +30,19 @@ class Store:
     ) -> None:
         """Open or create the store; see `StoreDatabase` and `TreeStore` for the arguments.
 
-        Raises:
-            StoreError: The file cannot be used; it is left unchanged.
+        Raises StoreError if the file cannot be used; it is left unchanged.
         """
         self.database = StoreDatabase(path, sync=sync, block=block)
-        self.blobs = BlobStore(self.database)
-        self.records = RecordStore(self.database, self.blobs)
-        self.trees = TreeStore(self.database, namespace)
+        self.blobs = BlobStore(self.database)  # Bytes of calls and answers.
+        self.records = RecordStore(self.database, self.blobs)  # Nodes and records, one call at a time.
+        self.trees = TreeStore(self.database, namespace)  # Whole trees, and which task uses which.
         self.tasks = TaskStore(self.database, self.trees)
         self.rollouts = RolloutStore(self.database)
-        self.rollout_lists = RolloutLists(self.database)
-        self.notes = NoteStore(self.database)
-        self.audits = AuditStore(self.database)
-        self.drafts = DraftStore(self.database, self.trees)
+        self.rollout_lists = RolloutLists(self.database)  # Long lists of rollouts, in parts.
+        self.notes = NoteStore(self.database)  # What protocols remember of rollouts.
+        self.audits = AuditStore(self.database)  # Findings, counts and masks of audits.
+        self.drafts = DraftStore(self.database, self.trees)  # Trees that are being imported.
+        # Rows that travel to the stores of other proxies under their own numbers.
         self.copies = CopyStore(self.database, self.blobs)
 
     def close(self) -> None:

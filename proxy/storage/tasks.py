@@ -35,8 +35,7 @@ class TaskStore:
     def get(self, name: str) -> dict[str, Any] | None:
         """Return a task's columns; None if there is no such task.
 
-        Raises:
-            DamagedError: The row is not as it was written.
+        Raises DamagedError if the row is not as it was written.
         """
         rows = self._database.views(f"SELECT *, {_WHOLE} AS whole FROM tasks WHERE name = :name", {"name": name})
         if rows and not rows[0]["whole"]:
@@ -53,7 +52,7 @@ class TaskStore:
         return row
 
     def all(self) -> list[tuple[str, float]]:
-        """Return name and time of creation of each task, without its counts: 1 us a task."""
+        """Return name and time of creation of each task, without its counts."""
         return [
             (name, created_at) for name, created_at in self._database.rows("SELECT name, created_at FROM tasks", ())
         ]

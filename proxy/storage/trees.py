@@ -34,11 +34,11 @@ OF_TASK = (
 _FINDING_LOST = "an audit noticed a difference; which one is damaged in the store"
 _RECORDS_OF_A_COUNT = 4096
 """Records whose uses are counted in one dictionary. A dictionary that grows copies itself: one of 350,000 records takes
-12 ms for it, and hits wait meanwhile. Halved, there are twice as many dictionaries; doubled, each copy takes longer."""
+12 ms for it, and hits wait meanwhile."""
 _STEPS_AT_ONCE = 1000
-"""Steps that are counted at once, at up to 1 us each, but for those of one rollout that has more."""
+"""Steps that are counted at once, but for those of one rollout that has more."""
 _PAGE_ROWS = 50
-"""Rows that are read back at once, at up to 15 us each: hits wait for one page. Halved, trees are read 5 % slower."""
+"""Rows that are read back at once: hits wait for one page."""
 
 
 class TreeStore:
@@ -52,11 +52,9 @@ class TreeStore:
     """
 
     def __init__(self, database: StoreDatabase, namespace: Callable[[str], str]) -> None:
-        """Create the reader.
+        """Create the reader. `namespace` returns what separates a task's shared trees from those that other tokens see.
 
-        Args:
-            database: The file.
-            namespace: Returns what separates a task's shared trees from those that other tokens see; empty for none.
+        It is empty for none.
         """
         self._database, self._namespace = database, namespace
         self.damaged = 0
@@ -64,7 +62,7 @@ class TreeStore:
     def open(self, task: str, root_key: str, spec: EnvironmentSpec) -> Tree:
         """Return the tree of a task under this root key, which is created if the store has none.
 
-        A shared spec gives the tree of all tasks with this root key. Cost: 2 to 3 ms for 1,000 nodes.
+        A shared spec gives the tree of all tasks with this root key.
         """
         known = self.id_of(task, root_key, spec)
         if known is not None:
@@ -77,7 +75,7 @@ class TreeStore:
         return Tree(tree, root, spec, root_key)
 
     def load(self, tree_id: int) -> Tree:
-        """Return an existing tree with all of its nodes and records. 15 us for each; see `loading`."""
+        """Return an existing tree with all of its nodes and records. See `loading`."""
         steps = self.loading(tree_id)
         while True:
             try:
@@ -90,13 +88,8 @@ class TreeStore:
         """Read an existing tree with all of its nodes and records, and yield after each slice of about a millisecond.
 
         Damaged nodes and records are left out, and so is what no path of whole records leads to. Their number is
-        `damaged` afterwards.
-
-        Returns:
-            The tree. It is what the store had only if no row of it was written between the slices.
-
-        Raises:
-            DamagedError: The tree's own row, or its root, is not as it was written.
+        `damaged` afterwards. The tree is what the store had only if no row of it was written between the slices. Raises
+        DamagedError if the tree's own row, or its root, is not as it was written.
         """
         sql = f"SELECT root, spec, root_key FROM trees WHERE id = ? AND {is_whole('trees')}"
         row = self._database.row(sql, (tree_id,))
@@ -229,8 +222,7 @@ class TreeStore:
     def _add(self, tree: Tree) -> Generator[None, None, set[int]]:
         """Add nodes and records, with the hits and visits of the tree's rollouts. Yields between pages.
 
-        Returns:
-            The numbers of the records that are in quarantine.
+        Returns the numbers of the records that are in quarantine.
         """
         nodes, damaged = yield from self._nodes(tree)
         uses_of = yield from self._uses(tree)

@@ -20,10 +20,7 @@ from snapshots.cache import SnapshotCache
 def write_draft(store: Store, draft: Draft, items: Iterable[Part | BundleLine]) -> None:
     """Write blobs, nodes and records of a checked bundle in one transaction.
 
-    Args:
-        store: The store.
-        draft: The tree that they belong to.
-        items: In the order of the file: what a line names was written before, or is among the items before it.
+    The items are in the order of the file: what a line names was written before, or is among the items before it.
     """
     with store.database.transaction() as execute:
         for item in items:
@@ -52,19 +49,10 @@ class Adopter:
         self._store, self._journal, self._tasks, self._trees, self._cache = store, journal, tasks, trees, cache
 
     async def require_room(self, name: str, spec: EnvironmentSpec, key: str, *, beside: bool) -> int | None:
-        """Check that a task may adopt a tree.
+        """Return the number of the empty tree that a task has under a root key; None if it has none.
 
-        Args:
-            name: Name of the task.
-            spec: Environment of the tree.
-            key: Its root key.
-            beside: Whether the tree may belong to another environment than the task's own.
-
-        Returns:
-            Number of the empty tree that the task has under this root key; None if it has none.
-
-        Raises:
-            RefusalError: 409, the task has another environment, or its tree has calls or is used.
+        Checks that the task may adopt a tree of this environment: RefusalError (409) if the task has another
+        environment, or if its tree has calls or is used. `beside` allows another environment than the task's own.
         """
         if self._store.tasks.get(name) is not None:
             task = await self._tasks.open(name)
@@ -91,9 +79,8 @@ class Adopter:
     async def restored(self, tree_id: int) -> AsyncIterator[Tree]:
         """Yield a tree of a restored store, in memory for the block.
 
-        Raises:
-            BundleError: There is no such tree.
-            SpecError: Its environment cannot be used here, or means another root state.
+        Raises BundleError if there is no such tree, and SpecError if its environment cannot be used here, or means
+        another root state.
         """
         if not self._store.trees.exists(tree_id):
             raise BundleError(f"the store has no tree {tree_id}.")
@@ -106,15 +93,10 @@ class Adopter:
             self._trees.close(tree_id)
 
     async def adopt(self, name: str, spec: EnvironmentSpec, key: str, draft: Draft, *, beside: bool) -> Tree:
-        """Publish a draft as a tree of a task; see `require_room` for the arguments.
+        """Publish a draft as a tree of a task, and return it, in memory; see `require_room` for the arguments.
 
-        With beside, an existing task keeps its environment, and the tree serves rollouts that ask for this one.
-
-        Returns:
-            The tree, in memory.
-
-        Raises:
-            RefusalError: 409, the task has no room for the tree any more.
+        With beside, an existing task keeps its environment, and the tree serves rollouts that ask for this one. Raises
+        RefusalError (409) if the task has no room for the tree any more.
         """
         instead = await self.require_room(name, spec, key, beside=beside)
         self._journal.fold()

@@ -43,10 +43,8 @@ _STORE = "store"
 def pieces(store: BinaryIO, states: Mapping[int, ExportedStates], nodes: frozenset[int]) -> Iterator[bytes]:
     """Yield the bytes of a backup with snapshots. Blocking.
 
-    Args:
-        store: A copy of the store's file, at its beginning; it is closed at the end.
-        states: The snapshots by the number of their tree; they stay while this runs.
-        nodes: The nodes of the copy. States of other nodes are left out.
+    `store` is a copy of the store's file, at its beginning; it is closed at the end. The snapshots, by the number of
+    their tree, stay while this runs. States of other nodes than those of the copy are left out.
     """
     with store:
         writer = Writer()
@@ -75,15 +73,10 @@ def restore(
 ) -> RestoredBackup:
     """Make a data directory of a backup, with or without snapshots. Everything is checked first. Blocking.
 
-    Args:
-        file: A backup, of this or of an older version.
-        data: The directory, which is created; it must be empty.
-        advance: Called with the number of bytes of the file that were read since the last call.
-        workers: Number of workers of the directory; None for as many as the proxy had that made the backup.
-
-    Raises:
-        StoreError: The directory is in use or not empty, or the file is no backup, damaged, or of a newer version.
-        OSError: The file cannot be read.
+    The backup is of this or of an older version. The directory is created, and must be empty. `advance` is called with
+    the number of bytes of the file that were read since the last call. `workers` is the number of workers of the
+    directory; None for as many as the proxy had that made the backup. Raises StoreError if the directory is in use or
+    not empty, or the file is no backup, damaged, or of a newer version, and OSError if the file cannot be read.
     """
     with file.open("rb") as reading:
         is_bundle = reading.peek(8).startswith(b"manifest")
@@ -128,9 +121,7 @@ class _Unpacker:
     def unpack(self, store: Path, states: Path) -> None:
         """Write the store to a file, and the states of each tree to a file of their own.
 
-        Raises:
-            BundleError: The file is damaged or no backup.
-            OSError: The file cannot be read, or the disk is full.
+        Raises BundleError if the backup is damaged or none, and OSError if it cannot be read, or the disk is full.
         """
         states.mkdir()
         with self._file.open("rb") as reading, ExitStack() as stack:
@@ -163,13 +154,8 @@ def _target(part: Part, store: Path, states: Path) -> Path:
 def check_states(file: Path, database: StoreDatabase) -> BundleStates:
     """Check a bundle of states against the store: every digest, and that each state is that of its node. Blocking.
 
-    Args:
-        file: The bundle; see `numbers_of_states` for its name.
-        database: The store.
-
-    Raises:
-        BundleError: The bundle is damaged, or has a state of another node.
-        OSError: It cannot be read.
+    See `numbers_of_states` for the name of the bundle. Raises BundleError if it is damaged, or has a state of another
+    node, and OSError if it cannot be read.
     """
     tree, distance = numbers_of_states(file)
 

@@ -37,14 +37,9 @@ def numbers_of_states(file: Path) -> tuple[int, int]:
 def unpacked_workers(file: Path, drafts: Path, advance: Callable[[int], None]) -> Iterator[Path]:
     """Yield a file with the backup of each worker, in their order. Each is removed before the next one.
 
-    Args:
-        file: The backup.
-        drafts: A directory for the files.
-        advance: Called with the number of bytes of the file that were read since the last call.
-
-    Raises:
-        BundleError: The file is damaged, or lacks a worker.
-        OSError: It cannot be read, or the disk is full.
+    The files are made in `drafts`. `advance` is called with the number of bytes of the backup that were read since the
+    last call. Raises BundleError if the backup is damaged, or lacks a worker, and OSError if it cannot be read, or the
+    disk is full.
     """
     part_file, number, workers = drafts / "part", -1, 0
     with file.open("rb") as reading:
@@ -72,14 +67,8 @@ def unpacked_workers(file: Path, drafts: Path, advance: Callable[[int], None]) -
 def place(parts: list[Path], data: Path, workers: int) -> None:
     """Move restored stores with their states into a data directory, divided between so many workers. Blocking.
 
-    Args:
-        parts: The restored directory of each worker that made the backup, in their order.
-        data: The data directory.
-        workers: Number of workers from now on.
-
-    Raises:
-        StoreError: Two workers have the same task.
-        OSError: The disk is full or fails.
+    `parts` has the restored directory of each worker that made the backup, in their order. Raises StoreError if two
+    workers have the same task, and OSError if the disk is full or fails.
     """
     if workers != len(parts):
         whole = _joined(parts)

@@ -40,17 +40,9 @@ def export(
 ) -> Iterator[bytes]:
     """Yield the bytes of a tree's bundle. Blocking: for a thread.
 
-    Private records are left out, because their answers are for one rollout, and so are states that were set aside.
-
-    Args:
-        connection: A reader of the store, which is closed at the end.
-        task: Name of the task.
-        tree: The tree.
-        states: The snapshots that travel with it.
-        current: Whether the tree belongs to the task's own environment.
-
-    Raises:
-        StoreError: The store lacks a blob.
+    Private records are left out, because their answers are for one rollout, and so are states that were set aside. The
+    connection, a reader of the store, is closed at the end. `current` says whether the tree belongs to the task's own
+    environment. Raises StoreError if the store lacks a blob.
     """
     try:
         # One transaction sees one moment of the store, whatever is recorded meanwhile.
@@ -67,11 +59,9 @@ def export(
 
 
 def estimated_bytes(connection: sqlite3.Connection, tree: int) -> int:
-    """Return about how large the bundle of a tree will be without its snapshots. Blocking: 2 us for each record.
+    """Return about how large the bundle of a tree will be without its snapshots. Blocking.
 
-    Args:
-        connection: A reader of the store, which is closed at the end.
-        tree: Number of the tree.
+    The connection, a reader of the store, is closed at the end.
     """
     blobs = " UNION ".join(f"SELECT {name} FROM records WHERE tree = :tree" for name in ("call", "upload", "answer"))
     with closing(connection):
@@ -84,16 +74,11 @@ def estimated_bytes(connection: sqlite3.Connection, tree: int) -> int:
 
 @dataclass(slots=True)
 class _Numbers:
-    """The numbers of the nodes that travel: 16 bytes for a node.
+    """The numbers of the nodes that travel: 16 bytes for a node."""
 
-    Attributes:
-        ids: Numbers in the store, ascending.
-        numbers: The number in the bundle of each of them.
-        late: Nodes that came after a node with a higher number, as (number in the store, number in the bundle).
-    """
-
-    ids: "array[int]" = field(default_factory=lambda: array("q"))
-    numbers: "array[int]" = field(default_factory=lambda: array("q"))
+    ids: "array[int]" = field(default_factory=lambda: array("q"))  # Numbers in the store, ascending.
+    numbers: "array[int]" = field(default_factory=lambda: array("q"))  # The number in the bundle of each of them.
+    # Nodes that came after a node with a higher number, as (number in the store, number in the bundle).
     late: list[tuple[int, int]] = field(default_factory=list)
 
     def __len__(self) -> int:

@@ -42,21 +42,13 @@ class BundleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a bundle.
-
-    Attributes:
-        kind: What it holds.
-        name: Its name in the tar.
-        data: What it holds, unpacked.
-        digest: BLAKE2b-256 of data.
-        stored: The bytes as they are in the file.
-    """
+    """One part of a bundle."""
 
     kind: EntryKind
-    name: str
-    data: bytes
-    digest: bytes
-    stored: bytes
+    name: str  # In the tar.
+    data: bytes  # What it holds, unpacked.
+    digest: bytes  # BLAKE2b-256 of data.
+    stored: bytes  # The bytes as they are in the file.
 
 
 def digest_of(data: bytes) -> bytes:
@@ -72,13 +64,7 @@ class Writer:
         self._all = blake2b(digest_size=32)
 
     def part(self, kind: EntryKind, data: bytes, digest: bytes | None = None) -> bytes:
-        """Return the bytes of a part.
-
-        Args:
-            kind: What it holds.
-            data: The bytes as they are stored.
-            digest: Digest of the plain bytes, if data is compressed; None if data is plain.
-        """
+        """Return the bytes of a part. The digest of the plain bytes is given if data is compressed."""
         name = f"{kind}/{self.parts:08d}-{(digest or digest_of(data)).hex()}"
         member = _header(name, len(data)) + data + bytes(-len(data) % BLOCK)
         self._all.update(member)
@@ -97,8 +83,7 @@ class Writer:
 def read(file: BinaryIO) -> Iterator[Part]:
     """Yield the parts of a bundle, each checked, the seal last. Memory: one part.
 
-    Raises:
-        BundleError: The file is no bundle, is damaged or cut off, or continues after its seal.
+    Raises BundleError if the file is no bundle, is damaged or cut off, or continues after its seal.
     """
     everything, number = blake2b(digest_size=32), 0
     while True:

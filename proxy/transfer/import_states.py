@@ -36,22 +36,12 @@ def unpack_states(
     room_bytes: int,
     recordings: RecordingPorter | None = None,
 ) -> list[tuple[StateLine, FrozenState]]:
-    """Unpack the snapshots of a bundle that fit.
+    """Unpack the snapshots of a bundle that fit, and return each with its line in the file.
 
-    Args:
-        file: The bundle.
-        states: What the check observed about its snapshots.
-        unpacking: Takes the units and states for the driver.
-        scratch: A file for one unit at a time. It does not exist before or afterwards.
-        driver: Name of the driver; states of another driver are skipped.
-        room_bytes: How many bytes the unpacked units of states may take.
-        recordings: Takes the recordings; None leaves them out.
-
-    Returns:
-        Each unpacked state with its line in the file.
-
-    Raises:
-        BundleError: A unit or state is not what the file states; the text names it.
+    The check has observed `states`. States of another driver are skipped. `unpacking` takes the units and states for
+    the driver, and `recordings` the recordings (None leaves them out). The scratch file, for one unit at a time, does
+    not exist before or afterwards. The unpacked units may take `room_bytes`. Raises BundleError, which names the unit
+    or state that is not what the file states.
     """
     fitting, units = states.fitting(room_bytes)
     unpacker = _UnitUnpacker(states, unpacking, scratch, units, recordings)
@@ -85,11 +75,7 @@ def _state(unpacking: Unpacking, line: StateLine, part: str) -> FrozenState:
 
 
 class _UnitUnpacker:
-    """Unpacks one unit after another.
-
-    Attributes:
-        failed: Names of the units that this machine could not hold.
-    """
+    """Unpacks one unit after another."""
 
     def __init__(
         self,
@@ -103,7 +89,7 @@ class _UnitUnpacker:
         self._recordings, self._recorded = recordings, states.recordings() if recordings is not None else set()
         self._name: str | None = None
         self._writing: BinaryIO | None = None
-        self.failed: set[str] = set()
+        self.failed: set[str] = set()  # Names of the units that this machine could not hold.
 
     def begin(self, name: str) -> None:
         """Begin a unit; one that is not needed is skipped."""

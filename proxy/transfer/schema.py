@@ -104,8 +104,7 @@ BundleLine = NodeLine | RecordLine
 def manifest_of(part: Part) -> BundleManifest:
     """Return the content of the first part.
 
-    Raises:
-        BundleError: It cannot be read, or has a version that this proxy does not read.
+    Raises BundleError if it cannot be read, or has a version that this proxy does not read.
     """
     try:
         fields = orjson.loads(part.data)
@@ -122,11 +121,7 @@ def manifest_of(part: Part) -> BundleManifest:
 
 
 def lines_of(part: Part) -> Iterator[BundleLine]:
-    """Yield the lines of a batch.
-
-    Raises:
-        BundleError: A line cannot be read.
-    """
+    """Yield the lines of a batch. Raises BundleError if a line cannot be read."""
     for number, line in enumerate(part.data.split(b"\n"), 1):
         try:
             fields = orjson.loads(line)

@@ -37,24 +37,17 @@ from snapshots.snapshot import Snapshot
 log = structlog.get_logger()
 
 _BATCH = 200
-"""Blobs and lines written in one transaction: 5 ms, after which calls of rollouts are answered."""
+"""Blobs and lines written in one transaction, after which calls of rollouts are answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedTree:
-    """The result of an import.
+    """The result of an import."""
 
-    Attributes:
-        manifest: What the file states about itself.
-        root: Root of the tree.
-        current: Whether the tree belongs to the task's own environment.
-        snapshots: How many of the file's snapshots the proxy now has.
-    """
-
-    manifest: BundleManifest
+    manifest: BundleManifest  # What the file states about itself.
     root: Node
-    current: bool
-    snapshots: int
+    current: bool  # Whether the tree belongs to the task's own environment.
+    snapshots: int  # How many of the file's snapshots the proxy now has.
 
     @property
     def left_out(self) -> int:
@@ -77,18 +70,7 @@ class TransferService:
         *,
         max_bytes: int,
     ) -> None:
-        """Create the service.
-
-        Args:
-            store: The store.
-            tasks: The tasks that are in memory.
-            adopter: Gives imported trees to tasks.
-            cache: The snapshots that are kept.
-            capture: Adds snapshots that were imported.
-            drivers: The drivers by name; some can pack and unpack their states.
-            folder: Where a file is kept while it is checked.
-            max_bytes: Size of the largest file.
-        """
+        """Create the service. A file of at most `max_bytes` is kept in `folder` while it is checked."""
         self._store, self._tasks, self._adopter, self._drivers = store, tasks, adopter, drivers
         self._cache, self._capture, self._folder, self._max_bytes = cache, capture, folder, max_bytes
         self._importing = asyncio.Lock()
@@ -110,13 +92,9 @@ class TransferService:
     ) -> Iterator[bytes]:
         """Yield the bytes of a tree's bundle. Blocking: the caller iterates in threads.
 
-        Args:
-            task: Name of the task.
-            tree: The tree.
-            states: The snapshots that travel with it; None for none.
-            current: Whether the tree belongs to the task's own environment.
-            recordings: Whether recorded responses of hosts outside travel with it. Other tasks of an equal
-                environment may have requested them.
+        `states` are the snapshots that travel with it. `current` says whether the tree belongs to the task's own
+        environment. With `recordings`, recorded responses of hosts outside travel with it. Other tasks of an equal
+        environment may have requested them.
         """
         exported = states or ExportedStates()
         if recordings:
@@ -125,7 +103,7 @@ class TransferService:
         return export(self._store.database.open_reader(), task, tree, exported, current=current)
 
     def estimated_bytes(self, tree: Tree, *, snapshots: bool) -> int:
-        """Return about how large a tree's bundle will be. Blocking: 2 us for each record."""
+        """Return about how large a tree's bundle will be. Blocking."""
         states = self._cache.added_bytes(tree.id) if snapshots else 0
         return estimated_bytes(self._store.database.open_reader(), tree.id) + states
 
@@ -153,12 +131,9 @@ class TransferService:
         return ExportedStates(snapshots, porter_of(self._drivers.get(driver)), self._cache.load)
 
     async def adopt_restored(self, folder: Path) -> None:
-        """Adopt the states that a restored backup has left, and remove their files.
+        """Adopt the states that a restored backup has left in a folder, if it exists, and remove their files.
 
         A state that cannot be adopted is left out, with a warning: a replay reaches it, too.
-
-        Args:
-            folder: The directory of the files; it need not exist.
         """
         files, adopted = await asyncio.to_thread(lambda: sorted(folder.glob("*.tar"))), 0
         for file in files:
@@ -204,16 +179,9 @@ class TransferService:
         """Import a bundle as a tree of a task, which is created if it does not exist. All of it is imported, or none.
 
         The tree of a task's own environment becomes that again. The tree of another environment leaves the task's
-        environment unchanged, and serves rollouts that ask for the other one.
-
-        Args:
-            task: Name of the task.
-            body: The bytes of the file.
-            confine: Returns the environment of the file as its importer may have it.
-
-        Raises:
-            RefusalError: 409, the task has calls, or the root state differs here; 413, the file is too large; 422,
-                the file is damaged or no bundle.
+        environment unchanged, and serves rollouts that ask for the other one. `confine` returns the environment of the
+        file as its importer may have it. Raises RefusalError: 409 if the task has calls, or the root state differs
+        here; 413 if the file is too large; 422 if it is damaged or no bundle.
         """
         async with self._importing:
             name = secrets.token_hex(8)
@@ -245,8 +213,7 @@ class TransferService:
     async def _environment(self, task: str, manifest: BundleManifest) -> tuple[EnvironmentSpec, bool]:
         """Return the environment of the imported tree here, and whether it is the task's own.
 
-        Raises:
-            RefusalError: 409, the root state here differs from that of the file, or the task has no room.
+        Raises RefusalError (409) if the root state here differs from that of the file, or the task has no room.
         """
         # The task's own spec comes first: it may name the same databases at another address.
         is_known = self._store.tasks.get(task) is not None

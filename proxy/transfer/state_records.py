@@ -85,20 +85,12 @@ class StateLine(BaseModel):
 
 
 def unit_of(part: Part) -> str:
-    """Return the name of the unit that a `part` begins.
-
-    Raises:
-        BundleError: The part is malformed.
-    """
+    """Return the name of the unit that a `part` begins. Raises BundleError if the part is malformed."""
     return _parse(UnitLine, part).name
 
 
 def state_of(part: Part) -> StateLine:
-    """Return the content of a `snapshot`.
-
-    Raises:
-        BundleError: The part is malformed.
-    """
+    """Return the content of a `snapshot`. Raises BundleError if the part is malformed."""
     return _parse(StateLine, part)
 
 
@@ -112,18 +104,12 @@ def _parse(model: type[_Line], part: Part) -> _Line:
 
 @dataclass(frozen=True, slots=True)
 class ExportedStates:
-    """The snapshots that an export has to contain.
+    """The snapshots that an export has to contain."""
 
-    Attributes:
-        snapshots: Snapshots of the tree, which stay while the export runs.
-        porter: Packs the states of their driver; None if its states cannot travel.
-        load: Reads what the driver stored with a snapshot.
-        recordings: Packs what the environment's programs received from hosts outside; None for nothing.
-    """
-
-    snapshots: Sequence[Snapshot] = ()
-    porter: Porter | None = None
-    load: Callable[[Snapshot], FrozenState] | None = None
+    snapshots: Sequence[Snapshot] = ()  # Snapshots of the tree, which stay while the export runs.
+    porter: Porter | None = None  # Packs the states of their driver; None if its states cannot travel.
+    load: Callable[[Snapshot], FrozenState] | None = None  # Reads what the driver stored with a snapshot.
+    # Packs what the environment's programs received from hosts outside; None for nothing.
     recordings: RecordingPorter | None = None
 
     def count(self, number: NodeNumber) -> tuple[int, int]:
@@ -180,13 +166,9 @@ def _unit(writer: Writer, name: str, pieces: Iterator[bytes]) -> Generator[bytes
 
 
 def state_line(frozen: FrozenState, units: Sequence[UnitRef], *, node: int, cost_s: float) -> StateLine:
-    """Return what travels of a frozen state beside its units.
+    """Return what travels of a frozen state beside its units, which are in the order of its parts.
 
-    Args:
-        frozen: The state.
-        units: Its units, in the order of its parts.
-        node: Number of its node where it goes.
-        cost_s: Seconds that a replay of its state takes.
+    `node` is the number of its node where it goes, `cost_s` how long a replay of its state takes.
     """
     state = frozen.state
     exact, content = (None, None) if state is None else (state.exact.hex(), state.content.hex())
@@ -198,14 +180,11 @@ def state_line(frozen: FrozenState, units: Sequence[UnitRef], *, node: int, cost
 
 @dataclass(slots=True)
 class BundleStates:
-    """What the check of a bundle has observed about its snapshots.
+    """What the check of a bundle has observed about its snapshots."""
 
-    Attributes:
-        units: SHA-256 and size in bytes of each complete unit, by name.
-        units_of_state: Names of the units that each state needs, in the order of the states.
-    """
-
+    # SHA-256 and size in bytes of each complete unit, by name.
     units: dict[str, tuple[str, int]] = field(default_factory=dict)
+    # Names of the units that each state needs, in the order of the states.
     units_of_state: list[tuple[str, ...]] = field(default_factory=list)
     _nodes: set[int] = field(default_factory=set)
     _open: str | None = None
@@ -215,13 +194,8 @@ class BundleStates:
     def add(self, part: Part, content_of: Callable[[int], str | None]) -> None:
         """Check the next part that does not belong to the tree itself.
 
-        Args:
-            part: The part.
-            content_of: Returns the content digest of a node as hex, None if it has none. Raises BundleError for a
-                node that is not in the bundle.
-
-        Raises:
-            BundleError: The part contradicts what came before it.
+        `content_of` returns the content digest of a node as hex, None if it has none, and raises BundleError for a node
+        that is not in the bundle. So does this method if the part contradicts what came before it.
         """
         if part.kind == "chunk":
             if self._open is None:

@@ -52,29 +52,18 @@ _SAVED = frozenset({Outcome.HIT, Outcome.WAIT})
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRequest:
-    """Which rollouts to write, and how.
+    """Which rollouts to write, and how."""
 
-    Attributes:
-        task: Only rollouts of this task; None for all.
-        rollout: Only rollouts of this name; None for all.
-        labels: Only rollouts with all of these labels.
-        answer_bytes: Longest answer or upload; longer ones are cut and marked.
-    """
-
-    task: str | None = None
-    rollout: str | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    answer_bytes: int = ANSWER_BYTES
+    task: str | None = None  # Only rollouts of this task; None for all.
+    rollout: str | None = None  # Only rollouts of this name; None for all.
+    labels: Mapping[str, str] = field(default_factory=dict)  # Only rollouts with all of these labels.
+    answer_bytes: int = ANSWER_BYTES  # Longest answer or upload; longer ones are cut and marked.
 
 
 def trajectories(database: StoreDatabase, request: TrajectoryRequest) -> Iterator[bytes]:
-    """Yield the lines in pieces of about 256 kB. Blocking: for a thread. 40 us a call, and 10 ms for each MB.
+    """Yield the lines in pieces of about 256 kB. Blocking: for a thread. Fold the journal before.
 
     Rollouts that made no call, and those that the proxy began for itself, are left out.
-
-    Args:
-        database: The store's database. Fold the journal before.
-        request: What to write.
     """
     with closing(database.open_reader()) as connection:
         pending = bytearray()

@@ -36,8 +36,7 @@ class TrajectoryFileError(ValueError):
 def format_of(path: Path) -> Format:
     """Return the format that a path's name asks for: `.jsonl`, `.parquet`, or a dataset for a name without a suffix.
 
-    Raises:
-        TrajectoryFileError: The name has another suffix.
+    Raises TrajectoryFileError if the name has another suffix.
     """
     formats: Mapping[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
     if not path.suffix:
@@ -75,14 +74,9 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 def write(chunks: Iterable[bytes], path: Path, kind: Format | None = None) -> None:
     """Write a response of `GET …/trajectories` to a file or a directory, which appears when it is complete.
 
-    Args:
-        chunks: The bytes of the response.
-        path: The file, or for `hf` the directory, which may not exist yet.
-        kind: The format; None for what the name asks for.
-
-    Raises:
-        TrajectoryFileError: The format is not known, pyarrow is missing, or the directory exists.
-        OSError: The file cannot be written.
+    For the format `hf` the path is the directory, which may not exist yet. A format of None is the one that the name
+    asks for. Raises TrajectoryFileError if the format is not known, pyarrow is missing, or the directory exists, and
+    OSError if the file cannot be written.
     """
     chosen: dict[Format, Callable[[Iterable[bytes], Path], None]] = {
         "jsonl": _write_jsonl, "parquet": _write_parquet, "hf": _write_dataset,

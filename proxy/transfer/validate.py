@@ -29,27 +29,19 @@ from proxy.tree.keys import CallKey, UncanonicalArgumentsError, again_key, call_
 from sandboxes.calls import ToolCall
 
 _MISSING_POLLS = 100_000
-"""How many polls may be missing from a file, because audits quarantined their records or they were forgotten.
-
-The n-th poll of a call has a key of its own, which the check derives from the call. A false key costs so many
-derivations, 0.3 s, before the file is refused; halved, a tree that lost more polls than that cannot be imported."""
+"""How many polls may be missing from a file, because audits quarantined their records or they were forgotten. The n-th
+poll of a call has a key of its own, which the check derives from the call. A false key costs so many derivations before
+the file is refused."""
 _DERIVED_POLLS = 16
 """How many keys of polls are derived at once; most calls of a node have fewer polls."""
 _HEADER_NAME, _HEADER_VALUE = re.compile(r"[!-9;-~]{1,200}"), re.compile(r"[\t\x20-\x7e\x80-\xff]{0,65536}")
 
 
 def check(file: BinaryIO, scratch: Path) -> tuple[BundleManifest, BundleStates]:
-    """Read and check a whole bundle. Blocking: for a thread. Memory: constant.
+    """Read and check a whole bundle; return its manifest, and what was observed about its snapshots.
 
-    Args:
-        file: The bundle.
-        scratch: A file for what is too much to remember. It does not exist before or afterwards.
-
-    Returns:
-        The manifest, and what was observed about the snapshots.
-
-    Raises:
-        BundleError: Something is wrong, and the text says what. Nothing was changed anywhere.
+    Blocking: for a thread. Memory is constant: the scratch file, which does not exist before or afterwards, is for what
+    is too much to remember. Raises BundleError, whose text says what is wrong. Nothing was changed anywhere.
     """
     connection = sqlite3.connect(scratch)
     try:
@@ -114,8 +106,7 @@ class _BundleCheck:
     def _content(self, node: int) -> str | None:
         """Return the content digest of a node as hex, None if its state has no digest.
 
-        Raises:
-            BundleError: There is no such node before this part.
+        Raises BundleError if there is no such node before this part.
         """
         row = self._execute("SELECT content FROM nodes WHERE number = ?", (node,)).fetchone()
         if row is None or node == self._unreached:

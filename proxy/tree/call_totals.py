@@ -8,25 +8,16 @@ from proxy.tree.rollout import Outcome
 
 @dataclass(slots=True)
 class CallTotals:
-    """Totals of answered calls. Seconds of tools do not include restores and replays.
+    """Totals of answered calls. Seconds of tools do not include restores and replays."""
 
-    Attributes:
-        outcomes: Number of calls by `Outcome`.
-        executed_s: Seconds that tools ran for misses and bypasses.
-        saved_s: Seconds that tools would have run for hits and waits.
-    """
-
-    outcomes: list[int] = field(default_factory=lambda: [0] * len(Outcome))
-    executed_s: float = 0.0
-    saved_s: float = 0.0
+    outcomes: list[int] = field(default_factory=lambda: [0] * len(Outcome))  # Number of calls by `Outcome`.
+    executed_s: float = 0.0  # Seconds that tools ran for misses and bypasses.
+    saved_s: float = 0.0  # Seconds that tools would have run for hits and waits.
 
     def answered(self, outcome: Outcome, tool_s: float, calls: int = 1) -> None:
         """Count calls that were answered in the same way.
 
-        Args:
-            outcome: How they were answered.
-            tool_s: Seconds that the tools ran when the calls were recorded, all of them together.
-            calls: Number of calls.
+        `tool_s` are the seconds that the tools ran when the calls were recorded, all of them together.
         """
         self.outcomes[outcome] += calls
         if outcome is Outcome.HIT or outcome is Outcome.WAIT:

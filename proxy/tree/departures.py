@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from proxy.tree.tree import Node
 
 MIN_CHANCE = 0.2
-"""Least chance of being used for which a sandbox is made.
-
-Chosen, not measured: at 0.2 four of five such sandboxes are made in vain. Halved, more of them compete with calls for
-the machine. Doubled, fewer departures find a sandbox ready.
-"""
+"""Least chance of being used for which a sandbox is made. Chosen, not measured: at 0.2 four of five such sandboxes are
+made in vain, and compete with calls for the machine."""
 AHEAD = 8
 """How many nodes ahead of a rollout are considered: making a sandbox takes as long as a few known calls."""
 _MAX_RECORDS = 64
@@ -28,30 +25,19 @@ _MAX_RECORDS = 64
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A node at which a ready sandbox is worth making.
-
-    Attributes:
-        node: The node.
-        chance: How likely the sandbox is to be used, from 0 to 1.
-        worth_s: Seconds that it saves on average: its chance times what it saves if it is used.
-    """
+    """A node at which a ready sandbox is worth making."""
 
     node: Node
-    chance: float
-    worth_s: float
+    chance: float  # How likely the sandbox is to be used, from 0 to 1.
+    worth_s: float  # What it saves on average: its chance times what it saves if it is used.
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a rollout at a node is likely to do next. `leave` and all of `moves` add up to 1 at most.
+    """What a rollout at a node is likely to do next. `leave` and all of `moves` add up to 1 at most."""
 
-    Attributes:
-        leave: Chance of a call that the tree does not know here.
-        moves: Chance of moving to each node.
-    """
-
-    leave: float
-    moves: Mapping[Node, float]
+    leave: float  # Chance of a call that the tree does not know here.
+    moves: Mapping[Node, float]  # Chance of moving to each node.
 
 
 def outlook(node: Node) -> Outlook:
@@ -78,12 +64,9 @@ def outlook(node: Node) -> Outlook:
 
 
 def departures(walkers: Mapping[Node, int]) -> dict[Node, float]:
-    """Return at which nodes how many rollouts are expected to leave the tree.
+    """Return at which nodes how many rollouts are expected to leave the tree, by how many are at each node.
 
     Cost: O(nodes with walkers x nodes ahead that are likely enough).
-
-    Args:
-        walkers: Number of rollouts at each node.
     """
     expected: dict[Node, float] = {}
     for start, count in walkers.items():
@@ -111,13 +94,9 @@ def targets(
     """Return the sandboxes that are worth making, the most valuable first; a node once for each that it lacks.
 
     One sandbox at a node is enough unless more are requested: when one rollout has left there, the others know its
-    call, and the next sandbox is made while they walk.
-
-    Args:
-        walkers: Number of rollouts at each node that have no sandbox at work.
-        requested: Number of sandboxes that are requested at a node.
-        ready: Returns how many sandboxes are ready at a node.
-        saved_s: Returns how many seconds a ready sandbox at a node saves the call that uses it.
+    call, and the next sandbox is made while they walk. `walkers` counts the rollouts at each node that have no sandbox
+    at work. `ready` returns how many sandboxes are ready at a node, and `saved_s` what a ready one saves the call that
+    uses it.
     """
     chances = departures(walkers)
     result = []

@@ -12,31 +12,20 @@ from sandboxes.spec import EnvironmentSpec
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRequest:
-    """The environment that a create request names. None or an empty value means that the client left it open.
+    """The environment that a create request names. None or an empty value means that the client left it open."""
 
-    Attributes:
-        image: Name of an image or template, as the client knows it.
-        env: Environment variables to add.
-        workdir: Working directory.
-        memory_mb: Memory limit.
-        pids: Limit of processes.
-        base: The environment that the settings give this image name; None if they give none.
-        services: Side services to add, each as a spec has it.
-        volumes: Shared volumes to add, as a spec has them.
-        aliases: Names to add that lead to the sandbox.
-        setup: Set-up commands to add.
-    """
-
-    image: str
-    env: Mapping[str, str] = field(default_factory=dict)
+    image: str  # Name of an image or template, as the client knows it.
+    env: Mapping[str, str] = field(default_factory=dict)  # Environment variables to add.
     workdir: str | None = None
     memory_mb: int | None = None
-    pids: int | None = None
+    pids: int | None = None  # Limit of processes.
+    # The environment that the settings give this image name; None if they give none.
     base: EnvironmentSpec | None = None
+    # Side services to add, each as a spec has it.
     services: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    volumes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    aliases: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
+    volumes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # Shared volumes to add, as a spec has them.
+    aliases: tuple[str, ...] = ()  # Names to add that lead to the sandbox.
+    setup: tuple[str, ...] = ()  # Set-up commands to add.
 
 
 def spec_for(
@@ -49,18 +38,11 @@ def spec_for(
 ) -> EnvironmentSpec:
     """Return the spec of a rollout that begins with a request.
 
-    The base is the first of these that exists: the task's spec, the environment of the settings for this image, the
-    image. The request then adds its variables, working directory and limits.
-
-    Args:
-        request: What the client requests.
-        task_spec: The spec with which the task was PUT; None if it was not.
-        default: The default spec; a sandbox of the image has its limits.
-        runs_images: Whether the image that a client names is run.
-        any_image: Whether it means the default spec otherwise.
-
-    Raises:
-        RefusalError: 404, the image does not exist here; 400, a variable or path is impossible.
+    The base is the first of these that exists: the spec with which the task was PUT, the environment of the settings
+    for this image, the image (with the limits of the default spec). The request then adds its variables, working
+    directory and limits. `runs_images` says whether the image that a client names is run. If it is not, `any_image`
+    says that an image means the default spec. Raises RefusalError: 404 if the image does not exist here; 400 if a
+    variable or path is impossible.
     """
     base = task_spec or request.base
     # A file of the proxy's machine is for the person who describes the task to name, not for its clients.

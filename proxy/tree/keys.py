@@ -27,10 +27,8 @@ def canonical_json(value: Any) -> bytes:
     """Return a value as JSON with sorted members and no spaces.
 
     The order of members does not count, the order of items does. 1, 1.0, "1" and true all differ: a tool may print them
-    differently, and a wrong hit costs more than a miss. Strings are not normalised, for the same reason.
-
-    Raises:
-        ValueError: The value holds NaN, an infinity, an integer beyond 64 bits, a lone surrogate, or no JSON at all.
+    differently, and a wrong hit costs more than a miss. Strings are not normalised, for the same reason. Raises
+    ValueError if the value holds NaN, an infinity, an integer beyond 64 bits, a lone surrogate, or no JSON at all.
     """
     encoded = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     # orjson writes NaN and the infinities as null, which would make them share a key with None.
@@ -42,10 +40,8 @@ def canonical_json(value: Any) -> bytes:
 def call_key(call: ToolCall) -> CallKey:
     """Return the 32-byte key of a call: BLAKE2b over endpoint, tool, canonical arguments and uploaded body.
 
-    Two calls have the same key only if they are equal. Cost: about 2 µs for 300 bytes of arguments.
-
-    Raises:
-        UncanonicalArgumentsError: The arguments have no canonical form.
+    Two calls have the same key only if they are equal. Raises UncanonicalArgumentsError if the arguments have no
+    canonical form.
     """
     digest = blake2b(digest_size=32)
     for part in (

@@ -34,13 +34,9 @@ REWARD = "reward"
 
 
 def checked(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return labels as they are kept.
+    """Return labels as they are kept: from strings, numbers and booleans by name.
 
-    Args:
-        values: Strings, numbers and booleans by name.
-
-    Raises:
-        RefusalError: 422, a name or a value is malformed or too long, or there are too many.
+    Raises RefusalError (422) if a name or a value is malformed or too long, or there are too many.
     """
     if len(values) > MAX_LABELS:
         raise _refusal(f"a rollout has at most {MAX_LABELS} labels, not {len(values)}. Leave some out.")
@@ -48,11 +44,7 @@ def checked(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def changed(labels: Labels, changes: Mapping[str, Any]) -> dict[str, str]:
-    """Return labels with changes; None as a value removes a label.
-
-    Raises:
-        RefusalError: 422, as `checked`.
-    """
+    """Return labels with changes; None as a value removes a label. Errors as for `checked`."""
     removed = {name for name, value in changes.items() if value is None}
     merged = {**labels, **{name: value for name, value in changes.items() if value is not None}}
     return checked({name: value for name, value in merged.items() if name not in removed})
@@ -66,8 +58,7 @@ def inherited(labels: Labels) -> dict[str, str]:
 def parsed(text: bytes) -> dict[str, str]:
     """Return the labels in the text of a header or a query: `run=r7,step=3`, values percent-encoded.
 
-    Raises:
-        RefusalError: 422, the text is malformed or too long, or `checked` refuses a label.
+    Raises RefusalError (422) if the text is malformed or too long, or `checked` refuses a label.
     """
     if len(text) > MAX_TEXT:
         raise _refusal(f"labels have at most {MAX_TEXT} bytes. Set more with PATCH …/rollouts/{{rollout}}/labels.")

@@ -24,33 +24,22 @@ _MAX_CONTEXTS = 4096
 _MAX_FOLLOWING = 32
 """Calls that a context keeps; the least frequent one makes room. More would hardly be likely enough to be run."""
 _MAX_OTHER_TASKS = 32
-"""Tasks of a namespace that are looked at beside a rollout's own, the latest ones. A look takes 2 µs for each."""
+"""Tasks of a namespace that are looked at beside a rollout's own, the latest ones."""
 _MAX_TASKS = 4096
 """Tasks with statistics; the one used longest ago makes room."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallKind:
-    """What a call has in common with similar ones.
+    """What a call has in common with similar ones."""
 
-    Attributes:
-        name: Endpoint, tool and, for a shell command, its program.
-        changed: Whether the call changed something.
-    """
-
-    name: str
-    changed: bool
+    name: str  # Endpoint, tool and, for a shell command, its program.
+    changed: bool  # Whether the call changed something.
 
 
 @dataclass(frozen=True, slots=True)
 class PastCall:
-    """A call that a rollout has made.
-
-    Attributes:
-        key: Key of the call.
-        kind: Its kind.
-        seconds: How long its tool ran.
-    """
+    """A call that a rollout has made, and how long its tool ran."""
 
     key: CallKey
     kind: CallKind
@@ -59,17 +48,11 @@ class PastCall:
 
 @dataclass(frozen=True, slots=True)
 class LikelyCall:
-    """A call that a rollout may make next.
-
-    Attributes:
-        key: Key of the call.
-        chance: How likely it is, from 0 to 1.
-        seconds: How long its tool ran on average.
-    """
+    """A call that a rollout may make next."""
 
     key: CallKey
-    chance: float
-    seconds: float
+    chance: float  # How likely it is, from 0 to 1.
+    seconds: float  # How long its tool ran on average.
 
 
 @dataclass(slots=True)
@@ -115,13 +98,9 @@ class NextCalls:
         self._tasks: OrderedDict[tuple[str, str], _Statistics] = OrderedDict()
 
     def note(self, namespace: str, task: str, history: History, call: PastCall) -> None:
-        """Note that a rollout made a call. 5 µs.
+        """Note that a rollout made a call after its history.
 
-        Args:
-            namespace: Namespace of the task: other namespaces never learn of the call.
-            task: Name of the task.
-            history: The rollout's calls before this one.
-            call: The call.
+        Other namespaces than the task's never learn of the call.
         """
         statistics = self._tasks.setdefault((namespace, task), _Statistics())
         self._tasks.move_to_end((namespace, task))
@@ -130,13 +109,9 @@ class NextCalls:
             self._tasks.popitem(last=False)
 
     def likely(self, namespace: str, task: str, history: History, *, least: float) -> list[LikelyCall]:
-        """Return the calls that a rollout may make next, the likeliest first.
+        """Return the calls that a rollout may make after its history, the likeliest first.
 
-        Args:
-            namespace: Namespace of the task.
-            task: Name of the task.
-            history: The rollout's calls so far.
-            least: Calls less likely than this are left out, from 0 to 1.
+        Calls less likely than `least`, from 0 to 1, are left out.
         """
         own = self._tasks.get((namespace, task))
         others = self._others(namespace, task)

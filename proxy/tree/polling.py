@@ -15,26 +15,18 @@ from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record
 
 AGE_TOLERANCE_S = 3.0
-"""By how much the ages of processes may differ for an answer to be shared.
-
-It absorbs differences in the thinking times of agents that do the same. Halved, rollouts of one group share fewer
-answers. Doubled, an agent that waited for a server to start may be given the refused connection of an agent that did
-not wait.
-"""
+"""By how much the ages of processes may differ for an answer to be shared. It absorbs differences in the thinking times
+of agents that do the same. If it were much larger, an agent that waited for a server to start could be given the
+refused connection of an agent that did not wait."""
 AGE_TOLERANCE_SHARE = 0.5
 """By which share of the recorded age the ages may differ, if that is more: differences of thinking times add up."""
 
 
 def key_for(rollout: Rollout, key: CallKey, now: float) -> CallKey:
-    """Return the key under which a rollout looks up a call and records it.
+    """Return the key under which a rollout looks up a call, whose own key (`keys.call_key`) is given, and records it.
 
-    Args:
-        rollout: The rollout that makes the call.
-        key: Key of the call itself (see `keys.call_key`).
-        now: Seconds of the proxy's monotonic clock.
-
-    Returns:
-        The key itself, a key for the n-th repetition, or a key of the rollout's own if it shares no records.
+    It is the key itself, a key for the n-th repetition, or a key of the rollout's own if it shares no records. `now` is
+    a time of the proxy's monotonic clock.
     """
     if not rollout.cached:
         return private_key(key, rollout.id, rollout.calls)
@@ -48,10 +40,7 @@ def key_for(rollout: Rollout, key: CallKey, now: float) -> CallKey:
 def holds(record: Record | None, rollout: Rollout, now: float) -> bool:
     """Return whether an answer holds for a rollout at this time, as far as the age of processes goes.
 
-    Args:
-        record: The record at the rollout's node; None if there is none, and anything may be recorded.
-        rollout: The rollout.
-        now: Seconds of the proxy's monotonic clock.
+    Without a record at the rollout's node, anything may be recorded. `now` is a time of the proxy's monotonic clock.
     """
     if record is None or record.source.state is not None or record.age_s == math.inf:
         return True

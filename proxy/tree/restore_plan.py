@@ -14,11 +14,8 @@ from proxy.tree.tree import Node, Record, Tree
 from snapshots.costs import Costs, SnapshotKind
 
 DOUBT_S = 60.0
-"""Seconds by which a replay of a doubtful call counts as dearer: if it diverges, the rollout is lost.
-
-The least that `snapshots.policy.at_stake_s` reckons for a lost rollout: some ten calls and the thinking between them.
-Halved or doubled, plans change only where a snapshot costs within a minute of a doubtful replay.
-"""
+"""Seconds by which a replay of a doubtful call counts as dearer: if it diverges, the rollout is lost. The least that
+`snapshots.policy.at_stake_s` reckons for a lost rollout: some ten calls and the thinking between them."""
 
 
 _DECLARED = frozenset({"http", "client"})
@@ -38,19 +35,12 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """One way to a sandbox in a node's state.
+    """One way to a sandbox in a node's state."""
 
-    Attributes:
-        way: How the sandbox is obtained.
-        start: Node at which it is obtained.
-        suffix: Records to replay, in this order.
-        cost_s: Expected seconds of both.
-    """
-
-    way: Way
+    way: Way  # How the sandbox is obtained, at `start`.
     start: Node
-    suffix: tuple[Record, ...]
-    cost_s: float
+    suffix: tuple[Record, ...]  # Records to replay, in this order.
+    cost_s: float  # Expected seconds of both.
 
 
 def plan_restore(
@@ -64,14 +54,9 @@ def plan_restore(
     """Return the plan with the fewest expected seconds; None if no way leads to the target.
 
     A doubtful replay counts as `DOUBT_S` dearer, so a snapshot behind it is preferred to a sandbox before it. A record
-    whose replay is known to diverge ends the search.
-
-    Args:
-        target: The node whose state is needed.
-        idle_at: Returns whether an idle sandbox at a node may be taken.
-        costs: What ways to a sandbox cost with the tree's driver.
-        avoid: Nodes whose snapshots must not be used.
-        proven: Whether to replay only records whose target a replay has reached before.
+    whose replay is known to diverge ends the search. `idle_at` returns whether an idle sandbox at a node may be taken.
+    The snapshots of the nodes to `avoid` must not be used. `proven` replays only records whose target a replay has
+    reached before.
     """
     if idle_at(target):
         # Nothing is cheaper. Most calls of a rollout end here.

@@ -31,43 +31,31 @@ class Rollout:
     """One agent's run of a task.
 
     All times are seconds of the proxy's monotonic clock. Methods take the current time as `now`.
-
-    Attributes:
-        id: Number of the rollout in the store.
-        name: Name of the rollout, unique among the running rollouts of its task.
-        task: Name of the task.
-        tree: Tree that the rollout walks.
-        node: Node that the rollout is at.
-        run: Value of its label `run`; empty without one.
-        cached: Whether records of other rollouts may answer its calls. False if the task's `cache` setting forbids it.
-        calls: Number of calls answered so far, which is also the turn of the next one.
-        finished: Whether the rollout has ended.
-        waiting: Number of calls that have arrived and are not answered yet.
-        used_at: When the last call was answered, or when the rollout began.
-        arrived_at: When the rollout arrived at its node. A hit takes no time but counts as long as the recorded call
-            took: `arrived_at` is moved back by that. 0.0 means long ago.
-        requested_at: When the oldest unanswered call arrived; 0.0 without one. Time that a call waits for the proxy
-            is not the agent's, so it does not count as dwell time.
-        live_from: Since when the state that the rollout sees moves by itself: when it left the last node that has a
-            digest. It is moved back by the time of hits, too, and time that calls wait for the proxy does not count.
-        polled_keys: Keys of observations already answered at this node while background processes were running
-            (see `polling.key_for`).
     """
 
     id: int
-    name: str
+    name: str  # Unique among the running rollouts of its task.
     task: str
     tree: Tree
     node: Node
-    run: str = ""
+    run: str = ""  # Value of its label `run`; empty without one.
+    # Whether records of other rollouts may answer its calls. False if the task's `cache` setting forbids it.
     cached: bool = True
-    calls: int = 0
+    calls: int = 0  # Number of calls answered so far, which is also the turn of the next one.
     finished: bool = False
-    waiting: int = 0
-    used_at: float = 0.0
+    waiting: int = 0  # Number of calls that have arrived and are not answered yet.
+    used_at: float = 0.0  # When the last call was answered, or when the rollout began.
+    # When the rollout arrived at its node. A hit takes no time but counts as long as the recorded call took:
+    # `arrived_at` is moved back by that. 0.0 means long ago.
     arrived_at: float = 0.0
+    # When the oldest unanswered call arrived; 0.0 without one. Time that a call waits for the proxy is not the
+    # agent's, so it does not count as dwell time.
     requested_at: float = 0.0
+    # Since when the state that the rollout sees moves by itself: when it left the last node that has a digest. It is
+    # moved back by the time of hits, too, and time that calls wait for the proxy does not count.
     live_from: float = 0.0
+    # Keys of observations already answered at this node while background processes were running (see
+    # `polling.key_for`).
     polled_keys: set[CallKey] = field(default_factory=set)
 
     def dwell_s(self, now: float) -> float:

@@ -11,25 +11,15 @@ from sandboxes.spec import EnvironmentSpec
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A task that is open in this process.
-
-    Attributes:
-        name: Name of the task.
-        spec: Environment in which new rollouts begin.
-        tree: Tree of that environment.
-        origin: The spec as JSON; None for a task on the default spec.
-        created_at: Unix time of the task's creation.
-        used_at: When the task was last opened by name, in seconds of the proxy's monotonic clock.
-        rollouts: The running rollouts by name.
-    """
+    """A task that is open in this process."""
 
     name: str
-    spec: EnvironmentSpec
-    tree: Tree
-    origin: str | None
-    created_at: float
-    used_at: float = 0.0
-    rollouts: dict[str, Rollout] = field(default_factory=dict)
+    spec: EnvironmentSpec  # Environment in which new rollouts begin.
+    tree: Tree  # Tree of that environment.
+    origin: str | None  # The spec as JSON; None for a task on the default spec.
+    created_at: float  # Unix time.
+    used_at: float = 0.0  # When the task was last opened by name, on the proxy's monotonic clock.
+    rollouts: dict[str, Rollout] = field(default_factory=dict)  # The running ones by name.
 
     @property
     def last_used_at(self) -> float:

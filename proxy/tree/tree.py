@@ -27,83 +27,50 @@ from sandboxes.spec import EnvironmentSpec
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A sandbox state.
+    """A sandbox state."""
 
-    Attributes:
-        id: Number of the node, unique in the store.
-        origin: The record that first reached the node; None for the root only.
-        state: Digest of the state; None without one (live processes run, or directories are too deep).
-        witness: Without a digest: digest of the files and sessions that a replay must reach; None if not known.
-        records: Records of the calls made here, by key.
-        snapshot: Id of the snapshot that holds the state; None without one.
-        pinned: Whether the snapshot is never evicted.
-        visits: Number of rollouts that have stepped onto the node.
-        demand: How often a rollout needed a sandbox here and there was none.
-        weighed: Whether a snapshot was considered; once for each node, for the statistics.
-        unfreezable: Why the driver cannot freeze the state; empty if nothing is known against it.
-        diverged: Why the state cannot be rebuilt; empty if nothing is known against it.
-        detached: Whether the node has been forgotten. Rollouts may still point at it.
-        quarantined: Keys of calls that are never answered from the tree here.
-    """
-
-    id: int
-    origin: "Record | None" = None
-    state: StateDigest | None = None
+    id: int  # Unique in the store.
+    origin: "Record | None" = None  # The record that first reached the node; None for the root only.
+    state: StateDigest | None = None  # None without a digest: live processes run, or directories are too deep.
+    # Without a digest: digest of the files and sessions that a replay must reach; None if not known.
     witness: bytes | None = None
-    records: "dict[CallKey, Record]" = field(default_factory=dict)
-    snapshot: str | None = None
-    pinned: bool = False
-    visits: int = 0
-    demand: int = 0
-    weighed: bool = False
-    unfreezable: str = ""
-    diverged: str = ""
-    detached: bool = False
-    quarantined: frozenset[CallKey] = frozenset()
+    records: "dict[CallKey, Record]" = field(default_factory=dict)  # Records of the calls made here, by key.
+    snapshot: str | None = None  # Id of the snapshot that holds the state; None without one.
+    pinned: bool = False  # Whether the snapshot is never evicted.
+    visits: int = 0  # Number of rollouts that have stepped onto the node.
+    demand: int = 0  # How often a rollout needed a sandbox here and there was none.
+    weighed: bool = False  # Whether a snapshot was considered; once for each node, for the statistics.
+    unfreezable: str = ""  # Why the driver cannot freeze the state; empty if nothing is known against it.
+    diverged: str = ""  # Why the state cannot be rebuilt; empty if nothing is known against it.
+    detached: bool = False  # Whether the node has been forgotten. Rollouts may still point at it.
+    quarantined: frozenset[CallKey] = frozenset()  # Keys of calls that are never answered from the tree here.
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One recorded call: made at `source`, it led to `target`.
+    """One recorded call: made at `source`, it led to `target`."""
 
-    Attributes:
-        id: Number of the record, unique in the store.
-        key: Key under which the call is looked up at `source`.
-        source: Node at which the call was made.
-        target: Node that the call led to; `source` itself for an observation.
-        effect: What the call changed.
-        seconds: How long the tool ran.
-        recorded_at: Unix time at which the call ended.
-        private: Whether the record serves one rollout only.
-        hits: How often the record has answered a call.
-        reproducible: Whether a replay may be expected to reach `target`. False once a replay reached another state.
-        proven: Whether a replay reached `target`, at least `PROOF_AGE_S` after the call was recorded.
-        doubtful: Whether a replay may well diverge (see `doubtful`). False once a replay did reach `target`.
-        differs: How the call was answered in an audit; empty if no audit found a difference.
-        age_s: For how long background processes had been running when the call was made (`Rollout.age_s`). Infinite if
-            that is not known, as in files of older exports.
-        call: Number of the call's blob in the store; 0 before it is stored.
-        upload: Number of the uploaded body's blob; 0 without one.
-        answer: Number of the result's blob; 0 before it is stored.
-    """
-
-    id: int
-    key: CallKey
+    id: int  # Unique in the store.
+    key: CallKey  # The call is looked up by it at `source`.
     source: Node
-    target: Node
+    target: Node  # `source` itself for an observation.
     effect: Effect
-    seconds: float
-    recorded_at: float
-    private: bool = False
-    hits: int = 0
+    seconds: float  # How long the tool ran.
+    recorded_at: float  # Unix time at which the call ended.
+    private: bool = False  # Whether the record serves one rollout only.
+    hits: int = 0  # How often the record has answered a call.
+    # Whether a replay may be expected to reach `target`. False once a replay reached another state.
     reproducible: bool = True
-    proven: bool = False
+    proven: bool = False  # Whether a replay reached `target`, at least `PROOF_AGE_S` after the call was recorded.
+    # Whether a replay may well diverge (see `doubtful`). False once a replay did reach `target`.
     doubtful: bool = False
-    differs: str = ""
+    differs: str = ""  # How the call was answered in an audit; empty if no audit found a difference.
+    # For how long background processes had been running when the call was made (`Rollout.age_s`). Infinite if that is
+    # not known, as in files of older exports.
     age_s: float = math.inf
-    call: int = 0
-    upload: int = 0
-    answer: int = 0
+    call: int = 0  # Number of the call's blob in the store; 0 before it is stored.
+    upload: int = 0  # Number of the uploaded body's blob; 0 without one.
+    answer: int = 0  # Number of the result's blob; 0 before it is stored.
 
     @property
     def observation(self) -> bool:
@@ -120,10 +87,7 @@ class Record:
 
 
 PROOF_AGE_S = 61.0
-"""How long after a call a replay must begin to prove its record: a state that shows the minute differs by then.
-
-Halved, such states would count as proven and be lost after an eviction. Doubled, snapshots are evicted a minute later.
-"""
+"""How long after a call a replay must begin to prove its record: a state that shows the minute differs by then."""
 _UNREPEATABLE = re.compile(rb"[0-9]{10}|[0-9]\.[0-9]{6}|[0-9a-f]{12}|[0-9]{2}:[0-9]{2}:[0-9]{2}", re.IGNORECASE)
 """Times, random numbers and ids in an answer: a second run would hardly repeat them."""
 _SEARCHED_BYTES = 1 << 16
@@ -159,27 +123,16 @@ class Destination:
 
 
 class Tree:
-    """All nodes and records of one root state.
-
-    Attributes:
-        id: Number of the tree in the store.
-        root: Node of the root state.
-        spec: Environment that builds the root state.
-        key: Digest of the spec and of what it referred to when the tree began (`keys.root_key`).
-        nodes: All nodes by number, diverged ones included.
-        aside: Records that are set aside.
-        size: Number of nodes and records ever added.
-        forgotten: Number of those that were forgotten since.
-        has_live_states: Whether a call has ever left processes running, so that its state has no digest.
-    """
+    """All nodes and records of one root state."""
 
     def __init__(self, tree_id: int, root: Node, spec: EnvironmentSpec, key: str = "") -> None:
+        # `key` is the digest of the spec and of what it referred to when the tree began (`keys.root_key`).
         self.id, self.root, self.spec, self.key = tree_id, root, spec, key
-        self.nodes: dict[int, Node] = {root.id: root}
-        self.aside: list[Record] = []
-        self.size = 1
-        self.forgotten = 0
-        self.has_live_states = False
+        self.nodes: dict[int, Node] = {root.id: root}  # By number, diverged ones included.
+        self.aside: list[Record] = []  # Records that are set aside.
+        self.size = 1  # Number of nodes and records ever added.
+        self.forgotten = 0  # Number of those that were forgotten since.
+        self.has_live_states = False  # Whether a call has ever left processes running, so that its state has no digest.
         self._by_state: dict[bytes, Node] = {}
         self._index(root)
 
@@ -204,8 +157,7 @@ class Tree:
     def add_record(self, record: Record) -> None:
         """Add a record to its source. The first record to reach a node becomes the node's origin.
 
-        Raises:
-            ValueError: The source has a record with this key already.
+        Raises ValueError if the source has a record with this key already.
         """
         if record.key in record.source.records:
             raise ValueError(f"node n{record.source.id} has a record under this key already")
@@ -234,11 +186,7 @@ class Tree:
     def forget(self, node: Node) -> tuple[list[Node], list[Record]]:
         """Remove a node and all that came from it, with every record that leads there. O(size of the tree).
 
-        Returns:
-            The removed nodes, which are detached, and the removed records.
-
-        Raises:
-            ValueError: The node is the root.
+        Returns the removed nodes, which are detached, and the removed records. Raises ValueError for the root.
         """
         if node is self.root:
             raise ValueError("the root cannot be forgotten; delete the task instead")
@@ -257,15 +205,10 @@ class Tree:
         return sorted(gone, key=lambda n: n.id), records
 
     def set_aside(self, record: Record, why: str) -> list[Node]:
-        """Answer no more calls from a record, because its target cannot be rebuilt.
+        """Answer no more calls from a record, because its target cannot be rebuilt. People are shown why.
 
-        Args:
-            record: The record to set aside.
-            why: Reason, which is shown to people.
-
-        Returns:
-            The target and all nodes that came from it. They are marked as diverged but stay in memory, for the rollouts
-            that are there.
+        Returns the target and all nodes that came from it. They are marked as diverged but stay in memory, for the
+        rollouts that are there.
         """
         lost = sorted(self._offspring(record.target), key=lambda n: n.id)
         for node in lost:
@@ -279,14 +222,9 @@ class Tree:
         return lost
 
     def quarantine(self, record: Record, why: str) -> list[Node]:
-        """Answer no more calls from a record, nor from later records of the same call at this node.
+        """Answer no more calls from a record that an audit found to differ, nor from later ones of the same call here.
 
-        Args:
-            record: The record that an audit found to differ.
-            why: How it differs.
-
-        Returns:
-            The nodes that can no longer be rebuilt, because the record is their origin.
+        Returns the nodes that can no longer be rebuilt, because the record is their origin.
         """
         source = record.source
         record.differs = why

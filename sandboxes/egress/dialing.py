@@ -33,23 +33,15 @@ _ADDRESSES = 3
 
 
 class FailedError(Exception):
-    """There is no response now: the name has no usable address, or the host cannot be reached or breaks its protocol.
-
-    Attributes:
-        status: The HTTP status of the response that says so.
-    """
+    """There is no response: the name has no usable address, or the host cannot be reached or breaks its protocol."""
 
     def __init__(self, reason: str, status: int = 502) -> None:
         super().__init__(reason)
-        self.status = status
+        self.status = status  # The HTTP status of the response that says so.
 
 
 async def resolve(name: str) -> list[str]:
-    """Return the addresses of a DNS name, as this machine's resolver gives them.
-
-    Raises:
-        OSError: It has none, or the resolver fails.
-    """
+    """Return the addresses of a DNS name, as this machine's resolver gives them. Raises OSError if there are none."""
     # The dot at the end keeps the resolver from trying the machine's own search domains. Threads of its own, because a
     # look-up goes on after its time is over, and recordings are read in the others.
     look_up = partial(socket.getaddrinfo, f"{name}.", None, type=socket.SOCK_STREAM)
@@ -58,11 +50,7 @@ async def resolve(name: str) -> list[str]:
 
 
 async def connect(address: str, port: int) -> socket.socket:
-    """Connect to an address.
-
-    Raises:
-        OSError: The host cannot be reached.
-    """
+    """Connect to an address. Raises OSError if the host cannot be reached."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.setblocking(False)
@@ -83,15 +71,9 @@ class Dialer:
         self._room, self._look_ups = FairSlots(_LOOK_UPS), TaskOwner()
 
     async def dial(self, requester: Requester, host: str, port: int) -> socket.socket:
-        """Return a connection to a host.
+        """Return a connection to a host. The requester's share of the look-ups is bounded.
 
-        Args:
-            requester: Whose request it is; its share of the look-ups is bounded.
-            host: A DNS name.
-            port: A TCP port.
-
-        Raises:
-            FailedError: Its name leads to an address that is not public, or it cannot be reached.
+        Raises FailedError if the name leads to an address that is not public, or cannot be reached.
         """
         try:
             async with asyncio.timeout(_RESOLVE_S):

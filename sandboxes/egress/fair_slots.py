@@ -11,15 +11,10 @@ from typing import NamedTuple
 
 
 class Requester(NamedTuple):
-    """Whose request it is.
+    """Whose request it is."""
 
-    Attributes:
-        sandbox: The sandbox's ID.
-        scope: Names the environment whose recordings are meant: sandboxes of one spec share it.
-    """
-
-    sandbox: str
-    scope: str
+    sandbox: str  # The sandbox's ID.
+    scope: str  # Names the environment whose recordings are meant: sandboxes of one spec share it.
 
 
 class FairSlots:

@@ -34,8 +34,7 @@ _RESPONSE_S = 300.0
 _AT_ONCE = 32
 """Responses that are received at once: bounds the disk that drafts take to 32 times the largest response.
 
-A sandbox gets 11 of them; package managers open some ten connections.
-"""
+A sandbox gets 11 of them; package managers open some ten connections."""
 
 
 class HostFetcher:
@@ -52,15 +51,8 @@ class HostFetcher:
     ) -> tuple[RecordedResponse, EgressOutcome]:
         """Return a response, and whether it was recorded now or before, or is not recorded.
 
-        Args:
-            requester: Whose request it is.
-            method: `GET` or `HEAD`.
-            target: Where the request leads, which the rules allow.
-            headers: The request headers that the host receives.
-
-        Raises:
-            RefusedError: The request has characters that a request must not have.
-            FailedError: There is no response, or it is too large.
+        The rules allow the target already. Raises RefusedError if the request has characters that a request must not
+        have, and FailedError if there is no response, or it is too large.
         """
         try:
             head = request_head(method, target.path, headers, target.authority, 0)
@@ -124,34 +116,21 @@ class HostFetcher:
 
 
 class _Receiver:
-    """Takes a response while it comes.
-
-    Attributes:
-        status: Its status; 0 until it is there.
-        headers: Its end-to-end headers, without those that frame it.
-    """
+    """Takes a response while it comes."""
 
     def __init__(self, draft: BinaryIO, max_bytes: int) -> None:
-        self.status = 0
-        self.headers: Headers = ()
+        self.status = 0  # 0 until it is there.
+        self.headers: Headers = ()  # End-to-end headers, without those that frame the response.
         self._draft, self._room = draft, max_bytes
 
     async def head(self, status: int, headers: Headers) -> None:
-        """Take the head.
-
-        Raises:
-            FailedError: It has too many headers.
-        """
+        """Take the head. Raises FailedError if it has too many headers."""
         if len(headers) > MAX_HEADERS:
             raise FailedError(f"the response has more than {MAX_HEADERS} headers")
         self.status, self.headers = status, end_to_end(headers, without=REFRAMED)
 
     async def data(self, chunk: bytes) -> None:
-        """Take the next piece of the body.
-
-        Raises:
-            FailedError: The body is too large.
-        """
+        """Take the next piece of the body. Raises FailedError if the body is too large."""
         self._room -= len(chunk)
         if self._room < 0:
             raise FailedError("the response is too large to be recorded")

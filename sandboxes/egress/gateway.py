@@ -48,11 +48,9 @@ class EgressGateway:
     """The egress of one driver's sandboxes. The egress proxy starts with the first one that has egress."""
 
     def __init__(self, folder: Path, *, module: str = "sandboxes.egress.process") -> None:
-        """Describe the egress proxy.
+        """Describe the egress proxy, which records responses in a folder.
 
-        Args:
-            folder: Where responses are recorded.
-            module: The module whose `main` the process runs. Tests have one that resolves names to their own hosts.
+        `module` is the one whose `main` the process runs. Tests have one that resolves names to their own hosts.
         """
         self._folder = folder
         self._process = ForkServer("the egress proxy", module, [str(folder)], site_packages=True)
@@ -61,15 +59,9 @@ class EgressGateway:
         self._doubtful: set[str] = set()
 
     async def open_outlet(self, sandbox: str, spec: EnvironmentSpec, listener: int) -> "SandboxEgress":
-        """Serve the connections of a sandbox whose spec has egress.
+        """Serve the connections of a sandbox whose spec has egress. The listening socket is closed here.
 
-        Args:
-            sandbox: The sandbox's ID.
-            spec: Its spec.
-            listener: The listening socket, which is closed here.
-
-        Raises:
-            SandboxError: The egress proxy does not start.
+        Raises SandboxError if the egress proxy does not start.
         """
         assert spec.egress is not None, "only sandboxes with egress have a listening socket"
         try:
@@ -105,20 +97,16 @@ class SandboxEgress:
     """The egress of one sandbox."""
 
     def __init__(self, sandbox: str, process: ForkServer, is_doubtful: Callable[[], bool]) -> None:
-        """Take over an open outlet.
+        """Take over an open outlet of the egress proxy.
 
-        Args:
-            sandbox: The sandbox's ID.
-            process: The egress proxy.
-            is_doubtful: Whether a recording that is repeated may differ from the one that was recorded with a call.
+        `is_doubtful` says whether a recording that is repeated may differ from the one that was recorded with a call.
         """
         self._sandbox, self._process, self._is_doubtful = sandbox, process, is_doubtful
 
     async def conclude(self, execution: Execution) -> Execution:
         """Return the outcome of a call with what came through the egress since the last one.
 
-        Raises:
-            SandboxError: The egress proxy has ended, so it is unknown what came through.
+        Raises SandboxError if the egress proxy has ended, so that it is unknown what came through.
         """
         taken = (await self._process.ask(TakeExchanges(self._sandbox))).message
         for exchange in taken.exchanges:

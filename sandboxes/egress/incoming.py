@@ -26,13 +26,7 @@ _FINISH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ProgramRequest:
-    """The head of a request.
-
-    Attributes:
-        method: Its method.
-        target: Its target, as it was written.
-        headers: Its headers.
-    """
+    """The head of a request, with its target as it was written."""
 
     method: str
     target: str
@@ -49,12 +43,10 @@ class ProgramConnection:
         self._is_head = False
 
     async def request(self) -> ProgramRequest:
-        """Read the request.
+        """Read the request. Raises RefusedError if it is not HTTP, too large, or has a body.
 
-        Raises:
-            RefusedError: It is not HTTP, too large, or has a body.
-            OSError: The connection broke, or ended before a request.
-            TimeoutError: It did not come in time.
+        Raises OSError if the connection broke or ended before a request, TimeoutError if the request did not come in
+        time.
         """
         try:
             async with asyncio.timeout(_HEAD_S):
@@ -81,9 +73,8 @@ class ProgramConnection:
     async def respond(self, status: int, headers: Headers, length: int | None) -> None:
         """Send the head of a response; `length` is that of the body, None for a response without one.
 
-        Raises:
-            OSError: The connection broke.
-            TimeoutError: The program does not read.
+        Raises OSError if the connection broke, and TimeoutError if the program does not read, as do all methods that
+        send.
         """
         framing = () if length is None else (("content-length", str(length)),)
         lines = [*headers, *framing, ("connection", "close")]
@@ -91,28 +82,16 @@ class ProgramConnection:
         await self._send(self._parser.send(h11.Response(status_code=status, headers=encoded)))
 
     async def accept_tunnel(self) -> bytes:
-        """Tell the program that its tunnel is open; return what it has sent through it already.
-
-        Raises:
-            OSError, TimeoutError: See `respond`.
-        """
+        """Tell the program that its tunnel is open; return what it has sent through it already."""
         await self._send(self._parser.send(h11.Response(status_code=200, headers=[])))
         return self._parser.trailing_data[0]
 
     async def data(self, chunk: bytes) -> None:
-        """Send the next piece of the body.
-
-        Raises:
-            OSError, TimeoutError: See `respond`.
-        """
+        """Send the next piece of the body."""
         await self._send(self._parser.send(h11.Data(data=chunk)))
 
     async def refuse(self, status: int, reason: str) -> None:
-        """Send a response that gives a reason as text.
-
-        Raises:
-            OSError, TimeoutError: See `respond`.
-        """
+        """Send a response that gives a reason as text."""
         body = f"egress: {reason}\n".encode("latin-1", "replace")
         await self.respond(status, (("content-type", "text/plain; charset=iso-8859-1"),), len(body))
         # The response to a HEAD request has no body (RFC 9112, 6.3).

@@ -7,31 +7,19 @@ from sandboxes.ipc.messages import Done
 
 # The listening socket accompanies it: made in the sandbox's network namespace, to which it belongs for ever.
 class OpenOutlet(IpcRequest[Done], op="open_outlet", descriptors=(1, 1)):
-    """Serve the connections of a sandbox.
-
-    Attributes:
-        sandbox: The sandbox's ID.
-        hosts: The hosts that its spec names.
-        scope: Names the environment whose recordings are meant.
-    """
+    """Serve the connections of a sandbox."""
 
     sandbox: str
-    hosts: list[str]
-    scope: str
+    hosts: list[str]  # The hosts that its spec names.
+    scope: str  # Names the environment whose recordings are meant.
 
 
 class ExchangesTaken(IpcMessage, op="exchanges_taken"):
-    """What the programs of a sandbox requested since the last time.
+    """What the programs of a sandbox requested since the last time."""
 
-    Attributes:
-        exchanges: The latest requests.
-        lost: How many more there were before them.
-        live: Whether something came in that was not recorded before.
-    """
-
-    exchanges: list[EgressExchange]
-    lost: int
-    live: bool
+    exchanges: list[EgressExchange]  # The latest requests.
+    lost: int  # How many more there were before them.
+    live: bool  # Whether something came in that was not recorded before.
 
 
 class TakeExchanges(IpcRequest[ExchangesTaken], op="take_exchanges"):

@@ -24,7 +24,7 @@ from sandboxes.task_owner import TaskOwner, start
 _CONNECTIONS = 32
 """Connections of one sandbox that are served at once; further ones wait in the queue of its listening socket.
 
-Package managers open some ten. Doubled, the sandboxes of a large proxy could use up the descriptors of this process.
+Package managers open some ten. The limit keeps the sandboxes of a large proxy from using up this process's descriptors.
 """
 _EXCHANGES = 100
 """Requests that are remembered until the proxy takes them, after each call. Of more, only the number is kept."""
@@ -52,14 +52,9 @@ class Outlet:
         fetcher: HostFetcher,
         dialer: Dialer,
     ) -> None:
-        """Take over a listening socket; `serve` accepts its connections.
+        """Take over a listening socket in the sandbox's network namespace; `serve` accepts its connections.
 
-        Args:
-            listener: The socket, in the sandbox's network namespace.
-            hosts: What the spec allows.
-            requester: The sandbox and its environment.
-            fetcher: Answers plain requests.
-            dialer: Connects tunnels.
+        The fetcher answers plain requests to the hosts of the spec, the dialer connects tunnels.
         """
         listener.setblocking(False)
         self._listener, self._hosts, self._requester = listener, hosts, requester
@@ -187,14 +182,10 @@ class Outlet:
         inwards: EgressExchange | None,
         chunk: bytes = b"",
     ) -> None:
-        """Pass on bytes in one direction until they end.
+        """Pass on bytes in one direction until they end, beginning with a chunk that came already.
 
-        Args:
-            source: Where they come from.
-            sink: Where they go.
-            moved_at: When a byte last passed in either direction; one list for both.
-            inwards: What counts the bytes that a program receives; None in the other direction.
-            chunk: What came from the source already.
+        `moved_at` says when a byte last passed in either direction: one list for both. `inwards` counts the bytes that
+        a program receives; None in the other direction.
         """
         loop, room = asyncio.get_running_loop(), _TUNNEL_BYTES
         await _send(sink, chunk)

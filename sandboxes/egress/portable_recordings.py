@@ -25,13 +25,10 @@ class PortableRecordings:
     def __init__(
         self, folder: Path, scope: str, recount: Callable[[], Awaitable[None]], doubt: Callable[[], None]
     ) -> None:
-        """Describe them.
+        """Describe the recordings of an environment (`scope`) in one driver's folder.
 
-        Args:
-            folder: Where one driver's recordings are.
-            scope: Names the environment.
-            recount: Tells the egress proxy that there are others.
-            doubt: Called when a request has another recording here than on the machine that exported it.
+        `recount` tells the egress proxy that there are others. `doubt` is called when a request has another recording
+        here than on the machine that exported it.
         """
         self._folder, self._scope, self._recount, self._doubt = folder, scope, recount, doubt
 
@@ -40,26 +37,19 @@ class PortableRecordings:
         return sorted(path.name.partition("-")[2] for path in self._folder.glob(f"{self._scope}-*"))
 
     def pack(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a recording. Blocking.
+        """Yield the bytes of a recording. Blocking. Raises ValueError if it is damaged.
 
-        Raises:
-            ValueError: It is damaged.
-            OSError: It was removed meanwhile, or cannot be read.
+        Raises OSError if it was removed meanwhile, or cannot be read.
         """
         with self._path(name).open("rb") as file:
             read(file)
             yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
 
     def take(self, name: str, file: Path) -> None:
-        """Add a recording, unless there is one of this request. Blocking.
+        """Add a recording under its name on the exporting machine, unless there is one of this request. Blocking.
 
-        Args:
-            name: Its name on the machine that exported it.
-            file: Its bytes, on the file system of the driver. The file itself becomes the recording.
-
-        Raises:
-            NotPortableError: The egress proxy would not have written such a recording.
-            OSError: The machine cannot store it.
+        The file, on the file system of the driver, becomes the recording. Raises NotPortableError if the egress proxy
+        would not have written such a recording, and OSError if the machine cannot store it.
         """
         if _NAME.fullmatch(name) is None:
             raise NotPortableError(f"{name[:80]!r} names no recording")

@@ -40,19 +40,12 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RecordedResponse:
-    """A complete response.
-
-    Attributes:
-        status: Its status.
-        headers: Its end-to-end headers, without those that frame it.
-        length: The size of its body; 0 if it has none.
-        body: An open file that begins with the body; its reader closes it.
-    """
+    """A complete response."""
 
     status: int
-    headers: Headers
-    length: int
-    body: BinaryIO
+    headers: Headers  # End-to-end headers, without those that frame the response.
+    length: int  # Size of the body in bytes; 0 if it has none.
+    body: BinaryIO  # An open file that begins with the body; its reader closes it.
 
 
 def is_recorded(status: int) -> bool:
@@ -89,13 +82,9 @@ class Recordings:
         Path(draft.name).unlink(missing_ok=True)
 
     def keep(self, key: str, draft: BinaryIO, status: int, headers: Headers) -> None:
-        """Make a draft the recording of a request.
+        """Make a draft, to which the body was written, the recording of a request.
 
-        Args:
-            key: Name of the request, see `fetching.HostFetcher`.
-            draft: What `draft` returned, with the body.
-            status: Status of the response.
-            headers: Its headers.
+        `fetching.HostFetcher` makes the key.
         """
         draft.seek(0, os.SEEK_END)
         head = json.dumps({"status": status, "headers": headers}).encode()
@@ -155,9 +144,8 @@ class Recordings:
 def read(file: BinaryIO) -> RecordedResponse:
     """Return the response in a recording, whose body is the file itself. Blocking.
 
-    Raises:
-        ValueError: The file is not what was written.
-        OSError: It is shorter than any recording, or cannot be read.
+    Raises ValueError if the file is not what was written, and OSError if it is shorter than any recording, or cannot be
+    read.
     """
     size_bytes = file.seek(-_DIGEST_BYTES, os.SEEK_END)
     if file.read() != _digest(file, size_bytes):

@@ -25,30 +25,20 @@ _FORWARDED = frozenset({
 
 
 class RefusedError(Exception):
-    """The request is refused.
-
-    Attributes:
-        status: The HTTP status of the response that says so.
-    """
+    """The request is refused."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
-        self.status = status
+        self.status = status  # The HTTP status of the response that says so.
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a request leads.
+    """Where a request leads."""
 
-    Attributes:
-        host: A DNS name in lower case.
-        port: A TCP port.
-        path: Path and query; empty for a tunnel.
-    """
-
-    host: str
+    host: str  # A DNS name in lower case.
     port: int
-    path: str
+    path: str  # Path and query; empty for a tunnel.
 
     @property
     def authority(self) -> str:
@@ -62,15 +52,10 @@ class Target:
 
 
 def target_of(method: str, target: str, hosts: Sequence[str]) -> Target:
-    """Return where a request leads.
+    """Return where a request leads, by its target: host and port for CONNECT, else an absolute URL.
 
-    Args:
-        method: The method of the request.
-        target: Its target: host and port for CONNECT, else an absolute URL.
-        hosts: What the spec allows, see `sandboxes.server_spec.Egress`.
-
-    Raises:
-        RefusedError: The request is malformed, or the rules do not allow it.
+    For `hosts` see `sandboxes.server_spec.Egress`. Raises RefusedError if the request is malformed, or the rules do not
+    allow it.
     """
     if method == "CONNECT":
         destination, usual_port = Target(*_authority(target, None), ""), HTTPS_PORT

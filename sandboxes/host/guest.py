@@ -9,11 +9,7 @@ from sandboxes.ipc.messages import CallDone
 
 
 class Guest(Protocol):
-    """A sandbox whose supervisor answers requests.
-
-    Attributes:
-        link: The link to the supervisor.
-    """
+    """A sandbox whose supervisor, at the other end of the link, answers requests."""
 
     @property
     def link(self) -> GuestLink:
@@ -24,13 +20,11 @@ class Guest(Protocol):
     ) -> Envelope[AnswerT]:
         """Send a request that begins a call, once everything that the last call left to do is done.
 
-        Raises:
-            SandboxError: The sandbox is dead, or the supervisor was silent for too long.
+        Raises SandboxError if the sandbox is dead, or the supervisor was silent for too long.
         """
 
     def conclude(self, done: Envelope[CallDone]) -> Envelope[CallDone]:
         """Begin what a call leaves to do, and return its answer.
 
-        Raises:
-            SandboxError: The machine may be the reason for the call's result.
+        Raises SandboxError if the machine may be the reason for the call's result.
         """

@@ -11,8 +11,7 @@ from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest
 GRACE_S = 60.0
 """How long over a call's own time the supervisor may take, to kill and to compare files, until it counts as dead.
 
-Comparing the most files that count takes seconds on a busy machine. Half of this has been too short there.
-"""
+Comparing the most files that count takes seconds on a busy machine. Half of this has been too short there."""
 
 ResultT = TypeVar("ResultT")
 FirstT = TypeVar("FirstT", bound=IpcMessage)
@@ -20,20 +19,12 @@ SecondT = TypeVar("SecondT", bound=IpcMessage)
 
 
 class GuestLink:
-    """Sends requests to a supervisor, and declares its sandbox dead when the supervisor fails.
-
-    Attributes:
-        name: The sandbox's ID, for error texts.
-        death: Why the sandbox is dead; None while it is not.
-    """
+    """Sends requests to a supervisor, and declares its sandbox dead when the supervisor fails."""
 
     def __init__(self, name: str, channel: Channel, kill: Callable[[], None]) -> None:
-        """Take over a channel.
+        """Take over a channel to the supervisor of the sandbox with the ID `name`.
 
-        Args:
-            name: The sandbox's ID.
-            channel: The channel to its supervisor.
-            kill: Ends everything that runs in the sandbox; called when the sandbox is declared dead.
+        `kill` ends everything that runs in the sandbox; it is called when the sandbox is declared dead.
         """
         # A supervisor may have died between its start and this line; the channel knows.
         self.name, self.death = name, None if channel.lost is None else channel.lost
@@ -61,18 +52,10 @@ class GuestLink:
     async def call(
         self, request: IpcRequest[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
     ) -> Envelope[AnswerT]:
-        """Send a request that may change the sandbox, and return its answer.
+        """Send a request that may change the sandbox, with descriptors, and return its answer.
 
-        If the caller is cancelled, the sandbox is dead: how far the call came is not known.
-
-        Args:
-            request: The request.
-            body: Its body.
-            timeout_s: How long the call itself may take.
-            fds: Descriptors to send along.
-
-        Raises:
-            SandboxError: The sandbox is dead, or the supervisor was silent for too long.
+        `timeout_s` is how long the call itself may take. If the caller is cancelled, the sandbox is dead: how far the
+        call came is not known. Raises SandboxError if the sandbox is dead, or the supervisor was silent for too long.
         """
         try:
             # The supervisor's own timer comes first; this limit is for a supervisor that does not keep it.
@@ -84,11 +67,7 @@ class GuestLink:
     async def ask(
         self, request: IpcRequest[AnswerT], body: bytes = b"", fds: Sequence[int] = (), *, within_s: float = GRACE_S
     ) -> Envelope[AnswerT]:
-        """Send a request and return its answer, which the supervisor has to give within_s.
-
-        Raises:
-            SandboxError: The sandbox is dead, or the supervisor was silent for too long.
-        """
+        """Send a request and return its answer, which the supervisor has to give within_s. Errors as for `call`."""
         # Checked here and by the channel: a sandbox declared dead may still have an open channel.
         self._require_life()
         return await self._await(self._channel.ask(request, body, fds), within_s)
@@ -100,11 +79,7 @@ class GuestLink:
     async def next(self, first: type[FirstT], second: type[SecondT], /) -> Envelope[FirstT | SecondT]: ...
 
     async def next(self, *expected: type[IpcMessage]) -> Envelope[Any]:
-        """Return the next message that the supervisor sends unasked.
-
-        Raises:
-            SandboxError: The sandbox is dead, or the supervisor was silent for too long.
-        """
+        """Return the next message that the supervisor sends unasked. Errors as for `call`."""
         self._require_life()
         return await self._await(self._channel.next(*expected), GRACE_S)
 

@@ -51,8 +51,7 @@ def _text(latin: str) -> str:
 def entries_of(done: Envelope[CallDone], paths: Sequence[str]) -> Mapping[str, FileEntry]:
     """Return what is at each of the paths that were looked at.
 
-    Raises:
-        SandboxError: The operation ran out of time or memory.
+    Raises SandboxError if the operation ran out of time or memory.
     """
     outcome = done.message.outcome
     if not isinstance(outcome, FileOutcome) or outcome.status != 200:

@@ -55,15 +55,10 @@ _TYPES = {
 
 
 class TarForm(NamedTuple):
-    """How a driver writes its directories.
+    """How a driver writes its directories."""
 
-    Attributes:
-        head: The name of the first member.
-        marks: The prefix of overlayfs' own attributes; see `is_mark`.
-    """
-
-    head: str
-    marks: str
+    head: str  # The name of the first member.
+    marks: str  # The prefix of overlayfs' own attributes; see `is_mark`.
 
     def has(self, name: str) -> bool:
         """Return whether an attribute belongs to the file, not to the machine (security labels) or to overlayfs."""
@@ -73,21 +68,13 @@ class TarForm(NamedTuple):
 
 
 class Unpacked(NamedTuple):
-    """What a tar held beside the files that were written.
+    """What a tar held beside the files that were written."""
 
-    Attributes:
-        head: The content of its first member.
-        links: Each further path of a file, with the first one; both begin with `diff/`.
-        sha256: The SHA-256 of the tar, in hexadecimal.
-        outline: See `outline`.
-        contents: Hashes of the contents of regular files (`facts.ContentHash`), by their paths in the directory.
-    """
-
-    head: bytes
-    links: dict[str, str]
-    sha256: str
-    outline: str
-    contents: dict[str, bytes]
+    head: bytes  # The content of its first member.
+    links: dict[str, str]  # Each further path of a file, with the first one; both begin with `diff/`.
+    sha256: str  # Of the tar, in hexadecimal.
+    outline: str  # See the function `outline`.
+    contents: dict[str, bytes]  # Hashes of regular files (`facts.ContentHash`), by their paths in the directory.
 
 
 _NO_LINKS: Mapping[str, str] = {}
@@ -98,16 +85,10 @@ def pack(
 ) -> Iterator[bytes]:
     """Yield the tar of a directory. Blocking; the memory that it takes grows with the hard links only.
 
-    Args:
-        layer: The directory, in whose `diff` nothing changes.
-        head: The content of the first member.
-        form: The driver's form.
-        links: Further paths of files that are not in the directory, each with the one that is. Both begin with `diff/`.
-        contents: Whether to yield the contents of the members.
-
-    Raises:
-        NotFreezableError: The layer has a socket or a device in it, or is too deep.
-        OSError: The layer was deleted, or cannot be read.
+    Nothing may change in its `diff`. The first member contains `head`. `links` are further paths of files that are not
+    in the directory, each with the one that is; both begin with `diff/`. Without `contents`, the members' contents are
+    left out. Raises NotFreezableError if the layer has a socket or a device in it, or is too deep, and OSError if it
+    was deleted, or cannot be read.
     """
     info = tarfile.TarInfo(form.head)
     info.size, info.mode = len(head), 0o644
@@ -127,10 +108,7 @@ def outline(layer: Path, head: bytes, form: TarForm) -> str:
 
     A tar is canonical if it has the outline of the directory that was written from it: each member's size is in its
     header, so the contents are at the same places, and they were just written. Blocking; nothing but contents is left
-    unread.
-
-    Raises:
-        NotFreezableError, OSError: See `pack`.
+    unread. Errors as for `pack`.
     """
     digest = hashlib.sha256()
     for piece in pack(layer, head, form, contents=False):
@@ -249,15 +227,9 @@ def _head(info: tarfile.TarInfo) -> bytes:
 def unpack(data: BinaryIO, target: Path, form: TarForm, *, link: bool = True) -> Unpacked:
     """Write a directory from its tar. Blocking. Nothing is written outside of the target.
 
-    Args:
-        data: The tar, at its beginning. It is read once, forward, to its end.
-        target: A directory with an empty `diff`.
-        form: The driver's form.
-        link: Whether to make the hard links; otherwise they are only returned.
-
-    Raises:
-        NotPortableError: The data is no tar of this form.
-        OSError: The machine cannot hold it.
+    The tar is read once, forward, from its beginning to its end. The target is a directory with an empty `diff`.
+    Without `link`, the hard links are only returned. Raises NotPortableError if the data is no tar of this form, and
+    OSError if the machine cannot hold it.
     """
     try:
         with (
@@ -289,11 +261,7 @@ def _head_of(stream: TarStream, member: tarfile.TarInfo | None, form: TarForm) -
 
 
 class _LayerWriter:
-    """Writes the members of a tar, in their order, after checking each.
-
-    Attributes:
-        links, contents: See `Unpacked`.
-    """
+    """Writes the members of a tar, in their order, after checking each. For `links` and `contents` see `Unpacked`."""
 
     def __init__(self, target: Path, form: TarForm, stream: TarStream, *, link: bool) -> None:
         self._target, self._form, self._stream, self._link = target, form, stream, link

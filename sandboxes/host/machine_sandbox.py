@@ -36,14 +36,7 @@ LOOK_S = 30.0
 
 
 class MachineSandbox(ABC):
-    """A sandbox with a supervisor: pid 1.
-
-    Attributes:
-        id: The sandbox's ID.
-        link: The link to its supervisor.
-        closed: Whether nothing is left of it.
-        egress: Its way to hosts outside; None without one.
-    """
+    """A sandbox with a supervisor: pid 1."""
 
     def __init__(
         self,
@@ -56,19 +49,13 @@ class MachineSandbox(ABC):
         server_environment: Mapping[str, str],
         process_environment: Mapping[str, str],
     ) -> None:
-        """Take over a channel.
+        """Take over a channel to the supervisor.
 
-        Args:
-            name: The sandbox's ID.
-            channel: The channel to its supervisor.
-            spec: What the sandbox is made from.
-            folder: Where long answers of tool servers are stored while they come.
-            known_reads: See `McpCalls`.
-            server_environment: Variables that tool servers have below those of the spec.
-            process_environment: Variables that processes of their own have below those of the spec.
+        Long answers of tool servers are stored in `folder` while they come. For `known_reads` see `McpCalls`. The two
+        environments are variables of tool servers and of processes; those of the spec replace them.
         """
         self.id, self.closed = name, False
-        self.egress: SandboxEgress | None = None
+        self.egress: SandboxEgress | None = None  # The sandbox's way to hosts outside.
         # The link kills when it dies, so no path of an error can forget to.
         self.link = GuestLink(name, channel, self._kill)
         self._spec = spec
@@ -117,8 +104,7 @@ class MachineSandbox(ABC):
     async def start_servers(self) -> None:
         """Start the tool servers that belong to the root state. If one fails, the sandbox is closed.
 
-        Raises:
-            ServerError: One of them did not get ready.
+        Raises ServerError if one of them did not get ready.
         """
         try:
             # In this order, because an MCP server over HTTP may be one of the tool servers.
@@ -150,9 +136,7 @@ class MachineSandbox(ABC):
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
         """Run a call; see `Sandbox.execute`. If it is cancelled, the sandbox is dead.
 
-        Args:
-            call: The call.
-            listener: Receives the answer of a tool server, or the output of a process, while it comes.
+        The listener receives the answer of a tool server, or the output of a process, while it comes.
         """
         execution = await self._run(call, listener)
         if self.egress is None:

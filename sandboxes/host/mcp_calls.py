@@ -42,15 +42,10 @@ class McpCalls:
         environment: Mapping[str, str],
         known_reads: dict[str, frozenset[str]],
     ) -> None:
-        """Prepare for the calls of a sandbox.
+        """Prepare for the calls of a sandbox, whose `environment` gives way to the variables of the spec.
 
-        Args:
-            guest: The sandbox.
-            servers: Begins and ends the calls.
-            spec: What the sandbox was made from.
-            environment: Variables that servers have below those of the spec.
-            known_reads: By definition of a server, the tools that are known to change nothing; shared by all sandboxes
-                of the driver, and filled here.
+        `known_reads` has, by definition of a server, the tools that are known to change nothing. All sandboxes of the
+        driver share it, and it is filled here.
         """
         self._guest, self._servers, self._spec, self._environment = guest, servers, spec, environment
         self._known_reads = known_reads
@@ -58,22 +53,16 @@ class McpCalls:
     async def start(self) -> None:
         """Start all servers and initialize them, so that the first client finds a server as any later one does.
 
-        Raises:
-            ServerError: One of them did not get ready.
+        Raises ServerError if one of them did not get ready.
         """
         for name in self._spec.mcp_servers:
             # A ping is harmless, and `_ask` makes the handshake on the way.
             await self._ask(name, "ping", {}, read=True)
 
     async def execute(self, call: ToolCall, listener: Listener | None) -> Execution:
-        """Send a request to one server, or to several whose lists become one.
+        """Send a request to one server, or to several (separated by commas) whose lists become one.
 
-        Args:
-            call: The request; `server` names one server, or several separated by commas.
-            listener: Receives notifications while they come; None if there is no listener.
-
-        Raises:
-            SandboxError: The server or the sandbox failed.
+        The listener receives notifications while they come. Raises SandboxError if the server or the sandbox failed.
         """
         method, params, names = (call.arguments[member] for member in ("method", "params", "server"))
         if "," in names:
@@ -142,11 +131,7 @@ class McpCalls:
     async def _ask(
         self, name: str, method: str, params: dict[str, Any], listener: Listener | None = None, *, read: bool
     ) -> tuple[McpResponse, Envelope[CallDone]]:
-        """Send one request to a server; return its answer, and the supervisor's.
-
-        Raises:
-            SandboxError: The server or the sandbox failed.
-        """
+        """Send one request to a server; return its answer, and the supervisor's. Errors as for `execute`."""
         server = self._spec.mcp_servers[name]
         order = mcp_order(name, self._spec, self._environment)
         # The supervisor starts the server if it does not run, and holds the sandbox in the call from here on.

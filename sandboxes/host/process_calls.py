@@ -34,13 +34,7 @@ class ProcessCalls:
     """Runs processes of their own in one sandbox, and polls those in the background."""
 
     def __init__(self, guest: Guest, spec: EnvironmentSpec, environment: Mapping[str, str]) -> None:
-        """Prepare for the calls of a sandbox.
-
-        Args:
-            guest: The sandbox.
-            spec: What it was made from.
-            environment: Variables that its processes have below those of the spec: the image's.
-        """
+        """Prepare for a sandbox's calls; `environment`, which is the image's, gives way to the spec's variables."""
         self._guest, self._spec, self._environment = guest, spec, environment
 
     @staticmethod
@@ -49,14 +43,9 @@ class ProcessCalls:
         return call.endpoint == "process" and (call.tool == "run" or call.tool in _BACKGROUND_TOOLS)
 
     async def execute(self, call: ToolCall, listener: Listener | None) -> Execution:
-        """Carry a call out.
+        """Carry a call out. The listener receives the output of a process while it comes, but not its exit code.
 
-        Args:
-            call: The call.
-            listener: Receives the output of a process while it comes, but not its exit code. None without one.
-
-        Raises:
-            SandboxError: The sandbox failed; it is dead.
+        Raises SandboxError if the sandbox failed; it is dead then.
         """
         return await (self._run(call, listener) if call.tool == "run" else self._use_background(call))
 
@@ -91,8 +80,7 @@ class ProcessCalls:
     async def _pass_on(self, end: int, listener: Listener | None, *, within_s: float) -> Frames:
         """Pass output on until the supervisor closes its socket; return what came.
 
-        Raises:
-            SandboxError: The process has not ended within_s, although its time is long up.
+        Raises SandboxError if the process has not ended within_s, although its time is long up.
         """
         frames, incoming, loop = Frames(), Incoming(), asyncio.get_running_loop()
         # Beside the output, because a client may leave while the process prints nothing.

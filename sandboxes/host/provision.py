@@ -34,13 +34,7 @@ class Provisioned(Guest, Protocol):
 async def furnish(sandbox: Provisioned, spec: EnvironmentSpec, sources: SourceRules) -> None:
     """Bring archives and files into a sandbox, and run set-up commands in a session that is then forgotten.
 
-    Args:
-        sandbox: The sandbox.
-        spec: What it is made for.
-        sources: What the spec may name.
-
-    Raises:
-        SpecError: One of them fails.
+    Raises SpecError if one of them fails.
     """
     # First, because archives and files may lie below it.
     await run_set_up(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.directory)}")
@@ -62,17 +56,7 @@ async def furnish(sandbox: Provisioned, spec: EnvironmentSpec, sources: SourceRu
 
 
 async def run_set_up(sandbox: Provisioned, spec: EnvironmentSpec, what: str, command: str) -> None:
-    """Run a command of set-up.
-
-    Args:
-        sandbox: The sandbox.
-        spec: What it is made for.
-        what: The name of the command in errors.
-        command: The command.
-
-    Raises:
-        SpecError: Its exit code is not 0.
-    """
+    """Run a command of set-up, which errors call `what`. Raises SpecError if its exit code is not 0."""
     arguments = {"command": command, "timeout_s": spec.limits.timeout_s, "session": SETUP_SESSION}
     answer = orjson.loads((await sandbox.execute(ToolCall("shell", "exec", arguments))).result.body)
     if answer["exit_code"] != 0:
@@ -119,14 +103,10 @@ async def _unpack(sandbox: Provisioned, source: str, opened: Path, target: str) 
 
 
 async def _stream(sandbox: Provisioned, source: str, opened: Path, packing: tuple[str, ...], target: str) -> None:
-    """Stream a source into the sandbox.
+    """Stream a source into a directory of the sandbox. Errors name the source as the spec does.
 
-    Args:
-        sandbox: The sandbox.
-        source: The path in the spec, for errors.
-        opened: A tarball, or what `tar` packs, as a path of a descriptor.
-        packing: Options for `tar`; empty if the source is a tarball already.
-        target: The directory to unpack in.
+    `opened` is a tarball, or what `tar` packs, as a path of a descriptor. `packing` are options for `tar`; empty if the
+    source is a tarball already.
     """
     process: asyncio.subprocess.Process | None = None
     if packing:

@@ -35,15 +35,10 @@ _BESIDE_FILES = {"limits", "merge", "cache", "servers", "mcp_servers", "timeouts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootState:
-    """A spec's root state; a driver's subclass names its storage, as strings or tuples of strings.
+    """A spec's root state; a driver's subclass names its storage, as strings or tuples of strings."""
 
-    Attributes:
-        born_ns: When it was built, in ns since 1970; older modification times are not those of calls.
-        content: The digest of all that set-up changed; empty if nothing was set up, or too much to digest.
-    """
-
-    born_ns: int
-    content: str = ""
+    born_ns: int  # When it was built, since 1970; older modification times are not those of calls.
+    content: str = ""  # The digest of all that set-up changed; empty if nothing was set up, or too much to digest.
 
 
 Root = TypeVar("Root", bound=RootState)
@@ -53,12 +48,7 @@ class RootStates(Generic[Root]):
     """The root states of one driver. All methods but `get` block, for microseconds."""
 
     def __init__(self, directory: Path, kind: type[Root]) -> None:
-        """Name the directory; `open` makes it.
-
-        Args:
-            directory: Where the files of the root states are.
-            kind: The dataclass of a root state.
-        """
+        """Name the directory of the root states' files; `open` makes it. `kind` is the dataclass of a root state."""
         self._directory, self._kind = directory, kind
         self._locks: dict[str, asyncio.Lock] = {}
         self._lookups: dict[str, tuple[float, Root | None]] = {}
@@ -72,13 +62,8 @@ class RootStates(Generic[Root]):
     ) -> Root:
         """Return a spec's root state; build it if its storage is missing. Concurrent callers share one build.
 
-        Args:
-            key: See `root_key`.
-            is_present: Whether the storage of a known root state is still there.
-            build: Builds the root state, durably: all of a task depends on it.
-
-        Raises:
-            SpecError: Set-up fails, leaves a process running, or gives another state than before.
+        `root_key` makes the key. `build` must be durable: all of a task depends on the root state. Raises SpecError if
+        set-up fails, leaves a process running, or gives another state than before.
         """
         # One build for each key; other specs build meanwhile. Of a group, the first rollout builds and the
         # others wait.
@@ -163,10 +148,7 @@ def needs_setup(spec: EnvironmentSpec) -> bool:
 def root_key(spec: EnvironmentSpec, identity: str, *, without: frozenset[str] = frozenset()) -> str:
     """Return the key of a spec's root state.
 
-    Args:
-        spec: The spec.
-        identity: A digest of what the spec names outside itself.
-        without: Further fields of the spec that `identity` stands for.
+    `identity` is a digest of what the spec names outside itself, and stands for the fields in `without` too.
     """
     # Sorted, so that equal specs have equal keys whatever the order of their fields.
     # Older versions had no services. Without empty ones, their root states are found again.

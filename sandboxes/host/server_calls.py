@@ -34,24 +34,15 @@ class ServerCalls:
         self._guest = guest
 
     async def start(self, orders: Sequence[ServerOrder]) -> None:
-        """Start servers as part of the root state.
-
-        Raises:
-            ServerError: One of them did not get ready.
-        """
+        """Start servers as part of the root state. Raises ServerError if one of them did not get ready."""
         # The sum, because they start one after the other.
         within_s = sum(order.ready_s for order in orders)
         self._require_server(await self._guest.link.call(StartServers(list(orders)), b"", within_s))
 
     async def connect(self, order: ServerOrder, first: bytes = b"") -> Envelope[ServerConnected]:
-        """Begin a call: return descriptors that lead to the server.
+        """Begin a call: return descriptors that lead to the server, which is started if it does not run.
 
-        Args:
-            order: The server; it is started if it does not run.
-            first: What the supervisor writes to the server at once.
-
-        Raises:
-            ServerError: The server did not get ready.
+        The supervisor writes `first` to the server at once. Raises ServerError if the server did not get ready.
         """
         # `ask` of the sandbox: it waits for what the last call left to do.
         return self._require_server(await self._guest.ask(UseServer(order), first, order.ready_s))
@@ -59,8 +50,7 @@ class ServerCalls:
     async def reconnect(self, ready_s: float) -> int:
         """Return another connection to the server of the current call.
 
-        Raises:
-            ServerError: The server does not run any more.
+        Raises ServerError if it does not run any more.
         """
         link = self._guest.link
         try:
@@ -79,10 +69,9 @@ class ServerCalls:
 
     @asynccontextmanager
     async def conversation(self, name: str) -> AsyncIterator[None]:
-        """Turn what goes wrong while a server is talked to into an error that quotes the server's log.
+        """Turn what goes wrong while a server is talked to into a ServerError that quotes the server's log.
 
-        Raises:
-            ServerError: The server hung up, sent nothing for too long, or sent something that it must not.
+        The server hung up, sent nothing for too long, or sent something that it must not.
         """
         try:
             yield

@@ -37,18 +37,11 @@ class SourceDigests:
         return None if status is None or _facts(status) != seen else self._file_digests.get(_facts(status))
 
     def of_source(self, source: str, rules: SourceRules, *, confined: bool) -> str:
-        """Return a digest of a directory's or file's content.
+        """Return a digest of a directory's or file's content. `confined` allows allowed sources only.
 
-        Blocking, if it has changed: 5 us an entry of a directory, in a child process, or one reading of the file.
-
-        Args:
-            source: The path that a spec names.
-            rules: What specs may name.
-            confined: Whether the spec may name allowed sources only.
-
-        Raises:
-            SpecError: The path is forbidden, missing or cannot be read.
-            OSError: The machine is short of memory, descriptors or disk.
+        Blocking, if it has changed: a directory is walked in a child process, a file is read. Raises SpecError if the
+        path is forbidden, missing or cannot be read, and OSError if the machine is short of memory, descriptors or
+        disk.
         """
         real = Path(rules.real(source, confined=confined))
         try:
@@ -65,28 +58,17 @@ class SourceDigests:
             ) from error
 
     def of_directory(self, path: Path, *, name: str, real: str) -> str:
-        """Return a digest of a directory's entries.
+        """Return a digest of a directory's entries, or raise OSError. `open_plain` opened the path.
 
-        Args:
-            path: The directory, opened; see `open_plain`.
-            name: Its name in specs.
-            real: Its real path.
-
-        Raises:
-            OSError: It cannot be read.
+        `name` is the name in specs, `real` the real path.
         """
         self._seen[name] = real
         return self.directories.of(path, real)
 
     def of_file(self, path: Path, *, name: str) -> str:
-        """Return the SHA-256 of a regular file.
+        """Return the SHA-256 of a regular file that `open_plain` opened; `name` is its name in specs.
 
-        Args:
-            path: The file, opened; see `open_plain`.
-            name: Its name in specs.
-
-        Raises:
-            OSError: The path is missing, no regular file, or cannot be read.
+        Raises OSError if the path is missing, no regular file, or cannot be read.
         """
         facts = _facts(path.stat())
         if not path.is_file():

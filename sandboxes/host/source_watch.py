@@ -20,8 +20,8 @@ from pathlib import Path
 from sandboxes.linux import syscalls as kernel
 
 _WATCHED_S = 600.0
-"""How long a walk of a watched directory counts, in seconds. Halved, a base of 140,000 files costs twice the walks, of
-a second or two each; doubled, a change that inotify does not report is noticed twice as late."""
+"""How long a walk of a watched directory counts. A change that inotify does not report is noticed after this time. A
+walk of a base of 140,000 files takes a second or two."""
 _UNWATCHED_S, _UNWATCHED_TIMES = 1.0, 10.0
 """Without a watch, a walk counts for so many seconds, or so many times its own duration if that is more."""
 _MAX_WATCHED = 32
@@ -58,7 +58,7 @@ class SourceWatch:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing has happened since the watch was armed. 1 us."""
+        """Whether nothing has happened since the watch was armed."""
         with self._lock:
             if self.fd < 0:
                 return False
@@ -83,21 +83,13 @@ class SourceWatch:
 
 @dataclass(slots=True)
 class _Walked:
-    """A directory as it was walked.
-
-    Attributes:
-        digest: Its digest.
-        place: Device and inode of the directory.
-        watch: Says whether it has changed.
-        is_watched: Whether the watch was armed completely.
-        until: When the walk counts no longer, on the monotonic clock.
-    """
+    """A directory as it was walked."""
 
     digest: str
-    place: tuple[int, int]
-    watch: SourceWatch
-    is_watched: bool
-    until: float
+    place: tuple[int, int]  # Device and inode of the directory.
+    watch: SourceWatch  # Says whether it has changed.
+    is_watched: bool  # Whether the watch was armed completely.
+    until: float  # When the walk counts no longer, on the monotonic clock.
 
     def holds(self, status: os.stat_result) -> bool:
         """Return whether the directory, whose status is given, is the one that was walked, and unchanged."""
@@ -115,24 +107,17 @@ class DirectoryDigests:
         self._locks: dict[str, threading.Lock] = {}
 
     def known(self, name: str, status: os.stat_result) -> str | None:
-        """Return the digest of a directory if it was walked before and is unchanged; 3 us, without blocking.
+        """Return the digest of a directory if it was walked under this real path before and is unchanged; else None.
 
-        Args:
-            name: The real path under which it was walked.
-            status: What the directory is now.
+        `status` is what the directory is now.
         """
         walked = self._walked.get(name)
         return walked.digest if walked is not None and walked.holds(status) else None
 
     def of(self, folder: Path, name: str) -> str:
-        """Return the digest of a directory.
+        """Return the digest of a directory, by its path below `/proc/self/fd` (see `open_plain`) and its real path.
 
-        Args:
-            folder: Its path below `/proc/self/fd`; see `open_plain`.
-            name: Its real path.
-
-        Raises:
-            OSError: It cannot be read.
+        Raises OSError if it cannot be read.
         """
         with self._locks.setdefault(name, threading.Lock()):
             walked, status = self._walked.get(name), folder.stat()
@@ -175,9 +160,8 @@ class Watched:
     def __init__(self, compute: Callable[[Callable[[str, int], None]], bytes]) -> None:
         """Create it; nothing is computed yet.
 
-        Args:
-            compute: Computes the value. It is given a function that watches a directory, by path and events, which it
-                calls before it looks at that directory.
+        `compute` is given a function that watches a directory, by path and events. It calls that before it looks at the
+        directory.
         """
         self._compute = compute
         self._lock = threading.Lock()
@@ -185,7 +169,7 @@ class Watched:
         self._value = b""
 
     def known(self) -> bytes | None:
-        """Return the value if nothing has changed since it was computed; 1 us, without blocking."""
+        """Return the value if nothing has changed since it was computed, without blocking."""
         watch = self._watch
         return self._value if watch is not None and watch.is_quiet else None
 

@@ -4,11 +4,10 @@ import math
 from collections import deque
 
 LEAST = 2
-"""Spares that are always kept, 4 MB each. With none, every start would wait for the kernel."""
+"""Spares that are always kept. With none, every start would wait for the kernel."""
 
 _MOST = 16
-"""The most spares. A group of rollouts of one task begins at once, and groups of 8 to 16 are usual. Twice as many would
-take another 60 MB while nothing happens; half as many would let half of such a group wait 15 ms each for the kernel."""
+"""The most spares. A group of rollouts of one task begins at once, and groups of 8 to 16 are usual."""
 
 _BURST_S = 0.5
 """Local sandboxes that begin within so many seconds count as begun at once: spares are not made again much faster."""
@@ -22,13 +21,7 @@ class SpareDemand:
     """Follows how many sandboxes are begun at once."""
 
     def __init__(self, *, least: int = LEAST, most: int = _MOST, burst_s: float = _BURST_S) -> None:
-        """Begin without any demand.
-
-        Args:
-            least: Spares that are always kept.
-            most: The most spares.
-            burst_s: Sandboxes that begin within so many seconds count as begun at once.
-        """
+        """Begin without any demand. Sandboxes that begin within `burst_s` count as begun at once."""
         self._least, self._most, self._burst_s = least, most, burst_s
         self._begun: deque[float] = deque()
         self._peak, self._peak_at_s = 0.0, 0.0

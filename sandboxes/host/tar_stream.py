@@ -42,10 +42,9 @@ class TarStream:
         return self._position
 
     def seek(self, position: int) -> None:
-        """Read on to a position. `tarfile` goes back only for members that no layer has.
+        """Read on to a position.
 
-        Raises:
-            NotPortableError: It is before the present one.
+        `tarfile` goes back only for members that no layer has: that raises NotPortableError.
         """
         if position < self._position:
             raise NotPortableError("one of its members is read twice")
@@ -55,8 +54,7 @@ class TarStream:
     def read(self, size: int) -> bytes:
         """Return bytes of headers and padding: as many as wanted, or fewer at the end.
 
-        Raises:
-            NotPortableError: A header claims to have megabytes.
+        Raises NotPortableError if a header claims to have megabytes.
         """
         # tarfile reads a header with the size that the header itself claims.
         if size > _MAX_HEADER_BYTES:
@@ -71,12 +69,8 @@ class TarStream:
     def content(self, size: int, content: ContentHash | None = None) -> Iterator[bytes]:
         """Yield the content of the member whose header was read last, in pieces of `PIECE_BYTES`.
 
-        Args:
-            size: The size in the header, in bytes.
-            content: Gets the pieces too. It is complete when the last one has been yielded.
-
-        Raises:
-            NotPortableError: The tar ends before.
+        `content` gets the pieces too, and is complete when the last one has been yielded. Raises NotPortableError if
+        the tar ends before.
         """
         if size < 0:
             raise NotPortableError("one of its members has a negative size")

@@ -32,13 +32,9 @@ class ToolCalls:
     def __init__(
         self, servers: ServerCalls, spec: EnvironmentSpec, environment: Mapping[str, str], folder: Path
     ) -> None:
-        """Prepare for the calls of a sandbox.
+        """Prepare for the calls of a sandbox. Long answers are stored in `folder` while they come.
 
-        Args:
-            servers: Begins and ends the calls.
-            spec: What the sandbox was made from.
-            environment: Variables that servers have below those of the spec.
-            folder: Where long answers are stored while they come.
+        The variables in `environment` give way to those of the spec.
         """
         self._servers, self._spec, self._environment, self._folder = servers, spec, environment, folder
         self._sockets: dict[str, Socket] = {}
@@ -48,26 +44,16 @@ class ToolCalls:
         return call.endpoint in self._spec.hosted
 
     async def start(self) -> None:
-        """Start the servers that belong to the root state.
-
-        Raises:
-            ServerError: One of them did not get ready.
-        """
+        """Start the servers that belong to the root state. Raises ServerError if one of them did not get ready."""
         hosted = self._spec.hosted.items()
         orders = [order(name, self._spec, self._environment) for name, server in hosted if server.start == "root"]
         if orders:
             await self._servers.start(orders)
 
     async def execute(self, call: ToolCall, listener: Listener | None) -> Execution:
-        """Forward a call.
+        """Forward a call. The listener receives an HTTP answer while it comes.
 
-        Args:
-            call: The call.
-            listener: Receives an HTTP answer while it comes; None if there is no listener.
-
-        Raises:
-            ServerError: The server failed, so the sandbox is dead.
-            SandboxError: The sandbox failed.
+        Raises ServerError if the server failed, so that the sandbox is dead, and SandboxError if the sandbox failed.
         """
         return await (self._send_message(call) if is_message(call) else self._forward(call, listener))
 
@@ -130,10 +116,9 @@ class ToolCalls:
         return self._sockets[name]
 
     def require_still(self) -> None:
-        """Raise if a message came over a WebSocket that no call has returned: a frozen state would lose it.
+        """Raise NotFreezableError if a message came over a WebSocket that no call has returned.
 
-        Raises:
-            NotFreezableError: There is such a message.
+        A frozen state would lose the message.
         """
         if not all(connection.is_drained for connection in self._sockets.values()):
             raise NotFreezableError("a server has sent messages over its WebSocket that no call is waiting for")

@@ -98,12 +98,7 @@ def command_execution(done: Envelope[CallDone], spec: EnvironmentSpec) -> Execut
 
 
 def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Execution:
-    """Return what came of a call.
-
-    Args:
-        done: The supervisor's answer.
-        result: The call's result, if it came another way, as the answer of a tool server does.
-    """
+    """Return what came of a call. `result` is given if it came another way, as the answer of a tool server does."""
     message = done.message
     # The supervisor reports facts; what counts as which effect is decided in this place only.
     effect = Effect.NONE

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 SMALL_BYTES = 256 << 10
-"""Tables up to this size are read whole after each change. 2 ms for a table of this size."""
+"""Tables up to this size are read whole after each change."""
 MAX_BYTES = 64 << 20
 """Of larger tables, only the numbers of changed rows are used: finding the rows takes a second for each GB."""
 
@@ -115,12 +115,12 @@ def digest_of(rows: Iterable[Any]) -> str:
 
 
 def schema_digest(connection: CatalogConnection) -> str:
-    """Return the digest of the schema as users see it, without object ids. 20 ms for 30 tables."""
+    """Return the digest of the schema as users see it, without object ids."""
     return digest_of(row for query in _SCHEMA for row in connection.execute(query))
 
 
 def sequences(connection: CatalogConnection) -> dict[str, str]:
-    """Return all that decides each sequence's next value, by name. 1 ms, and 1 ms for each 100 unused sequences."""
+    """Return all that decides each sequence's next value, by name."""
     rows = connection.execute(_SEQUENCES).fetchall()
     facts = {row[1]: list(row[2:]) for row in rows}
     # Before its first use a sequence has no last value in `pg_sequences`, but its next value may have been set by
@@ -144,7 +144,7 @@ RowCounts = dict[str, tuple[int, ...]]
 
 
 def counts(connection: CatalogConnection) -> RowCounts:
-    """Return how many rows the session changed in user tables, in this transaction and perhaps in earlier ones. 1 ms.
+    """Return how many rows the session changed in user tables, in this transaction and perhaps in earlier ones.
 
     The server accumulates counts over transactions until it reports them. Only the difference of two readings within
     one transaction is meaningful.
@@ -166,7 +166,7 @@ def moved(before: Mapping[str, int], now: Mapping[str, int]) -> set[str]:
 
 
 def table_digest(connection: CatalogConnection, table: str) -> list[str]:
-    """Return two digests of a table's rows: in physical order, and in any order. 10 ms for 1 MB."""
+    """Return two digests of a table's rows: in physical order, and in any order."""
     ordered = hashlib.blake2b(digest_size=32)
     rows = []
     with connection.cursor() as cursor, cursor.copy(f"COPY (SELECT * FROM ONLY {table}) TO STDOUT") as copy:
@@ -178,7 +178,7 @@ def table_digest(connection: CatalogConnection, table: str) -> list[str]:
 
 
 def rows_since(connection: CatalogConnection, table: str, transaction: int) -> str:
-    """Return the digest of the rows that a transaction or a later one wrote. 100 ms for 50 MB."""
+    """Return the digest of the rows that a transaction or a later one wrote."""
     digest = hashlib.blake2b(digest_size=32)
     # Transaction ids wrap around, so compare ages (PostgreSQL's manual, 25.1.5).
     since = f"pg_catalog.age(t.xmin) <= pg_catalog.age('{transaction % (1 << 32)}'::pg_catalog.xid)"
@@ -211,14 +211,10 @@ _WRITE_OBJECTS = (
 
 
 def definitions(connection: CatalogConnection, *, writing: bool) -> dict[str, str]:
-    """Return the definitions of user objects that a statement may use without naming what they contain. 5 ms.
+    """Return the definitions of user objects that a statement may use without naming what they contain.
 
-    Args:
-        connection: The connection.
-        writing: Include what runs when a table is written to: defaults, triggers and rules.
-
-    Returns:
-        The definitions' text, by the objects' names in lower case.
+    They are texts by the objects' names in lower case. `writing` includes what runs when a table is written to:
+    defaults, triggers and rules.
     """
     texts: dict[str, str] = {}
     for query in _READ_OBJECTS + _WRITE_OBJECTS if writing else _READ_OBJECTS:

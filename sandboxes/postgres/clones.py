@@ -38,46 +38,28 @@ OPEN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class PrivateClone:
-    """A clone that only one sandbox uses, and the worker that is connected to it.
-
-    Attributes:
-        database: Name of the database.
-        worker: The dedicated worker.
-        backend: Process id of the worker's session on the server.
-    """
+    """A clone that only one sandbox uses, and the dedicated worker that is connected to it."""
 
     database: str
     worker: PooledWorker
-    backend: int
+    backend: int  # Process id of the worker's session on the server.
 
 
 @dataclass(slots=True, eq=False)
 class Template:
-    """A frozen database: one state, from which clones are made.
-
-    Attributes:
-        server: The server that it is on.
-        name: Name of the database.
-        digest: Digest of its content.
-        settings: Settings that each clone must be given.
-        sequence_use: What the session whose state this is knew of sequences.
-        size_bytes: Size on the server's disk.
-        reader: Name of the clone for reading; empty until the first read.
-        spares: Private clones that wait for a sandbox.
-        filling: A background task is creating spares.
-        creating: Held while the reader is created.
-    """
+    """A frozen database: one state, from which clones are made."""
 
     server: PostgresServer
     name: str
     digest: DatabaseDigest
-    settings: DatabaseSettings
+    settings: DatabaseSettings  # Each clone must be given them.
+    # What the session whose state this is knew of sequences.
     sequence_use: SequenceUse = field(default_factory=SequenceUse)
-    size_bytes: int = 0
-    reader: str = ""
-    spares: deque[PrivateClone] = field(default_factory=deque)
-    filling: bool = False
-    creating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    size_bytes: int = 0  # Size on the server's disk.
+    reader: str = ""  # Name of the clone for reading; empty until the first read.
+    spares: deque[PrivateClone] = field(default_factory=deque)  # Private clones that wait for a sandbox.
+    filling: bool = False  # A background task is creating spares.
+    creating: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held while the reader is created.
 
 
 class Clones:
@@ -91,9 +73,7 @@ class Clones:
     async def reader(self, template: Template) -> str:
         """Return the name of a template's clone for reading. The first call creates it.
 
-        Raises:
-            SandboxError: The server failed.
-            SpecError: The server cannot be reached.
+        Raises SandboxError if the server failed, SpecError if it cannot be reached.
         """
         async with template.creating:
             if not template.reader:
@@ -109,11 +89,8 @@ class Clones:
     async def fork(self, template: Template) -> PrivateClone:
         """Return a private clone: a spare, or a new one.
 
-        Raises:
-            SandboxError: The server failed.
-            SpecError: The server cannot be reached.
-            WorkerLostError: The worker that connects to the clone ended.
-            WorkerStuckError: Connecting to the clone took too long.
+        Raises the errors of `reader`, WorkerLostError if the worker that connects to the clone ended, and
+        WorkerStuckError if connecting took too long.
         """
         try:
             while template.spares:
@@ -128,14 +105,7 @@ class Clones:
     async def connect(
         self, template: Template, database: str, digest: DatabaseDigest, sequence_use: SequenceUse
     ) -> PrivateClone:
-        """Connect a dedicated worker to a clone.
-
-        Args:
-            template: Where the clone came from.
-            database: Name of the clone.
-            digest: Digest of the clone's content.
-            sequence_use: What `currval` and `lastval` must know.
-        """
+        """Connect a dedicated worker to a clone of a template. `digest` and `sequence_use` are those of the clone."""
         await template.server.admit(database)
         worker = await self._worker_pool.dedicated()
         request = OpenDatabase(template.server.agent_dsn(database), digest, sequence_use)

@@ -51,29 +51,18 @@ _READ_HAD_EFFECT = """SELECT pg_catalog.pg_current_xact_id_if_assigned() IS NOT 
 
 
 def application_name(worker: int) -> str:
-    """Return the application name of a worker's sessions.
-
-    Args:
-        worker: Process id of the worker.
-    """
+    """Return the application name of the sessions of the worker with a process id."""
     return f"forkpoint-worker-{worker}"
 
 
 @dataclass(slots=True)
 class PostgresCall:
-    """One call of an agent.
-
-    Attributes:
-        tool: Name of the tool.
-        arguments: The tool's arguments.
-        output_bytes: Limit of the result's rows, in bytes.
-        until: Deadline, as a value of `time.monotonic`.
-    """
+    """One call of an agent."""
 
     tool: str
     arguments: dict[str, Any]
-    output_bytes: int
-    until: float
+    output_bytes: int  # Limit of the result's rows.
+    until: float  # Deadline, as a value of `time.monotonic`.
 
     @property
     def text(self) -> str:
@@ -93,19 +82,12 @@ class PostgresCall:
 
 @dataclass(slots=True)
 class CallFacts:
-    """What a call says of itself besides its result.
+    """What a call says of itself besides its result."""
 
-    Attributes:
-        volatile: Whether another run of it may give something else.
-        timed_out: Whether its time limit stopped it.
-        uncommitted: Whether it changed the session.
-        name: What names the call in the session's history; None if it only read.
-    """
-
-    volatile: bool = False
-    timed_out: bool = False
-    uncommitted: bool = False
-    name: str | None = None
+    volatile: bool = False  # Whether another run of it may give something else.
+    timed_out: bool = False  # Whether its time limit stopped it.
+    uncommitted: bool = False  # Whether it changed the session.
+    name: str | None = None  # Names the call in the session's history; None if it only read.
 
 
 class WriteAttemptError(Exception):
@@ -131,14 +113,9 @@ class PostgresLink:
     def send(
         self, text: str, call: PostgresCall, *, parameters: Any = None, single: bool = False, stop: bool = False
     ) -> PostgresOutcome:
-        """Run a text of the agent.
+        """Run a text of the agent, of one or several statements, within the limits of its call.
 
-        Args:
-            text: One or several statements.
-            call: The call that it belongs to, with its limits.
-            parameters: Values of parameters; None for none.
-            single: Let the server refuse several statements.
-            stop: Cancel the statement when the result is full.
+        `single` lets the server refuse several statements. `stop` cancels the statement when the result is full.
         """
         statement = Statement(self.connection.pgconn, call.rows(), until=call.until, stop_when_full=stop)
         outcome = statement.run(text, parameters, single=single)
@@ -174,8 +151,7 @@ class PostgresLink:
     def read(self, text: str, call: PostgresCall, parameters: Any = None) -> PostgresOutcome:
         """Run a statement in a read-only transaction, and roll it back.
 
-        Raises:
-            WriteAttemptError: The server refuses the statement, or it did more than read.
+        Raises WriteAttemptError if the server refuses the statement, or if it did more than read.
         """
         self.connection.execute("BEGIN READ ONLY")
         try:
@@ -209,10 +185,9 @@ class PostgresLink:
         self.connection.execute("RESET ROLE")
 
     def session(self) -> tuple[str, bool]:
-        """Describe the session state; empty if there is none. 2 ms.
+        """Describe the session state (empty if there is none), and say whether there are temporary objects.
 
-        Returns:
-            The description, and whether there are temporary objects (unless a transaction has failed).
+        In a failed transaction the server does not tell of temporary objects.
         """
         if self.status == pq.TransactionStatus.INERROR:
             return "a transaction that failed", False
@@ -227,11 +202,7 @@ class PostgresLink:
 
 
 def answer_reading(link: PostgresLink, call: PostgresCall) -> tuple[CallFacts, bytes]:
-    """Run a call that only reads, and return its result.
-
-    Raises:
-        WriteAttemptError: The call does more than read.
-    """
+    """Run a call and return its result. Raises WriteAttemptError if it does more than read."""
     if call.tool in ("tables", "schema"):
         return CallFacts(), listing(link.connection, call.tool, call.arguments.get("table"), call.rows().output_bytes)
     if call.tool == "script":
@@ -256,8 +227,7 @@ def answer_reading(link: PostgresLink, call: PostgresCall) -> tuple[CallFacts, b
 def parameters_of(call: PostgresCall) -> list[bytes | None] | None:
     """Return a call's parameters in the server's text form; None if it has none.
 
-    Raises:
-        ValueError: A value cannot be a parameter, or the parameters are named.
+    Raises ValueError if a value cannot be a parameter, or the parameters are named.
     """
     params = call.arguments.get("params")
     if params is None:

@@ -29,20 +29,13 @@ from sandboxes.postgres.catalog import CatalogConnection, RowCounts
 
 @dataclass(frozen=True, slots=True)
 class DatabaseDigest:
-    """The digest of a database's content.
-
-    Attributes:
-        schema: Digest of the schema.
-        sequences: All that decides each sequence's next value, by name.
-        tables: Two digests of each small table: in physical order, and in any order.
-        chain: Digest of the large tables and of their changes, in hexadecimal; empty if there are none.
-        chained: Names of the tables in the chain. A table that shrinks stays there.
-    """
+    """The digest of a database's content."""
 
     schema: str
-    sequences: dict[str, str]
-    tables: dict[str, list[str]]
-    chain: str = ""
+    sequences: dict[str, str]  # All that decides each sequence's next value, by name.
+    tables: dict[str, list[str]]  # Two digests of each small table: in physical order, and in any order.
+    chain: str = ""  # Digest of the large tables and of their changes, in hexadecimal; empty if there are none.
+    # Names of the tables in the chain. A table that shrinks stays there.
     chained: frozenset[str] = field(default_factory=frozenset)
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +61,7 @@ class DatabaseDigest:
 
 
 def whole(connection: CatalogConnection) -> DatabaseDigest:
-    """Read a whole database and return its digest. 40 ms for each MB."""
+    """Read a whole database and return its digest."""
     small, large = {}, []
     for table, size in catalog.tables(connection):
         digests = catalog.table_digest(connection, table)
@@ -90,15 +83,10 @@ def after_transaction(
     schema: bool,
     statement: str,
 ) -> DatabaseDigest:
-    """Return the digest that a transaction will leave when it commits.
+    """Return the digest that a transaction will leave when it commits. It is complete, but still open.
 
-    Args:
-        connection: The connection whose transaction is complete, but still open.
-        before: The digest before the transaction.
-        changed: Size and numbers of inserted, updated and deleted rows, by table.
-        transaction: Id of the transaction.
-        schema: Whether the transaction changed system tables too.
-        statement: Stands for changes of large tables that rows do not show.
+    `changed` has the size and the numbers of inserted, updated and deleted rows of each table. `schema` says whether
+    the transaction changed system tables too. `statement` stands for changes of large tables that rows do not show.
     """
     if schema:
         return _read_again(connection, before, statement, changed, transaction)
@@ -120,11 +108,7 @@ def after_unobserved(
 ) -> DatabaseDigest:
     """Return the digest after transactions whose changes were not observed.
 
-    Args:
-        connection: The connection.
-        before: The digest before the transactions.
-        statement: The text that ran.
-        large: Whether large tables may have changed. The text then stands for the change.
+    `large` says that large tables may have changed; the text of the statement then stands for the change.
     """
     return _read_again(connection, before, statement if large else "", {}, None)
 

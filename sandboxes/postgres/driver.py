@@ -33,17 +33,11 @@ SPARES = 2
 
 
 class RootDatabase(NamedTuple):
-    """The last known state of a source database.
+    """The last known state of a source database."""
 
-    Attributes:
-        fingerprint: Changes whenever the source does (`source.fingerprint_of`).
-        template: The frozen copy of the source.
-        behaviour: Digest of the server's settings (`source.behaviour_of`).
-    """
-
-    fingerprint: str
+    fingerprint: str  # Changes whenever the source does (`source.fingerprint_of`).
     template: Template
-    behaviour: str
+    behaviour: str  # Digest of the server's settings (`source.behaviour_of`).
 
 
 class PostgresDriver:
@@ -75,10 +69,8 @@ class PostgresDriver:
     async def open(self) -> None:
         """Take the data directory, start the workers, and clean up after a killed instance.
 
-        A server that cannot be reached now is cleaned up at the next start.
-
-        Raises:
-            SandboxError: Another process uses this data directory, or no worker can be started.
+        A server that cannot be reached now is cleaned up at the next start. Raises SandboxError if another process uses
+        this data directory, or if no worker can be started.
         """
         self._ownership.acquire()
         try:
@@ -214,10 +206,9 @@ class PostgresDriver:
         return self._adopt(spec, positions)
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> PostgresSandbox:
-        """Start a sandbox at a frozen state. Its first read or write creates a clone.
+        """Start a sandbox at a frozen state.
 
-        Raises:
-            StateGoneError: A template of the state is gone.
+        Its first read or write creates a clone. Raises StateGoneError if a template is gone.
         """
         positions = {}
         for name, part in frozen.payload["places"].items():

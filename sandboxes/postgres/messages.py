@@ -15,26 +15,15 @@ class DatabaseOpened(IpcMessage, op="database_opened"):
 
 
 class OpenDatabase(IpcRequest[DatabaseOpened], op="open_database"):
-    """Connect to a private database.
-
-    Attributes:
-        dsn: Names it.
-        digest: Digest of its content.
-        sequence_use: What the session knows of sequences.
-    """
+    """Connect to the private database that a DSN names."""
 
     dsn: str
     digest: DatabaseDigest
-    sequence_use: SequenceUse
+    sequence_use: SequenceUse  # What the session knows of sequences.
 
 
 class PrivateState(IpcRecord):
-    """A private database and its session after a call; see `DatabasePosition`.
-
-    Attributes:
-        database_changed: Whether the call changed the database.
-        session_changed: Whether the call changed the session.
-    """
+    """A private database and its session after a call, and what the call changed; see `DatabasePosition`."""
 
     digest: DatabaseDigest
     sequence_use: SequenceUse
@@ -45,19 +34,12 @@ class PrivateState(IpcRecord):
 
 
 class StatementDone(IpcMessage, op="statement_done"):
-    """A call was run; the body is the agent's result.
-
-    Attributes:
-        seconds: How long it ran.
-        volatile: Whether another run of it may give something else.
-        timed_out: Whether its time limit stopped it.
-        private: The private database after it; None on a shared one.
-    """
+    """A call was run; the body is the agent's result."""
 
     seconds: Number
-    volatile: bool
+    volatile: bool  # Whether another run of it may give something else.
     timed_out: bool
-    private: PrivateState | None = None
+    private: PrivateState | None = None  # The private database after it; None on a shared one.
 
 
 class MustWrite(IpcMessage, op="must_write"):
@@ -72,16 +54,9 @@ class ServerLost(IpcMessage, op="server_lost"):
 
 
 class RunStatement(IpcRequest[StatementDone | MustWrite | ServerLost], op="run_statement"):
-    """Run a call.
-
-    Attributes:
-        tool: The tool.
-        arguments: Its arguments.
-        output_bytes: Limit of the result's rows.
-        dsn: The shared database to read; None for the private one.
-    """
+    """Run a call."""
 
     tool: str
     arguments: dict[str, Any]
-    output_bytes: int
-    dsn: str | None = None
+    output_bytes: int  # Limit of the result's rows.
+    dsn: str | None = None  # The shared database to read; None for the private one.

@@ -64,12 +64,7 @@ _HAS_CURSORS = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_cursors WHERE name <>
 
 
 class PrivateDatabase:
-    """A private database: its connection, its digest, and what its session holds.
-
-    Attributes:
-        link: The connection.
-        digest: Digest of the committed content.
-    """
+    """A private database: its connection, the digest of its committed content, and what its session holds."""
 
     def __init__(self, link: PostgresLink, digest: DatabaseDigest) -> None:
         self.link, self.digest = link, digest

@@ -19,24 +19,15 @@ from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerPool, Wo
 
 
 class DatabasePosition:
-    """A sandbox's position in one of its databases.
-
-    Attributes:
-        template: The template that it was last cloned from, or that is its state.
-        digest: Digest of the content now.
-        sequence_use: What the session knows of sequences.
-        clone: The sandbox's private clone; None until it writes.
-        has_session: There is session state: an open transaction, temporary tables, settings.
-        witness: Names the session state; empty if there is none.
-    """
+    """A sandbox's position in one of its databases."""
 
     def __init__(self, template: Template) -> None:
-        self.template = template
+        self.template = template  # The one that it was last cloned from, or that is its state.
         self.digest: DatabaseDigest = template.digest
-        self.sequence_use = template.sequence_use
-        self.clone: PrivateClone | None = None
-        self.has_session = False
-        self.witness = b""
+        self.sequence_use = template.sequence_use  # What the session knows of sequences.
+        self.clone: PrivateClone | None = None  # None until the sandbox writes.
+        self.has_session = False  # Whether there is an open transaction, a temporary table, a setting.
+        self.witness = b""  # Names the session state; empty if there is none.
 
     @property
     def frozen(self) -> bool:
@@ -54,12 +45,7 @@ class DatabasePosition:
 
 
 class PostgresSandbox:
-    """A sandbox of the `postgres` driver.
-
-    Attributes:
-        id: Name of the sandbox.
-        positions: Its databases, by the names that the spec gives them.
-    """
+    """A sandbox of the `postgres` driver, with its databases by the names that the spec gives them."""
 
     def __init__(
         self,
@@ -72,16 +58,9 @@ class PostgresSandbox:
         save: Callable[[DatabasePosition], Awaitable[Template]],
         on_close: Callable[["PostgresSandbox"], None],
     ) -> None:
-        """Create a sandbox.
+        """Create a sandbox that starts at these positions.
 
-        Args:
-            name: Name of the sandbox.
-            spec: Limits, and whether volatile results are shared.
-            positions: Where it starts.
-            clones: Creates and drops clones.
-            worker_pool: Provides workers for reading.
-            save: Copies a private clone into a new template.
-            on_close: Called once when the sandbox closes.
+        `save` copies a private clone into a new template. `on_close` is called once when the sandbox closes.
         """
         self.id, self.positions = name, positions
         self._spec, self._clones, self._worker_pool = spec, clones, worker_pool
@@ -94,11 +73,7 @@ class PostgresSandbox:
         return not self._why_dead
 
     async def execute(self, call: ToolCall) -> Execution:
-        """Run a call: read-only on the shared reader if possible, else on a private clone.
-
-        Raises:
-            SandboxError: The server or a worker failed.
-        """
+        """Run a call: read-only on the shared reader if possible, else on a private clone."""
         if self._why_dead:
             raise SandboxError(f"sandbox {self.id} is dead: {self._why_dead}")
         position = self.positions[str(call.arguments["database"])]
@@ -173,10 +148,9 @@ class PostgresSandbox:
     def _aborted(
         self, position: DatabasePosition, call: ToolCall, error: WorkerStuckError | WorkerLostError
     ) -> Execution:
-        """Return the result of a statement that ended its worker. The server rolls its changes back.
+        """Return the result of a statement that ended its worker. Raises SandboxError if the statement is not to blame.
 
-        Raises:
-            SandboxError: The statement is not to blame.
+        The server rolls its changes back.
         """
         # "crashed" counts as out of memory: a C library may crash when it cannot allocate.
         if isinstance(error, WorkerLostError) and error.cause not in ("memory", "crashed"):
@@ -219,9 +193,7 @@ class PostgresSandbox:
     async def freeze(self) -> FrozenState:
         """Save the state of every database as a template on the server.
 
-        Raises:
-            NotFreezableError: There is session state.
-            SandboxError: The server or a worker failed.
+        Raises NotFreezableError if there is session state.
         """
         if self._why_dead:
             raise SandboxError(f"sandbox {self.id} is dead: {self._why_dead}")

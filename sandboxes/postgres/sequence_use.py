@@ -31,17 +31,12 @@ _AT = """SELECT format('%%I.%%I', schemaname, sequencename), last_value FROM pg_
 
 @dataclass(frozen=True, slots=True)
 class SequenceUse:
-    """What a session knows of sequences.
+    """What a session knows of sequences."""
 
-    Attributes:
-        values: `currval` of each sequence that has one, by quoted name with schema.
-        last: The sequence whose value `lastval` shows; empty if it shows none.
-        restorable: Whether another session can be given the same use.
-    """
-
+    # `currval` of each sequence that has one, by quoted name with schema.
     values: dict[str, int] = field(default_factory=dict)
-    last: str = ""
-    restorable: bool = True
+    last: str = ""  # The sequence whose value `lastval` shows; empty if it shows none.
+    restorable: bool = True  # Whether another session can be given the same use.
 
     def to_json(self) -> dict[str, Any]:
         """Return the use as JSON members; an empty object if nothing was used."""
@@ -60,14 +55,10 @@ class SequenceUse:
 def observe(
     connection: CatalogConnection, before: SequenceUse, text: str, sequences: Collection[str], changed: Collection[str]
 ) -> SequenceUse:
-    """Return what the session knows of sequences now. 0.2 ms for each sequence. No transaction may be open.
+    """Return what the session knows of sequences after a call. No transaction may be open.
 
-    Args:
-        connection: The session's connection.
-        before: What it knew before the call.
-        text: The call's text and all that it may run.
-        sequences: Names of sequences that the session may have used, without quotes.
-        changed: Those of them whose next value the call changed.
+    `text` is the call's text and all that it may run. `sequences` are names of sequences that the session may have
+    used, without quotes, and `changed` those of them whose next value the call changed.
     """
     at: dict[str, int | None] = dict(connection.execute(_AT, (list(sequences),)).fetchall())
     moved = {name for (name,) in connection.execute(_AT.replace(", last_value", ""), (list(changed),))}

@@ -45,26 +45,20 @@ _CHANGE_LOGIN = sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}")
 
 @dataclass(frozen=True, slots=True)
 class DatabaseSettings:
-    """Settings of a source database (`ALTER DATABASE … SET`), which a clone does not inherit.
-
-    Attributes:
-        own: Pairs of name and value.
-    """
+    """Settings of a source database (`ALTER DATABASE … SET`), as pairs. A clone does not inherit them."""
 
     own: tuple[tuple[str, str], ...]
 
 
 class PostgresServer:
-    """One PostgreSQL server.
+    """One PostgreSQL server. The administrator connects with `dsn`.
 
-    Attributes:
-        dsn: Connection string of the administrator.
-        prefix: Start of the name of every role and database that this instance creates.
-        agent: The role that agents' statements run as, and that owns the objects in all clones.
+    The names of all roles and databases that this instance creates begin with `prefix`.
     """
 
     def __init__(self, dsn: str, prefix: str, password: str) -> None:
         self.dsn, self.prefix, self._password = dsn, prefix, password
+        # The role that agents' statements run as, and that owns the objects in all clones.
         self.agent = f"{prefix}_agent"
         self._connection: psycopg.AsyncConnection[Any] | None = None
         self._is_superuser = False
@@ -115,13 +109,9 @@ class PostgresServer:
         return self._connection
 
     async def connect(self, database: str | None = None) -> psycopg.AsyncConnection[Any]:
-        """Open a new connection of the administrator.
+        """Open a new connection of the administrator: to a database, else to the one that the DSN names.
 
-        Args:
-            database: Name of the database; None for the one that the DSN names.
-
-        Raises:
-            SpecError: The server cannot be reached with the DSN.
+        Raises SpecError if the server cannot be reached with the DSN.
         """
         try:
             more = {"dbname": database} if database else {}
@@ -163,20 +153,11 @@ class PostgresServer:
         return [str(row[0]) for row in rows]
 
     async def clone(self, source: str, kind: str, settings: DatabaseSettings) -> str:
-        """Clone a database. 0.1 s for 15 MB on two cores with fsync off.
+        """Clone a database that has no sessions, give the clone settings, and return its name.
 
-        Args:
-            source: Name of the database to clone. It must have no sessions.
-            kind: Part of the clone's name: root, state, read, fork or spare. The first two are never connected to by
-                agents.
-            settings: Settings to give to the clone.
-
-        Returns:
-            The name of the clone.
-
-        Raises:
-            SpecError: The source does not exist, or has sessions.
-            SandboxError: The server failed, for example because its disk is full.
+        `kind` becomes part of the name: root, state, read, fork or spare. Agents never connect to the first two. Raises
+        SpecError if the source does not exist or has sessions, and SandboxError if the server failed, for example
+        because its disk is full.
         """
         name = f"{self.prefix}_{kind}_{secrets.token_hex(6)}"
         command = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source))
@@ -190,12 +171,9 @@ class PostgresServer:
         return name
 
     async def admit(self, database: str) -> None:
-        """Give a clone a login that only it accepts, or make the login as it was, before a connection. 1 ms.
+        """Before a connection, give a clone a login that only it accepts, or make the login as it was.
 
         An agent can change the password and the settings of its own login.
-
-        Raises:
-            SandboxError: The server failed.
         """
         login, agent = sql.Identifier(database), sql.Identifier(self.agent)
         # Never the agents' role: a transaction of an agent that changes it would hold up everybody.
@@ -248,10 +226,7 @@ class PostgresServer:
         await self.rows(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(sql.Identifier(database)))
 
     async def drop(self, database: str) -> None:
-        """Drop a database that this instance created, even if it has sessions, and its login.
-
-        Idempotent; failures are ignored.
-        """
+        """Drop a database that this instance created, and its login. Idempotent; sessions end, failures are ignored."""
         assert database.startswith(self.prefix + "_")
         with contextlib.suppress(psycopg.Error, SpecError):
             connection = await self.connect()

@@ -35,19 +35,14 @@ _SEEDS = re.compile(r"\bsetseed\b|\bset\b[^;]*\bseed\b", re.IGNORECASE)
 
 @dataclass(slots=True)
 class SessionHistory:
-    """The statements that may have changed what no catalog shows of a session.
+    """The statements that may have changed what no catalog shows of a session."""
 
-    Attributes:
-        settings: Those that set something, and those that drew random numbers after a seed.
-        temporary: Those that ran while there were temporary objects, and did more than read.
-        cursor_moves: Those that moved a cursor.
-        seeded: Whether random numbers follow from a seed.
-    """
-
+    # Statements that set something, or drew random numbers after a seed.
     settings: list[str] = field(default_factory=list)
+    # Those that ran while there were temporary objects, and did more than read.
     temporary: list[str] = field(default_factory=list)
     cursor_moves: list[str] = field(default_factory=list)
-    seeded: bool = False
+    seeded: bool = False  # Whether random numbers follow from a seed.
 
     def __bool__(self) -> bool:
         """Return whether the session keeps more than the server shows. Cursors themselves are shown."""
@@ -56,9 +51,7 @@ class SessionHistory:
     def note_settings(self, text: str, meaning: str) -> bool:
         """Note a statement that may have set something, or drawn a random number after a seed; return whether it may.
 
-        Args:
-            text: The statement.
-            meaning: The statement with all that it may run.
+        `meaning` is the statement with all that it may run.
         """
         draws = self.seeded and VOLATILE.search(meaning) is not None
         resets = self.settings and _RESETS.search(meaning) is not None
@@ -75,12 +68,7 @@ class SessionHistory:
         return f"{text}\n{secrets.token_hex(16)}" if by_chance else text
 
     def clear_gone(self, session: str, *, temporary: bool) -> None:
-        """Forget what is gone.
-
-        Args:
-            session: What the server shows of the session; empty if nothing.
-            temporary: Whether there are temporary objects.
-        """
+        """Forget what is gone. `session` is what the server shows of the session; empty if nothing."""
         if not temporary:
             self.temporary.clear()
         if not session:

@@ -35,9 +35,8 @@ ServerLossCause = Literal["timeout", "memory", "connection"]
 class PostgresServerLostError(RuntimeError):
     """The connection is unusable.
 
-    Attributes:
-        cause: "timeout": the server does not cancel a statement. "memory": the client library has none left.
-            "connection": the server ended the session.
+    "timeout": the server does not cancel a statement. "memory": the client library has none left. "connection": the
+    server ended the session.
     """
 
     def __init__(self, cause: ServerLossCause, message: str) -> None:
@@ -47,38 +46,24 @@ class PostgresServerLostError(RuntimeError):
 
 @dataclass(slots=True)
 class PostgresOutcome:
-    """The outcome of a text with one or several statements.
+    """The outcome of a text with one or several statements."""
 
-    Attributes:
-        rows: Rows of the last statement, up to their limits.
-        columns: Names of its columns; empty if it returns no rows.
-        types: Object ids of the columns' types.
-        tags: The server's command tag of each statement, such as "INSERT 0 1".
-        failure: Why a statement failed; None if all succeeded.
-        cut: The last statement was cancelled because its result was full.
-        affected: Rows that the last statement without columns changed.
-    """
-
-    rows: RowCollector
-    columns: list[str] = field(default_factory=list)
-    types: list[int] = field(default_factory=list)
-    tags: list[str] = field(default_factory=list)
+    rows: RowCollector  # Rows of the last statement, up to their limits.
+    columns: list[str] = field(default_factory=list)  # Names of its columns; empty if it returns no rows.
+    types: list[int] = field(default_factory=list)  # Object ids of the columns' types.
+    tags: list[str] = field(default_factory=list)  # The server's command tag of each statement, such as "INSERT 0 1".
     failure: Failure | None = None
-    cut: bool = False
-    affected: int = 0
+    cut: bool = False  # The last statement was cancelled because its result was full.
+    affected: int = 0  # Rows that the last statement without columns changed.
 
 
 class Statement:
     """Sends one text and reads all its results."""
 
     def __init__(self, connection: pq.abc.PGconn, rows: RowCollector, *, until: float, stop_when_full: bool) -> None:
-        """Prepare a statement.
+        """Prepare a statement with a deadline (a value of `time.monotonic`).
 
-        Args:
-            connection: The connection.
-            rows: Limits of the result.
-            until: Deadline, as a value of `time.monotonic`.
-            stop_when_full: Cancel the statement when the result is full. Only for statements that only read.
+        `stop_when_full` cancels it when the result is full, and is for statements that only read.
         """
         self._connection, self._until, self._stop = connection, until, stop_when_full
         self._outcome = PostgresOutcome(rows)
@@ -86,15 +71,9 @@ class Statement:
         self._discarded, self._tag = 0, b""
 
     def run(self, text: str, parameters: Sequence[bytes | None] | None, *, single: bool) -> PostgresOutcome:
-        """Run a text.
+        """Run a text of one or several statements; `single` lets the server refuse several.
 
-        Args:
-            text: One or several statements.
-            parameters: Values in the server's text form; None for none.
-            single: Let the server refuse several statements.
-
-        Raises:
-            PostgresServerLostError: The connection is unusable.
+        The parameters are in the server's text form. Raises PostgresServerLostError if the connection is unusable.
         """
         try:
             # The extended protocol accepts one statement only; the simple one accepts several.

@@ -18,13 +18,10 @@ _TAGGED = {
 
 
 def reader_of(oid: int) -> Callable[[str], Value]:
-    """Return the function that converts a column's text into a JSON value.
+    """Return the function that converts the text of a column with a type's object id into a JSON value.
 
     Integers, finite floats, booleans and text are JSON values. Decimals, dates and the like are tagged values. All
     other types (arrays, ranges, enums) keep the server's text.
-
-    Args:
-        oid: Object id of the column's type.
     """
     if oid in _INTEGERS:
         return int
@@ -47,8 +44,7 @@ def _bytes(text: str) -> Value:
 def parameter(value: Value) -> bytes | None:
     """Convert a value of a call's `params` into the server's text form; None is NULL.
 
-    Raises:
-        ValueError: The value cannot be a parameter.
+    Raises ValueError if it cannot be one.
     """
     match decode(value):
         case None:

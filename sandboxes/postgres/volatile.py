@@ -70,9 +70,7 @@ _NAME = re.compile(r"[a-z_\x80-\U0010ffff][\w$\x80-\U0010ffff]*", re.IGNORECASE)
 def reach(sql: str, definitions: Mapping[str, str]) -> str:
     """Return a text together with the definitions of all objects that it may use, directly or not.
 
-    Args:
-        sql: The text.
-        definitions: Definitions of functions, views, triggers and defaults, by name in lower case.
+    The definitions of functions, views, triggers and defaults are given by name in lower case.
     """
     texts, seen, pending = [sql], set[str](), [sql]
     while pending:

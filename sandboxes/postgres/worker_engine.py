@@ -99,11 +99,7 @@ class PostgresEngine:
 
 
 def _read(link: PostgresLink, call: PostgresCall) -> tuple[CallFacts, bytes]:
-    """Run a call on a shared database.
-
-    Raises:
-        WriteAttemptError: The call needs a private one.
-    """
+    """Run a call on a shared database. Raises WriteAttemptError if it needs a private one."""
     try:
         return answer_reading(link, call)
     except WriteAttemptError:

@@ -8,17 +8,10 @@ Row = tuple[Hashable, ...]
 
 
 def judge(rows: Sequence[Row], gold: Sequence[Row], *, ordered: bool) -> dict[str, Any]:
-    """Compare the rows of a query with those of the gold query.
+    """Compare the rows of a query with those of the gold query: `match`, `why` (empty on a match), and both counts.
 
-    Column names do not count. 1 and 1.0 are the same value, as in every SQL engine; '1' is another one.
-
-    Args:
-        rows: Rows of the query.
-        gold: Rows of the gold query.
-        ordered: Compare row by row; otherwise compare as multisets.
-
-    Returns:
-        The members `match`, `why` (empty on a match), `rows` and `gold_rows` (how many rows each query returned).
+    Column names do not count. 1 and 1.0 are the same value, as in every SQL engine; '1' is another one. Without
+    `ordered`, the rows are compared as multisets.
     """
     why = _difference(rows, gold, ordered=ordered)
     return {"match": not why, "why": why, "rows": len(rows), "gold_rows": len(gold)}

@@ -23,17 +23,11 @@ ErrorKind = Literal["sql", "timeout", "limit", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The error of a statement, as the agent reads it.
-
-    Attributes:
-        message: The engine's or our text.
-        kind: See `ErrorKind`.
-        code: The engine's own code (an SQLSTATE, or a name such as `SQLITE_CONSTRAINT`); None if it has none.
-    """
+    """The error of a statement, as the agent reads it."""
 
     message: str
     kind: ErrorKind = "sql"
-    code: str | None = None
+    code: str | None = None  # The engine's own (an SQLSTATE, or a name such as `SQLITE_CONSTRAINT`), if it has one.
 
     def to_json(self) -> dict[str, str]:
         """Return the member `error` of a result."""
@@ -43,27 +37,16 @@ class Failure:
 
 @dataclass(slots=True)
 class RowCollector:
-    """Collects the rows of a result up to its limits.
+    """Collects the rows of a result up to its limits."""
 
-    Attributes:
-        max_rows: Limit of rows, from the call.
-        output_bytes: Limit of the rows' JSON in bytes, from the spec.
-        rows: The collected rows.
-        truncated: A row was left out because a limit was reached.
-    """
-
-    max_rows: int
-    output_bytes: int
+    max_rows: int  # From the call.
+    output_bytes: int  # Limit of the rows' JSON, from the spec.
     rows: list[list[Value]] = field(default_factory=list)
-    truncated: bool = False
+    truncated: bool = False  # A row was left out because a limit was reached.
     _bytes: int = 0
 
     def add(self, row: list[Value]) -> bool:
-        """Add a row if it fits.
-
-        Returns:
-            False if the row was left out. The caller need not fetch more rows.
-        """
+        """Add a row if it fits. False says that it was left out: the caller need not fetch more rows."""
         if len(self.rows) >= self.max_rows:
             self.truncated = True
             return False
@@ -91,14 +74,10 @@ def success(
     types: Sequence[str] | None = None,
     changed: int | None = None,
 ) -> bytes:
-    """Encode the result of a statement that succeeded.
+    """Encode the result of a statement that succeeded, as "json" or in a text format of `RENDERERS`.
 
-    Args:
-        columns: Names of the result's columns; empty if the statement returns no rows.
-        collector: The rows, and whether rows are missing.
-        shape: "json", or the name of a text format in `RENDERERS`.
-        types: Names of the columns' types; None if the engine does not know them.
-        changed: Rows that a statement without columns changed; None if unknown.
+    A statement that returns no rows has no columns; `changed` is how many rows it changed, None if unknown. `types`
+    names the columns' types; None if the engine does not know them.
     """
     members: dict[str, Any] = {"columns": list(columns)}
     if types is not None:
@@ -116,13 +95,7 @@ def success(
 
 
 def failure(error: Failure, *, shape: str = "json", sql: str = "") -> bytes:
-    """Encode the result of a statement that failed.
-
-    Args:
-        error: Why it failed.
-        shape: "json", or the name of a text format.
-        sql: The statement, which SkyRL-SQL's text of a timeout repeats.
-    """
+    """Encode the result of a statement that failed. SkyRL-SQL's text of a timeout repeats the statement."""
     members: dict[str, Any] = {"columns": []}
     if shape == "json":
         members["rows"] = []
@@ -134,12 +107,9 @@ def failure(error: Failure, *, shape: str = "json", sql: str = "") -> bytes:
 
 
 def comparison(rows: Mapping[str, Sequence[Row]], errors: Mapping[str, Failure | None], *, ordered: bool) -> bytes:
-    """Encode the result of `compare`.
+    """Encode the result of `compare` for the queries `sql` and `gold`.
 
-    Args:
-        rows: Rows of the queries `sql` and `gold`. Not read if one of them failed.
-        errors: The failure of each query, None for success.
-        ordered: Whether the order of rows counts.
+    Their rows are not read if one of them failed.
     """
     for name in ("sql", "gold"):
         failure = errors[name]

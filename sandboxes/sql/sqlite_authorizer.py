@@ -50,13 +50,10 @@ _CHANGES_ROWS = frozenset({sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3
 class Act(Enum):
     """The kind of one action that a statement asks the authorizer for.
 
-    Attributes:
-        READ: It reads.
-        ROWS: It inserts, updates or deletes rows, or a virtual table prepares to. A read-only connection refuses the
-            change itself when the statement runs.
-        PRIVATE: It needs a private connection: it defines something, or changes the connection.
-        SETTING: A pragma changes a setting of the connection.
-        REFUSED: It is never allowed.
+    READ: it reads. ROWS: it inserts, updates or deletes rows, or a virtual table prepares to; a read-only connection
+    refuses the change itself when the statement runs. PRIVATE: it needs a private connection, because it defines
+    something, or changes the connection. SETTING: a pragma changes a setting of the connection. REFUSED: it is never
+    allowed.
     """
 
     READ = "read"
@@ -67,12 +64,9 @@ class Act(Enum):
 
 
 def act_of(action: int, first: str | None, second: str | None) -> Act:
-    """Classify one action.
+    """Classify one action by SQLite's code and the third and fourth argument of the authorizer callback.
 
-    Args:
-        action: SQLite's action code.
-        first: The third argument of the authorizer callback; its meaning depends on the action.
-        second: The fourth argument.
+    What these two mean depends on the action.
     """
     if action in _READS:
         forbidden = (action == sqlite3.SQLITE_FUNCTION and str(second).lower() in REFUSED_FUNCTIONS) or (

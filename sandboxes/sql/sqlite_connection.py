@@ -22,7 +22,7 @@ _LIMITS = {
     sqlite3.SQLITE_LIMIT_ATTACHED: 3,
 }
 _CHECK_EVERY = 2000
-"""Virtual machine instructions between two checks of the deadline; they take some 20 us."""
+"""Virtual machine instructions between two checks of the deadline."""
 _PIECE = re.compile(
     r"""'(?:[^']|'')*(?:'|\Z)|"(?:[^"]|"")*(?:"|\Z)|`(?:[^`]|``)*(?:`|\Z)|\[[^\]]*(?:\]|\Z)"""
     r"""|--[^\n]*|/\*.*?(?:\*/|\Z)|;""",
@@ -35,27 +35,25 @@ One that is not closed ends with the statement: each opening character is looked
 
 
 class StatementGuard:
-    """The authorizer of one connection: records what a statement does, and denies what it must not do.
-
-    Attributes:
-        private: The connection belongs to one rollout, so a statement may change it.
-        compiling: The statement is only compiled (EXPLAIN). A pragma takes effect even then.
-        acts: What the statement needed the authorizer for, since `begin`.
-        reads_counters: The statement reads what earlier statements of the connection left, such as `changes()`.
-        refused: Why the statement is never allowed; empty if it is.
-        plans_by_old_statistics: A statement has changed rows of `sqlite_stat1`. This connection goes on to plan by
-            what it read before, and a new connection would not.
-    """
+    """The authorizer of one connection: records what a statement does, and denies what it must not do."""
 
     def __init__(self, inputs: VolatileInputs) -> None:
         self._inputs = inputs
+        # `plans_by_old_statistics`: a statement has changed rows of `sqlite_stat1`. This connection goes on to plan by
+        # what it read before, and a new connection would not.
         self._on = self.plans_by_old_statistics = False
         self.begin(private=False)
 
     def begin(self, *, private: bool, compiling: bool = False) -> None:
-        """Start to guard a statement, and forget the one before."""
+        """Start to guard a statement, and forget the one before.
+
+        private: the connection belongs to one rollout, so a statement may change it. compiling: the statement is only
+        compiled (EXPLAIN); a pragma takes effect even then.
+        """
+        # `refused` says why the statement is never allowed; empty if it is.
         self.private, self.compiling, self.refused = private, compiling, ""
-        self.acts: set[Act] = set()
+        self.acts: set[Act] = set()  # What the statement needed the authorizer for.
+        # The statement reads what earlier statements of the connection left, such as `changes()`.
         self.reads_counters = False
         self._on = True
 
@@ -90,18 +88,11 @@ class StatementGuard:
 
 @dataclass(slots=True)
 class SqliteOutcome:
-    """The outcome of a statement.
+    """The outcome of a statement."""
 
-    Attributes:
-        columns: Names of the result's columns; empty if the statement returns no rows.
-        rows: The rows, up to their limits.
-        changed: Rows that a statement without columns changed; None if it has columns.
-        error: Why the statement failed; None if it succeeded.
-    """
-
-    columns: list[str] = field(default_factory=list)
-    rows: RowCollector = field(default_factory=lambda: RowCollector(0, 0))
-    changed: int | None = None
+    columns: list[str] = field(default_factory=list)  # Empty if the statement returns no rows.
+    rows: RowCollector = field(default_factory=lambda: RowCollector(0, 0))  # Up to their limits.
+    changed: int | None = None  # Rows that a statement without columns changed; None if it has columns.
     error: Failure | None = None
 
 
@@ -109,11 +100,9 @@ class SqliteConnection:
     """A `sqlite3.Connection` with its guard, its limits, and the clock and random numbers of its worker."""
 
     def __init__(self, path: str, inputs: VolatileInputs) -> None:
-        """Open a database.
+        """Open a database, by a URI filename (sqlite.org/uri.html), which also says whether it may be written.
 
-        Args:
-            path: A URI filename (sqlite.org/uri.html), which also says whether the database may be written.
-            inputs: The clock and random numbers that statements see.
+        Its statements see the clock and the random numbers of `inputs`.
         """
         self.guard = StatementGuard(inputs)
         # A cached statement is not compiled again, so the authorizer would not see it.
@@ -135,12 +124,9 @@ class SqliteConnection:
 
     @contextmanager
     def within(self, deadline: float, *, private: bool, compiling: bool = False) -> Iterator[StatementGuard]:
-        """Guard the statements of a block, and interrupt them at a deadline.
+        """Guard the statements of a block, and interrupt them at a deadline (a value of `time.monotonic`).
 
-        Args:
-            deadline: Value of `time.monotonic` after which statements fail.
-            private: See `StatementGuard.private`.
-            compiling: See `StatementGuard.compiling`.
+        For the two flags see `StatementGuard.begin`.
         """
         self.raw.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_EVERY)
         self.guard.begin(private=private, compiling=compiling)
@@ -151,15 +137,12 @@ class SqliteConnection:
             self.raw.set_progress_handler(None, 0)
 
     def run(self, sql: str, params: Any, rows: RowCollector) -> SqliteOutcome:
-        """Run one statement in a block of `within`. A failure is an outcome, not an exception.
+        """Run one statement in a block of `within`; `rows` receives its rows.
 
-        Args:
-            sql: The statement.
-            params: A list, or a dictionary of named parameters; None for none.
-            rows: Receives the rows, up to its limits.
+        A failure is an outcome, not an exception.
 
-        Raises:
-            MemoryError: The engine could not allocate memory.
+        `params` is a list, a dictionary of named parameters, or None. Raises MemoryError if the engine could not
+        allocate memory.
         """
         outcome = SqliteOutcome(rows=rows)
         try:

@@ -22,43 +22,25 @@ _SCHEMA = (
 
 @dataclass(slots=True)
 class ToolRun:
-    """The outcome of one tool call.
-
-    Attributes:
-        body: The result, encoded.
-        acts: What the call's statements needed the authorizer for.
-        failure: The error in the result; None on success.
-        reads_counters: A statement reads counters that earlier statements left in the connection.
-        needs_private: The call was stopped because it needs a private connection.
-    """
+    """The outcome of one tool call."""
 
     body: bytes
-    acts: set[Act] = field(default_factory=set)
-    failure: Failure | None = None
-    reads_counters: bool = False
-    needs_private: bool = False
+    acts: set[Act] = field(default_factory=set)  # What the call's statements needed the authorizer for.
+    failure: Failure | None = None  # The error in the result; None on success.
+    reads_counters: bool = False  # A statement reads counters that earlier statements left in the connection.
+    needs_private: bool = False  # The call was stopped because it needs a private connection.
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Runs tools on a connection.
-
-    Attributes:
-        connection: The connection.
-        private: The connection belongs to one rollout and may be written to.
-        output_bytes: Limit of a result's rows, in bytes.
-    """
+    """Runs tools on a connection."""
 
     connection: SqliteConnection
-    private: bool
-    output_bytes: int
+    private: bool  # The connection belongs to one rollout and may be written to.
+    output_bytes: int  # Limit of a result's rows.
 
     def run(self, tool: str, arguments: dict[str, Any]) -> ToolRun:
-        """Run one tool.
-
-        Raises:
-            MemoryError: The query needed more memory than its limit.
-        """
+        """Run one tool. Raises MemoryError if the query needed more memory than its limit."""
         deadline = time.monotonic() + arguments["timeout_s"]
         if tool in READING:
             return self._read_only(tool, arguments, deadline)

@@ -45,26 +45,22 @@ _DATE_FUNCTIONS = frozenset({
 
 
 class VolatileInputs:
-    """The clock and the random numbers of all SQLite connections in a process.
-
-    Attributes:
-        used: A statement has used the clock or random numbers since `begin`, and they were not frozen.
-        sees_clock: The library's clock is replaced. False for a build that hides its symbols.
-    """
+    """The clock and the random numbers of all SQLite connections in a process."""
 
     def __init__(self) -> None:
-        self.used = False
+        self.used = False  # A statement has used the clock or random numbers since `begin`, and they were not frozen.
         self._frozen_ms: int | None = None
         self._seed, self._block = b"", 0
         self._callback = _CurrentTime(self._now)
+        # The library's clock is replaced. False for a build that hides its symbols.
         self.sees_clock = self._replace_clock()
 
     def begin(self, frozen_ms: int | None, seed: bytes) -> None:
         """Prepare for a statement.
 
-        Args:
-            frozen_ms: The time that the clock shows, in milliseconds since the Unix epoch; None for the real one.
-            seed: If the clock is frozen, random numbers follow from this seed.
+        `frozen_ms` is the time that the clock shows, since the Unix epoch; None for the real one.
+
+        If the clock is frozen, random numbers follow from the seed.
         """
         self.used, self._frozen_ms, self._seed, self._block = False, frozen_ms, seed, 0
 

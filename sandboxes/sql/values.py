@@ -24,10 +24,9 @@ TEXTUAL = frozenset({"decimal", "date", "time", "timestamp", "interval", "uuid",
 
 
 def encode(value: Any) -> Value:
-    """Encode a value that an engine returned. `bytes` are a blob; a tagged value stays as it is.
+    """Encode a value that an engine returned; other types raise TypeError.
 
-    Raises:
-        TypeError: No engine returns values of this type.
+    `bytes` are a blob; a tagged value stays as it is.
     """
     match value:
         case float() if not math.isfinite(value):
@@ -52,8 +51,7 @@ def encode_text(data: bytes) -> Value:
 def decode(value: Value) -> str | int | float | bytes | bool | None:
     """Decode a parameter into the value that an engine takes. Dates, decimals and the like become their text.
 
-    Raises:
-        ValueError: The value cannot be a parameter. The message lists what can.
+    Raises ValueError if the value cannot be a parameter. The message lists what can.
     """
     if not isinstance(value, dict):
         return value

@@ -33,11 +33,7 @@ class BuildError(ValueError):
 
 
 def build_script(path: Path, script: str, inputs: VolatileInputs) -> None:
-    """Run a script on a new database at path.
-
-    Raises:
-        BuildError: A statement fails; the message names it.
-    """
+    """Run a script on a new database at path. Raises BuildError, which names the statement that fails."""
     connection = _new(path, inputs)
     try:
         with connection.within(time.monotonic() + SCRIPT_S, private=True):
@@ -56,8 +52,7 @@ def build_script(path: Path, script: str, inputs: VolatileInputs) -> None:
 def build_csv(path: Path, table: str, data: bytes, inputs: VolatileInputs) -> None:
     """Add a table to the database at path, with column names from the first row and types from the values.
 
-    Raises:
-        BuildError: The data is not CSV, or a row has more or fewer fields than the first.
+    Raises BuildError if the data is not CSV, or a row has more or fewer fields than the first.
     """
     columns, rows = _read_csv(data)
     kinds = [_kind(rows, n) for n in range(len(columns))]
@@ -81,8 +76,7 @@ def build_csv(path: Path, table: str, data: bytes, inputs: VolatileInputs) -> No
 def settle(path: Path, inputs: VolatileInputs) -> None:
     """Merge the journals of the database at path into it, and check the database.
 
-    Raises:
-        BuildError: The file is not a database, or is damaged.
+    Raises BuildError if the file is not a database, or is damaged.
     """
     connection = SqliteConnection(path.as_uri(), inputs)
     try:
@@ -105,11 +99,7 @@ def settle(path: Path, inputs: VolatileInputs) -> None:
 
 
 def text_of(data: bytes) -> str:
-    """Decode a file in UTF-8, with or without a byte order mark.
-
-    Raises:
-        UnicodeDecodeError: The data is not UTF-8.
-    """
+    """Decode a file in UTF-8, with or without a byte order mark. Other data raises UnicodeDecodeError."""
     # The codec utf-8-sig is a module of its own, and a confined worker can no longer import it.
     return data.removeprefix(codecs.BOM_UTF8).decode()
 

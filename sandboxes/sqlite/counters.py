@@ -10,17 +10,11 @@ _NUMBERS = (
 
 
 class RowCounters(NamedTuple):
-    """The counters of one connection, as earlier statements left them.
+    """The counters of one connection, as earlier statements left them."""
 
-    Attributes:
-        changes: Rows that the last changing statement changed.
-        last_rowid: Row number of the last insert.
-        total: Rows changed since the connection was opened.
-    """
-
-    changes: int = 0
-    last_rowid: int = 0
-    total: int = 0
+    changes: int = 0  # Rows that the last changing statement changed.
+    last_rowid: int = 0  # Row number of the last insert.
+    total: int = 0  # Rows changed since the connection was opened.
 
     @classmethod
     def read(cls, connection: sqlite3.Connection) -> "RowCounters":
@@ -35,7 +29,7 @@ UNTOUCHED = RowCounters()
 def prime(connection: sqlite3.Connection, target: RowCounters) -> None:
     """Set the counters of a new connection, by changing rows of a temporary database in memory.
 
-    SQLite has no other way to set them. The cost is 0.3 ms, plus 0.3 us for each row of `target.total`.
+    SQLite has no other way to set them.
     """
     if target == UNTOUCHED:
         return

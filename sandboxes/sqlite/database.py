@@ -58,22 +58,17 @@ def combined_digest(digests: Mapping[str, bytes]) -> bytes:
 
 
 class SandboxDatabase:
-    """One database of a sandbox, and the session that its rollout has on it.
-
-    Attributes:
-        state: The state it is in. While `frozen`, its files are those of a frozen state, otherwise those of the fork.
-        witness: Names the session state beyond `state`; empty if there is none.
-        alive: False once session state is lost, or the database is closed.
-    """
+    """One database of a sandbox, and the session that its rollout has on it."""
 
     def __init__(
         self, store: SqliteStore, worker_pool: WorkerPool, spec: EnvironmentSpec, state: DatabaseState
     ) -> None:
         self._store, self._worker_pool = store, worker_pool
         self._calls = WorkerCalls(spec, store.folder)
+        # While `frozen`, its files are those of a frozen state, otherwise those of the fork.
         self.state = self._last_frozen = state
-        self.witness = b""
-        self.alive = True
+        self.witness = b""  # Names the session state beyond `state`; empty if there is none.
+        self.alive = True  # False once session state is lost, or the database is closed.
         self._fork: Fork | None = None
         self._worker: PooledWorker | None = None
         self._opened = False
@@ -95,8 +90,7 @@ class SandboxDatabase:
     async def run(self, call: ToolCall) -> CallOutcome:
         """Run a call: on a shared worker if possible, else on the fork.
 
-        Raises:
-            SandboxError: A worker or the machine failed.
+        Raises SandboxError if a worker or the machine failed.
         """
         began = time.perf_counter()
         try:
@@ -110,14 +104,9 @@ class SandboxDatabase:
             return error.outcome(call, time.perf_counter() - began)
 
     async def freeze(self) -> tuple[DatabaseState, int]:
-        """Save the state.
+        """Save the state and return it, with the bytes that it added to the disk.
 
-        Returns:
-            The frozen state, and the bytes that it added to the disk.
-
-        Raises:
-            NotFreezableError: A transaction is open, or there are temporary tables.
-            SandboxError: The worker failed.
+        Raises NotFreezableError if a transaction is open, or there are temporary tables.
         """
         if self.witness:
             raise NotFreezableError(
@@ -259,13 +248,10 @@ class SandboxDatabase:
     # -- the fork ----------------------------------------------------------------------------------------------------
 
     async def _dedicated_worker(self) -> tuple[PooledWorker, OpenFork | None]:
-        """Return the worker of the fork; create the fork and the worker if they are missing.
+        """Return the worker of the fork, and the `open` request that it needs first; None if it has the fork open.
 
-        Returns:
-            The worker, and the `open` request that it needs first, or None if it has the fork open.
-
-        Raises:
-            SandboxError: The session was lost with its worker, or the machine failed.
+        The fork and the worker are created if they are missing. Raises SandboxError if the session was lost with its
+        worker.
         """
         if self._worker is not None and self._worker.alive and self._opened:
             return self._worker, None

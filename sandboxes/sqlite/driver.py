@@ -47,8 +47,7 @@ class SqliteDriver:
     async def open(self) -> None:
         """Take the data directory. The first call that needs a worker starts the workers.
 
-        Raises:
-            SandboxError: Another process uses this data directory.
+        Raises SandboxError if another process uses this data directory.
         """
         self._ownership.acquire()
         await asyncio.to_thread(self.store.open)

@@ -39,8 +39,7 @@ class Method(Enum):
 def clone(method: Method, source: Path, target: Path) -> None:
     """Create `target` as a second copy of `source`. A linked copy must never be written: see `hold`.
 
-    Raises:
-        OSError: The file system does not support the method, or is full.
+    Raises OSError if the file system does not support the method, or is full.
     """
     match method:
         case Method.REFLINK:
@@ -52,13 +51,7 @@ def clone(method: Method, source: Path, target: Path) -> None:
 
 
 def best_copy(source: Path, target: Path, *, length: int | None = None) -> None:
-    """Create `target` as an independent file, by reflink if possible.
-
-    Args:
-        source: The file to copy.
-        target: The new file.
-        length: Bytes of the source to keep; None for all.
-    """
+    """Create `target` as an independent file, by reflink if possible, with the first `length` bytes (None: all)."""
     try:
         _reflink(source, target)
     except OSError:
@@ -68,14 +61,11 @@ def best_copy(source: Path, target: Path, *, length: int | None = None) -> None:
 
 
 def hold(path: Path) -> int:
-    """Keep SQLite from writing a log into the database at `path`.
+    """Keep SQLite from writing a log into the database at `path`, until the returned descriptor is closed.
 
     SQLite does that when the last connection closes, and needs an exclusive lock for it. A shared lock on the same
     bytes rules the exclusive lock out. It belongs to the open file and not to the process, so it also works against
     connections of this process.
-
-    Returns:
-        A descriptor. The lock ends when it is closed.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, _SHARED_FIRST, _SHARED_SIZE, 0)
@@ -88,7 +78,7 @@ def hold(path: Path) -> int:
 
 
 def choose(folder: Path) -> Method:
-    """Return the fastest method that works between files in `folder`, by trying them. 1 ms."""
+    """Return the fastest method that works between files in `folder`, by trying them."""
     with tempfile.TemporaryDirectory(prefix="forkpoint-check-", dir=folder) as trial:
         source = Path(trial) / "source"
         source.write_bytes(b"\0" * 4096)

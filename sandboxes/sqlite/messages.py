@@ -14,103 +14,60 @@ class StateGone(IpcMessage, op="sqlite_state_gone"):
 
 
 class OpenFork(IpcRequest[Done | StateGone], op="open_fork"):
-    """Open a fork, for this request and the following ones.
-
-    Attributes:
-        path: The fork's database.
-        root: The root state's database.
-        pages: The origin's saved pages; None if there are none.
-        saved_frames: The log's length when they were saved.
-        frames: The log's length at the state to open.
-        counters: The counters of that state's connection.
-        settings: Its settings, by pragma.
-    """
+    """Open a fork, for this request and the following ones."""
 
     path: str
-    root: str
-    pages: str | None
-    saved_frames: int
-    frames: int
+    root: str  # The root state's database.
+    pages: str | None  # The origin's saved pages; None if there are none.
+    saved_frames: int  # The log's length when they were saved.
+    frames: int  # The log's length at the state to open.
     counters: RowCounters
-    settings: dict[str, int]
+    settings: dict[str, int]  # Of the state's connection, by pragma.
 
 
 class SharedState(IpcRecord):
-    """A frozen state that a shared worker reads.
+    """A frozen state that a shared worker reads."""
 
-    Attributes:
-        key: Names the state and its settings.
-        path: Its database.
-        frames: The length of its log.
-        settings: The settings of its connection, by pragma.
-        counted: Whether the rollout's counters are not those of a new connection.
-    """
-
-    key: str
+    key: str  # Names the state and its settings.
     path: str
-    frames: int
-    settings: dict[str, int]
-    counted: bool
+    frames: int  # The length of its log.
+    settings: dict[str, int]  # Of its connection, by pragma.
+    counted: bool  # Whether the rollout's counters are not those of a new connection.
 
 
 class ForkState(IpcRecord):
-    """A fork after a call. The first four members are as in `DatabaseState`.
-
-    Attributes:
-        session: Whether there is session state besides.
-        wrote: Whether the call may have written something.
-        lost: Whether a script failed and left changes that only the driver can undo.
-    """
+    """A fork after a call. The first four members are as in `DatabaseState`."""
 
     digest: str
     frames: int
     counters: RowCounters
     settings: dict[str, int]
-    session: bool
-    wrote: bool
-    lost: bool
+    session: bool  # Whether there is session state besides.
+    wrote: bool  # Whether the call may have written something.
+    lost: bool  # Whether a script failed and left changes that only the driver can undo.
 
 
 class ToolDone(IpcMessage, op="sqlite_tool_done"):
-    """A tool was run; the body is the agent's result.
-
-    Attributes:
-        seconds: How long it ran.
-        volatile: Whether it used the clock or random numbers.
-        kind: The kind of its error; None if there was none.
-        repeatable: Whether another run fails in the same way, whatever the machine.
-        needs_private: Whether it must run on a fork; there is no result then.
-        fork: The fork after it; None on a shared state.
-    """
+    """A tool was run; the body is the agent's result."""
 
     seconds: Number
-    volatile: bool
-    kind: str | None
-    repeatable: bool
-    needs_private: bool
-    fork: ForkState | None = None
+    volatile: bool  # Whether it used the clock or random numbers.
+    kind: str | None  # The kind of its error; None if there was none.
+    repeatable: bool  # Whether another run fails in the same way, whatever the machine.
+    needs_private: bool  # Whether it must run on a fork; there is no result then.
+    fork: ForkState | None = None  # The fork after it; None on a shared state.
 
 
 class RunTool(IpcRequest[ToolDone | StateGone], op="run_sqlite_tool"):
-    """Run a tool of the sql endpoint, on a shared state or on the fork.
-
-    Attributes:
-        tool: The tool.
-        arguments: Its arguments.
-        output_bytes: Limit of the result's rows.
-        frozen_ms: The time that statements see, in milliseconds since the Unix epoch; None for the present.
-        seed: The seed of random numbers, if the clock is frozen.
-        state: The state to read; None for the fork.
-        fork: The fork to open first; None if it is open.
-    """
+    """Run a tool of the sql endpoint, on a shared state or on the fork."""
 
     tool: str
     arguments: dict[str, Any]
-    output_bytes: int
-    frozen_ms: int | None
-    seed: bytes
-    state: SharedState | None = None
-    fork: OpenFork | None = None
+    output_bytes: int  # Limit of the result's rows.
+    frozen_ms: int | None  # The time that statements see, since the Unix epoch; None for the present.
+    seed: bytes  # The seed of random numbers, if the clock is frozen.
+    state: SharedState | None = None  # The state to read; None for the fork.
+    fork: OpenFork | None = None  # The fork to open first; None if it is open.
 
 
 class ReadPages(IpcRequest[Done], op="read_pages"):
@@ -124,14 +81,8 @@ class BuildFailed(IpcMessage, op="sqlite_build_failed"):
 
 
 class BuildDatabase(IpcRequest[Done | BuildFailed], op="build_database"):
-    """Build a root state's database.
-
-    Attributes:
-        source: What it is built from: a script or rows, which are the body, or the file itself.
-        path: The database.
-        table: The table that gets the rows.
-    """
+    """Build a root state's database: from a script or rows, which are the body, or from the file itself."""
 
     source: Literal["script", "csv", "file"]
     path: str
-    table: str = ""
+    table: str = ""  # The table that gets the rows.

@@ -34,15 +34,10 @@ _WRITE_COUNTERS = ((24, 28), (92, 100))
 
 @dataclass(frozen=True, slots=True)
 class WalIndex:
-    """The header of a log's shared index (`-shm`).
+    """The header of a log's shared index (`-shm`)."""
 
-    Attributes:
-        frames: Committed frames in the log.
-        pages: Pages of the database after the last commit.
-    """
-
-    frames: int
-    pages: int
+    frames: int  # Committed frames in the log.
+    pages: int  # Pages of the database after the last commit.
 
     @classmethod
     def read(cls, fd: int) -> "WalIndex":
@@ -86,19 +81,13 @@ def changed_pages(saved: bytes) -> tuple[int, list[int]]:
 
 
 class Pages:
-    """The pages of one database that differ from the root's.
-
-    Attributes:
-        page_size: Size of a page in bytes.
-        count: Pages of the database.
-        changed: Hash of each page that differs, by page number.
-    """
+    """The pages of one database that differ from the root's: the hash of each, by page number, in `changed`."""
 
     def __init__(self, root: Path, saved: bytes = b"") -> None:
         """Start from a saved result of `save`; without one, from the root itself."""
         self._root = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
         self.page_size = page_size_of(os.pread(self._root, 100, 0))
-        self.count = os.fstat(self._root).st_size // self.page_size
+        self.count = os.fstat(self._root).st_size // self.page_size  # Pages of the database.
         self.changed: dict[int, bytes] = {}
         if saved:
             self.count = int.from_bytes(saved[:4], "big")
@@ -110,14 +99,7 @@ class Pages:
         os.close(self._root)
 
     def take(self, wal: int, first: int, last: int, count: int) -> None:
-        """Apply committed frames.
-
-        Args:
-            wal: Descriptor of the log.
-            first: Frames that were applied before.
-            last: Frames in the log now.
-            count: Pages of the database after the last frame.
-        """
+        """Apply the committed frames `first` to `last` of a log, after which the database has `count` pages."""
         for page, offset in last_versions(wal, first, last, self.page_size).items():
             new = _without_counters(page, os.pread(wal, self.page_size, offset))
             old = _without_counters(page, os.pread(self._root, self.page_size, (page - 1) * self.page_size))
@@ -136,7 +118,7 @@ class Pages:
         return self.count.to_bytes(4, "big") + b"".join(_ENTRY.pack(*entry) for entry in sorted(self.changed.items()))
 
     def digest(self) -> bytes:
-        """Return 32 bytes that name the content relative to the root. 1 us for each changed page, then cached."""
+        """Return 32 bytes that name the content relative to the root. Cached."""
         if self._digest is None:
             self._digest = blake2b(self.save(), digest_size=32).digest()
         return self._digest

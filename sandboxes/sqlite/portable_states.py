@@ -48,12 +48,9 @@ class StatePorter:
     """A `Porter` of SQLite states."""
 
     def __init__(self, store: SqliteStore, holding: Holding, settings: frozenset[str]) -> None:
-        """Work on the states of one store.
+        """Work on the states of one store, which may name these pragmas.
 
-        Args:
-            store: The store.
-            holding: Keeps states from being collected.
-            settings: The pragmas that a state may name.
+        `holding` keeps states from being collected.
         """
         self._store, self._holding, self._settings = store, holding, settings
 
@@ -189,13 +186,9 @@ def _packed(store: SqliteStore, part: str) -> Iterator[bytes]:
 
 
 def _unpacked(packed: BinaryIO, root: Path, database: Path) -> tuple[int, bytes]:
-    """Write packed pages as a log beside a copy of the root.
+    """Write packed pages as a log beside a copy of the root; return its frames and what `Pages.save` returns.
 
-    Returns:
-        The number of frames, and what `Pages.save` returns for the state.
-
-    Raises:
-        NotPortableError: The pages are none of this root.
+    Raises NotPortableError if the pages are none of this root.
     """
     head = packed.read(_HEAD.size)
     if len(head) < _HEAD.size:
@@ -237,17 +230,9 @@ def _entries(packed: BinaryIO, size: int, count: int, entries: int) -> Iterator[
 
 
 def _write_log(log: BinaryIO, pages: Iterable[tuple[int, bytes]], frames: int, size: int, count: int) -> int:
-    """Write a log of one transaction (fileformat2.html, 4.1).
+    """Write a log of one transaction with these pages (fileformat2.html, 4.1), and return the number of frames.
 
-    Args:
-        log: An empty file.
-        pages: Numbers and contents of its pages.
-        frames: How many pages these are.
-        size: The page size in bytes.
-        count: How many pages the database has afterwards.
-
-    Returns:
-        The number of frames.
+    `size` is the page size in bytes, `count` how many pages the database has afterwards.
     """
     head = _LOG_HEAD.pack(_WAL_MAGIC, _WAL_VERSION, size, 0) + _SALTS
     sums = _checksum(head, (0, 0))
@@ -261,7 +246,7 @@ def _write_log(log: BinaryIO, pages: Iterable[tuple[int, bytes]], frames: int, s
 
 
 def _checksum(data: bytes, sums: tuple[int, int]) -> tuple[int, int]:
-    """Return the running checksum of a log, over data of a multiple of 8 bytes. 50 us for 4 kB."""
+    """Return the running checksum of a log, over data of a multiple of 8 bytes."""
     first, second = sums
     for one, other in struct.iter_unpack("<II", data):
         first = (first + one + second) & 0xFFFFFFFF

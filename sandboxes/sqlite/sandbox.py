@@ -10,12 +10,7 @@ from sandboxes.sqlite.database import SandboxDatabase, combined_digest
 
 
 class SqliteSandbox:
-    """A sandbox of the `sqlite` driver.
-
-    Attributes:
-        id: Its name.
-        closed: Whether all its databases are closed.
-    """
+    """A sandbox of the `sqlite` driver."""
 
     def __init__(self, name: str, databases: dict[str, SandboxDatabase]) -> None:
         self.id, self.closed = name, False

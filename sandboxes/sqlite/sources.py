@@ -51,15 +51,10 @@ class Sources:
             self._known = {key: (stamp, part) for key, stamp, part in orjson.loads(self._file.read_bytes())}
 
     async def part(self, source: str | Sequence[str], *, confined: bool = False) -> str:
-        """Return the name of a source's root state, and create the state if necessary. 0.1 ms if it exists.
+        """Return the name of a source's root state, and create the state if necessary.
 
-        Args:
-            source: What the spec names.
-            confined: Whether only allowed sources may be read.
-
-        Raises:
-            SpecError: The source is missing, damaged, or none of the three kinds.
-            SandboxError: The machine failed.
+        `confined` allows only allowed sources. Raises SpecError if the source is missing, damaged, or none of the three
+        kinds, and SandboxError if the machine failed.
         """
         paths = [source] if isinstance(source, str) else list(source)
         key = "\0".join(paths)
@@ -141,8 +136,7 @@ class Sources:
 def _files(paths: list[str]) -> list[Path]:
     """Return the files that paths name. A directory stands for its CSV files, in the order of their names.
 
-    Raises:
-        SpecError: The files cannot make one database.
+    Raises SpecError if the files cannot make one database.
     """
     files = [Path(path) for path in paths]
     if len(files) == 1 and files[0].is_dir():

@@ -42,25 +42,15 @@ Every fork of a state copies its log, so long logs make forks slow; a new file c
 
 @dataclass(frozen=True, slots=True)
 class DatabaseState:
-    """A state of one database: its files, and what a new connection needs besides.
+    """A state of one database: its files, and what a new connection needs besides."""
 
-    Attributes:
-        part: Name of its directory below `states`; while it is not frozen, that of the state it was forked from.
-        base: Directory of the state that it shares its `db` with.
-        root: Directory of the root state.
-        frames: Length of its log in frames.
-        digest: Digest of its content relative to the root, in hexadecimal.
-        counters: The row counters that the rollout's statements left in its connection.
-        settings: Pragmas that differ from their defaults.
-    """
-
-    part: str
-    base: str
-    root: str
-    frames: int
-    digest: str
-    counters: RowCounters = UNTOUCHED
-    settings: dict[str, int] = field(default_factory=dict)
+    part: str  # Its directory below `states`; while it is not frozen, that of the state it was forked from.
+    base: str  # Directory of the state that it shares its `db` with.
+    root: str  # Directory of the root state.
+    frames: int  # Length of its log.
+    digest: str  # Of its content relative to the root, in hexadecimal.
+    counters: RowCounters = UNTOUCHED  # The row counters that the rollout's statements left in its connection.
+    settings: dict[str, int] = field(default_factory=dict)  # Pragmas that differ from their defaults.
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -78,23 +68,14 @@ class DatabaseState:
 
 
 class SqliteStore:
-    """The directories of one driver's states and forks. Only large logs and copies take more than a millisecond.
-
-    Attributes:
-        folder: The driver's directory.
-        states: The directory of all states.
-        forks: The directory of all forks.
-        temporary: A directory for SQLite's temporary files.
-        method: How second copies of database files are made.
-        intact: The states that this process has written itself or read completely.
-    """
+    """The directories of one driver's states and forks, and of SQLite's temporary files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.states, self.forks, self.temporary = folder / "states", folder / "forks", folder / "tmp"
-        self.method = Method.COPY
+        self.method = Method.COPY  # How second copies of database files are made.
         self._manifests: dict[str, dict[str, Any]] = {}
-        self.intact: set[str] = set()
+        self.intact: set[str] = set()  # The states that this process has written itself or read completely.
         self._reading = threading.Lock()
 
     def open(self) -> None:
@@ -152,11 +133,7 @@ class SqliteStore:
         return DatabaseState(part, part, part, 0, pages.digest().hex())
 
     def check(self, state: DatabaseState) -> None:
-        """Check that all files of a state exist and are unchanged.
-
-        Raises:
-            StateGoneError: A file is missing or was changed.
-        """
+        """Raise StateGoneError unless all files of a state exist and are unchanged."""
         for part in state.parts:
             try:
                 manifest = self._manifest(part)
@@ -171,7 +148,7 @@ class SqliteStore:
     def read_whole(self, parts: Iterable[str]) -> bool:
         """Read states completely that this process has not read yet; return whether all are as they were written.
 
-        A damaged state is deleted. Blocking: 1 s for a gigabyte.
+        A damaged state is deleted. Blocking.
         """
         with self._reading:
             return all(map(self._is_whole, parts))
@@ -193,15 +170,9 @@ class SqliteStore:
         return whole
 
     def freeze(self, fork: "Fork", state: DatabaseState, pages: bytes) -> tuple[DatabaseState, int]:
-        """Save a fork as a state.
+        """Save a fork as a state, and return it with the bytes that it adds to the disk.
 
-        Args:
-            fork: The fork; its worker must be between transactions.
-            state: Describes the content of the fork.
-            pages: Result of `Pages.save` for the content.
-
-        Returns:
-            The frozen state, and the bytes that it adds to the disk.
+        The fork's worker must be between transactions. `pages` is the result of `Pages.save` for the content.
         """
         folder, part = self._new(), f"s-{secrets.token_hex(12)}"
         size = page_size_of(fork.header())
@@ -236,10 +207,8 @@ class SqliteStore:
     def adopt_over(self, root: str, build: Callable[[Path], tuple[int, bytes]]) -> str:
         """Add a state that shares its database file with a root state, and return its name.
 
-        Args:
-            root: Name of the root state.
-            build: Writes the log beside the database file that it is given; returns the log's length in frames, and
-                what `Pages.save` returns for the state. If it fails, nothing stays.
+        `build` writes the log beside the database file that it is given; it returns the log's length in frames, and
+        what `Pages.save` returns for the state. If it fails, nothing stays.
         """
         folder, part = self._new(), f"s-{secrets.token_hex(12)}"
         try:
@@ -266,15 +235,9 @@ class SqliteStore:
     def _finish(
         self, folder: Path, part: str, *, frames: int, size_bytes: int, database: str, durable: bool = False
     ) -> None:
-        """Write the manifest of a state, and give it its name.
+        """Write the manifest of a state in its folder, and rename the folder to its name.
 
-        Args:
-            folder: Its directory.
-            part: Its name.
-            frames: Length of its log in frames.
-            size_bytes: The bytes that it adds to the disk.
-            database: Digest of its database file.
-            durable: Whether the state must outlive a loss of power.
+        `database` is the digest of its database file. A durable state must outlive a loss of power.
         """
         status = (folder / "db").stat()
         log_bytes = wal_of(folder / "db").stat().st_size if frames else 0
@@ -303,11 +266,9 @@ class SqliteStore:
     # -- forks -------------------------------------------------------------------------------------------------------
 
     def fork(self, state: DatabaseState) -> "Fork":
-        """Create a fork of a state. 0.2 ms by reflink or link.
+        """Create a fork of a state.
 
-        Raises:
-            StateGoneError: The state is gone or damaged.
-            OSError: The disk is full.
+        Raises StateGoneError if the state is gone or damaged, OSError if the disk is full.
         """
         self.check(state)
         folder = self.forks / secrets.token_hex(8)
@@ -333,18 +294,11 @@ class SqliteStore:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A database that one sandbox writes.
+    """A database that one sandbox writes."""
 
-    Attributes:
-        path: The database file; the log lies beside it.
-        lock: Descriptor that keeps the log out of a linked database file (see `file_clone.hold`).
-        pages: The origin's saved pages; None if the origin is a root state.
-        origin: The state that the fork was made from.
-    """
-
-    path: Path
-    lock: int
-    pages: Path | None
+    path: Path  # The log lies beside it.
+    lock: int  # Descriptor that keeps the log out of a linked database file (see `file_clone.hold`).
+    pages: Path | None  # The origin's saved pages; None if the origin is a root state.
     origin: DatabaseState
 
     def header(self) -> bytes:

@@ -24,21 +24,13 @@ CIRCUMSTANTIAL = frozenset({"timeout", "limit"})
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """The outcome of one call on one database.
+    """The outcome of one call on one database."""
 
-    Attributes:
-        body: The result as the agent receives it.
-        effect: What the call changed.
-        seconds: How long it ran.
-        shareable: Whether the result may answer other rollouts.
-        volatile: Whether another run of it may give something else: it used the clock or random numbers.
-    """
-
-    body: bytes
+    body: bytes  # The result as the agent receives it.
     effect: Effect = Effect.NONE
     seconds: float = 0.0
-    shareable: bool = True
-    volatile: bool = False
+    shareable: bool = True  # Whether the result may answer other rollouts.
+    volatile: bool = False  # Whether another run may give something else: it used the clock or random numbers.
 
 
 class CallAbortedError(Exception):
@@ -64,12 +56,7 @@ class WorkerCalls:
     """Sends the calls of one sandbox to workers."""
 
     def __init__(self, spec: EnvironmentSpec, folder: Path) -> None:
-        """Create the sender.
-
-        Args:
-            spec: Limits, and whether the clock is frozen.
-            folder: A directory on the disk that the databases are on.
-        """
+        """Create the sender, with a folder on the disk that the databases are on."""
         self._spec, self._folder = spec, folder
         self._limits = SetLimits(spec.limits.memory_mb, spec.limits.disk_mb)
 
@@ -82,18 +69,10 @@ class WorkerCalls:
         state: SharedState | None = None,
         fork: OpenFork | None = None,
     ) -> Envelope[ToolDone | StateGone]:
-        """Run a call in a worker.
+        """Run a call in a worker, on a shared state or (None) on the fork, which is opened first if one is given.
 
-        Args:
-            worker: A shared or a dedicated worker.
-            call: The call.
-            digest: Digest of the database's state. It seeds random numbers if the clock is frozen.
-            state: The state to read; None for the fork.
-            fork: The fork to open first; None if it is open.
-
-        Raises:
-            CallAbortedError: The statement exceeded its time limit.
-            WorkerLostError: The worker ended.
+        The digest of the database's state seeds random numbers if the clock is frozen. Raises CallAbortedError if the
+        statement exceeded its time limit, WorkerLostError if the worker ended.
         """
         frozen_ms = self._spec.frozen_ms
         request = RunTool(
@@ -115,10 +94,9 @@ class WorkerCalls:
         return SandboxError(str(error))
 
     async def check_disk(self, done: ToolDone) -> None:
-        """Check whether a statement reached a limit because the machine's disk is full.
+        """Raise SandboxError if a statement reached a limit because the machine's disk is full.
 
-        Raises:
-            SandboxError: The disk is full. The agent's statement is not to blame, so there is no result.
+        The agent's statement is not to blame then, so there is no result.
         """
         if done.kind == "limit":
             disk = await asyncio.to_thread(os.statvfs, self._folder)

@@ -51,7 +51,7 @@ _WARM_UP = {"sql": "INSERT INTO t VALUES (1)", "params": [], "max_rows": 1, "tim
 
 @functools.cache
 def prepare() -> VolatileInputs:
-    """Replace the library's clock, once in the zygote. 2 ms."""
+    """Replace the library's clock, once in the zygote."""
     return VolatileInputs()
 
 
@@ -175,15 +175,12 @@ class SqliteEngine:
 
 
 class ForkConnection:
-    """The connection of a dedicated worker to its fork.
-
-    Attributes:
-        pages: The pages of the fork that differ from the root's.
-    """
+    """The connection of a dedicated worker to its fork."""
 
     def __init__(self, request: OpenFork, inputs: VolatileInputs) -> None:
         self._request, self._inputs = request, inputs
         self._path = Path(request.path)
+        # The pages of the fork that differ from the root's.
         self.pages = Pages(Path(request.root), Path(request.pages).read_bytes() if request.pages else b"")
         self._frames = request.saved_frames
         self._settings: dict[str, int] = {}
@@ -231,10 +228,9 @@ class ForkConnection:
         )  # fmt: skip
 
     def _atomic(self, tools: Tools, arguments: dict[str, Any]) -> tuple[ToolRun, bool]:
-        """Run a script so that a failure undoes it.
+        """Run a script so that a failure undoes it, and return its result.
 
-        Returns:
-            The result, and whether the script failed and left changes that only the driver can undo.
+        The second value says that the script failed and left changes that only the driver can undo.
         """
         raw = self._connection.raw
         before = (self._take_commits(), RowCounters.read(raw), self._connection.has_session())

@@ -7,9 +7,7 @@ import os
 async def write_all(fd: int, data: bytes, timeout_s: float) -> None:
     """Write all data to a non-blocking descriptor.
 
-    Raises:
-        OSError: The other end is closed.
-        TimeoutError: The other end read nothing for `timeout_s`.
+    Raises OSError if the other end is closed, TimeoutError if it read nothing for `timeout_s`.
     """
     # A view, because slices of bytes would copy the rest after each part that a pipe takes.
     view = memoryview(data)
@@ -22,11 +20,7 @@ async def write_all(fd: int, data: bytes, timeout_s: float) -> None:
 
 
 async def wait_until_ready(fd: int, timeout_s: float, *, writing: bool) -> None:
-    """Wait until a non-blocking descriptor can be read or written.
-
-    Raises:
-        TimeoutError: It could not within `timeout_s`.
-    """
+    """Wait until a non-blocking descriptor can be read or written; raise TimeoutError after `timeout_s`."""
     loop = asyncio.get_running_loop()
     event = asyncio.Event()
     add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)

@@ -40,18 +40,8 @@ async def exchange(
 ) -> None:
     """Send a request and pass its response to the listener. The connection is closed in every case.
 
-    Args:
-        connection: A connected stream socket.
-        head: The head of the request, from `request_head`.
-        body: The body of the request.
-        listener: Receives status, headers and body as they arrive.
-        silence_s: Longest time without a byte from the server.
-        sent: Head and body were sent already.
-
-    Raises:
-        MalformedResponseError: The response is not HTTP, or it is incomplete.
-        OSError: The connection broke.
-        TimeoutError: No byte arrived for `silence_s`.
+    `sent` says that head and body were sent already. Raises MalformedResponseError if the response is not HTTP or is
+    incomplete, OSError if the connection broke, and TimeoutError if no byte arrived for `silence_s`.
     """
     loop = asyncio.get_running_loop()
     # `sock_sendall` and `sock_recv` require a non-blocking socket.
@@ -92,14 +82,10 @@ async def _send(connection: socket.socket, head: bytes, body: bytes) -> None:
 
 
 class _Response:
-    """A response while it arrives.
-
-    Attributes:
-        complete: The response has ended.
-    """
+    """A response while it arrives."""
 
     def __init__(self, method: bytes, listener: Listener) -> None:
-        self.complete = False
+        self.complete = False  # The response has ended.
         self._listener = listener
         self._interim_responses = 0
         self._parser = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEADER_BYTES)
@@ -110,8 +96,7 @@ class _Response:
     async def feed(self, data: bytes) -> None:
         """Parse the next bytes and pass on what they complete. Empty data is the end of the connection.
 
-        Raises:
-            MalformedResponseError: The bytes are not HTTP, or the connection ended within the response.
+        Raises MalformedResponseError if the bytes are not HTTP, or the connection ended within the response.
         """
         # Noted before the bytes are fed, because h11 then changes its state to an error.
         within_body = self._parser.their_state is h11.SEND_BODY

@@ -19,14 +19,10 @@ def member(value: Any, path: str) -> Any:
 def renamed(
     value: dict[str, Any], paths: Iterable[str], before: str, after: str, *, whole: bool = False
 ) -> dict[str, Any]:
-    """Return a JSON object with a name replaced by another in some of its members.
+    """Return a copy of a JSON object with a name replaced by another in the members at some dotted paths.
 
-    Args:
-        value: The object; it is not changed.
-        paths: Dotted paths of the members. Texts and whole numbers are replaced.
-        before: The name to replace.
-        after: The name to put in its place.
-        whole: Replace only members that equal `before`, not members that contain it.
+    Texts and whole numbers are replaced. With `whole`, only members that equal `before` change, not members that
+    contain it.
     """
     for path in paths:
         value = _replaced(value, path.split("."), before, after, whole=whole)

@@ -53,21 +53,15 @@ _REFUSALS = {
 
 @dataclass(slots=True)
 class McpResponse:
-    """What a server sent for one request.
+    """What a server sent for one request."""
 
-    Attributes:
-        payload: The member `result` or `error` of the JSON-RPC response.
-        notifications: The notifications before the response, each with `method` and `params`.
-        made_requests: The server has sent requests to its client (sampling, elicitation); the payload may depend on it.
-        cancelled: The client cancelled the request.
-        pages: How many pages of a list the payload holds.
-    """
-
-    payload: Message = field(default_factory=dict)
+    payload: Message = field(default_factory=dict)  # The member `result` or `error` of the JSON-RPC response.
+    # The ones before the response, each with `method` and `params`.
     notifications: list[Message] = field(default_factory=list)
+    # The server has sent requests to its client (sampling, elicitation); the payload may depend on it.
     made_requests: bool = False
-    cancelled: bool = False
-    pages: int = 1
+    cancelled: bool = False  # The client cancelled the request.
+    pages: int = 1  # How many pages of a list the payload holds.
 
     def with_page(self, page: "McpResponse") -> "McpResponse":
         """Return this list with its next page appended, or the next page alone if it is an error."""
@@ -141,14 +135,9 @@ class McpConversation:
         self._transport.close()
 
     async def initialize(self, *, silence_s: float) -> None:
-        """Make the handshake, which also finds the revision that the server speaks.
+        """Make the handshake, which also finds the revision that the server speaks; errors as for `request`.
 
         A process is initialized once, right after its start. A restored process has the handshake behind it.
-
-        Raises:
-            MalformedResponseError: The server refuses, or does not speak MCP.
-            OSError: The server closed the connection.
-            TimeoutError: The server was silent for `silence_s`.
         """
         self._transport.begin(VERSION)
         response = await self.request("initialize", HELLO, silence_s=silence_s)
@@ -168,16 +157,9 @@ class McpConversation:
     ) -> McpResponse:
         """Send a request and collect everything up to its response.
 
-        Args:
-            method: The method, such as `tools/call`.
-            params: Its parameters.
-            silence_s: Longest time without anything from the server.
-            listener: Gets the notifications while they arrive; a `Cancellable` one can cancel the request.
-
-        Raises:
-            MalformedResponseError: The server breaks the protocol or sends too much.
-            OSError: The server closed the connection.
-            TimeoutError: The server was silent for `silence_s`, or for `CANCEL_S` after the cancellation.
+        The listener gets the notifications while they arrive; a `Cancellable` one can cancel the request. Raises
+        MalformedResponseError if the server breaks the protocol or sends too much, OSError if it closed the connection,
+        and TimeoutError if it was silent for `silence_s`, or for `CANCEL_S` after the cancellation.
         """
         response = McpResponse()
         request = {"jsonrpc": "2.0", "id": ID, "method": method, "params": params}

@@ -45,23 +45,15 @@ class _ResponseComplete(Exception):  # noqa: N818 - it ends an exchange early an
 
 
 class HttpTransport:
-    """An `McpTransport` that sends POST requests to one URL.
-
-    Attributes:
-        revisions: Both revisions exist over HTTP.
-    """
+    """An `McpTransport` that sends POST requests to one URL."""
 
     revisions = (VERSION, MODERN)
 
     def __init__(self, url: str, first: socket.socket, connect: Connect, note: str, *, max_bytes: int) -> None:
-        """Take over a connection.
+        """Take over a connection, for the first request; `connect` opens each further one.
 
-        Args:
-            url: Where the server listens.
-            first: A connection to it, for the first request.
-            connect: Opens each further connection.
-            note: The note of the last conversation with this process; empty if there was none.
-            max_bytes: Largest response to one request.
+        `note` is the note of the last conversation with this process, empty if there was none. `max_bytes` limits the
+        response to one request.
         """
         parts = urlsplit(url)
         self._host, self._target = parts.netloc, (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -186,14 +178,10 @@ class _Ignored(Listener):
 
 
 class _ResponseReader(Listener):
-    """Reads one HTTP response: a JSON-RPC response, or a stream of events that ends in one.
-
-    Attributes:
-        complete: The JSON-RPC response has arrived.
-    """
+    """Reads one HTTP response: a JSON-RPC response, or a stream of events that ends in one."""
 
     def __init__(self, transport: HttpTransport, receive: Receive, silence_s: float) -> None:
-        self.complete = False
+        self.complete = False  # The JSON-RPC response has arrived.
         self._transport, self._receive, self._silence_s = transport, receive, silence_s
         self._is_stream, self._size, self._buffer = False, 0, b""
 

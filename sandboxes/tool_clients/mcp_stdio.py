@@ -18,23 +18,16 @@ _CHUNK_BYTES = 1 << 16
 
 
 class StdioTransport:
-    """An `McpTransport` that sends lines over two descriptors.
-
-    Attributes:
-        revisions: The one revision that exists over pipes.
-        note: Always empty, because the pipes are the session.
-    """
+    """An `McpTransport` that sends lines over two descriptors."""
 
     revisions = (VERSION,)
-    note = ""
+    note = ""  # The pipes are the session, so there is nothing to remember.
 
     def __init__(self, fds: Sequence[int], *, max_bytes: int, fresh: bool) -> None:
-        """Take over two descriptors.
+        """Take over the descriptors that lead to the server's stdin and from its stdout. `close` closes them.
 
-        Args:
-            fds: The descriptors that lead to the server's stdin and from its stdout. `close` closes them.
-            max_bytes: Most bytes that the server may send in the whole conversation.
-            fresh: The process has just started, so nothing can be left in the pipes.
+        `max_bytes` limits what the server may send in the whole conversation. `fresh` says that the process has just
+        started, so nothing can be left in the pipes.
         """
         # A conversation that was cut off may have left the second half of a line in the pipe.
         self._may_be_half = not fresh

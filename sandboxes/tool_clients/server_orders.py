@@ -23,10 +23,7 @@ _MEMORY_BYTES = 1 << 20
 def order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> ServerOrder:
     """Return what a sandbox must know to start and to reach a tool server of the spec (pure).
 
-    Args:
-        name: The server's name in the spec.
-        spec: The spec.
-        environment: Variables below those of the spec and of the server.
+    The variables in `environment` give way to those of the spec and of the server.
     """
     server = spec.hosted[name]
     return ServerOrder(
@@ -62,8 +59,7 @@ def mcp_order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) 
 def request(call: ToolCall, port: int) -> bytes:
     """Return the head of the request that a call makes to the server on a port (pure).
 
-    Raises:
-        SandboxError: The call has a part that no request may have. Dialects refuse such calls earlier.
+    Raises SandboxError if the call has a part that no request may have. Dialects refuse such calls earlier.
     """
     arguments = call.arguments
     # JSON has no tuples: headers come as lists of two.
@@ -94,13 +90,9 @@ class Spool(Listener):
     """
 
     def __init__(self, call: ToolCall, listener: Listener | None, *, max_bytes: int, folder: Path) -> None:
-        """Begin a spool.
+        """Begin the spool of the response to a call, of which at most `max_bytes` of body are kept.
 
-        Args:
-            call: The call that is answered.
-            listener: Receives the response too; None if no client listens.
-            max_bytes: Largest body that is kept.
-            folder: Directory of the file, which has no name and so leaves nothing behind after a crash.
+        The file in `folder` has no name and so leaves nothing behind after a crash.
         """
         self._listener, self._max_bytes = listener, max_bytes
         # Without a name on disk, the file goes with its last descriptor, a killed process included.

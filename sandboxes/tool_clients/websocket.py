@@ -39,10 +39,7 @@ from sandboxes.tool_clients.http1 import MalformedResponseError
 
 MESSAGES_TYPE = "application/vnd.forkpoint.messages+json"
 QUIET_S = 0.25
-"""If the client gave no number of answers, they end after this long without a message.
-
-Halved, a server that streams slowly is cut off. Doubled, each such call takes a quarter of a second longer.
-"""
+"""If the client gave no number of answers, they end after this long without a message."""
 _CHUNK_BYTES = 1 << 16
 _HANDSHAKE_HEADERS = frozenset({"host", "origin", "content-type", "content-length"})
 """Headers of a client's request that do not go into the handshake with the server."""
@@ -56,9 +53,7 @@ def is_message(call: ToolCall) -> bool:
 def carrier(call: ToolCall, order: ServerOrder) -> ServerOrder:
     """Return the order of the processes that open a connection to a server and carry its bytes (pure).
 
-    Args:
-        call: A message on the connection; one connection has one name in the sandbox.
-        order: The order of the server.
+    Each connection has its own name in the sandbox.
     """
     # The last `exec` leaves two `cat` processes and no shell, which is all that a checkpoint has to hold.
     script = f"exec 5<>/dev/tcp/127.0.0.1/{order.port}; cat <&5 & exec cat >&5"
@@ -69,14 +64,10 @@ def carrier(call: ToolCall, order: ServerOrder) -> ServerOrder:
 
 @dataclass(slots=True)
 class ServerMessages:
-    """What the server sent for one message.
-
-    Attributes:
-        messages: Text or binary messages, in order.
-        closed: The code and the reason with which the server then closed the connection; None if it did not.
-    """
+    """The messages that the server sent for one message."""
 
     messages: list[str | bytes] = field(default_factory=list)
+    # The code and the reason with which the server then closed the connection; None if it did not.
     closed: tuple[int, str] | None = None
 
     def result(self) -> ToolResult:
@@ -92,14 +83,10 @@ class Socket:
     """The client's end of one connection."""
 
     def __init__(self, fds: Sequence[int], call: ToolCall, port: int, *, max_bytes: int, opened: bool) -> None:
-        """Take over the pipes of a connection.
+        """Take over the pipes of a connection, to the server and from it. `close` closes them.
 
-        Args:
-            fds: The descriptors that lead to the server and from it. `close` closes them.
-            call: A message on the connection.
-            port: The server's port in the sandbox.
-            max_bytes: Largest message, and most bytes that are kept between two messages.
-            opened: The handshake was made already: the connection comes from a checkpoint.
+        `max_bytes` limits a message, and what is kept between two messages. `opened` says that the handshake was made
+        already: the connection comes from a checkpoint.
         """
         self._write_fd, self._read_fd = fds
         self._max_bytes, self._received_bytes = max_bytes, 0
@@ -148,12 +135,9 @@ class Socket:
             self._arrived.set()
 
     async def shake_hands(self, call: ToolCall, *, silence_s: float) -> None:
-        """Make the handshake, with the headers and subprotocols of the client's own.
+        """Make the handshake, with the headers and subprotocols of the client's own; errors as for `exchange`.
 
-        Raises:
-            MalformedResponseError: The server refuses, or chose another subprotocol than the client was promised.
-            OSError: The connection broke.
-            TimeoutError: The server was silent for `silence_s`.
+        A server that refuses, or chose another subprotocol than the client was promised, raises MalformedResponseError.
         """
         request = self._protocol.connect()
         headers = [(name, value) for name, value in call.arguments["headers"]]
@@ -176,10 +160,8 @@ class Socket:
     async def exchange(self, call: ToolCall, *, silence_s: float) -> ServerMessages:
         """Send the message of a call and collect its answers, after those that arrived since the last call.
 
-        Raises:
-            MalformedResponseError: The server breaks the protocol, or ends the connection without a close frame.
-            OSError: The connection broke.
-            TimeoutError: The server was silent for `silence_s`.
+        Raises MalformedResponseError if the server breaks the protocol, or ends the connection without a close frame,
+        OSError if the connection broke, and TimeoutError if the server was silent for `silence_s`.
         """
         # The limit is for each message and its answers, not for the connection's whole life.
         self._received_bytes = 0
@@ -214,11 +196,9 @@ class Socket:
         return received
 
     async def _wait(self, within_s: float) -> None:
-        """Wait until something has arrived.
+        """Wait until something has arrived, or raise TimeoutError.
 
-        Raises:
-            MalformedResponseError: The connection has failed, so nothing will arrive.
-            TimeoutError: Nothing arrived within the time.
+        Raises MalformedResponseError if the connection has failed, so that nothing will arrive.
         """
         # Checked before the event is cleared: `_read` may have failed since the last wait.
         if self._failure is not None:

@@ -46,11 +46,7 @@ class HttpDriver:
         return VERSION
 
     async def start(self, spec: EnvironmentSpec) -> HttpSandbox:
-        """Return a sandbox without sessions. Nothing is sent yet.
-
-        Raises:
-            SandboxError: The driver is closed.
-        """
+        """Return a sandbox without sessions. Nothing is sent yet."""
         if self._transport is None:
             raise SandboxError("the http driver is closed")
         sandbox = HttpSandbox(f"http-{next(self._ids)}", spec, self._transport, self.data_dir, self._live.discard)
@@ -58,11 +54,7 @@ class HttpDriver:
         return sandbox
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> HttpSandbox:
-        """Return a sandbox without sessions, which is the only state that can be frozen.
-
-        Raises:
-            StateGoneError: The state has a session.
-        """
+        """Return a sandbox without sessions, the only state that can be frozen. Raises StateGoneError if it has one."""
         if frozen.state != NO_SESSION:
             raise StateGoneError("a session with a server elsewhere cannot be restored")
         return await self.start(spec)

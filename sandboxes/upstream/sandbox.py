@@ -66,9 +66,7 @@ class HttpSandbox:
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
         """Send a call to its server; the listener receives the response while it arrives.
 
-        Raises:
-            ServerError: The server failed, reports a failure, or cannot be reached.
-            SandboxError: The sandbox was closed.
+        Raises ServerError if the server failed, reports a failure, or cannot be reached.
         """
         if not self.alive:
             raise SandboxError(f"connection {self.id} was closed")
@@ -99,11 +97,7 @@ class HttpSandbox:
         return Execution(result, effect, seconds, None, shareable=complete and not volatile)
 
     async def freeze(self) -> FrozenState:
-        """Freeze the state without sessions.
-
-        Raises:
-            NotFreezableError: A session is open.
-        """
+        """Freeze the state without sessions. Raises NotFreezableError if a session is open."""
         if self._sessions:
             raise NotFreezableError(
                 "a session with a server elsewhere cannot be frozen. Its calls are replayed instead."

@@ -21,17 +21,12 @@ _LONG_NAME = 8
 
 @dataclass(slots=True)
 class UpstreamSession:
-    """A session that a rule's `open` began.
+    """A session that a rule's `open` began."""
 
-    Attributes:
-        name: The name by which the server knows the session.
-        chosen_by_server: The server chose the name. Otherwise it is random, so it cannot occur by chance.
-        cookies: The cookies that the server set, by name.
-    """
-
+    # The name by which the server knows the session.
     name: str = field(default_factory=lambda: f"fp{secrets.token_hex(10)}")
-    chosen_by_server: bool = False
-    cookies: dict[str, str] = field(default_factory=dict)
+    chosen_by_server: bool = False  # Otherwise the name is random, so it cannot occur by chance.
+    cookies: dict[str, str] = field(default_factory=dict)  # The cookies that the server set, by name.
 
     def outgoing(self, body: bytes, call: ToolCall) -> bytes:
         """Return the body of a request, with this session's name in it."""

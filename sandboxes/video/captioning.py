@@ -41,33 +41,19 @@ class Read(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Captioner:
-    """Asks a model about all segments of a video.
+    """Asks a model about all segments of a video."""
 
-    Attributes:
-        store: Where the part is made.
-        models: The client of the model.
-        read: Runs a request in a worker.
-        spec: The environment of the task.
-        fresh: Ignore earlier answers of the model.
-    """
-
-    store: VideoStore
+    store: VideoStore  # The captions become a part of it.
     models: ModelClient
-    read: Read
+    read: Read  # Runs a request in a worker.
     spec: EnvironmentSpec
-    fresh: bool
+    fresh: bool  # Ignore earlier answers of the model.
 
     async def describe(self, job: PreprocessJob, video: Reading, prefix: str) -> str:
-        """Make the part with the captions and return its name.
+        """Make the part with the captions and return its name: the prefix, and a digest of the content.
 
-        Args:
-            job: Receives the progress.
-            video: The measured video.
-            prefix: What the name of the part begins with. A digest of the content follows, because a model may answer
-                the same question in another way later.
-
-        Raises:
-            ServerError: The model failed. Answers that have come are in the memo and are not requested again.
+        The digest is there because a model may answer the same question differently later. After a ServerError, the
+        answers that came before it are in the memo and are not requested again.
         """
         segments, shown = await self._segments(video)
         captions = await self._captions(job, segments, shown)

@@ -25,12 +25,7 @@ FileStamp = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """The videos of a task.
-
-    Attributes:
-        files: The files by name.
-        identity: A digest of the videos' contents.
-    """
+    """The videos of a task, by name; `identity` is a digest of their contents."""
 
     files: dict[str, Path]
     identity: str
@@ -71,9 +66,7 @@ class Contents:
     def digest(self, path: Path, *, confined: bool) -> str:
         """Return a file's digest; read the file if the digest is not known.
 
-        Args:
-            path: The file.
-            confined: Whether it must be among the allowed sources.
+        A confined path must be among the allowed sources.
         """
         known = self.known(path)
         if known is None:
@@ -86,9 +79,7 @@ class Contents:
     def copy(self, path: Path, target: Path, max_bytes: int, *, confined: bool) -> str:
         """Copy a file and return the digest of the copy.
 
-        Raises:
-            VideoError: `limit`: the file is larger than `max_bytes`.
-            OSError: The file cannot be read, or the copy cannot be written.
+        Raises VideoError (`limit`) if the file is larger than `max_bytes`.
         """
         stamp = stamp_of(path)
         if stamp[2] > max_bytes:
@@ -120,13 +111,10 @@ def stamp_of(path: Path) -> FileStamp:
 
 
 async def catalogue_of(video: VideoTools, contents: Contents, *, confined: bool) -> Catalogue:
-    """Return the videos of a task.
+    """Return the videos of a task. Raises SpecError if one cannot be read.
 
     Files that are named one by one count by their content, so that tasks with equal videos share a tree. The files of a
     directory count by name, size and time, because reading all of them would take long.
-
-    Raises:
-        SpecError: A file does not exist or cannot be read.
     """
     try:
         return await asyncio.to_thread(_catalogue, video, contents, confined=confined)

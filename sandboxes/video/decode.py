@@ -32,12 +32,7 @@ from sandboxes.video.video_file import (
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture of a video.
-
-    Attributes:
-        t: Its time in seconds after the first picture.
-        frame: The decoded picture.
-    """
+    """One picture of a video, with its time in seconds after the first picture."""
 
     t: float
     frame: av.VideoFrame
@@ -123,13 +118,8 @@ class VideoFile:
     def at(self, times: Sequence[float], info: dict[str, Any], shown: Callable[[Picture], Any]) -> list[Any]:
         """Return what a function makes of the picture that is on screen at each of some times.
 
-        Args:
-            times: Seconds after the first picture, rising.
-            info: The properties of the video, from `probe`.
-            shown: Called once for each time.
-
-        Raises:
-            VideoError: `damaged`: nothing can be decoded at one of the times.
+        The times rise, in seconds after the first picture. A VideoError (`damaged`) says that nothing can be decoded at
+        one of them.
         """
         gop_s = info["duration_s"] / max(1, info["key_frames"])
         gop, fps = info["frames"] / max(1, info["key_frames"]), info["frames"] / info["duration_s"]
@@ -157,13 +147,8 @@ class VideoFile:
     def _seek(self, t: float, here: float, gop_s: float) -> tuple[Iterator[Picture], Picture] | None:
         """Return the pictures from a key picture at or before a time on, with that key picture.
 
-        Args:
-            t: The wanted time.
-            here: The time up to which the file was read: going back further saves nothing.
-            gop_s: The mean length of a group of pictures.
-
-        Returns:
-            None if no seek leads to a key picture between `here` and t. The file is where it was.
+        None if no seek leads to a key picture between `here`, up to which the file was read, and `t`: going back
+        further saves nothing. The file then is where it was. `gop_s` is the mean length of a group of pictures.
         """
         assert self._start_s is not None  # The first picture was decoded before.
         reading = ExitStack()
@@ -211,9 +196,7 @@ class VideoFile:
 def sound(container: InputContainer, start_s: float) -> Iterator[tuple[int, NDArray[np.int16]]]:
     """Yield the first sound track, mono at `SAMPLE_RATE`: pieces in order, each with the number of its first sample.
 
-    Args:
-        container: The video.
-        start_s: The file's time at which sample number 0 lies: the time of the first picture.
+    Sample 0 lies at `start_s`, the file's time of the first picture.
     """
     stream = next(iter(container.streams.audio), None)
     if stream is None or stream.codec_context is None:

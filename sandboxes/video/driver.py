@@ -51,10 +51,9 @@ class VideoDriver:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Take the data directory. The first call that needs a worker starts the workers.
+        """Take the data directory.
 
-        Raises:
-            SandboxError: Another process uses this data directory.
+        Raises SandboxError if another process uses it. The first call that needs a worker starts them.
         """
         self._ownership.acquire()
         await asyncio.to_thread(shutil.rmtree, self._own, ignore_errors=True)
@@ -74,29 +73,17 @@ class VideoDriver:
     # -- states ------------------------------------------------------------------------------------------------------
 
     async def identity(self, spec: EnvironmentSpec) -> str:
-        """Return a digest of the videos and of the libraries' versions. Files named one by one are read once.
-
-        Raises:
-            SpecError: A video does not exist.
-        """
+        """Return a digest of the videos and of the libraries' versions. Files named one by one are read once."""
         catalogue = (await self._catalogue(spec)).identity
         versions = await self.pipeline.versions()
         return hashlib.blake2b(f"video\0{VERSION}\0{versions}\0{catalogue}".encode(), digest_size=32).hexdigest()
 
     async def start(self, spec: EnvironmentSpec) -> VideoSandbox:
-        """Return a sandbox without a video. It needs no process and no file.
-
-        Raises:
-            SpecError: A video does not exist.
-        """
+        """Return a sandbox without a video. It needs no process and no file."""
         return self._adopt(spec, LoadedVideos((await self._catalogue(spec)).identity))
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> VideoSandbox:
-        """Return a sandbox at a frozen state, which costs as little as a start.
-
-        Raises:
-            StateGoneError: A part of the state is missing.
-        """
+        """Return a sandbox at a frozen state. Raises StateGoneError if a part of the state is missing."""
         state = LoadedVideos(**frozen.payload)
         with self._sandboxes.holding(state.parts):
             for part in state.parts:

@@ -42,22 +42,14 @@ _SEGMENT = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurements of a video.
+    """The measurements of a video."""
 
-    Attributes:
-        times: The time of each picture in seconds.
-        differences: The difference of each picture from its predecessor, 0 to 1.
-        shots: The shots in order.
-        segments: The segments in order, each with the columns of the table.
-        frames: Time, offset in `frames.bin` and size of each kept picture.
-        subtitles: Track, language, start, end and text of each subtitle.
-    """
-
-    times: Sequence[float]
-    differences: NDArray[np.float32]
+    times: Sequence[float]  # The time of each picture in seconds.
+    differences: NDArray[np.float32]  # Of each picture from its predecessor, 0 to 1.
     shots: Sequence[TimeSpan]
-    segments: Sequence[dict[str, Any]]
-    frames: Sequence[tuple[float, int, int]]
+    segments: Sequence[dict[str, Any]]  # In order, each with the columns of the table.
+    frames: Sequence[tuple[float, int, int]]  # Time, offset in `frames.bin` and size of each kept picture.
+    # Track, language, start, end and text of each subtitle.
     subtitles: Sequence[tuple[int, str | None, float, float, str]]
 
 
@@ -84,13 +76,9 @@ def write(folder: Path, measured: Measured) -> None:
 def write_model(
     folder: Path, captions: Sequence[str], objects: Sequence[Sequence[str]], vectors: dict[str, NDArray[np.float32]]
 ) -> None:
-    """Write the captions that a model made of the segments.
+    """Write the captions that a model made of the segments, and the objects that it saw in each.
 
-    Args:
-        folder: Where the files are made.
-        captions: The caption of each segment.
-        objects: The names of the objects in each segment.
-        vectors: The embeddings of `texts` and `images`, with one row for each segment; each may be missing.
+    `vectors` has the embeddings `texts` and `images`, with one row for each segment; each may be missing.
     """
     names = sorted({name for each in objects for name in each})
     numbers = {name: n for n, name in enumerate(names)}
@@ -125,12 +113,7 @@ class Index:
     """A prepared video, open for reading."""
 
     def __init__(self, folder: Path, model: Path | None) -> None:
-        """Open an index.
-
-        Args:
-            folder: The folder of the measurements.
-            model: The folder of a model's captions; None without a model.
-        """
+        """Open the index in the folder of the measurements, and in the folder of a model's captions if there is one."""
         self._folder, self._model = folder, model
         self._database = _open(folder / "index.sqlite")
         self._model_database = None if model is None else _open(model / "model.sqlite")

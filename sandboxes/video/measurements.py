@@ -73,12 +73,7 @@ def cuts(times: Sequence[float], differences: NDArray[np.float32], threshold: fl
 
     A cut is a difference above a threshold. The default threshold is `CUT`, or eight times the median of the whole
     video if that is more. (The median of the neighbourhood would miss cuts between lively shots.) A cut must also be
-    twice the differences just before it, which steady movement is not.
-
-    Args:
-        times: The time of each picture.
-        differences: The difference of each picture from its predecessor.
-        threshold: A threshold of the agent's, which alone decides; None for the default.
+    twice the differences just before it, which steady movement is not. A threshold of the agent's decides alone.
     """
     if len(differences) == 0:
         return []
@@ -110,15 +105,7 @@ def segments(duration_s: float, segment_s: float) -> list[tuple[float, float]]:
 
 
 def nearest(kept: Sequence[float], span: MeasuredSpan, t: float) -> int:
-    """Return the number of the kept picture that represents a time: the nearest one of the same shot.
-
-    If no picture of the shot was kept, it is the nearest one of all.
-
-    Args:
-        kept: The times of the kept pictures, rising.
-        span: The shot that contains the time.
-        t: The time.
-    """
+    """Return the number of the kept picture that represents a time: the nearest one of the same shot, else of all."""
     low, high = bisect_left(kept, span[0] - _EPSILON_S), bisect_left(kept, span[1] - _EPSILON_S)
     if low == high:
         low, high = 0, len(kept)
@@ -159,13 +146,9 @@ def _db(amplitude: float) -> float:
 
 
 def seek_pays(ahead: float, mean_gop: float) -> bool:
-    """Return whether it is cheaper to seek to a picture than to decode all pictures up to it.
+    """Return whether it is cheaper to seek to a picture than to decode the `ahead` pictures up to it.
 
     After a seek, half a group of pictures is decoded on average before the wanted one.
-
-    Args:
-        ahead: How many pictures ahead the wanted one is.
-        mean_gop: The mean number of pictures in a group, from one key picture to the next.
     """
     return ahead > max(1.0, mean_gop / 2)
 

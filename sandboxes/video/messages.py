@@ -85,37 +85,22 @@ class PreprocessPiece(IpcRequest[PieceDone | VideoFault], op="preprocess_piece")
 
 
 class WriteModel(IpcRequest[Done | VideoFault], op="write_model"):
-    """Write the captions and vectors of a model; the body is the rows of the vectors.
-
-    Attributes:
-        folder: Where to write them.
-        vectors: Number and length of the rows, by name.
-        captions: The caption of each segment.
-        objects: The names of the objects in each segment.
-    """
+    """Write the captions and vectors of a model; the body is the rows of the vectors."""
 
     folder: str
-    vectors: dict[str, tuple[int, int]]
-    captions: list[str]
+    vectors: dict[str, tuple[int, int]]  # Number and length of the rows, by name.
+    captions: list[str]  # One for each segment, as are the lists of objects.
     objects: list[list[str]]
 
 
 class Reading(IpcRecord):
-    """Which video is read, and within which limits.
-
-    Attributes:
-        path: The file.
-        measured: The folder of its measurements; None before `preprocess`.
-        described: The folder of a model's captions; None without a model.
-        model: The name of the model, or `none`.
-        limit_bytes: Largest output.
-    """
+    """Which video is read, and within which limits."""
 
     path: str
-    measured: str | None
-    described: str | None
-    model: str
-    limit_bytes: int
+    measured: str | None  # The folder of its measurements; None before `preprocess`.
+    described: str | None  # The folder of a model's captions; None without a model.
+    model: str  # The name of the model, or `none`.
+    limit_bytes: int  # Largest output.
 
 
 class VideoToolDone(IpcMessage, op="video_tool_done"):
@@ -134,17 +119,11 @@ class RunVideoTool(IpcRequest[VideoToolDone | VideoFault], op="run_video_tool"):
 
 
 class SegmentsShown(IpcMessage, op="segments_shown"):
-    """Segments; the body is their pictures.
-
-    Attributes:
-        segments: The segments.
-        sizes: The size of each picture.
-        of: How many segments the video has.
-    """
+    """Segments; the body is their pictures."""
 
     segments: list[Segment]
-    sizes: list[int]
-    of: int
+    sizes: list[int]  # The size of each picture in bytes.
+    of: int  # How many segments the video has.
 
 
 class ShowSegments(IpcRequest[SegmentsShown | VideoFault], op="show_segments"):

@@ -42,11 +42,7 @@ Vector = list[float]
 
 
 class Spent:
-    """The tokens that models counted for one call.
-
-    Attributes:
-        tokens: Tokens of prompts and answers, as the endpoints' `usage` says. Known answers cost none.
-    """
+    """The tokens that models counted for one call, as the endpoints' `usage` says. Known answers cost none."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -57,13 +53,7 @@ SPENT: ContextVar[Spent | None] = ContextVar("SPENT", default=None)
 
 
 class ModelClient:
-    """Asks models.
-
-    Attributes:
-        sent: How many requests were made.
-        reused: How many questions were answered by the memo or by a request in flight.
-        tokens: How many tokens models have counted for the requests.
-    """
+    """Asks models, and counts requests, tokens and questions that needed no request of their own."""
 
     def __init__(self, memo: AnswerMemo) -> None:
         self._memo = memo
@@ -84,17 +74,10 @@ class ModelClient:
     async def chat(
         self, model: VideoModel, text: str, pictures: Sequence[bytes], *, variant: int = 0, fresh: bool = False
     ) -> str:
-        """Return a model's answer to a text with images.
+        """Return a model's answer to a text with JPEG images.
 
-        Args:
-            model: The endpoint.
-            text: The text of the question.
-            pictures: JPEG files.
-            variant: Which of several recorded answers is wanted; it changes the seed.
-            fresh: Ask even if the answer is known.
-
-        Raises:
-            ServerError: The endpoint is down or silent, refuses, or its answer has the wrong form.
+        `variant` selects one of several recorded answers and changes the seed. `fresh` asks even if the answer is
+        known. Raises ServerError if the endpoint is down, silent or refuses, or if its answer has the wrong form.
         """
         content: list[dict[str, Any]] = [{"type": "text", "text": text}]
         content += [{"type": "image_url", "image_url": {"url": _data_url(data)}} for data in pictures]
@@ -108,20 +91,12 @@ class ModelClient:
         return (await self._answer(model, "/chat/completions", payload, _read_text, fresh=fresh)).decode()
 
     async def embed(self, model: VideoModel, name: str, texts: Sequence[str], *, fresh: bool = False) -> list[Vector]:
-        """Return a vector for each text.
-
-        Raises:
-            ServerError: See `chat`.
-        """
+        """Return a vector for each text; errors as for `chat`."""
         payload = {"model": name, "input": list(texts), "encoding_format": "float"}
         return await self._embedded(model, payload, len(texts), fresh=fresh)
 
     async def embed_picture(self, model: VideoModel, name: str, picture: bytes, *, fresh: bool = False) -> Vector:
-        """Return the vector of a JPEG file, sent as a message, which is how vLLM takes images.
-
-        Raises:
-            ServerError: See `chat`.
-        """
+        """Return the vector of a JPEG file, sent as a message, which is how vLLM takes images; errors as for `chat`."""
         content = [{"type": "image_url", "image_url": {"url": _data_url(picture)}}]
         payload = {"model": name, "messages": [{"role": "user", "content": content}], "encoding_format": "float"}
         return (await self._embedded(model, payload, 1, fresh=fresh))[0]

@@ -35,12 +35,7 @@ _MIN_CANDIDATE_GAP_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PassProgress:
-    """How far a pass is.
-
-    Attributes:
-        stage: `pictures` or `sound`.
-        at_s: Seconds of the video.
-    """
+    """The stage of a pass, `pictures` or `sound`, and how far it is in seconds of the video."""
 
     stage: str
     at_s: float
@@ -48,19 +43,12 @@ class PassProgress:
 
 @dataclass(slots=True)
 class _SegmentImages:
-    """The measurements of a segment's pictures so far.
+    """The measurements of a segment's pictures so far."""
 
-    Attributes:
-        motion: The sum of the differences that are no cuts.
-        pictures: How many differences were added.
-        middle: The picture in the middle of the segment, reduced.
-        overlay: The edge near which a picture has text; None if none was found.
-    """
-
-    motion: float = 0.0
-    pictures: int = 0
-    middle: NDArray[np.uint8] | None = None
-    overlay: str | None = None
+    motion: float = 0.0  # The sum of the differences that are no cuts.
+    pictures: int = 0  # How many differences were added.
+    middle: NDArray[np.uint8] | None = None  # The picture in the middle of the segment, reduced.
+    overlay: str | None = None  # The edge near which a picture has text; None if none was found.
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +77,7 @@ class MeasuringPass:
         self._last_candidate_s = -1.0
 
     def __iter__(self) -> Iterator[PassProgress]:
-        """Run the pass.
-
-        Raises:
-            VideoError: `damaged`: no picture can be decoded.
-        """
+        """Run the pass. Raises VideoError (`damaged`) if no picture can be decoded."""
         yield from self._pictures()
         sounds: list[_SegmentSound] = []
         yield from self._sound(sounds)

@@ -50,17 +50,12 @@ from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerPool, Wo
 READ_S = 30.0
 """Time limit of a read. Reads take milliseconds; one that takes this long is stuck in a hostile file."""
 _PIECE_S = 60.0
-"""Time limit of one piece of a preprocess, which takes half a second."""
+"""Time limit of one piece of a preprocess."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedVideo:
-    """The parts of a prepared video.
-
-    Attributes:
-        measured: The part of the measurements.
-        described: The part of a model's captions; None without a model.
-    """
+    """The parts of a prepared video: its measurements, and a model's captions (None without a model)."""
 
     measured: str
     described: str | None
@@ -121,15 +116,8 @@ class Pipeline:
     ) -> tuple[AnswerT, bytes]:
         """Run a request in a shared worker, and once more if the worker died: another request may have killed it.
 
-        Args:
-            request: The request.
-            limits: See `limits_of`.
-            body: The body of the request.
-            timeout_s: Time limit of the request.
-
-        Raises:
-            VideoError: The agent can act on it, or the file is to blame.
-            SandboxError: Workers cannot be started, or are killed.
+        A VideoError is the file's fault or can be acted on by the agent. A SandboxError says that workers cannot be
+        started, or are killed.
         """
         for last in (False, True):
             try:
@@ -147,9 +135,8 @@ class Pipeline:
     async def load(self, source: Path, spec: EnvironmentSpec) -> str:
         """Load a file and return its part. A file whose content is loaded already is not read again.
 
-        Raises:
-            VideoError: The file is no video, or larger or longer than the task takes.
-            OSError: The file cannot be read, or the disk is full.
+        Raises VideoError if the file is no video or exceeds the task's limits, and OSError if it cannot be read or the
+        disk is full.
         """
         assert spec.video is not None
         # The name follows from the content, which is not known yet: no video may be collected meanwhile.
@@ -192,9 +179,7 @@ class Pipeline:
     async def prepare(self, part: str, spec: EnvironmentSpec) -> PreparedVideo:
         """Return the parts of a prepared video, and make them if they do not exist.
 
-        Raises:
-            VideoError: The video cannot be decoded, or needs more than its limits.
-            SandboxError: The machine or the model failed.
+        A VideoError blames the video or its limits; a SandboxError blames the machine or the model.
         """
         assert spec.video is not None
         settings, info = spec.video.measurement_settings(), self.store.info(part)

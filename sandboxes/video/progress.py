@@ -20,26 +20,15 @@ _MAX_JOBS = 64
 
 @dataclass(slots=True)
 class PreprocessJob:
-    """One preprocess.
-
-    Attributes:
-        video: The SHA-256 of the video.
-        of_s: The length of the video in seconds.
-        stage: What the job does now.
-        at_s: How far it is, in seconds of the video.
-        began_at: When it began, in seconds of the monotonic clock.
-        logged_at: When it was logged last, on the same clock.
-        seconds: How long it took; None while it runs.
-        error: Why it failed; None if it did not.
-    """
+    """One preprocess, of the video with this SHA-256."""
 
     video: str
-    of_s: float
+    of_s: float  # The length of the video.
     stage: str = "waiting"
-    at_s: float = 0.0
-    began_at: float = field(default_factory=time.monotonic)
+    at_s: float = 0.0  # How far the job is in the video.
+    began_at: float = field(default_factory=time.monotonic)  # Seconds of the monotonic clock, as `logged_at`.
     logged_at: float = 0.0
-    seconds: float | None = None
+    seconds: float | None = None  # How long the job took; None while it runs.
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -61,11 +50,7 @@ class PreprocessJob:
 
 
 class PreprocessJobs:
-    """The jobs of one driver.
-
-    Attributes:
-        slots: Limits how many jobs decode at once.
-    """
+    """The jobs of one driver; `slots` limits how many of them decode at once."""
 
     def __init__(self) -> None:
         self._jobs: list[PreprocessJob] = []

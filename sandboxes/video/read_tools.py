@@ -24,36 +24,22 @@ _MAX_SAMPLES = 64
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """The output of a tool.
-
-    Attributes:
-        media_type: The media type of the body.
-        body: The body.
-        frame_t: The time of the picture that the body is; None for other bodies.
-    """
+    """The output of a tool."""
 
     media_type: str
     body: bytes
-    frame_t: float | None = None
+    frame_t: float | None = None  # The time of the picture in the body; None for other bodies.
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded video.
-
-    Attributes:
-        path: The file.
-        info: Its properties, from `probe`.
-        index: Its index; None before `preprocess`.
-        model: The name of the model, or `none`.
-        limit_bytes: Largest output.
-    """
+    """A loaded video."""
 
     path: Path
-    info: dict[str, Any]
-    index: Index | None
-    model: str
-    limit_bytes: int
+    info: dict[str, Any]  # From `probe`.
+    index: Index | None  # None before `preprocess`.
+    model: str  # The name of the model, or `none`.
+    limit_bytes: int  # Largest output.
 
     @property
     def end_s(self) -> float:
@@ -61,11 +47,7 @@ class Loaded:
         return float(self.info["duration_s"])
 
     def prepared(self, tool: str) -> Index:
-        """Return the index that a tool needs.
-
-        Raises:
-            VideoError: `not-preprocessed`.
-        """
+        """Return the index that a tool needs. Raises VideoError (`not-preprocessed`) if there is none."""
         if self.index is None:
             raise VideoError("not-preprocessed", f"{tool} needs a preprocessed video. Call preprocess first")
         return self.index
@@ -248,10 +230,7 @@ def caption_retrieval(loaded: Loaded, arguments: Arguments) -> ToolOutput:
 def segment_localization(loaded: Loaded, arguments: Arguments, vectors: Mapping[str, Sequence[float]]) -> ToolOutput:
     """Return the segments that a description fits best.
 
-    Args:
-        loaded: The video.
-        arguments: The arguments of the tool.
-        vectors: The embeddings of the description, by kind. Without any, words are compared.
+    `vectors` are the embeddings of the description, by kind. Without any, words are compared.
     """
     index = loaded.prepared("segment_localization")
     scores = _by_vectors(index, vectors) if vectors else ranking.bm25(arguments["description"], _lines(index))

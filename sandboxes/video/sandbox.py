@@ -33,19 +33,12 @@ FRAME_TIME = "x-frame-time"
 
 @dataclass(frozen=True, slots=True)
 class LoadedVideos:
-    """The state of a sandbox.
+    """The state of a sandbox, as names of parts of the store."""
 
-    Attributes:
-        catalogue: The identity of the videos that `load_video` knows.
-        video: The part of the loaded video; None before `load_video`.
-        measured: The part of its measurements; None before `preprocess`.
-        described: The part of a model's captions; None without a model.
-    """
-
-    catalogue: str
-    video: str | None = None
-    measured: str | None = None
-    described: str | None = None
+    catalogue: str  # The identity of the videos that `load_video` knows.
+    video: str | None = None  # None before `load_video`.
+    measured: str | None = None  # None before `preprocess`.
+    described: str | None = None  # None without a model.
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -95,11 +88,7 @@ class VideoSandbox:
         return self._state.parts
 
     async def execute(self, call: ToolCall) -> Execution:
-        """Run a tool. What the agent can act on is a result with status 422.
-
-        Raises:
-            SandboxError: The sandbox is closed, or files of the store cannot be used.
-        """
+        """Run a tool. What the agent can act on is a result with status 422."""
         if not self.alive:
             raise SandboxError(f"sandbox {self.id} is dead")
         before, began, shareable = self._state, time.perf_counter(), True
@@ -122,11 +111,7 @@ class VideoSandbox:
         return Execution(result, effect, time.perf_counter() - began, self._state.digest(), shareable=shareable)
 
     async def freeze(self) -> FrozenState:
-        """Return the state. Its parts are on the disk already.
-
-        Raises:
-            SandboxError: The sandbox is closed.
-        """
+        """Return the state. Its parts are on the disk already."""
         if not self.alive:
             raise SandboxError(f"sandbox {self.id} is dead")
         size = self._pipeline.store.size_bytes(self._state.parts[-1]) if self._state.parts else 0

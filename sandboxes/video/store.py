@@ -76,10 +76,7 @@ class VideoStore:
             return False
 
     def is_whole(self, part: str) -> bool:
-        """Return whether a part exists as it was written. One that was changed is deleted.
-
-        Blocking the first time: 1 s for a gigabyte.
-        """
+        """Return whether a part exists as it was written. One that was changed is deleted. Blocking the first time."""
         if not self.has(part):
             return False
         with self._reading:
@@ -98,11 +95,7 @@ class VideoStore:
             return whole
 
     def check(self, part: str) -> None:
-        """Check that a part exists as it was written. Blocking the first time.
-
-        Raises:
-            StateGoneError: It is missing or damaged.
-        """
+        """Raise StateGoneError unless a part exists as it was written. Blocking the first time."""
         if not self.is_whole(part):
             raise StateGoneError(f"part {part} of a video is missing or damaged; its path is replayed instead")
 
@@ -155,8 +148,7 @@ class VideoStore:
     def _manifest(self, part: str) -> dict[str, Any]:
         """Return the manifest of a part.
 
-        Raises:
-            ValueError: It is damaged, or an earlier version wrote it, without digests.
+        Raises ValueError if it is damaged, or an earlier version wrote it, without digests.
         """
         manifest: Any = orjson.loads((self._parts / part / _MANIFEST).read_bytes())
         if not isinstance(manifest, dict) or set(manifest) != {"sizes", "digests"}:

@@ -36,11 +36,7 @@ _LARGE_PIXELS = 1280 * 720
 
 @contextmanager
 def opened(path: Path) -> Iterator[InputContainer]:
-    """Open a container that holds a video.
-
-    Raises:
-        VideoError: `not-a-video` or `codec`.
-    """
+    """Open a container that holds a video. Raises VideoError (`not-a-video` or `codec`) if it holds none."""
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file"}
     try:
         container = av.open(str(path), options=options, container_options=options)
@@ -66,11 +62,7 @@ def reason_of(error: Exception) -> str:
 
 
 def pictures_of(container: InputContainer) -> av.VideoStream:
-    """Return the stream of pictures, ready to be decoded. Cover images do not count.
-
-    Raises:
-        VideoError: `not-a-video` or `codec`.
-    """
+    """Return the stream of pictures, ready to be decoded; VideoError as for `opened`. Cover images do not count."""
     attached = av.stream.Disposition.attached_pic
     streams = [stream for stream in container.streams.video if not stream.disposition & attached]
     if not streams:
@@ -106,8 +98,7 @@ def has_presentation_times(container: InputContainer) -> bool:
 def decoded_frames(container: InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
     """Yield the pictures from the container's position on. Pictures that cannot be decoded are left out.
 
-    Raises:
-        VideoError: `codec`.
+    A VideoError (`codec`) says that nothing here decodes them.
     """
     for packet in container.demux(stream):
         try:
@@ -127,12 +118,7 @@ _EARLY_S, _EARLY_SHARE = 0.5, 0.03
 def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
     """Return the properties of a video. Its packets are read, and only the first picture is decoded.
 
-    Args:
-        path: The file.
-        max_duration_s: Longest video that the task takes.
-
-    Raises:
-        VideoError: `not-a-video`, `codec`, `empty`, `damaged`, `truncated` or `limit`.
+    The VideoError is `not-a-video`, `codec`, `empty`, `damaged`, `truncated` or `limit`.
     """
     if not path.stat().st_size:
         raise VideoError("empty", "the file has 0 bytes")
@@ -170,12 +156,9 @@ def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
 
 
 def _require_memory(stream: av.VideoStream, file_bytes: int) -> None:
-    """Require memory for a picture and for the largest packet of a file.
+    """Raise MemoryError unless there is memory for a picture and for the largest packet of a file.
 
     Without it FFmpeg may report the end of the file instead of the error, and a video would pass for an empty one.
-
-    Raises:
-        MemoryError: There is not so much.
     """
     width, height = stream.codec_context.width or 0, stream.codec_context.height or 0
     # 4 bytes a pixel; written to, because untouched memory costs nothing.
@@ -191,28 +174,18 @@ def _require_duration(seconds: float, max_s: float) -> None:
 
 @dataclass(slots=True)
 class _PacketSummary:
-    """A summary of a file's packets.
-
-    Attributes:
-        frames: The number of pictures.
-        key_frames: The number of pictures that can be decoded without others.
-        start_s: When the first picture begins.
-        end_s: When the last picture ends.
-        first_s: When the first packet of any stream begins.
-        last_s: When the last packet of any stream begins.
-        latest_s: The latest time at which a picture begins.
-        seekable: Whether a seek leads to pictures with the times that they have when the file is read from the
-            beginning. Each packet of a picture says its own time and place; and each key picture is shown after
-            everything before it, so times never go back.
-    """
+    """A summary of a file's packets; times are in seconds."""
 
     frames: int = 0
-    key_frames: int = 0
-    start_s: float = math.inf
-    end_s: float = -math.inf
-    first_s: float = math.inf
-    last_s: float = -math.inf
-    latest_s: float = -math.inf
+    key_frames: int = 0  # Pictures that can be decoded without others.
+    start_s: float = math.inf  # When the first picture begins.
+    end_s: float = -math.inf  # When the last picture ends.
+    first_s: float = math.inf  # When the first packet of any stream begins.
+    last_s: float = -math.inf  # When the last packet of any stream begins.
+    latest_s: float = -math.inf  # The latest time at which a picture begins.
+    # Whether a seek leads to pictures with the times that they have when the file is read from the beginning. Each
+    # packet of a picture says its own time and place; and each key picture is shown after everything before it, so
+    # times never go back.
     seekable: bool = True
 
     def add_picture(self, packet: "av.Packet[av.stream.Stream]", begins: float, ends: float, *, trusted: bool) -> None:

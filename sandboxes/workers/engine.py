@@ -22,12 +22,7 @@ class WorkerEngine(Protocol):
     """
 
     def answer(self, request: IpcMessage, body: bytes) -> Answer:
-        """Answer a request of the engine's own vocabulary.
-
-        Args:
-            request: The request.
-            body: Bytes that belong to it, such as a script; usually empty.
-        """
+        """Answer a request of the engine's own vocabulary. The body, usually empty, belongs to it, such as a script."""
         ...
 
     def close(self) -> None:

@@ -28,15 +28,10 @@ class EndWorker(IpcRequest[WorkerEnded], op="end_worker"):
 
 
 class SetLimits(IpcMessage, op="set_limits"):
-    """What each of the next requests may use, in addition to what an idle worker uses. It is not answered.
-
-    Attributes:
-        memory_mb: Memory, in MiB.
-        disk_mb: The largest file, in MiB.
-    """
+    """What each of the next requests may use, in addition to what an idle worker uses. It is not answered."""
 
     memory_mb: int
-    disk_mb: int
+    disk_mb: int  # The largest file.
 
 
 class WarmUp(IpcRequest[Done], op="warm_up"):

@@ -38,7 +38,7 @@ GRACE_S = 1.0
 MAX_READERS = 16
 """Limit of shared workers; further reading calls wait. Each holds some 5 MB, and page caches of a few databases."""
 SPARES = 2
-"""Workers forked ahead of use, 5 MB each. Without a spare, a worker takes 5 ms to start and 5 more to be fast."""
+"""Workers forked ahead of use. Without a spare, a call waits for a worker to start."""
 RESTOCK_S = 0.1
 """Delay before spares are replaced, so that forking does not compete with the call that took the last one."""
 PATIENCE_S = 0.05
@@ -50,9 +50,8 @@ WorkerLossCause = Literal["memory", "killed", "crashed", "defect"]
 class WorkerLostError(RuntimeError):
     """A worker ended while it served a request.
 
-    Attributes:
-        cause: "memory": the request needed more than its limit. "killed": SIGKILL, from a person or from the kernel
-            when memory ran out. "crashed": another signal or exit code. "defect": the engine raised an exception.
+    "memory": the request needed more than its limit. "killed": SIGKILL, from a person or from the kernel when memory
+    ran out. "crashed": another signal or exit code. "defect": the engine raised an exception.
     """
 
     def __init__(self, cause: WorkerLossCause, message: str) -> None:
@@ -83,15 +82,8 @@ class PooledWorker:
     ) -> Envelope[AnswerT]:
         """Send a request and return its answer. The worker is gone after an error or a cancellation.
 
-        Args:
-            request: The request.
-            body: Bytes that belong to the request.
-            limits: What this request and the following ones may use; None leaves it as it is.
-            timeout_s: Time limit; the worker is killed `GRACE_S` later.
-
-        Raises:
-            WorkerLostError: The worker ended.
-            WorkerStuckError: The time limit passed.
+        `limits` apply to this request and the following ones; None leaves them as they are. Raises WorkerLostError if
+        the worker ended, and WorkerStuckError if the time limit passed; the worker is killed `GRACE_S` later.
         """
         try:
             async with asyncio.timeout(timeout_s + GRACE_S):
@@ -135,23 +127,15 @@ class PooledWorker:
 
 
 class WorkerPool:
-    """All workers of one driver. None outlives `aclose`, or the driver's process.
-
-    Attributes:
-        workers: Workers in use or idle, without the spares.
-        started: Number of workers that were ever put to use.
-        confined: Whether files outside `data_dir` are out of the workers' reach.
-    """
+    """All workers of one driver. None outlives `aclose`, or the driver's process."""
 
     def __init__(self, engine: str, data_dir: Path, *, network: bool = False) -> None:
-        """Create a pool; `open` starts it.
+        """Create a pool whose workers may use files below `data_dir`; `open` starts it.
 
-        Args:
-            engine: "sqlite", "postgres", or the name of a module with an engine.
-            data_dir: The directory below which workers may use files.
-            network: Workers may use the network. Such workers are not confined to `data_dir`.
+        The engine is "sqlite", "postgres", or the name of a module with an engine. Workers that may use the network are
+        not confined to `data_dir`.
         """
-        self.confined = False
+        self.confined = False  # Whether files outside `data_dir` are out of the workers' reach.
         self._zygote = ForkServer(
             "the zygote of workers",
             "sandboxes.workers.zygote",
@@ -164,8 +148,8 @@ class WorkerPool:
         self._readers = self._waiting = 0
         self._dedicated: set[PooledWorker] = set()
         self._spares: deque[PooledWorker] = deque()
-        self.workers: set[PooledWorker] = set()
-        self.started = 0
+        self.workers: set[PooledWorker] = set()  # Workers in use or idle, without the spares.
+        self.started = 0  # Workers that were ever put to use.
         self._idle: asyncio.LifoQueue[PooledWorker] = asyncio.LifoQueue()
         self._free = asyncio.Semaphore(MAX_READERS)
         self._restocks, self._endings = TaskOwner(), TaskOwner()
@@ -174,8 +158,7 @@ class WorkerPool:
     async def open(self) -> None:
         """Start the zygote, which forks workers as they are needed. Without this call, the first worker starts it.
 
-        Raises:
-            SandboxError: The zygote does not start.
+        Raises SandboxError if the zygote does not start.
         """
         self.confined = (await self._zygote.start()).confined
 
@@ -216,10 +199,9 @@ class WorkerPool:
         self._dedicated.add(worker)
 
     async def dedicated(self) -> PooledWorker:
-        """Return a worker that its caller owns and closes: a spare, or a new one after 5 ms.
+        """Return a worker that its caller owns and closes: a spare, or a new one.
 
-        Raises:
-            SandboxError: The machine cannot start another process.
+        Raises SandboxError if the machine cannot start another process.
         """
         worker = None
         while self._spares and worker is None:

@@ -25,10 +25,8 @@ MAX_DESCRIPTORS = 256
 def become_worker(end: socket.socket, parent: int, engine: str) -> None:
     """Turn a process that was just forked into a worker. Never returns.
 
-    Args:
-        end: The worker's end of its socket; the worker exits when the other end is closed.
-        parent: Process id of the zygote.
-        engine: Name of the engine, as in `module_of`.
+    `end` is the worker's end of its socket; the worker exits when the other end is closed. `parent` is the process id
+    of the zygote.
     """
     code = 1
     try:
@@ -46,11 +44,7 @@ def become_worker(end: socket.socket, parent: int, engine: str) -> None:
 
 
 def serve(end: socket.socket, engine: WorkerEngine) -> int:
-    """Answer requests until the other end is closed.
-
-    Returns:
-        The exit code of the process.
-    """
+    """Answer requests until the other end is closed; return the exit code of the process."""
     inbox, limits = Inbox(), RequestLimits()
     while True:
         data, _ = receive(end)

@@ -86,15 +86,10 @@ class Zygote:
 
 
 def drop_privileges(data_dir: Path, *, network: bool) -> bool:
-    """Drop, for this process and all its forks, what requests do not need.
+    """Drop, for this process and all its forks, what requests do not need, and return whether they are confined.
 
-    Args:
-        data_dir: The directory below which workers may use files.
-        network: The engine talks to a server. It then keeps the network, and is not confined to `data_dir`.
-
-    Returns:
-        Whether files outside `data_dir` are out of reach. Without Landlock (the kernel has it disabled) only the
-        engine's own rules protect them.
+    Confined means that files outside `data_dir` are out of reach. Without Landlock (the kernel has it disabled) only
+    the engine's own rules protect them. An engine that talks to a server keeps the network, and is not confined.
     """
     privileged = os.geteuid() == 0
     if privileged and not network:

@@ -41,24 +41,16 @@ class CriuMissingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CriuBinary:
-    """A CRIU that is ready to run in sandboxes.
+    """A CRIU that is ready to run in sandboxes."""
 
-    Attributes:
-        root: The directory with our copy of the program, its libraries and its cache of this kernel's features.
-    """
-
-    root: Path
+    root: Path  # Has our copy of the program, its libraries and its cache of this kernel's features.
 
     @classmethod
     def prepare(cls, directory: Path, criu: Path | None = None) -> "CriuBinary":
-        """Copy the machine's CRIU into a directory, and probe the kernel with it. Blocking: 0.2 s.
+        """Copy the machine's CRIU into a directory, which is made again, and probe the kernel with it. Blocking.
 
-        Args:
-            directory: Where to put the copy, its libraries and the cache; made again.
-            criu: The program to copy; None looks for an installed one.
-
-        Raises:
-            CriuMissingError: None is installed, none works on this kernel, or the proxy is not root.
+        `criu` is the program to copy; None looks for an installed one. Raises CriuMissingError if none is installed,
+        none works on this kernel, or the proxy is not root.
         """
         # A restore writes ns_last_pid and enters foreign namespaces, both of which need CAP_SYS_ADMIN.
         if os.geteuid() != 0:
@@ -100,8 +92,7 @@ def _patched(criu: Path) -> bytes:
 def _copy_libraries(criu: Path, directory: Path) -> None:
     """Copy what the loader would load for a program: its libraries, and the loader itself under its own path.
 
-    Raises:
-        CriuMissingError: They cannot be listed.
+    Raises CriuMissingError if they cannot be listed.
     """
     (directory / LIBRARIES).mkdir(parents=True)
     try:

@@ -50,10 +50,8 @@ class CriuCheckpointer:
     def __init__(self, data_dir: Path, *, images_dir: Path | None = None) -> None:
         """Prepare nothing yet: CRIU is looked up on the first `is_available`.
 
-        Args:
-            data_dir: The driver's data directory; our copy of CRIU is kept in it.
-            images_dir: A directory that holds the images of several data directories, such as a tmpfs. None keeps
-                them in the data directory.
+        Our copy of CRIU is kept in the driver's data directory. `images_dir` holds the images of several data
+        directories, such as a tmpfs. None keeps them in the data directory.
         """
         data_dir = data_dir.resolve()
         # Several data directories may share images_dir; the digest keeps their images apart.
@@ -170,8 +168,7 @@ class CriuCheckpointer:
     ) -> AsyncIterator[tuple[CriuConversation, Channel]]:
         """Run CRIU for one operation; on exit, CRIU and the process that started it are gone.
 
-        Yields:
-            The conversation with CRIU, and the channel to its operator.
+        Yields the conversation with CRIU, and the channel to its operator.
         """
         assert self._binary is not None, "callers check is_available first"
         # 1. The proxy opens a socket pair and the descriptors that CRIU needs, and passes the far end and the
@@ -224,8 +221,7 @@ class CriuCheckpointer:
 async def _inspected(operator: Channel) -> NamesInspected:
     """Have the operator look at the names that frozen processes hold.
 
-    Raises:
-        NotFreezableError: A name could lead CRIU astray.
+    Raises NotFreezableError if a name could lead CRIU astray.
     """
     answer = (await operator.ask(InspectNames())).message
     if isinstance(answer, NamesRefused):

@@ -12,14 +12,14 @@ _CHUNK_BYTES = 1 << 20
 
 
 def seal(images: Path) -> None:
-    """Write the digests of all images and of the times beside them. Blocking: about 1 ms for each megabyte."""
+    """Write the digests of all images and of the times beside them. Blocking."""
     # Not all files: a restore writes its log and its statistics into the same directory.
     digests = {path.name: _digest(path) for path in sorted((*images.glob("*.img"), images / TIMES))}
     (images / _NAME).write_bytes(orjson.dumps(digests))
 
 
 def is_whole(images: Path) -> bool:
-    """Return whether the images are as they were sealed. Blocking: about 1 ms for each megabyte."""
+    """Return whether the images are as they were sealed. Blocking."""
     try:
         digests: dict[str, str] = orjson.loads((images / _NAME).read_bytes())
         return bool(digests) and all(_digest(images / name) == digest for name, digest in digests.items())

@@ -49,12 +49,7 @@ class CriuConversation:
     """The client's end of one CRIU process, for one request. Closing it lets CRIU exit."""
 
     def __init__(self, end: socket.socket, log: int) -> None:
-        """Take over the socket.
-
-        Args:
-            end: The socket to CRIU.
-            log: A descriptor of the file in which CRIU writes its errors; it stays the caller's.
-        """
+        """Take over the socket to CRIU. `log` is a descriptor of the file for CRIU's errors; it stays the caller's."""
         end.setblocking(False)
         self._end, self._log = end, log
 
@@ -68,16 +63,12 @@ class CriuConversation:
         on_held: Callable[[], Awaitable[Iterable[str]]],
         on_dumped: Callable[[], Awaitable[None]],
     ) -> None:
-        """Dump a process tree, which then runs on.
+        """Dump a process tree, which then runs on. `pid` is its root, in CRIU's pid namespace.
 
-        Args:
-            pid: The tree's root, in CRIU's pid namespace.
-            on_held: Awaited when the processes are frozen, before CRIU looks up what they hold. It returns CRIU's names
-                of files that the restore will pass as descriptors. If it raises, nothing is dumped.
-            on_dumped: Awaited when the images are written, while the processes are still frozen.
-
-        Raises:
-            CriuError: The tree cannot be dumped; its processes run on.
+        `on_held` is awaited when the processes are frozen, before CRIU looks up what they hold. It returns CRIU's names
+        of files that the restore will pass as descriptors. If it raises, nothing is dumped. `on_dumped` is awaited when
+        the images are written, while the processes are still frozen. Raises CriuError if the tree cannot be dumped; its
+        processes run on.
         """
         options = {
             "pid": pid,
@@ -90,15 +81,10 @@ class CriuConversation:
             raise CriuError("this version does not let us look at the processes first (it needs 3.16)")
 
     async def restore(self, inherit: Mapping[str, int], on_restored: Callable[[], Awaitable[None]]) -> None:
-        """Restore a process tree.
+        """Restore a process tree. Raises CriuError if it cannot be restored here.
 
-        Args:
-            inherit: Pipes and external files by their names at the dump, with the descriptors of CRIU's that replace
-                them.
-            on_restored: Awaited when everything is restored, before the processes run.
-
-        Raises:
-            CriuError: The tree cannot be restored here.
+        `inherit` has pipes and external files by their names at the dump, with the descriptors of CRIU's that replace
+        them. `on_restored` is awaited when everything is restored, before the processes run.
         """
         options = {"inherit_fd": [{"key": key, "fd": fd} for key, fd in inherit.items()]}
         if "pre-resume" not in await self._operate("RESTORE", options, {"pre-resume": on_restored}):

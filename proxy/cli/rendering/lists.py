@@ -21,17 +21,11 @@ _GAP = 2
 
 @dataclass(frozen=True, slots=True)
 class ListColumns:
-    """A table that fits its terminal.
+    """A table that fits its terminal."""
 
-    Attributes:
-        titles: Titles of the columns; the most important come first.
-        rows: The cells of each row.
-        names: How many of the first columns are names. They are left-aligned and always shown.
-    """
-
-    titles: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    names: int = 1
+    titles: Sequence[str]  # The most important columns come first.
+    rows: Sequence[Sequence[str]]  # The cells of each row.
+    names: int = 1  # How many of the first columns are names. They are left-aligned and always shown.
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table with as many columns as the terminal has room for."""

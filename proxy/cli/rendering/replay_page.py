@@ -66,11 +66,7 @@ class _Node:
 
 
 def rollout_page(line: Json) -> Iterator[str]:
-    """Yield the parts of a page that shows one rollout, call by call.
-
-    Args:
-        line: The rollout, as `GET …/trajectories` has it.
-    """
+    """Yield the parts of a page that shows one rollout, call by call, as `GET …/trajectories` has it."""
     totals, answers = line["totals"], _answers(line)
     yield _head(f"{line['task']}: rollout {line['rollout']}")
     yield _table([
@@ -99,10 +95,8 @@ def rollout_page(line: Json) -> Iterator[str]:
 def tree_page(task: str, lines: Iterable[Json], *, limit: int) -> Iterator[str]:
     """Yield the parts of a page that shows what all rollouts of a task did, as a tree.
 
-    Args:
-        task: Name of the task.
-        lines: The rollouts, as `GET …/trajectories` has them.
-        limit: Most recorded calls on the page; calls of later rollouts beyond it are left out.
+    The rollouts are as `GET …/trajectories` has them. `limit` is the most recorded calls on the page; calls of later
+    rollouts beyond it are left out.
     """
     tops, rows, shown, complete = _grow(lines, limit)
     yield _head(f"{task}: tree")

@@ -32,11 +32,9 @@ NodeView = Mapping[str, Any]
 
 
 def render_tree(view: Mapping[str, Any], trees: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
-    """Render a tree of any depth, without recursion.
+    """Render a tree of any depth, without recursion: the response of `GET /api/v1/tasks/{task}/tree`.
 
-    Args:
-        view: The response of `GET /api/v1/tasks/{task}/tree`.
-        trees: The response of `…/trees`; the trees that are not shown are listed below.
+    `trees` is the response of `…/trees`; the trees that are not shown are listed below.
     """
     nodes: Sequence[NodeView] = view["nodes"]
     children: dict[Any, list[NodeView]] = {}

@@ -78,8 +78,7 @@ class DockerApi:
     ) -> Local | StreamedResponse:
         """Answer a request that does not take its connection over.
 
-        Raises:
-            RefusalError: The request is refused, in Docker's words where Docker has some.
+        Raises RefusalError, in Docker's words where Docker has some.
         """
         request = requests.read(method, address.raw.decode("latin-1"), query.decode("latin-1"), body)
         task, owner = address.task, address.rollout
@@ -92,8 +91,7 @@ class DockerApi:
     async def stream(self, address: Address, query: bytes, body: bytes, connection: StreamConnection) -> None:
         """Answer a request whose connection becomes a stream.
 
-        Raises:
-            RefusalError: The request is refused. If the stream is open, the caller reports it there.
+        Raises RefusalError. If the stream is open, the caller reports it there.
         """
         request = requests.read("POST", address.raw.decode("latin-1"), query.decode("latin-1"), body)
         await self._load(address.task)
@@ -284,15 +282,12 @@ class DockerApi:
     async def _begin(
         self, task: str, owner: str, environment: EnvironmentRequest, grant: Grant, container_id: str = ""
     ) -> Rollout:
-        """Begin the rollout that a container or a project is.
+        """Begin the rollout that a container or a project is, and return it.
 
-        Returns:
-            The rollout. Its name is the URL's rollout if no other container is that yet, else that name with a number.
-            If the URL has no rollout, the container's ID; a project gets a random one.
-
-        Raises:
-            RefusalError: 403, the request's token stands for a rollout that is a container already; 409, a rollout of
-                this name runs in another environment than the project's.
+        Its name is the URL's rollout if no other container is that yet, else that name with a number. If the URL has no
+        rollout, it is the container's ID; a project gets a random one. Raises RefusalError: 403 if the request's token
+        stands for a rollout that is a container already; 409 if a rollout of this name runs in another environment than
+        the project's.
         """
         reserved = (name for reserved_task, name in self._reserved_rollouts if reserved_task == task)
         taken = {*self._registry.rollout_names(task), *reserved}

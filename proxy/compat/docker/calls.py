@@ -30,10 +30,7 @@ class ContainerCalls:
     async def run(self, rollout: Rollout, call: ToolCall, listener: OutputListener | None = None) -> bytes:
         """Return a command's result.
 
-        Args:
-            rollout: The container's rollout.
-            call: Runs the command.
-            listener: Receives the output while the command runs. On a hit it receives nothing.
+        The listener receives the output while the command runs; on a hit it receives nothing.
         """
         return self._answers.of(await self._record(rollout, call, call_key(call), listener)).body
 
@@ -46,8 +43,7 @@ class ContainerCalls:
     async def copy(self, request: DockerRequest, container: Container, rollout: Rollout) -> Local:
         """Copy an archive in (PUT) or out (GET), or describe a path (HEAD).
 
-        Raises:
-            RefusalError: 404, the path does not exist; another status, the sandbox refused.
+        Raises RefusalError: 404 if the path does not exist; another status if the sandbox refused.
         """
         path = request.query.get("path", "")
         if not path or "\0" in path:

@@ -61,39 +61,22 @@ class ExecState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Container:
-    """A container as its clients see it.
+    """A container as its clients see it."""
 
-    Attributes:
-        id: 64 hexadecimal digits.
-        name: The name that the client chose, or one made from the ID.
-        task: The task in the URL.
-        owner: The rollout in the URL that created the container; empty if the URL had none. Only this URL shows it.
-        rollout: The name of the rollout that the container is, or belongs to; empty while its project is planned.
-        spec: The content of the create request.
-        created_at: Seconds since 1970.
-        state: Where the container stands.
-        exit_code: Exit code of the main command; meaningful once EXITED.
-        started_at: Seconds since 1970; 0 before the first start.
-        finished_at: Seconds since 1970; 0 before the first exit.
-        execs: The latest exec instances by ID.
-        project: The project that it belongs to; empty for a container by itself.
-        service: The side service of the sandbox that it is; empty for the main container.
-    """
-
-    id: str
-    name: str
-    task: str
-    owner: str
-    rollout: str
-    spec: ContainerSpec
-    created_at: float
+    id: str  # 64 hexadecimal digits.
+    name: str  # Chosen by the client, or made from the ID.
+    task: str  # From the URL.
+    owner: str  # The rollout in the URL that created the container; empty if the URL had none. Only this URL shows it.
+    rollout: str  # The one that the container is, or belongs to; empty while its project is planned.
+    spec: ContainerSpec  # The content of the create request.
+    created_at: float  # All times are seconds since 1970.
     state: ContainerState = ContainerState.CREATED
-    exit_code: int = 0
-    started_at: float = 0.0
-    finished_at: float = 0.0
-    execs: dict[str, "Exec"] = field(default_factory=dict)
-    project: str = ""
-    service: str = ""
+    exit_code: int = 0  # Of the main command; meaningful once EXITED.
+    started_at: float = 0.0  # 0 before the first start.
+    finished_at: float = 0.0  # 0 before the first exit.
+    execs: dict[str, "Exec"] = field(default_factory=dict)  # The latest exec instances by ID.
+    project: str = ""  # Empty for a container by itself.
+    service: str = ""  # The side service of the sandbox that it is; empty for the main container.
 
     @property
     def is_planned(self) -> bool:
@@ -112,33 +95,20 @@ class Container:
         return self.state is ContainerState.RUNNING
 
     def change(self, change: ContainerChange) -> None:
-        """Move to the next state.
-
-        Raises:
-            ValueError: The table has no such transition.
-        """
+        """Move to the next state. Raises ValueError if the table has no such transition."""
         self.state = next_state(NEXT, self.state, change)
 
 
 @dataclass(slots=True, eq=False)
 class Exec:
-    """An exec instance.
+    """An exec instance."""
 
-    Attributes:
-        id: 64 hexadecimal digits.
-        container: The container in which it runs.
-        spec: What it runs.
-        detach_keys: The client's key sequence, which is only shown back.
-        state: Where the instance stands.
-        exit_code: Exit code; None until it has exited, and for detached instances.
-    """
-
-    id: str
+    id: str  # 64 hexadecimal digits.
     container: Container
     spec: ExecSpec
-    detach_keys: str = ""
+    detach_keys: str = ""  # The client's key sequence, which is only shown back.
     state: ExecState = ExecState.CREATED
-    exit_code: int | None = None
+    exit_code: int | None = None  # None until it has exited, and for detached instances.
 
     @property
     def is_running(self) -> bool:

@@ -77,11 +77,7 @@ class DockerEndpoint:
         body: bytes,
         exchange: Exchange,
     ) -> None:
-        """Answer an HTTP request.
-
-        Raises:
-            RefusalError: The request is refused; the exchange then reports it in Docker's form.
-        """
+        """Answer an HTTP request. Raises RefusalError, which the exchange reports in Docker's form."""
         exchange.understood(_ERRORS, Request(scope["method"], "/", (), b""))
         answer = await self._api.answer(scope["method"], address, scope["query_string"], body, scope.get(GRANT, ALL))
         if isinstance(answer, StreamedResponse):

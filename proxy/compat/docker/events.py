@@ -37,13 +37,9 @@ class ContainerEvents:
         filters: Mapping[str, Sequence[str]],
         send: Callable[[bytes], Awaitable[None]],
     ) -> None:
-        """Send the events of a URL until the caller cancels.
+        """Send the events of a URL until the caller cancels. The owner is its rollout; empty for none.
 
-        Args:
-            task: The task in the URL.
-            owner: The rollout in the URL; empty for none.
-            filters: Docker's filters: type, event, container and label. Others are ignored.
-            send: Sends bytes to the client.
+        Of Docker's filters, type, event, container and label count. Others are ignored.
         """
         queue: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING)
         listeners = self._listeners.setdefault((task, owner), set())

@@ -37,8 +37,7 @@ class ContainerExecs:
     def create(self, request: DockerRequest, container: Container) -> Local:
         """Create an instance.
 
-        Raises:
-            RefusalError: 409, the container does not run; 400, the request names no command.
+        Raises RefusalError: 409 if the container does not run; 400 if the request names no command.
         """
         require_running(container)
         body = request.json()
@@ -55,8 +54,7 @@ class ContainerExecs:
     def find(self, task: str, owner: str, exec_id: str) -> Exec:
         """Return an instance.
 
-        Raises:
-            RefusalError: 404, this URL has no such instance, or the proxy was restarted since.
+        Raises RefusalError (404) if this URL has no such instance, or the proxy was restarted since.
         """
         instance = self._execs.get(exec_id)
         if instance is None or (instance.container.task, instance.container.owner) != (task, owner):
@@ -71,8 +69,7 @@ class ContainerExecs:
     def start_known(self, instance: Exec, connection: StreamConnection) -> bool:
         """Start an instance whose result the tree knows, without an await.
 
-        Returns:
-            False if the instance has to be started by `start`: it reads stdin, is not known, or cannot be started.
+        False says that the instance has to be started by `start`: it reads stdin, is not known, or cannot be started.
         """
         container = instance.container
         rollout = self._registry.rollout(container)
@@ -94,8 +91,7 @@ class ContainerExecs:
     async def start(self, instance: Exec, connection: StreamConnection) -> None:
         """Start an instance, and send its output until it ends or its client disconnects.
 
-        Raises:
-            RefusalError: 409, it was started already or its container does not run; 400 or 413, invalid stdin.
+        Raises RefusalError: 409 if it was started already or its container does not run; 400 or 413 for invalid stdin.
         """
         rollout, spec = await self._begin(instance), instance.spec
         activity = self._registry.activity(instance.container)
@@ -131,8 +127,7 @@ class ContainerExecs:
     async def start_detached(self, instance: Exec, request: DockerRequest) -> Local:
         """Start an instance in the background, without a stream.
 
-        Raises:
-            RefusalError: 400, the command cannot be started, or the request wants a stream; 409 as in `start`.
+        Raises RefusalError: 400 if the command cannot be started, or the request wants a stream; 409 as in `start`.
         """
         if not request.json().get("Detach"):
             raise RefusalError(
@@ -174,10 +169,6 @@ def _client_output(instance: Exec, body: bytes) -> bytes:
 
 
 def require_running(container: Container) -> None:
-    """Refuse a request if its container does not run.
-
-    Raises:
-        RefusalError: 409.
-    """
+    """Raise RefusalError (409) if a request's container does not run."""
     if not container.is_running:
         raise RefusalError(409, "docker", f"Container {container.id} is not running")

@@ -19,11 +19,7 @@ class DriverImages(Protocol):
     """The part of the driver `local` that knows images."""
 
     async def config(self, image: str) -> dict[str, Any]:
-        """Return an image's ID and defaults.
-
-        Raises:
-            SpecError: The image does not exist.
-        """
+        """Return an image's ID and defaults. Raises SpecError if the image does not exist."""
         ...
 
     async def tags(self) -> list[str]:
@@ -39,11 +35,7 @@ class ImageRequests:
         self._listed = LruCache[str, str](_LISTED_IMAGES)
 
     async def answer(self, request: DockerRequest, task: str) -> Local:
-        """Answer a request about images.
-
-        Raises:
-            RefusalError: 404, there is no such image or page.
-        """
+        """Answer a request about images. Raises RefusalError (404) if there is no such image or page."""
         match (request.method, *request.segments):
             case ("POST", "images", "create"):
                 return await self._pull(request, task)
@@ -61,13 +53,10 @@ class ImageRequests:
         return opened.origin is None and self._engine.settings.runs_images
 
     async def config(self, task: str, image: str) -> Mapping[str, Any]:
-        """Return the defaults of an image.
+        """Return the defaults of an image. Raises RefusalError (404) if the image does not exist.
 
         A task that was created with an environment decides what its containers are made of, whatever image the client
         names. Then the defaults are those of the environment's image, or empty if its driver has no images.
-
-        Raises:
-            RefusalError: 404, the image does not exist.
         """
         opened = await self._engine.tasks.open(task)
         spec = opened.spec if opened.origin is not None else None

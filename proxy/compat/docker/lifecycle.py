@@ -53,13 +53,9 @@ SendPiece = Callable[[bytes], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class StreamedResponse:
-    """A response that is sent piece by piece.
+    """A response that is sent piece by piece."""
 
-    Attributes:
-        content: Sends the pieces with the function that it is given, and returns at the end.
-        headers: The headers of the response.
-    """
-
+    # Sends the pieces with the function that it is given, and returns at the end.
     content: Callable[[SendPiece], Coroutine[Any, Any, None]]
     headers: Headers
 
@@ -78,16 +74,9 @@ class ContainerLifecycle:
         max_stdin_bytes: int,
         closing: asyncio.Event,
     ) -> None:
-        """Create the service.
+        """Create the service. Waiting responses end when `closing` is set, as the proxy shuts down.
 
-        Args:
-            registry: The containers.
-            execs: Their exec instances.
-            calls: Runs their calls.
-            events: Tells clients what happens.
-            projects: The projects that containers belong to.
-            max_stdin_bytes: Largest stdin of a main command.
-            closing: Set when the proxy shuts down; waiting responses then end.
+        `max_stdin_bytes` limits the stdin of a main command.
         """
         self._registry, self._execs, self._calls = registry, execs, calls
         self._events, self._projects = events, projects
@@ -102,8 +91,7 @@ class ContainerLifecycle:
     async def change(self, verb: str, request: DockerRequest, container: Container) -> Local | StreamedResponse:
         """Start, stop, restart, kill or wait for a container.
 
-        Raises:
-            RefusalError: 409, a container that does not run cannot be killed.
+        Raises RefusalError (409) for a kill of a container that does not run.
         """
         if verb == "wait":
             return self._wait(request, container)
@@ -212,8 +200,7 @@ class ContainerLifecycle:
     async def remove(self, request: DockerRequest, container: Container) -> Local:
         """Remove a container, and finish its rollout.
 
-        Raises:
-            RefusalError: 409, the container runs, and the request does not force its removal.
+        Raises RefusalError (409) if the container runs, and the request does not force its removal.
         """
         if container.is_running and not request.flag("force"):
             raise RefusalError(
@@ -247,11 +234,7 @@ class ContainerLifecycle:
         return StreamedResponse(content, _JSON)
 
     async def logs(self, request: DockerRequest, container: Container) -> StreamedResponse:
-        """Return the output of the main command.
-
-        Raises:
-            RefusalError: 400, the request selects no stream.
-        """
+        """Return the output of the main command. Raises RefusalError (400) if the request selects no stream."""
         activity, tty = self._registry.activity(container), container.spec.tty
         streams = _streams(request)
         if not streams:
@@ -313,8 +296,7 @@ class ContainerLifecycle:
     async def top(self, request: DockerRequest, container: Container) -> Local:
         """List the processes of a container with its own `ps`.
 
-        Raises:
-            RefusalError: 409, the container does not run; 500, it has no working `ps`.
+        Raises RefusalError: 409 if the container does not run; 500 if it has no working `ps`.
         """
         require_running(container)
         rollout = await self._registry.require_rollout(container)
@@ -329,8 +311,7 @@ class ContainerLifecycle:
     async def attach(self, request: DockerRequest, container: Container, connection: StreamConnection) -> None:
         """Connect a client to the main command, until the container exits or the client disconnects.
 
-        Raises:
-            RefusalError: 409, the container has exited.
+        Raises RefusalError (409) if the container has exited.
         """
         if container.state is ContainerState.EXITED:
             raise RefusalError(409, "docker", "You cannot attach to a stopped container, start it first")

@@ -25,8 +25,8 @@ PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
 VOLUME = "com.docker.compose.volume"
 """The label of a volume with its name in the compose file."""
 OUTPUT = "/.output"
-"""The file of a side service that has what it printed. It is part of the state, so `docker logs` is a call
-like others."""
+"""The file of a side service that has what it printed. It is part of the state, so `docker logs` is a call like others.
+"""
 _ONE_OFF, _DEPENDS_ON = "com.docker.compose.oneoff", "com.docker.compose.depends_on"
 _RUN = f'"$@" >>{OUTPUT} 2>&1 || {{ c=$?; cat {OUTPUT}; exit $c; }}'
 """Runs a service's command and keeps its output. If the command fails, the start of the sandbox reports the output."""
@@ -41,42 +41,25 @@ _READY_S = (60.0, 600.0)
 
 @dataclass(frozen=True, slots=True)
 class ProjectMember:
-    """A container of a project, as its create request describes it.
+    """A container of a project, as its create request describes it."""
 
-    Attributes:
-        name: Its name on the project's network.
-        image: Its image.
-        waits: Its command only waits, so it can be the main container.
-        service: The members of a side service, as a spec has them.
-        depends_on: Names of the members that must be ready before.
-        volumes: The path of each named volume that it uses.
-        aliases: Further names on the network.
-    """
-
-    name: str
+    name: str  # On the project's network.
     image: str
-    waits: bool
-    service: Mapping[str, Any]
-    depends_on: frozenset[str]
-    volumes: Mapping[str, str]
-    aliases: frozenset[str]
+    waits: bool  # Its command only waits, so it can be the main container.
+    service: Mapping[str, Any]  # The members of a side service, as a spec has them.
+    depends_on: frozenset[str]  # Names of the members that must be ready before.
+    volumes: Mapping[str, str]  # The path of each named volume that it uses.
+    aliases: frozenset[str]  # Further names on the network.
 
 
 def member(
     name: str, spec: ContainerSpec, config: Mapping[str, Any], volumes: Mapping[str, str], running: Collection[str]
 ) -> ProjectMember:
-    """Return what a create request means.
+    """Return what the parsed create request of a container means, with the defaults of its image (`config`).
 
-    Args:
-        name: The container's name.
-        spec: The parsed request.
-        config: The defaults of its image.
-        volumes: What the spec calls each volume, by the name that clients use.
-        running: Names of the members that run already. Compose 1 does not say what depends on what, but it creates a
-            container when what it depends on has started.
-
-    Raises:
-        RefusalError: 400, the request needs what services do not have.
+    `volumes` has what the spec calls each volume, by the name that clients use. `running` names the members that run
+    already: Compose 1 does not say what depends on what, but it creates a container when what it depends on has
+    started. Raises RefusalError (400) if the request needs what services do not have.
     """
     body, labels = spec.body, spec.body.get("Labels") or {}
     host = body.get("HostConfig") or {}
@@ -169,10 +152,8 @@ def _mounts(host: Mapping[str, Any], volumes: Mapping[str, str]) -> dict[str, st
 def named_mounts(host: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return name and path of each named volume that a create request mounts.
 
-    Anonymous volumes and memory file systems are left out: they are directories of their container.
-
-    Raises:
-        RefusalError: 400, the request mounts something else.
+    Anonymous volumes and memory file systems are left out: they are directories of their container. Raises RefusalError
+    (400) for other mounts.
     """
     mounts: list[tuple[str, str]] = []
     for bind in host.get("Binds") or ():
@@ -220,14 +201,9 @@ def main_member(members: Sequence[ProjectMember]) -> ProjectMember | None:
 
 
 def environment(members: Sequence[ProjectMember], requests: Mapping[str, EnvironmentRequest]) -> EnvironmentRequest:
-    """Return the environment of a project.
+    """Return the environment of a project. `requests` has what each member would be without the others, by its name.
 
-    Args:
-        members: Its members.
-        requests: What each member would be without the others, by its name.
-
-    Raises:
-        RefusalError: 400, the network cannot have one of the names.
+    Raises RefusalError (400) if the network cannot have one of the names.
     """
     main = main_member(members)
     services = sorted((member for member in members if member is not main), key=lambda member: member.name)

@@ -23,19 +23,12 @@ _MAX_ENTRIES = 1000
 
 @dataclass(slots=True, eq=False)
 class Network:
-    """A network.
+    """A network."""
 
-    Attributes:
-        id: 64 hexadecimal digits.
-        name: Its name.
-        body: What the create request said.
-        created_at: Seconds since 1970.
-    """
-
-    id: str
+    id: str  # 64 hexadecimal digits.
     name: str
-    body: Mapping[str, Any]
-    created_at: float
+    body: Mapping[str, Any]  # What the create request said.
+    created_at: float  # Seconds since 1970.
 
     @property
     def project(self) -> str:
@@ -45,21 +38,13 @@ class Network:
 
 @dataclass(slots=True, eq=False)
 class Volume:
-    """A named volume.
-
-    Attributes:
-        name: Its name.
-        labels: Its labels.
-        created_at: Seconds since 1970.
-        project: The project that uses it; empty for none.
-        ended: The project has ended, and what was in the volume with it.
-    """
+    """A named volume."""
 
     name: str
     labels: Mapping[str, str]
-    created_at: float
-    project: str = ""
-    ended: bool = False
+    created_at: float  # Seconds since 1970.
+    project: str = ""  # The one that uses it; empty for none.
+    ended: bool = False  # The project has ended, and what was in the volume with it.
 
     @property
     def name_in_spec(self) -> str:
@@ -80,36 +65,20 @@ class Names:
         return self.networks.get(name) or next(by_id, None)
 
     def require_network(self, name: str) -> Network:
-        """Return the network with this name or ID.
-
-        Raises:
-            RefusalError: 404, there is none.
-        """
+        """Return the network with this name or ID. Raises RefusalError (404) if there is none."""
         network = self.network(name)
         if network is None:
             raise RefusalError(404, "docker", f"network {name} not found")
         return network
 
     def require_volume(self, name: str) -> Volume:
-        """Return the volume of this name.
-
-        Raises:
-            RefusalError: 404, there is none.
-        """
+        """Return the volume of this name. Raises RefusalError (404) if there is none."""
         if name not in self.volumes:
             raise RefusalError(404, "docker", f"get {name}: no such volume")
         return self.volumes[name]
 
     def answer(self, request: DockerRequest, containers: Sequence[Container]) -> Local | None:
-        """Answer a request about networks or volumes; None for any other.
-
-        Args:
-            request: The request.
-            containers: The containers that the URL shows.
-
-        Raises:
-            RefusalError: The request is refused.
-        """
+        """Answer a request about networks or volumes, for the containers that the URL shows; None for any other."""
         match (request.method, *request.segments):
             case ("GET", "networks"):
                 filters = request.filters()

@@ -14,11 +14,7 @@ from sandboxes.task_owner import start
 
 
 class OutputSink:
-    """One client's end of a process's output.
-
-    Attributes:
-        has_output: The client has received output already.
-    """
+    """One client's end of a process's output."""
 
     def __init__(
         self,
@@ -28,13 +24,10 @@ class OutputSink:
         tty: bool,
         has_output: bool = False,
     ) -> None:
-        """Create a sink.
+        """Create a sink for the streams that the client wants: stdout (1), stderr (2).
 
-        Args:
-            send: Sends bytes to the client.
-            streams: The streams that the client wants: stdout (1), stderr (2).
-            tty: Send raw bytes; False sends frames.
-            has_output: The client has received the earlier output in another way.
+        On a terminal the bytes are raw, otherwise in frames. `has_output` says that the client has received the earlier
+        output in another way.
         """
         self._send, self._streams, self._tty, self.has_output = send, streams, tty, has_output
 
@@ -50,12 +43,7 @@ class OutputSink:
 
 
 class OutputListener:
-    """The listener of a process's call (see `Detachable`): distributes the output to the attached clients.
-
-    Attributes:
-        sinks: The attached clients.
-        output: The output so far, for clients that attach later.
-    """
+    """The listener of a process's call (see `Detachable`): distributes the output to the attached clients."""
 
     def __init__(
         self,
@@ -63,17 +51,14 @@ class OutputListener:
         started: Callable[[], None] | None = None,
         disconnected: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """Create a listener.
+        """Create a listener; `started` is called when the process runs.
 
-        Args:
-            sinks: The clients that are attached from the beginning.
-            started: Called when the process runs.
-            disconnected: Returns once the client that started the process is gone; the process is then detached. None
-                for a process that no client waits for.
+        `disconnected` returns once the client that started the process is gone; the process is then detached. None for
+        a process that no client waits for.
         """
         self.sinks, self._started, self._disconnected = sinks, started, disconnected
         self._detach = asyncio.Event()
-        self.output = Frames()
+        self.output = Frames()  # The output so far, for clients that attach later.
 
     async def head(self, _status: int, _headers: Headers) -> None:
         """Note that the process runs."""
@@ -111,12 +96,9 @@ class OutputListener:
 
 
 def client_output(body: bytes, streams: frozenset[int], *, tty: bool) -> bytes:
-    """Return a recorded result in the form of a client's stream.
+    """Return a recorded result in the form of a client's stream, with its streams stdout (1) and stderr (2).
 
-    Args:
-        body: The result.
-        streams: The streams that the client wants: stdout (1), stderr (2).
-        tty: Return raw bytes; False returns frames.
+    On a terminal the bytes are raw, otherwise in frames.
     """
     # The last frame has the exit code. It is ours, and no client may see it.
     output = b"".join(data if tty else frame(kind, data) for kind, data in frames(body) if kind in streams)

@@ -29,17 +29,13 @@ Begin = Callable[[EnvironmentRequest], Awaitable[Rollout]]
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """A project that has not begun.
+    """A project that has not begun."""
 
-    Attributes:
-        members: What each of its containers means, by the container's ID.
-        requests: What each container would be without the others, by the container's ID.
-        turn: Held while its rollout begins.
-    """
-
+    # What each of its containers means, by the container's ID.
     members: dict[str, ProjectMember] = field(default_factory=dict)
+    # What each would be without the others, by its ID.
     requests: dict[str, EnvironmentRequest] = field(default_factory=dict)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held while its rollout begins.
 
 
 class Projects:
@@ -64,8 +60,7 @@ class Projects:
     def name_of(self, task: str, owner: str, body: Mapping[str, Any]) -> str:
         """Return the project of a container that is being created; empty for a container by itself.
 
-        Raises:
-            RefusalError: 400, it uses a network of another project.
+        Raises RefusalError (400) if it uses a network of another project.
         """
         names, project = self.names(task, owner), str((body.get("Labels") or {}).get(PROJECT) or "")
         settings = (body.get("NetworkingConfig") or {}).get("EndpointsConfig") or {}
@@ -83,15 +78,9 @@ class Projects:
         return project
 
     def plan(self, container: Container, config: Mapping[str, Any], request: EnvironmentRequest) -> None:
-        """Add a new container to its project.
+        """Add a new container to its project. `request` is the environment that it would have by itself.
 
-        Args:
-            container: The container.
-            config: The defaults of its image.
-            request: The environment that it would have by itself.
-
-        Raises:
-            RefusalError: 400, a service of one sandbox cannot be like this; 409, the project has begun.
+        Raises RefusalError: 400 if a service of one sandbox cannot be like this; 409 if the project has begun.
         """
         key = (container.task, container.owner, container.project)
         others = self._registry.project(*key)
@@ -144,14 +133,11 @@ class Projects:
         return (container.task, container.owner, container.project) in self._plans
 
     async def begin(self, container: Container, begin: Begin) -> None:
-        """Begin the project of a container, unless it has begun.
+        """Begin the project of a container that is about to make a call, unless it has begun.
 
-        Args:
-            container: A container that is about to make a call.
-            begin: Begins the rollout.
+        `begin` begins the rollout.
 
-        Raises:
-            RefusalError: 409, the project's containers cannot be one state now.
+        Raises RefusalError (409) if the project's containers cannot be one state now.
         """
         key = (container.task, container.owner, container.project)
         plan = self._plans.get(key)
@@ -181,8 +167,7 @@ class Projects:
     def require_whole(self, container: Container) -> None:
         """Check that all containers of a begun project run, before one of them makes a call.
 
-        Raises:
-            RefusalError: 409, one was stopped: in the sandbox its processes still run.
+        Raises RefusalError (409) if one was stopped: in the sandbox its processes still run.
         """
         if not container.project:
             return

@@ -29,25 +29,17 @@ KILLED_EXIT_CODE = 137
 
 @dataclass(slots=True, eq=False)
 class ContainerActivity:
-    """What is under way in a container. It concerns connections, so it is not stored.
+    """What is under way in a container. It concerns connections, so it is not stored."""
 
-    Attributes:
-        main: The listener of the main command; None while that does not run.
-        running: The listeners of the execs that run.
-        attached: The connections that are attached to the main command, and the streams that each wants.
-        stdin: The connection that sends the main command's stdin; None if none does.
-        log: The recorded result of the main command; None before its end.
-        exited: Set when the container exits; replaced when it is started again.
-        removed: Set when the container is removed.
-    """
-
-    main: OutputListener | None = None
-    running: set[OutputListener] = field(default_factory=set)
+    main: OutputListener | None = None  # The listener of the main command; None while that does not run.
+    running: set[OutputListener] = field(default_factory=set)  # The listeners of the execs that run.
+    # The connections that are attached to the main command, and the streams that each wants.
     attached: list[tuple[StreamConnection, frozenset[int]]] = field(default_factory=list)
-    stdin: StreamConnection | None = None
-    log: bytes | None = None
+    stdin: StreamConnection | None = None  # The connection that sends the main command's stdin.
+    log: bytes | None = None  # The recorded result of the main command; None before its end.
+    # Set when the container exits; replaced when it is started again.
     exited: asyncio.Event = field(default_factory=asyncio.Event)
-    removed: asyncio.Event = field(default_factory=asyncio.Event)
+    removed: asyncio.Event = field(default_factory=asyncio.Event)  # Set when the container is removed.
 
     def detach(self) -> None:
         """Detach every running process, so that the rollout's next call does not wait for it."""
@@ -86,17 +78,14 @@ class ContainerRegistry:
     def of(self, task: str, owner: str) -> list[Container]:
         """Return the containers that a URL shows.
 
-        Args:
-            task: The task in the URL.
-            owner: The rollout in the URL; empty shows the containers that were created without one.
+        Without an owner, these are the ones that were created without one.
         """
         return [container for container in self._by_task[task].values() if container.owner == owner]
 
     def find(self, task: str, owner: str, name: str) -> Container:
         """Return the container with this ID, name, or unique beginning of an ID.
 
-        Raises:
-            RefusalError: 404, no container matches, or several IDs begin like this.
+        Raises RefusalError (404) if no container matches, or several IDs begin like this.
         """
         shown = self.of(task, owner)
         # Docker's order: a full ID or a name wins over the beginning of an ID.
@@ -113,8 +102,8 @@ class ContainerRegistry:
     async def require_rollout(self, container: Container) -> Rollout:
         """Return the rollout of a container.
 
-        Raises:
-            RefusalError: 404, the rollout was finished through another protocol. The container is then removed, too.
+        Raises RefusalError (404) if the rollout was finished through another protocol. The container is then removed,
+        too.
         """
         rollout = await self._tasks.running(container.task, container.rollout)
         if rollout is None:

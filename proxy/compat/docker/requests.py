@@ -31,17 +31,10 @@ _NAME = re.compile(r"/?[a-zA-Z0-9][a-zA-Z0-9_.-]+")
 
 @dataclass(frozen=True, slots=True)
 class DockerRequest:
-    """A request below the endpoint.
-
-    Attributes:
-        method: The HTTP method.
-        segments: The decoded segments of the path, without the version of the API.
-        query: The query of the URL.
-        body: The body.
-    """
+    """A request below the endpoint."""
 
     method: str
-    segments: tuple[str, ...]
+    segments: tuple[str, ...]  # Decoded, without the version of the API.
     query: Mapping[str, str]
     body: bytes
 
@@ -52,8 +45,7 @@ class DockerRequest:
     def json(self) -> dict[str, Any]:
         """Return the body's JSON object; an empty body is an empty object.
 
-        Raises:
-            RefusalError: 400, the body is not a JSON object.
+        Raises RefusalError (400) for other values.
         """
         if not self.body.strip():
             return {}
@@ -66,11 +58,7 @@ class DockerRequest:
         return value
 
     def filters(self) -> dict[str, list[str]]:
-        """Return the filters of a listing, by name.
-
-        Raises:
-            RefusalError: 400, the filters are no JSON object.
-        """
+        """Return the filters of a listing, by name. Raises RefusalError (400) if they are no JSON object."""
         try:
             filters = orjson.loads(self.query.get("filters") or b"{}")
         except orjson.JSONDecodeError:
@@ -82,16 +70,9 @@ class DockerRequest:
 
 
 def read(method: str, path: str, query: str, body: bytes) -> DockerRequest:
-    """Parse a request.
+    """Parse a request. The path, below the endpoint, is as sent: an encoded slash does not separate segments.
 
-    Args:
-        method: The HTTP method.
-        path: The path below the endpoint, as sent: an encoded slash does not separate segments.
-        query: The query of the URL.
-        body: The body.
-
-    Raises:
-        RefusalError: 400, the client's version of the API is too new or too old.
+    Raises RefusalError (400) if the client's version of the API is too new or too old.
     """
     segments = [unquote(segment) for segment in path.split("/") if segment]
     if segments and (match := _VERSION.fullmatch(segments[0])):
@@ -120,37 +101,21 @@ NO_PAGE = RefusalError(404, "docker", "page not found")
 
 @dataclass(frozen=True, slots=True)
 class ContainerSpec:
-    """What a create request says about its container.
+    """What a create request says about its container."""
 
-    Attributes:
-        image: The image, as the client named it.
-        image_id: The ID of the image, which does not change when the name does.
-        main: The arguments of the main command; empty if that would only wait.
-        user: The user of its processes; empty for the image's own.
-        tty: The main command runs on a terminal.
-        stdin: The main command reads stdin.
-        auto_remove: Remove the container when it exits.
-        background: `main` is an entrypoint before a command that only waits. It is started in the background.
-        body: The request's body, which the client sees again when it inspects the container.
-    """
-
-    image: str
-    image_id: str
-    main: tuple[str, ...]
-    user: str
-    tty: bool
-    stdin: bool
-    auto_remove: bool
-    background: bool
-    body: dict[str, Any]
+    image: str  # As the client named it.
+    image_id: str  # Does not change when the name does.
+    main: tuple[str, ...]  # The arguments of the main command; empty if that would only wait.
+    user: str  # The user of its processes; empty for the image's own.
+    tty: bool  # The main command runs on a terminal.
+    stdin: bool  # The main command reads stdin.
+    auto_remove: bool  # Remove the container when it exits.
+    background: bool  # `main` is an entrypoint before a command that only waits. It is started in the background.
+    body: dict[str, Any]  # The request's body, which the client sees again when it inspects the container.
 
 
 def name_of(query: Mapping[str, str]) -> str:
-    """Return the name in a create request; empty if there is none.
-
-    Raises:
-        RefusalError: 400, the name is invalid.
-    """
+    """Return the name in a create request; empty if there is none. Raises RefusalError (400) if it is invalid."""
     name = query.get("name", "")
     if name and _NAME.fullmatch(name) is None:
         raise RefusalError(
@@ -162,15 +127,9 @@ def name_of(query: Mapping[str, str]) -> str:
 
 
 def container_spec(body: dict[str, Any], config: Mapping[str, Any], *, in_project: bool = False) -> ContainerSpec:
-    """Parse a create request.
+    """Parse a create request, with the image's defaults. A container of a project may have named volumes.
 
-    Args:
-        body: The body of the request.
-        config: The image's defaults.
-        in_project: The container belongs to a compose project, which may have named volumes.
-
-    Raises:
-        RefusalError: 400, the request needs a feature that Forkpoint does not have.
+    Raises RefusalError (400) if the request needs a feature that Forkpoint does not have.
     """
     image = body.get("Image")
     if not isinstance(image, str) or not image:
@@ -271,34 +230,21 @@ def environment(body: Mapping[str, Any], config: Mapping[str, Any]) -> Environme
 
 @dataclass(frozen=True, slots=True)
 class ExecSpec:
-    """What an exec instance or a main command runs.
-
-    Attributes:
-        argv: The command's arguments.
-        env: Variables beside the container's own.
-        cwd: The directory; None for the container's own.
-        user: The user; None for the container's own.
-        tty: The command runs on a terminal.
-        stdin: The command reads stdin.
-        streams: The streams that the client wants: stdout (1), stderr (2).
-        service: The side service in which the command runs; empty for the main container.
-    """
+    """What an exec instance or a main command runs."""
 
     argv: tuple[str, ...]
-    env: Mapping[str, str]
-    cwd: str | None
-    user: str | None
-    tty: bool
-    stdin: bool
-    streams: frozenset[int]
-    service: str = ""
+    env: Mapping[str, str]  # Variables beside the container's own.
+    cwd: str | None  # None for the container's own.
+    user: str | None  # None for the container's own.
+    tty: bool  # The command runs on a terminal.
+    stdin: bool  # The command reads stdin.
+    streams: frozenset[int]  # The ones that the client wants: stdout (1), stderr (2).
+    service: str = ""  # The side service in which the command runs; empty for the main container.
 
     def call(self, stdin: bytes = b"", *, detach: bool = False) -> ToolCall:
-        """Return the call that runs the command.
+        """Return the call that runs the command with its whole stdin.
 
-        Args:
-            stdin: The whole stdin.
-            detach: Start the command in the background, and do not wait for its end.
+        `detach` starts it in the background, and does not wait for its end.
         """
         arguments: dict[str, Any] = {
             "argv": list(self.argv), "env": dict(self.env), "cwd": self.cwd, "user": self.user, "tty": self.tty,
@@ -308,15 +254,10 @@ class ExecSpec:
 
 
 def exec_spec(body: Mapping[str, Any], user: str, service: str = "") -> ExecSpec:
-    """Parse a request that creates an exec instance.
+    """Parse a request that creates an exec instance. The user is the container's.
 
-    Args:
-        body: The body of the request.
-        user: The container's user.
-        service: The side service that the container is; empty for the main container.
-
-    Raises:
-        RefusalError: 400, the request names no command.
+    `service` is the side service that the container is; empty for the main container. Raises RefusalError (400) if the
+    request names no command.
     """
     argv = _arguments(body, "Cmd")
     if not argv or not argv[0]:

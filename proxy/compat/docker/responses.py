@@ -72,9 +72,7 @@ def info(containers: Sequence[Container]) -> Local:
 def image(name: str, config: Mapping[str, Any]) -> Local:
     """Return the description of an image.
 
-    Args:
-        name: The image's name.
-        config: What the Docker daemon knows about the image; empty if sandboxes are not made from it.
+    `config` is what the Docker daemon knows about the image; empty if sandboxes are not made from it.
     """
     return json_response({
         "Id": config.get("Id") or image_id(name), "RepoTags": [_tagged(name)], "RepoDigests": [], "Parent": "",
@@ -112,12 +110,7 @@ def timestamp(seconds: float) -> str:
 
 
 def container_details(container: Container, network_ids: Mapping[str, str]) -> Local:
-    """Return the full description of a container.
-
-    Args:
-        container: The container.
-        network_ids: The ID of each network by its name.
-    """
+    """Return the full description of a container. The networks' IDs are by name."""
     body, running = container.spec.body, container.is_running
     # Path and Args show the request's command, also if it is never executed.
     argv = [*_as_list(body.get("Entrypoint")), *_as_list(body.get("Cmd"))] or [""]
@@ -176,13 +169,7 @@ def _as_list(arguments: Any) -> list[str]:
 
 
 def container_list(containers: Sequence[Container], now: float, network_ids: Mapping[str, str]) -> Local:
-    """Return a list of containers, the newest first.
-
-    Args:
-        containers: The containers.
-        now: Seconds since 1970.
-        network_ids: The ID of each network by its name.
-    """
+    """Return a list of containers, the newest first, at a time in seconds since 1970. The networks' IDs are by name."""
     ordered = sorted(containers, key=lambda container: container.created_at, reverse=True)
     return json_response([_summary(container, now, network_ids) for container in ordered])
 
@@ -246,9 +233,7 @@ def exec_details(instance: Exec) -> Local:
 def tail(body: bytes, count: str) -> bytes:
     """Return a recorded result with the last lines of its output only.
 
-    Args:
-        body: The result.
-        count: The number of lines; anything but digits, as `all`, keeps every line.
+    A count that is not of digits, such as `all`, keeps every line.
     """
     if not body or not count.isdigit():
         return body

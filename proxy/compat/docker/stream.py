@@ -43,12 +43,7 @@ _RAW, _FRAMES = "application/vnd.docker.raw-stream", "application/vnd.docker.mul
 
 
 class StreamConnection:
-    """A connection that has left HTTP.
-
-    Attributes:
-        opened: The head of the response was sent.
-        gone: The connection is lost, or its client accepts no more bytes.
-    """
+    """A connection that has left HTTP. It is `gone` if it is lost, or its client accepts no more bytes."""
 
     def __init__(
         self,
@@ -62,20 +57,17 @@ class StreamConnection:
     ) -> None:
         """Take over a connection.
 
-        Args:
-            write: Queues bytes for the client.
-            drain: Returns once the client accepts more bytes.
-            hold: Pauses reading from the client with True, resumes it with False.
-            end: Closes the connection after the queued bytes.
-            upgrade: The client requested an upgrade. Older clients take the response's body as the stream.
-            padded: The client loses what arrives with the head; see `PADDED_HEAD_BYTES`.
+        `write` queues bytes for the client, and `drain` returns once the client accepts more. `hold` pauses reading
+        from the client with True, and resumes it with False. `end` closes the connection after the queued bytes. If the
+        client requested no `upgrade`, it is an older one, which takes the response's body as the stream. A `padded`
+        client loses what arrives with the head; see `PADDED_HEAD_BYTES`.
         """
         self._write, self._drain, self._hold, self._end = write, drain, hold, end
         self._upgrade, self._padded, self._opened_at = upgrade, padded, 0.0
         self._input, self._input_ended, self._input_changed = bytearray(), False, asyncio.Event()
         self._lost = asyncio.Event()
         self._tasks = TaskOwner()
-        self.opened = self.gone = False
+        self.opened = self.gone = False  # The head of the response was sent.
 
     # -- called by the connection ------------------------------------------------------------------------------------
 
@@ -161,8 +153,7 @@ class StreamConnection:
     async def input(self, max_bytes: int) -> bytes:
         """Return the whole stdin: everything that the client sends until it closes its side.
 
-        Raises:
-            RefusalError: 413, stdin is larger than max_bytes; 400, stdin does not end.
+        Raises RefusalError: 413 if stdin is larger than max_bytes; 400 if it does not end.
         """
         data = bytearray()
         while not self._input_ended or self._input:

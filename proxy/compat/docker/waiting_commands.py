@@ -21,9 +21,7 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 def waits(argv: tuple[str, ...], *, interactive: bool) -> bool:
     """Return whether a main command only keeps its container running, so that it need not be executed.
 
-    Args:
-        argv: The command's arguments.
-        interactive: The command's stdin is open and nothing sends input, so that a shell would wait for ever.
+    `interactive` says that its stdin is open and nothing sends input, so that a shell would wait for ever.
     """
     if not argv:
         return True

@@ -35,15 +35,11 @@ _CODES = {
 
 
 class ConnectError(Exception):
-    """An error for a client that speaks Connect.
-
-    Attributes:
-        code: Connect's error code, a key of `_STATUS`.
-    """
+    """An error for a client that speaks Connect."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
-        self.code = code
+        self.code = code  # Connect's error code, a key of `_STATUS`.
 
     @property
     def status(self) -> int:
@@ -74,8 +70,7 @@ def end(error: ConnectError | None = None) -> bytes:
 def messages(body: bytes) -> list[dict[str, Any]]:
     """Return the messages in the envelopes of a whole request.
 
-    Raises:
-        RefusalError: 400, the request is cut off, compressed, or not JSON.
+    Raises RefusalError (400) if the request is cut off, compressed, or not JSON.
     """
     parsed = []
     start = 0
@@ -100,8 +95,7 @@ def messages(body: bytes) -> list[dict[str, Any]]:
 def message(text: bytes) -> dict[str, Any]:
     """Parse the JSON object of a message; an empty text is an empty object.
 
-    Raises:
-        RefusalError: 400, the text is not a JSON object.
+    Raises RefusalError (400) for other texts.
     """
     try:
         value = orjson.loads(text or b"{}")
@@ -115,8 +109,7 @@ def message(text: bytes) -> dict[str, Any]:
 def timeout_s(header: str) -> float | None:
     """Return the time limit of a `connect-timeout-ms` header, in seconds; None if the header is empty.
 
-    Raises:
-        RefusalError: 400, the header is not a number of milliseconds.
+    Raises RefusalError (400) if the header is not a number of milliseconds.
     """
     if not header:
         return None

@@ -25,18 +25,11 @@ _VARIABLE = re.compile(r"[^=\0]+")
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """A request to the control plane.
+    """A request to the control plane."""
 
-    Attributes:
-        verb: The operation, as in `_VERBS`.
-        sandbox: The sandbox or template in the path; empty if there is none.
-        body: The JSON object of a POST.
-        query: The query of the URL.
-    """
-
-    verb: str
-    sandbox: str = ""
-    body: dict[str, Any] = field(default_factory=dict)
+    verb: str  # The operation, as in `_VERBS`.
+    sandbox: str = ""  # The sandbox or template in the path; empty if there is none.
+    body: dict[str, Any] = field(default_factory=dict)  # The JSON object of a POST.
     query: dict[str, str] = field(default_factory=dict)
 
 
@@ -69,14 +62,9 @@ _UNSERVED = re.compile(r"/(?:v[0-9]+/)?(?:templates|volumes|secrets|sandboxes)(?
 
 
 def read_control(request: Request, path: str) -> ControlRequest:
-    """Parse a request to the control plane.
+    """Parse a request to the control plane, by its decoded path, without a slash at the end.
 
-    Args:
-        request: The request.
-        path: Its decoded path, without a slash at the end.
-
-    Raises:
-        RefusalError: 400, 404, 405 or 501.
+    Raises RefusalError (400, 404, 405 or 501).
     """
     line = f"{request.method} {path}"
     for pattern, verb in _VERBS:
@@ -94,8 +82,7 @@ def read_control(request: Request, path: str) -> ControlRequest:
 def variables(value: Any) -> dict[str, str]:
     """Return the environment variables of a request; None and other empty values are no variables.
 
-    Raises:
-        RefusalError: 400, the value is not a map of valid variables.
+    Raises RefusalError (400) if the value is not a map of valid variables.
     """
     pairs = value or {}
     if not isinstance(pairs, dict) or not all(
@@ -108,8 +95,7 @@ def variables(value: Any) -> dict[str, str]:
 def timeout_s(body: dict[str, Any]) -> float:
     """Return the timeout in a body, in seconds; E2B's default if it is missing or null.
 
-    Raises:
-        RefusalError: 400, the timeout is not a number of seconds.
+    Raises RefusalError (400) if the timeout is not a number of seconds.
     """
     value = body.get("timeout")
     if value is None:
@@ -126,11 +112,7 @@ def resumes_on_request(body: dict[str, Any]) -> bool:
 
 
 def fork_count(body: dict[str, Any]) -> int:
-    """Return the number of forks that a body requests.
-
-    Raises:
-        RefusalError: 400, the number is out of range.
-    """
+    """Return the number of forks that a body requests. Raises RefusalError (400) if it is out of range."""
     count = body.get("count", 1)
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_FORKS:
         raise RefusalError(400, "count", f"count must be 1 to {MAX_FORKS}.")
@@ -138,11 +120,7 @@ def fork_count(body: dict[str, Any]) -> int:
 
 
 def require_memory(body: dict[str, Any]) -> None:
-    """Refuse to keep a state without its processes, as E2B does for templates without memory snapshots.
-
-    Raises:
-        RefusalError: 400.
-    """
+    """Refuse (400) to keep a state without its processes, as E2B does for templates without memory snapshots."""
     if body.get("memory") is False:
         raise RefusalError(
             400, "snapshot_filesystem_only_disabled", "States are kept with their processes, not without. Leave out "
@@ -153,8 +131,7 @@ def require_memory(body: dict[str, Any]) -> None:
 def name_field(body: dict[str, Any], name: str) -> str:
     """Return a string member of a body; empty if it is missing or null.
 
-    Raises:
-        RefusalError: 400, the member is not a string, or is too long.
+    Raises RefusalError (400) if the member is not a string, or is too long.
     """
     value = body.get(name) or ""
     if not isinstance(value, str) or len(value) > MAX_STRING_CHARS:
@@ -165,8 +142,7 @@ def name_field(body: dict[str, Any], name: str) -> str:
 def string_map(body: dict[str, Any], name: str) -> dict[str, str]:
     """Return a member of a body that maps names to strings; empty if it is missing or null.
 
-    Raises:
-        RefusalError: 400, the member is not such a map.
+    Raises RefusalError (400) if the member is not such a map.
     """
     value = body.get(name) or {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
@@ -177,8 +153,7 @@ def string_map(body: dict[str, Any], name: str) -> dict[str, str]:
 def page(items: list[dict[str, Any]], query: dict[str, str]) -> Local:
     """Return one page of a list. The client requests the next one with the token in `x-next-token`.
 
-    Raises:
-        RefusalError: 400, the query's limit or token is invalid.
+    Raises RefusalError (400) if the query's limit or token is invalid.
     """
     limit, token = query.get("limit", str(_PAGE_ITEMS)), query.get("nextToken", "0")
     are_numbers = limit.isascii() and limit.isdigit() and token.isascii() and token.isdigit()

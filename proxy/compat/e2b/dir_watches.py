@@ -29,8 +29,7 @@ class DirWatches:
     async def answer(self, rollout: Rollout, request: WatchRequest) -> dict[str, Any]:
         """Answer a request whose response is not a stream.
 
-        Raises:
-            ConnectError: The directory or the watch does not exist.
+        Raises ConnectError if the directory or the watch does not exist.
         """
         if request.verb == "begin":
             return {"watcherId": str(await self._begin(rollout, request))}
@@ -45,8 +44,7 @@ class DirWatches:
     async def follow(self, rollout: Rollout, request: WatchRequest, stream: EventStream) -> None:
         """Watch a directory and send its events for as long as the client is connected.
 
-        Raises:
-            ConnectError: The directory does not exist.
+        Raises ConnectError if the directory does not exist.
         """
         watch = await self._begin(rollout, request)
         self._processes.follower.follow(rollout, watch, stream)

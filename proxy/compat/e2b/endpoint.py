@@ -36,14 +36,11 @@ _ENVD_VERBS = ("health", "envs", "init")
 
 
 class SandboxGoneError(Exception):
-    """The addressed sandbox does not run, or the addressed port of it is not open.
-
-    Attributes:
-        payload: The JSON that E2B's own proxy answers with.
-    """
+    """The addressed sandbox does not run, or the addressed port of it is not open."""
 
     def __init__(self, sandbox: str, text: str, port: str = "") -> None:
         super().__init__(text)
+        # The JSON that E2B's own proxy answers with.
         self.payload = {"sandboxId": sandbox, "message": text, "code": 502} | ({"port": int(port)} if port else {})
 
 
@@ -71,11 +68,9 @@ class E2bEndpoint:
         await self._refuse(exchange.send, self._request_of(scope, address, b""), from_problem(problem), problem)
 
     async def _answer(self, task: str, request: Request, grant: Grant, send: Send, receive: Receive) -> Problem | None:
-        """Answer a request.
+        """Answer a request, and return the problem that the client was sent, for the counters.
 
-        Returns:
-            The problem that the client was sent, for the counters; None if there was none, or if the error is the
-            recorded result of a call.
+        None if there was no problem, or if the error is the recorded result of a call.
         """
         try:
             parsed = requests.read(request, self._engine.tasks.spec(task))

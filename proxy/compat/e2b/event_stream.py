@@ -29,13 +29,7 @@ _HEAD = [(b"content-type", connect.STREAM.encode())]
 
 
 class EventStream(PatientSender):
-    """A response that is a stream of events. Events may be put before `serve` runs, and are dropped after the end.
-
-    Attributes:
-        form: Which kind of events the stream carries.
-        closed: No event is accepted any more: the stream was ended, or its client has gone.
-        lost: Set when the client has gone.
-    """
+    """A response that is a stream of events. Events may be put before `serve` runs, and are dropped after the end."""
 
     def __init__(
         self,
@@ -46,20 +40,16 @@ class EventStream(PatientSender):
         strict: bool = True,
         form: StreamForm = "process",
     ) -> None:
-        """Create a stream.
+        """Create a stream. After `keepalive_s` of silence a keepalive is sent, but none before the first event.
 
-        Args:
-            send: Sends ASGI messages to the client.
-            keepalive_s: Silence after which a keepalive is sent. None is sent before the first event.
-            deadline_s: Time limit that the client set for the whole response; None for no limit.
-            strict: End the stream at the deadline. False while a process runs: the sandbox kills the process at its
-                own limit, and the stream ends with the process.
-            form: Which kind of events the stream carries.
+        `deadline_s` is the limit that the client set for the whole response. A strict stream ends then. It is not
+        strict while a process runs: the sandbox kills the process at its own limit, and the stream ends with the
+        process.
         """
         super().__init__(send)
-        self.form: StreamForm = form
-        self.closed = False
-        self.lost = asyncio.Event()
+        self.form: StreamForm = form  # Which kind of events the stream carries.
+        self.closed = False  # No event is accepted any more: the stream was ended, or its client has gone.
+        self.lost = asyncio.Event()  # Set when the client has gone.
         self._keepalive_s, self._strict = keepalive_s, strict
         self._deadline = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         self._unsent: deque[bytes] = deque()

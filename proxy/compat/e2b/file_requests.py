@@ -22,46 +22,27 @@ MAX_UNZIPPED_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class CallsRequest:
-    """A request that runs calls and combines their results into one response.
+    """A request that runs calls and combines their results into one response."""
 
-    Attributes:
-        calls: The calls, in order. Only uploads are more than one.
-        form: The form of the response: `entry`, `entries`, `nothing`, `file`, `uploads` or `processes`.
-    """
-
-    calls: tuple[ToolCall, ...]
-    form: str
+    calls: tuple[ToolCall, ...]  # In order. Only uploads are more than one.
+    form: str  # `entry`, `entries`, `nothing`, `file`, `uploads` or `processes`: the form of the response.
 
 
 @dataclass(frozen=True, slots=True)
 class WatchRequest:
-    """A request about a watched directory.
+    """A request about a watched directory."""
 
-    Attributes:
-        verb: `begin` or `stream` to begin a watch, `events` to fetch its events, or `end`.
-        call: The call that begins the watch; None for `events` and `end`.
-        watcher: The watch, for `events` and `end`.
-        keepalive_s: Silence after which the client of a `stream` expects a keepalive event.
-        deadline_s: Time limit of a `stream`; None for no limit.
-    """
-
-    verb: str
-    call: ToolCall | None = None
-    watcher: str = ""
-    keepalive_s: float = 0.0
-    deadline_s: float | None = None
+    verb: str  # `begin` or `stream` to begin a watch, `events` to fetch its events, or `end`.
+    call: ToolCall | None = None  # Begins the watch; None for `events` and `end`.
+    watcher: str = ""  # The watch, for `events` and `end`.
+    keepalive_s: float = 0.0  # Silence after which the client of a `stream` expects a keepalive event.
+    deadline_s: float | None = None  # Time limit of a `stream`; None for no limit.
 
 
 def entries(method: str, message: dict[str, Any], request: Request) -> CallsRequest | WatchRequest:
-    """Parse a request to the Filesystem service.
+    """Parse a request to a method of the Filesystem service, with its message.
 
-    Args:
-        method: The name of the service's method.
-        message: The request's message.
-        request: The request.
-
-    Raises:
-        RefusalError: 400 or 404, the request is invalid or not supported.
+    Raises RefusalError (400 or 404) if the request is invalid or not supported.
     """
     path, user = string_field(message, "path"), user_of(request)
     match method:
@@ -96,11 +77,7 @@ def _watch(streams: bool, message: dict[str, Any], path: str, user: str) -> Watc
 
 
 def file_transfer(request: Request) -> CallsRequest:
-    """Parse a request that uploads or downloads files.
-
-    Raises:
-        RefusalError: 400 to 415, the request is invalid.
-    """
+    """Parse a request that uploads or downloads files. Raises RefusalError (400 to 415) if it is invalid."""
     # The user is in the query (`username`) or in the Authorization header, depending on the SDK.
     query = dict(parse_qsl(request.query, keep_blank_values=True))
     user, path = query.get("username", "") or user_of(request), query.get("path", "")

@@ -23,8 +23,7 @@ class Lifetimes:
     def __init__(self, over: Callable[[Rollout], Awaitable[None]]) -> None:
         """Create the timers' owner.
 
-        Args:
-            over: Awaited when a timer is due. It checks the note again, because the timeout may have been extended.
+        `over` is awaited when a timer is due. It checks the note again, because the timeout may have been extended.
         """
         self._over = over
         self._timers: dict[int, asyncio.TimerHandle] = {}

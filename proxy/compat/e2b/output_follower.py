@@ -60,36 +60,23 @@ def poll_call(pid: int) -> ToolCall:
 
 @dataclass(slots=True, eq=False)
 class FollowedProcess:
-    """One background process and the streams of the clients that are connected to it.
+    """One background process and the streams of the clients that are connected to it."""
 
-    Attributes:
-        streams: Streams that receive its output.
-        is_terminal: The process is polled even while no client is connected.
-        state: DETACHED, until a poll finds the end of the process.
-    """
-
-    streams: list[EventStream] = field(default_factory=list)
-    is_terminal: bool = False
-    state: ProcessState = ProcessState.DETACHED
+    streams: list[EventStream] = field(default_factory=list)  # Streams that receive its output.
+    is_terminal: bool = False  # The process is polled even while no client is connected.
+    state: ProcessState = ProcessState.DETACHED  # DETACHED, until a poll finds the end of the process.
 
 
 @dataclass(slots=True, eq=False)
 class FollowedRollout:
-    """The followed background processes of one rollout.
-
-    Attributes:
-        rollout: The rollout whose sandbox runs the processes.
-        processes: The processes by pid.
-        called: Set when a call of the rollout has ended, so that the next poll comes soon.
-        blocked_s: For how long polls have been put off because another call runs; 0 when none runs.
-        polling: The task that polls; None before the first stream and after the last.
-    """
+    """The followed background processes of one rollout."""
 
     rollout: Rollout
-    processes: dict[int, FollowedProcess] = field(default_factory=dict)
+    processes: dict[int, FollowedProcess] = field(default_factory=dict)  # By pid.
+    # Set when a call of the rollout has ended, so that the next poll comes soon.
     called: asyncio.Event = field(default_factory=asyncio.Event)
-    blocked_s: float = 0.0
-    polling: asyncio.Task[None] | None = None
+    blocked_s: float = 0.0  # For how long polls have been put off because another call runs; 0 when none runs.
+    polling: asyncio.Task[None] | None = None  # None before the first stream and after the last.
 
     def end_streams(self, error: ConnectError) -> None:
         """End the streams of all processes with an error."""
@@ -108,11 +95,7 @@ class FollowedRollout:
         return bool(self.processes)
 
     def max_pause_s(self, *, produced: bool) -> float:
-        """Return the longest pause before the next poll.
-
-        Args:
-            produced: The last round of polls returned output.
-        """
+        """Return the longest pause before the next poll; `produced` says that the last round returned output."""
         streams = [stream for process in self.processes.values() for stream in process.streams]
         if not streams:
             return UNATTENDED_POLL_S
@@ -140,15 +123,8 @@ class OutputFollower:
     ) -> ProcessChange:
         """Send the recorded result of a start; follow the process if it still runs.
 
-        Args:
-            rollout: The rollout of the process.
-            pid: The pid that clients know.
-            record: The record of the start.
-            stream: The client's stream.
-            sent_bytes: Leading bytes of output that the stream has received already.
-
-        Returns:
-            END, or DETACH if the process runs in the background.
+        The stream has received `sent_bytes` of output already. Returns END, or DETACH if the process runs in the
+        background.
         """
         result = self._engine.store.records.result(record)
         if result.status != 200:

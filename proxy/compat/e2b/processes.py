@@ -51,17 +51,12 @@ def pid_of(node: Node, key: CallKey) -> int:
 
 
 class ProcessRun:
-    """One start under way: the call's listener (see `Detachable`) and the stream of the client that waits for it.
-
-    Attributes:
-        state: Where the process stands; see `process_lifecycle`.
-        pid: The pid that clients know; 0 until the call has its turn.
-        sent_bytes: Bytes of output that the current stream has received.
-        stream: The current client's stream; a retry replaces it.
-    """
+    """One start under way: the call's listener (see `Detachable`) and the stream of the client that waits for it."""
 
     def __init__(self, start: ProcessStart, key: CallKey, stream: EventStream) -> None:
-        self.state = ProcessState.NOT_STARTED
+        self.state = ProcessState.NOT_STARTED  # See `process_lifecycle`.
+        # The pid that clients know is 0 until the call has its turn. A retry replaces the stream, which has then
+        # received no output.
         self.pid, self.sent_bytes, self.stream = 0, 0, stream
         self.task: asyncio.Task[Answer] | None = None
         self._start, self._key = start, key
@@ -135,17 +130,16 @@ def _target(task: asyncio.Task[Answer]) -> Node | None:
 
 
 class Processes:
-    """Answers requests about the processes of all rollouts. Its memory concerns connections; the tree keeps the rest.
+    """Answers requests about the processes of all rollouts.
 
-    Attributes:
-        follower: Polls the background processes.
+    Its memory concerns connections; the tree keeps the rest.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._step = engine, engine.step
         self._runs: dict[int, ProcessRun] = {}
         self._tasks = TaskOwner()
-        self.follower = OutputFollower(engine)
+        self.follower = OutputFollower(engine)  # Polls the background processes.
 
     async def start(self, rollout: Rollout, request: ProcessStart, stream: EventStream) -> None:
         """Start a process. Returns once the process has ended, or is detached and followed."""
@@ -196,16 +190,9 @@ class Processes:
         return await asyncio.shield(run.task)
 
     async def connect(self, rollout: Rollout, pid: int | None, tag: str, stream: EventStream) -> None:
-        """Follow a background process.
+        """Follow a background process, by its pid or, if that is None, by the tag that it was started with.
 
-        Args:
-            rollout: The rollout of the process.
-            pid: The pid; None selects the process by its tag.
-            tag: The tag that the process was started with.
-            stream: Receives the output from now on.
-
-        Raises:
-            ConnectError: The process does not exist.
+        The stream receives the output from now on. Raises ConnectError if the process does not exist.
         """
         process = await self._find(rollout, pid, tag)
         stream.form = "terminal" if process["tty"] else "process"
@@ -214,8 +201,7 @@ class Processes:
     async def act(self, rollout: Rollout, request: ProcessRequest) -> None:
         """Write to a process, close its stdin, resize its terminal, or send it a signal.
 
-        Raises:
-            ConnectError: The process does not exist, or has no such stdin or terminal.
+        Raises ConnectError if the process does not exist, or has no such stdin or terminal.
         """
         pid = request.pid if request.pid is not None else (await self._find(rollout, None, request.tag))["process"]
         arguments = {"process": pid, **request.arguments}

@@ -38,19 +38,12 @@ _HOST = re.compile(r"([0-9]{1,5})-([A-Za-z0-9][A-Za-z0-9_-]*)\.")
 
 @dataclass(frozen=True, slots=True)
 class ProcessStart:
-    """A request to start a process.
+    """A request to start a process."""
 
-    Attributes:
-        call: The call that runs the process. It does not contain the sandbox's own variables yet.
-        tag: The client's name for the process; may be empty.
-        keepalive_s: Silence after which the client expects a keepalive event.
-        deadline_s: Time limit of the response; None for no limit.
-    """
-
-    call: ToolCall
-    tag: str
-    keepalive_s: float
-    deadline_s: float | None
+    call: ToolCall  # Does not contain the sandbox's own variables yet.
+    tag: str  # The client's name for the process; may be empty.
+    keepalive_s: float  # Silence after which the client expects a keepalive event.
+    deadline_s: float | None  # Time limit of the response; None for no limit.
 
     @property
     def has_terminal(self) -> bool:
@@ -60,26 +53,17 @@ class ProcessStart:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRequest:
-    """A request about a running process.
+    """A request about a running process."""
 
-    Attributes:
-        verb: `connect`, `write`, `close`, `resize` or `signal`.
-        pid: The pid; None selects the process by its tag.
-        tag: The tag; empty if the pid selects.
-        data: The bytes of a `write`.
-        arguments: Further arguments of the call: a signal's number, a terminal's rows and columns, whether data is
-            typed at a terminal.
-        keepalive_s: Silence after which the client of a `connect` expects a keepalive event.
-        deadline_s: Time limit of the response to a `connect`; None for no limit.
-    """
-
-    verb: str
-    pid: int | None
-    tag: str = ""
-    data: bytes = b""
+    verb: str  # `connect`, `write`, `close`, `resize` or `signal`.
+    pid: int | None  # None selects the process by its tag.
+    tag: str = ""  # Empty if the pid selects.
+    data: bytes = b""  # The bytes of a `write`.
+    # Further arguments of the call: a signal's number, a terminal's rows and columns, whether data is typed at a
+    # terminal.
     arguments: dict[str, Any] = field(default_factory=dict)
-    keepalive_s: float = 0.0
-    deadline_s: float | None = None
+    keepalive_s: float = 0.0  # Silence after which the client of a `connect` expects a keepalive event.
+    deadline_s: float | None = None  # Time limit of the response to a `connect`; None for no limit.
 
 
 E2BRequest = ControlRequest | ProcessStart | ProcessRequest | CallsRequest | WatchRequest
@@ -109,15 +93,9 @@ def port_of(request: Request) -> str:
 
 
 def read(request: Request, spec: EnvironmentSpec) -> E2BRequest:
-    """Parse a request.
+    """Parse a request of a task with this environment.
 
-    Args:
-        request: The request.
-        spec: The environment of its task.
-
-    Raises:
-        RefusalError: 400 to 501, the request is invalid or not supported.
-        ConnectError: The same, for a request that speaks Connect.
+    Raises RefusalError (400 to 501) if the request is invalid or not supported, or ConnectError if it speaks Connect.
     """
     if spec.driver not in SERVER_DRIVERS or spec.upstreams:
         raise RefusalError(

@@ -59,13 +59,7 @@ WATCH_KEEPALIVE: ProcessEvent = {"keepalive": {}}
 
 
 def output_events(kind: int, data: bytes, *, terminal: bool) -> Iterator[ProcessEvent]:
-    """Yield the events for a piece of output.
-
-    Args:
-        kind: OUT or ERR; ignored for a terminal, which has a single stream.
-        data: The output.
-        terminal: The process runs on a terminal.
-    """
+    """Yield the events for a piece of output, of the kind OUT or ERR. A terminal has a single stream."""
     name = "pty" if terminal else _STREAMS[kind]
     for start in range(0, len(data), MAX_EVENT_BYTES):
         encoded = base64.b64encode(data[start : start + MAX_EVENT_BYTES]).decode()
@@ -91,8 +85,7 @@ def watch_events(body: bytes) -> Iterator[dict[str, str]]:
 def ended(body: bytes) -> ProcessEvent | None:
     """Return the last event of a process, from a recorded result; None if the process continues.
 
-    Raises:
-        ConnectError: The process was killed at its deadline, or could not be started.
+    Raises ConnectError if the process was killed at its deadline, or could not be started.
     """
     end = ending(body)
     if end.timed_out:

@@ -16,32 +16,19 @@ class SandboxNote:
     """What E2B's clients have set for a sandbox. The rollout and the tree hold everything else.
 
     A rollout that was started through another protocol has a note with the defaults.
-
-    Attributes:
-        template: The template that the sandbox was created from.
-        metadata: The client's labels.
-        envs: Variables that every process of the sandbox gets.
-        started_at: When the sandbox was created, in seconds since 1970.
-        ends_at: When its timeout passes, in seconds since 1970.
-        paused: Requests to envd are refused until the sandbox is resumed.
-        snapshots: The snapshots made of the sandbox, as the API describes them.
-        mortal: Created through E2B's API, so its timeout applies.
-        pauses: On timeout, pause the sandbox instead of ending it.
-        resumes: Resume a paused sandbox on the next request to envd.
-        timeout_s: The timeout that the sandbox was created with, in seconds.
     """
 
-    template: str = DEFAULT_TEMPLATE
-    metadata: dict[str, str] = field(default_factory=dict)
-    envs: dict[str, str] = field(default_factory=dict)
-    started_at: float
-    ends_at: float
-    paused: bool = False
-    snapshots: list[dict[str, Any]] = field(default_factory=list)
-    mortal: bool = False
-    pauses: bool = False
-    resumes: bool = False
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    template: str = DEFAULT_TEMPLATE  # The one that the sandbox was created from.
+    metadata: dict[str, str] = field(default_factory=dict)  # The client's labels.
+    envs: dict[str, str] = field(default_factory=dict)  # Variables that every process of the sandbox gets.
+    started_at: float  # When the sandbox was created, in seconds since 1970.
+    ends_at: float  # When its timeout passes, in seconds since 1970.
+    paused: bool = False  # Requests to envd are refused until the sandbox is resumed.
+    snapshots: list[dict[str, Any]] = field(default_factory=list)  # As the API describes them.
+    mortal: bool = False  # Created through E2B's API, so its timeout applies.
+    pauses: bool = False  # On timeout, pause the sandbox instead of ending it.
+    resumes: bool = False  # Resume a paused sandbox on the next request to envd.
+    timeout_s: float = DEFAULT_TIMEOUT_S  # The timeout that the sandbox was created with.
 
     @classmethod
     def new(cls, now: float) -> "SandboxNote":

@@ -20,12 +20,7 @@ _PROTOCOL = "e2b"
 
 
 class RunningSandbox(NamedTuple):
-    """A sandbox that has not ended; it may be paused.
-
-    Attributes:
-        rollout: The rollout that the sandbox is.
-        note: What is stored about it.
-    """
+    """A sandbox that has not ended; it may be paused. The note is what is stored about it."""
 
     rollout: Rollout
     note: SandboxNote
@@ -57,11 +52,7 @@ class SandboxRegistry:
         return RunningSandbox(rollout, self._notes[rollout.id])
 
     async def require(self, task: str, name: str) -> RunningSandbox:
-        """Return a sandbox.
-
-        Raises:
-            RefusalError: 404, it does not exist or has ended.
-        """
+        """Return a sandbox. Raises RefusalError (404) if it does not exist or has ended."""
         sandbox = await self.find(task, name)
         if sandbox is None:
             raise RefusalError(404, "no-such-sandbox", f"sandbox {name!r} was not found")
@@ -110,11 +101,9 @@ class SandboxRegistry:
                 self._processes.end(rollout, "another proxy serves it now")
 
     async def end(self, rollout: Rollout, reason: str) -> None:
-        """End a sandbox.
+        """End the sandbox of a rollout. A command that it is running is detached, and ends with the sandbox.
 
-        Args:
-            rollout: The sandbox's rollout. A command that it is running is detached, and ends with the sandbox.
-            reason: Why; clients with open streams get it.
+        Clients with open streams get the reason.
         """
         # The call under way would otherwise keep the turn until its command ends.
         self._engine.step.detach(rollout)

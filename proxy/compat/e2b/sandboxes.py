@@ -49,16 +49,9 @@ class SandboxControl:
         self._created: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     async def answer(self, task: str, control: ControlRequest, request: Request, grant: Grant) -> Local:
-        """Answer a request.
+        """Answer a parsed request; `request` is the same one, for its rollout and its headers.
 
-        Args:
-            task: The task in the URL.
-            control: The parsed request.
-            request: The same request, for its rollout and its headers.
-            grant: What the client's token may see.
-
-        Raises:
-            RefusalError: 400 to 501, the request cannot be served.
+        The grant is what the client's token may see. Raises RefusalError (400 to 501) if the request cannot be served.
         """
         if control.verb in _BEYOND_ONE_SANDBOX:
             grant.require_no_rollout()

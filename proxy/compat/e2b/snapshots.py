@@ -31,11 +31,7 @@ class SandboxSnapshots:
         self._engine, self._registry = engine, registry
 
     def node(self, task: Task, snapshot: str) -> tuple[Tree, Node]:
-        """Return the node of a snapshot, with its tree.
-
-        Raises:
-            RefusalError: 404, the task has no such node.
-        """
+        """Return the node of a snapshot, with its tree. Raises RefusalError (404) if the task has no such node."""
         match = _SNAPSHOT_ID.fullmatch(snapshot)
         position = None if match is None else self._engine.tasks.position(task, int(match[1]))
         if position is None:

@@ -177,16 +177,9 @@ class Chains:
         report: ClientReport,
         stopped: list[str],
     ) -> Record | None:
-        """Return the record of a reported call; None if the call does not repeat itself.
+        """Return the record of a call that a caller reports; None if the call does not repeat itself.
 
-        Args:
-            task: The task.
-            caller: Who reports it.
-            node: The node at which it ran.
-            key: Its key.
-            call: The call with its report.
-            report: The report.
-            stopped: Takes the sandboxes that the client may stop.
+        `stopped` takes the sandboxes that the client may stop.
         """
         if key in node.quarantined:
             return None

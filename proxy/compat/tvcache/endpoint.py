@@ -39,8 +39,7 @@ class TvcacheEndpoint:
     async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
         """Answer a request.
 
-        Raises:
-            RefusalError: The request is malformed, its task is hidden, or the proxy has sandboxes for its task.
+        Raises RefusalError if the request is malformed, its task is hidden, or the proxy has sandboxes for its task.
         """
         request = read(self._request_of(scope, address, body))
         grant: Grant = scope.get(GRANT, ALL)

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from proxy.tree.tree import Node
 
 MAX_HELD = 50
-"""Most sandboxes of one task, as in the authors' server. Halved, rollouts fork earlier states and repeat more calls;
-doubled, the client keeps twice as many sandboxes alive."""
+"""Most sandboxes of one task, as in the authors' server. With fewer, rollouts fork earlier states and repeat more
+calls."""
 LEASE_S = 600.0
-"""How long a client may take to fork a sandbox that it was named. A client that dies never gives its lease back.
-
-Halved, a slow fork may find its parent stopped, and its rollout fails. Doubled, a dead client keeps sandboxes longer.
-"""
+"""How long a client may take to fork a sandbox that it was named. A client that dies never gives its lease back. If a
+fork takes longer, its parent may be stopped, and its rollout fails."""
 
 
 @dataclass(slots=True)
@@ -35,8 +33,7 @@ class _HeldSandbox:
 class HeldStates:
     """The sandboxes of one tree by the number of their node, the least recently used first.
 
-    Args:
-        clock: Returns seconds; it never goes back.
+    The clock never goes back.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -25,46 +25,31 @@ _FAILED = "Failed to execute"
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """One call of a chain with the answer that the client got.
+    """One call of a chain with the answer that the client got."""
 
-    Attributes:
-        answer: The answer as JSON; None if there is nothing to record.
-        seconds: How long the tool ran.
-    """
-
-    answer: bytes | None
-    seconds: float
+    answer: bytes | None  # As JSON; None if there is nothing to record.
+    seconds: float  # How long the tool ran.
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRequest:
-    """A request of the cache API.
+    """A request of the cache API."""
 
-    Attributes:
-        verb: What the client wants, such as `get`.
-        task: Name of the task.
-        whole: Whether chains hold every call of their rollout. If not, calls that only read are left out of a chain
-            unless they are its last call.
-        chain: The calls, in the client's serialization.
-        sandbox: Name of a sandbox of the client; empty for none.
-        reported: With `put`: the last calls of the chain with their answers.
-        result: With `store_test_result`: the result as JSON.
-    """
-
-    verb: str
+    verb: str  # What the client wants, such as `get`.
     task: str
+    # Whether chains hold every call of their rollout. If not, calls that only read are left out of a chain unless
+    # they are its last call.
     whole: bool
-    chain: tuple[str, ...] = ()
-    sandbox: str = ""
-    reported: tuple[Reported, ...] = ()
-    result: bytes = b""
+    chain: tuple[str, ...] = ()  # The calls, in the client's serialization.
+    sandbox: str = ""  # Name of a sandbox of the client; empty for none.
+    reported: tuple[Reported, ...] = ()  # With `put`: the last calls of the chain with their answers.
+    result: bytes = b""  # With `store_test_result`: the result as JSON.
 
 
 def read(request: Request) -> CacheRequest:
     """Return what a request means.
 
-    Raises:
-        RefusalError: 400 to 422 for a malformed request, 404 and 405 for another one, 501 for one that is not served.
+    Raises RefusalError: 400 to 422 if it is malformed, 404 and 405 for another one, 501 for one that is not served.
     """
     first, _, rest = request.path.strip("/").partition("/")
     verb = rest if first == "whole" else first

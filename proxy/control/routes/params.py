@@ -110,11 +110,7 @@ def confined(request: HTTPConnection, spec: EnvironmentSpec) -> EnvironmentSpec:
 
 
 def wanted_labels(queried: list[str] | None) -> dict[str, str]:
-    """Return the labels that a query asks for.
-
-    Raises:
-        RefusalError: 422, one is no label.
-    """
+    """Return the labels that a query asks for. Raises RefusalError (422) if one is no label."""
     pairs = [text.partition("=") for text in queried or ()]
     if not all(separator for _, separator, _ in pairs):
         raise RefusalError(422, "labels", "write a label as run=r7.")
@@ -122,11 +118,7 @@ def wanted_labels(queried: list[str] | None) -> dict[str, str]:
 
 
 def position_of(engine: Engine, task: Task, name: str) -> tuple[Tree, Node]:
-    """Return a node of any of a task's trees, with its tree.
-
-    Raises:
-        RefusalError: The task has no node with this name (404).
-    """
+    """Return a node of any of a task's trees, with its tree. Raises RefusalError (404) if there is no such node."""
     position = engine.tasks.position(task, int(name[1:]))
     if position is None:
         detail = f"task {task.name!r} has no node {name}. GET …/tree lists its nodes, GET …/trees its other trees."
@@ -137,8 +129,7 @@ def position_of(engine: Engine, task: Task, name: str) -> tuple[Tree, Node]:
 def tree_of(engine: Engine, task: Task, root: str | None) -> Tree:
     """Return the tree of a task that has this root or node; the current tree for None.
 
-    Raises:
-        RefusalError: The task has no node with this name (404).
+    Raises RefusalError (404) if the task has no node with this name.
     """
     return task.tree if root is None else position_of(engine, task, root)[0]
 
@@ -146,8 +137,7 @@ def tree_of(engine: Engine, task: Task, root: str | None) -> Tree:
 async def running(engine: Engine, task: str, name: str) -> Rollout:
     """Return a running rollout.
 
-    Raises:
-        RefusalError: No running rollout of the task has this name (404), or its position is lost (409).
+    Raises RefusalError if no running rollout of the task has this name (404), or its position is lost (409).
     """
     await engine.tasks.find(task)
     rollout = await engine.tasks.running(task, name)

@@ -63,11 +63,7 @@ class Trial(BaseModel):
         return self
 
     def call(self, spec: EnvironmentSpec) -> Call:
-        """Return the tool call.
-
-        Raises:
-            RefusalError: The request is malformed, or it is not a tool call.
-        """
+        """Return the tool call. Raises RefusalError if the request is malformed, or is not a tool call."""
         if self.command is not None:
             return command_call(spec, self.command, self.session, self.timeout_s)
         assert self.endpoint is not None

@@ -180,14 +180,7 @@ def file_changes(
 
 
 def file_change(path: str, before: FileEntry, after: FileEntry, *, texts: bool = True) -> FileChange:
-    """Return the change of a path.
-
-    Args:
-        path: The path.
-        before: The file in state a.
-        after: The file in state b.
-        texts: Whether to compare the lines of text files.
-    """
+    """Return the change of a path. `texts` says whether to compare the lines of text files."""
     change: Literal["added", "removed", "changed"] = "changed"
     if before.kind == "gone" or after.kind == "gone":
         change = "added" if before.kind == "gone" else "removed"
@@ -275,10 +268,8 @@ def table_change(
 ) -> TableChange | None:
     """Return the change of a table; None if it has none.
 
-    Args:
-        table: Name of the table.
-        schemas: Its definition in each state; None if it is not there.
-        answers: The result of `SELECT *` in each state; None if it was not read.
+    `schemas` is its definition in each state; None if it is not there. `answers` is the result of `SELECT *` in each
+    state; None if it was not read.
     """
     sides: list[Sequence[Any] | None] = [None if answer is None else answer["rows"] for answer in answers]
     cut = any(answer is not None and (answer["truncated"] or answer["error"]) for answer in answers)

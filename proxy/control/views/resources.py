@@ -260,10 +260,7 @@ class WarmView(BaseModel):
 def snapshot_view(snapshot: Snapshot, task: str, worth: Prospect | None) -> SnapshotView:
     """Return the view of a snapshot.
 
-    Args:
-        snapshot: The snapshot.
-        task: Name of its task.
-        worth: What the eviction policy knows of it; None if its tree is not in memory.
+    `worth` is what the eviction policy knows of it; None if its tree is not in memory.
     """
     return SnapshotView(
         id=snapshot.id,
@@ -284,12 +281,9 @@ def snapshot_view(snapshot: Snapshot, task: str, worth: Prospect | None) -> Snap
 
 
 def sandbox_view(slot: Slot, tasks: Mapping[int, tuple[str, str]], now: float) -> SandboxView:
-    """Return the view of a live sandbox.
+    """Return the view of a live sandbox at a time of the monotonic clock.
 
-    Args:
-        slot: The sandbox's slot in the roster.
-        tasks: Task and name of each running rollout, by the rollout's number.
-        now: Time of the monotonic clock.
+    `tasks` has task and name of each running rollout, by the rollout's number.
     """
     node = slot.position if isinstance(slot.position, Node) else None
     task, rollout = tasks.get(slot.owner or 0, (None, None))

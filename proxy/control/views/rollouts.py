@@ -148,13 +148,10 @@ def task_view(task: Task, row: dict[str, Any]) -> TaskView:
 
 
 def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None, *, used_since: float) -> dict[str, Any]:
-    """Return the members of a `RolloutView`.
+    """Return the members of a `RolloutView`. The row is the rollout as the store has it.
 
-    Args:
-        row: The rollout as the store has it.
-        base_url: The proxy's base URL as the client knows it.
-        live: The running rollout, whose position is newer than the store's; None once it has ended.
-        used_since: A rollout whose last call is older counts as idle, in seconds since 1970.
+    `live` is the running rollout, whose position is newer than the store's; None once it has ended. A rollout whose
+    last call is older than `used_since` (seconds since 1970) counts as idle.
     """
     return {
         "id": row["id"],
