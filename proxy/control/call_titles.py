@@ -37,12 +37,10 @@ class Title(NamedTuple):
     Attributes:
         text: The call, cut to `TITLE_CHARS`.
         exit_code: The exit code in its answer; None if the answer has none.
-        speculated: Whether the proxy executed the call before any rollout made it.
     """
 
     text: str
     exit_code: int | None
-    speculated: bool
 
 
 class Titles:
@@ -56,7 +54,7 @@ class Titles:
         """Return a record's title. The first read takes 30 µs."""
         known = self._known.get(record.id)
         if known is None:
-            call, speculated = self._records.call_and_maker(record)
-            known = Title(title(call)[:TITLE_CHARS], exit_code(self._records.result(record)), speculated)
+            call, result = self._records.call(record), self._records.result(record)
+            known = Title(title(call)[:TITLE_CHARS], exit_code(result))
             self._known[record.id] = known
         return known

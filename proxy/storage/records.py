@@ -89,8 +89,6 @@ class RecordStore:
         result: ToolResult,
         order: bytes | None = None,
         packed: PackedCall | None = None,
-        *,
-        speculated: bool = False,
     ) -> RecordBytes:
         """Write a record with its call and answer in one transaction. 0.1 ms, and 10 ms for each MB that is not packed.
 
@@ -102,7 +100,6 @@ class RecordStore:
             result: The answer.
             order: The order in which the call wrote files; None if there is none.
             packed: What `pack_large` returned for this call and answer; None to pack them here.
-            speculated: Whether the call was executed before any rollout made it.
 
         Returns:
             What was written.
@@ -115,8 +112,6 @@ class RecordStore:
             if order is not None:
                 # With the call, because it is what a replay needs besides: so it also travels with exported trees.
                 value["order"] = order.hex()
-            if speculated:
-                value["speculated"] = True
             written = RecordBytes(canonical_json(value), call.body, packed.plain_answer if packed else _answer(result))
             record.call = self._blobs.insert(execute, written.call)
             if call.body:
@@ -175,14 +170,9 @@ class RecordStore:
 
     def call(self, record: Record) -> ToolCall:
         """Return the recorded call."""
-        return self.call_and_maker(record)[0]
-
-    def call_and_maker(self, record: Record) -> tuple[ToolCall, bool]:
-        """Return the recorded call, and whether the proxy executed it before any rollout made it."""
         value = orjson.loads(self._blobs.read(record.call))
         body = self._blobs.read(record.upload) if record.upload else b""
-        call = ToolCall(value["endpoint"], value["tool"], value["arguments"], body)
-        return call, value.get("speculated") is True
+        return ToolCall(value["endpoint"], value["tool"], value["arguments"], body)
 
     def order(self, record: Record) -> bytes | None:
         """Return the order in which the recorded call wrote files; None if it is not known."""
