@@ -1,9 +1,9 @@
-"""The command `replay`: makes the runs and shows their figures, errors and differences."""
+"""Makes the runs of a replay, and shows their figures, errors and differences."""
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from rich.console import Console
@@ -11,11 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from proxy.cli.text import printable, shortened
-from proxy.workloads.ephemeral_proxy import EphemeralProxy, ephemeral_proxy
-from proxy.workloads.format import Workload
-from proxy.workloads.open_loop import RateFigures, offer
-from proxy.workloads.report import (
+from forkpoint.ephemeral_proxy import EphemeralProxy, ephemeral_proxy
+from proxy.cli.replay.report import (
     Comparison,
     Difference,
     Figures,
@@ -27,7 +24,9 @@ from proxy.workloads.report import (
     errors_of,
     figures,
 )
-from proxy.workloads.runner import OnCall, ReplayNames, connector, replay
+from proxy.cli.replay.runner import OnCall, ReplayNames, replay
+from proxy.cli.replay.workload import Workload
+from proxy.cli.text import printable, shortened
 
 ERRORS_SHOWN = 50
 """Errors of a run that are printed."""
@@ -53,48 +52,21 @@ ROWS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
-    """The runs that a replay makes: first a cached run, then uncached runs.
-
-    Attributes:
-        cached: Whether to make a cached run.
-        uncached: Number of uncached runs.
-    """
-
-    cached: bool = True
-    uncached: int = 1
-
-    def __iter__(self) -> Iterator[bool]:
-        """Iterate over the runs: whether each is cached."""
-        return iter([True] * self.cached + [False] * self.uncached)
-
-
-@dataclass(frozen=True, slots=True)
-class Offered:
-    """Rates in requests a second, each offered for some seconds."""
-
-    rates: Sequence[float]
-    during_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class ReplayReport:
     """The results of a replay.
 
     Attributes:
         runs: The runs by name.
         comparisons: The comparisons of two runs, by the names of both.
-        rates: What each offered rate showed.
     """
 
     runs: Mapping[str, ReplayRun]
     comparisons: Mapping[str, Comparison]
-    rates: Sequence[RateFigures] = ()
 
     @property
     def failed(self) -> bool:
         """Whether any run had an error."""
-        return any(errors_of(run) for run in self.runs.values()) or any(rate.errors for rate in self.rates)
+        return any(errors_of(run) for run in self.runs.values())
 
 
 def reports(runs: Sequence[ReplayRun]) -> ReplayReport:
@@ -113,23 +85,21 @@ def reports(runs: Sequence[ReplayRun]) -> ReplayReport:
 async def make_runs(
     workload: Workload,
     proxy: EphemeralProxy | str,
-    passes: Passes,
+    passes: Sequence[bool],
     *,
     at_once: int,
     keep_names: bool,
     console: Console,
-    offered: Offered | None = None,
 ) -> ReplayReport:
     """Make the runs one after another, each with a progress bar.
 
     Args:
         workload: The recorded calls.
         proxy: The temporary proxy, or the URL of a running proxy.
-        passes: The runs to make.
+        passes: Whether each run is cached.
         at_once: Number of concurrent rollouts.
         keep_names: Whether the cached run keeps the names of tasks.
         console: Where the progress bars are drawn.
-        offered: Rates to offer after the cached run; None for none.
 
     Raises:
         ReplayError: The proxy cannot be reached, or it refuses a task.
@@ -146,16 +116,7 @@ async def make_runs(
                     url, workload, cached=cached, names=names, at_once=at_once, on_call=on_call, trust_env=trust_env
                 )
             )
-    report = reports(runs)
-    if offered is None:
-        return report
-    connect = connector(url, trust_env=trust_env)
-    names = ReplayNames("" if keep_names else f"-{run_id}", f"-{run_id}")
-    rates = []
-    for rate in offered.rates:
-        console.print(f"offering {rate:g} requests a second for {offered.during_s:g} s")
-        rates.append(await offer(connect, workload, names, rate=rate, during_s=offered.during_s))
-    return replace(report, rates=rates)
+    return reports(runs)
 
 
 @contextmanager
@@ -187,15 +148,9 @@ def _progress(workload: Workload, title: str, console: Console) -> Iterator[OnCa
         yield on_call
 
 
-def show(report: ReplayReport, workload: Workload, console: Console) -> None:
+def show(report: ReplayReport, console: Console) -> None:
     """Print the table of figures, then the errors, then the differences."""
     console.print(figures_table({name: figures(run) for name, run in report.runs.items()}))
-    if report.rates:
-        console.print(rates_table(report.rates))
-    if workload.skipped:
-        console.print(
-            f"{workload.skipped} recorded calls were skipped: they could not be parsed and never reached a tool."
-        )
     for name, run in report.runs.items():
         show_errors(name, errors_of(run), console)
     for name, comparison in report.comparisons.items():
@@ -210,15 +165,6 @@ def figures_table(columns: Mapping[str, Figures]) -> Table:
         table.add_column(name, justify="right")
     for member, (label, form) in ROWS.items():
         table.add_row(label, *(form.format(getattr(column, member)) for column in columns.values()))
-    return table
-
-
-def rates_table(rates: Sequence[RateFigures]) -> Table:
-    """Return a table of latency by offered rate."""
-    table = Table("requests/s due", "answered/s", "p50 ms", "p95 ms", "p99 ms", "hit rate", "errors")
-    for each in rates:
-        numbers = (f"{value:,.2f}" for value in (each.p50_ms, each.p95_ms, each.p99_ms))
-        table.add_row(f"{each.offered:g}", f"{each.answered:,.1f}", *numbers, f"{each.hit_rate:.1%}", str(each.errors))
     return table
 
 
