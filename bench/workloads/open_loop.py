@@ -24,7 +24,7 @@ from pathlib import Path
 
 import httpx
 
-from bench.machine import console, machine, table
+from bench.machine import console, table
 from proxy.cli.replay.report import Source, percentile
 from proxy.cli.replay.runner import OVERHEAD_S, ReplayNames, call, connector, replay
 from proxy.cli.replay.show import proxy_at
@@ -182,7 +182,6 @@ def main() -> None:
     with proxy_at(options.url) as proxy:
         url = proxy if isinstance(proxy, str) else proxy.url
         figures = asyncio.run(measure(url, workload, options.rate, options.rate_s))
-    console.print(machine())
     shown = table(
         "Latency at a rate", "requests/s due", "answered/s", "p50 ms", "p95 ms", "p99 ms", "hit rate", "errors"
     )
