@@ -27,7 +27,7 @@ from bench.client import Server, measure, post
 from bench.cluster_log import fsync_ms, show_log
 from bench.hosting import hosting_members, show_calls, show_restores
 from bench.machine import console, cpu_seconds, median, table
-from proxy.workloads.ephemeral_proxy import EphemeralProxyError, ephemeral_proxy
+from forkpoint.ephemeral_proxy import EphemeralProxyError, ephemeral_proxy
 
 CONNECTIONS = (1, 64)
 TASK = "bench"

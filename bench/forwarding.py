@@ -19,7 +19,7 @@ import httpx
 
 from bench.client import Server, running
 from bench.machine import console, median, table
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy, free_port
+from forkpoint.ephemeral_proxy import ephemeral_proxy, free_port
 
 PROGRAM = Path(__file__).parents[1] / "tests" / "agents" / "tool_server.py"
 MB = 1 << 20

@@ -14,7 +14,7 @@ import httpx
 
 from bench.client import Server
 from bench.machine import console, median, table
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 
 STATES = {
     "empty": ("true > f", 5),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from bench.client import WRK, Measured, Server, measure, post, running, walk
 from bench.machine import console, median, table
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy, free_port
+from forkpoint.ephemeral_proxy import ephemeral_proxy, free_port
 
 CONNECTIONS = (1, 64)
 REQUEST_BYTES = 300

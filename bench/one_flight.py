@@ -11,11 +11,10 @@ from collections import Counter
 from contextlib import nullcontext
 
 from bench.machine import console, table
-from proxy.cli.replay import proxy_at
-from proxy.workloads.format import RecordedRollout, RecordedTask, Workload
-from proxy.workloads.report import ReplayRun, Source, errors_of, figures
-from proxy.workloads.requests import WorkloadRequest
-from proxy.workloads.runner import ReplayNames, replay
+from proxy.cli.replay.report import ReplayRun, Source, errors_of, figures
+from proxy.cli.replay.runner import ReplayNames, replay
+from proxy.cli.replay.show import proxy_at
+from proxy.cli.replay.workload import RecordedRollout, RecordedTask, Workload, WorkloadRequest
 from sandboxes.spec import EnvironmentSpec
 
 RANDOM = "cat /proc/sys/kernel/random/uuid"

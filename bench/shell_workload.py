@@ -7,16 +7,18 @@ between two uncached runs, and whether the host is unchanged: the commands are d
 import asyncio
 from argparse import ArgumentParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import orjson
 from rich.text import Text
 
 from bench.host import Fingerprint, changed, fingerprint
 from bench.machine import console, machine
-from proxy.cli.replay import Passes, make_runs, proxy_at, show
+from bench.workloads.recordings import convert
+from proxy.cli.replay.report import as_json
+from proxy.cli.replay.show import make_runs, proxy_at, show
+from proxy.cli.replay.workload import Workload, read_workload
 from proxy.cli.text import printable
-from proxy.workloads.format import Workload, read_workload
-from proxy.workloads.report import as_json
 
 PATHS_SHOWN = 20
 
@@ -36,18 +38,19 @@ def show_host(before: Fingerprint, after: Fingerprint, fixtures: set[str]) -> No
         console.print(Text(f"out of the sandboxes: {', '.join(escaped)}", style="bold red"))
 
 
-def run(workload: Workload, *, at_once: int, json: Path | None) -> None:
+def run(workload: Workload, skipped: int, *, at_once: int, json: Path | None) -> None:
     watched, mounts = fingerprint(), _mounts()
     with proxy_at(None) as proxy:
         report = asyncio.run(
-            make_runs(workload, proxy, Passes(uncached=2), at_once=at_once, keep_names=False, console=console)
+            make_runs(workload, proxy, [True, False, False], at_once=at_once, keep_names=False, console=console)
         )
     console.print(machine())
-    show(report, workload, console)
+    show(report, console)
+    console.print(f"{skipped} recorded calls were skipped: they never reached a tool")
     show_host(watched, fingerprint(), {"/testbed", "/system", "/workspace", "/backup"})
     console.print(f"mounts: {mounts} before, {_mounts()} after")
     if json is not None:
-        json.write_bytes(orjson.dumps(as_json(report.runs, report.comparisons, skipped=workload.skipped)))
+        json.write_bytes(orjson.dumps(as_json(report.runs, report.comparisons)))
 
 
 def _mounts() -> int:
@@ -61,7 +64,10 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="maximum number of rollouts")
     parser.add_argument("--json", type=Path, help="file for figures, errors and differences")
     options = parser.parse_args()
-    run(read_workload([options.workload]).select(limit=options.limit), at_once=options.rollouts, json=options.json)
+    with TemporaryDirectory() as folder:
+        path, skipped = convert([options.workload], Path(folder))
+        workload = read_workload([path]).select(limit=options.limit)
+        run(workload, skipped, at_once=options.rollouts, json=options.json)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from bench.machine import console, median, table
-from proxy.workloads.ephemeral_proxy import EphemeralProxy, ephemeral_proxy
+from forkpoint.ephemeral_proxy import EphemeralProxy, ephemeral_proxy
 from sandboxes.calls import ToolCall
 from sandboxes.spec import Database, EnvironmentSpec
 from sandboxes.sqlite.driver import SqliteDriver

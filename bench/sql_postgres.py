@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import httpx
 
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 from tests.sandboxes.postgres_cluster import Cluster, cluster
 
 ROLLOUTS = 12

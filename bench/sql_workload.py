@@ -20,7 +20,7 @@ import orjson
 from rich.text import Text
 
 from bench.machine import console, machine, median, table
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 
 ROWS = 5000
 """Rows that the recorded runs fetched of each result."""

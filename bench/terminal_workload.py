@@ -28,7 +28,7 @@ import orjson
 
 from bench.machine import console, median, table
 from bench.traces import WORKLOADS, Move, Traces, hit_share, read_traces, resampled, share
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 
 SIZE = 8
 INSTANT_SHARE = 1 / 8

@@ -15,7 +15,7 @@ from playwright.sync_api import Page
 from bench.client import Server, by_own
 from bench.hotpath import standing_at
 from bench.machine import console, median, table
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 from tests.proxy.serving import serving
 from tests.ui.browser import chromium
 from tests.ui.forest import plant

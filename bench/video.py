@@ -26,7 +26,7 @@ import httpx
 
 from bench.machine import console, median, table
 from examples.make_clip import make
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 
 ROLLOUTS = 8
 REPEATS = 7

@@ -23,8 +23,8 @@ import httpx
 from bench.client import Server, measure, post, walk
 from bench.hotpath import READ_ONLY
 from bench.machine import console, cpu_seconds, median, table
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 from proxy.shares import Share
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 
 CONNECTIONS, CLIENTS = 16, 4
 """For each task: connections with hits, and clients with misses."""

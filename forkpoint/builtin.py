@@ -20,10 +20,7 @@ def local_driver(context: DriverContext) -> "Driver":
     """Return the driver of namespaces and overlay layers on this machine."""
     from sandboxes.local.driver import LocalDriver
 
-    return LocalDriver(
-        context.directory, context.checkpointer(), context.sources,
-        cpu_groups=context.cpu_groups,
-    )  # fmt: skip
+    return LocalDriver(context.directory, context.checkpointer(), context.sources)
 
 
 def sqlite_driver(context: DriverContext) -> "Driver":

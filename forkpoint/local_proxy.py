@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from forkpoint.client import Client
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 
 
 @contextmanager

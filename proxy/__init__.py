@@ -2,6 +2,6 @@
 
 Process: the proxy.
 May import: proxy.audit, proxy.cluster, proxy.cluster.postgres, proxy.control, proxy.control.routes, proxy.dataplane,
-proxy.execution, proxy.http, proxy.speculation, proxy.storage, proxy.telemetry, proxy.transfer, proxy.tree, proxy.ui,
-proxy.workers, snapshots, snapshots.criu, sandboxes, sandboxes.linux, sandboxes.pool.
+proxy.execution, proxy.http, proxy.storage, proxy.telemetry, proxy.transfer, proxy.tree, proxy.ui, proxy.workers,
+snapshots, snapshots.criu, sandboxes, sandboxes.linux, sandboxes.pool.
 """

@@ -242,7 +242,6 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
                     checkpointer,
                     spares.get(name, 0),
                     settings.source_rules,
-                    cpu_groups=settings.speculate > 0,
                 ),
             )
         except PluginError as error:

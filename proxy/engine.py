@@ -5,7 +5,6 @@ The rooms above (endpoints, control plane) read the parts and add their own work
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,9 +34,6 @@ from proxy.http.answer_cache import Answers
 from proxy.lifecycle import STAGE_S, BackgroundWork, EngineEnd, Lifecycle
 from proxy.settings import Settings
 from proxy.shares import Share
-from proxy.speculation.idle_cores import IdleCores
-from proxy.speculation.learned import Learned
-from proxy.speculation.speculator import Speculator
 from proxy.step import Stepper
 from proxy.storage.backup import STATES
 from proxy.storage.data_dir import STORE, make_private
@@ -116,7 +112,6 @@ class Engine:
         audit: Runs recorded calls again.
         transfer: Exports and imports trees.
         roots: Knows which trees are what their specs mean now.
-        speculator: Executes calls ahead that rollouts are likely to make next.
         last_ways: Closes idle sandboxes without losing a state.
         gate: Decides what a member of a cluster may answer; None without a cluster.
         share: The tasks of this worker; None for all tasks.
@@ -147,7 +142,6 @@ class Engine:
     audit: Auditor
     transfer: TransferService
     roots: RootChanges
-    speculator: Speculator
     last_ways: LastWays
     gate: Gate | None
     share: Share | None = None
@@ -184,8 +178,6 @@ class Engine:
             BackgroundWork("audit", _AUDIT_EVERY_S, self.audit.work),
             BackgroundWork("prove", _AUDIT_EVERY_S, self._prover().work),
         ]
-        if self.speculator.enabled:
-            self.lifecycle.background.append(BackgroundWork("speculate", 0.0, self.speculator.work))
         self.lifecycle.start(self._note_failure)
         for opened in self.lifecycle.at_open:
             await opened()
@@ -232,7 +224,6 @@ class Engine:
         await asyncio.gather(
             ending.stage("background work", self.lifecycle.stop()),
             ending.stage("audits", self.audit.aclose()),
-            ending.stage("speculation", self.speculator.aclose()),
             ending.stage("warm forks", self.warm.aclose()),
         )
         # Processes that can continue in the background do so, so that their calls end.
@@ -348,23 +339,7 @@ def build_engine(
         )
     trees = OpenTrees(store.trees, cache)
 
-    def has_headroom() -> bool:
-        # What speculation adds must never be the reason why something that a rollout needs is evicted.
-        return (
-            cache.used_bytes < settings.snapshot_bytes / 2
-            and trees.size < settings.tree_memory_records / 2
-            and available_bytes() > 2 * settings.memory_reserve_bytes
-        )
-
-    speculator = Speculator(
-        executor, Learned(store.records, access.namespace), pool, cache.costs, counts, walkers,
-        IdleCores().since_last, has_headroom,
-        cores=settings.speculate * (os.cpu_count() or 1), most=settings.max_sandboxes // 4,
-    )  # fmt: skip
-    notes = StepNotes(
-        counts, warm, lambda record: answers.of(record).model_tokens, traces,
-        speculator.note if speculator.enabled else None,
-    )  # fmt: skip
+    notes = StepNotes(counts, warm, lambda record: answers.of(record).model_tokens, traces)
     step = Stepper(executor, journal, notes, gate)
     step.order.admit = None if gate is None else gate.admit
     rollouts = Rollouts(store, journal, trees, pool, walkers, step.order, gate)
@@ -373,7 +348,7 @@ def build_engine(
         runs_images=settings.runs_images, any_image=settings.any_image, gate=gate, share=share,
     )  # fmt: skip
     executor.renew = tasks.renew
-    forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool, speculator.forget)
+    forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool)
     audit = Auditor(
         restorer, store, counts, lambda: len(step.calls), trees.get, roots,
         share=settings.audit_share, quarantine=settings.audit_quarantine, gate=gate,
@@ -387,6 +362,5 @@ def build_engine(
     return Engine(
         settings, drivers, counts, access, store, journal, snapshots, cache, snapshot_value, capture, pool, restorer,
         warm, answers, traces, executor, step, walkers, trees, tasks, forgetting, audit, transfer, roots,
-        speculator,
         last_ways, gate, share,
     )  # fmt: skip

@@ -106,13 +106,6 @@ class Settings(BaseSettings):
         ge=0,
         description="Most sandboxes that are prepared ahead of need, up to half of max_sandboxes. 0 prepares none.",
     )
-    speculate: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="The share of the cores that may execute calls ahead, which rollouts are likely to make next; "
-        "0 for none. Only driver local, where control groups count CPU time.",
-    )
     memory_reserve_bytes: int = Field(
         default=512 << 20,
         ge=0,

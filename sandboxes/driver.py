@@ -152,24 +152,6 @@ class Resting(Protocol):
 
 
 @runtime_checkable
-class Metered(Protocol):
-    """A sandbox whose CPU time is counted, and that can be made to go after all others."""
-
-    @property
-    def cpu_s(self) -> float | None:
-        """The seconds of CPU time that its processes have used since its start; None if they are not counted. 20 µs."""
-        ...
-
-    def set_background(self, *, background: bool) -> bool:
-        """Let all other sandboxes go first where they compete for the CPU; return False if that is impossible. 20 µs.
-
-        Args:
-            background: True for the least weight, False for that of the others. Nothing in the sandbox shows which.
-        """
-        ...
-
-
-@runtime_checkable
 class Ordering(Protocol):
     """A sandbox that can give what a call writes a recorded order of modification times."""
 

@@ -56,14 +56,12 @@ class DriverContext:
         sources: What specs may name on this machine and elsewhere. A driver that opens a path of a spec checks it
             again when it does (`SourceRules.real`).
         spares: How many sandboxes the operator wants prepared ahead of need; 0 for drivers without such a setting.
-        cpu_groups: Whether sandboxes should be `sandboxes.driver.Metered`, where the machine allows it.
     """
 
     directory: Path
     checkpointer: CheckpointerFactory = no_checkpointer
     spares: int = 0
     sources: SourceRules = field(default_factory=SourceRules)
-    cpu_groups: bool = False
 
 
 DriverFactory = Callable[[DriverContext], Driver]

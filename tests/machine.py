@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
+from forkpoint.ephemeral_proxy import free_port
 from proxy.cli.doctor import check
-from proxy.workloads.ephemeral_proxy import free_port
 from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.file_flags import flags_of, spread_below
 from sandboxes.linux.files import remove_tree

@@ -19,7 +19,7 @@ import httpx
 import pytest
 import yaml
 
-from proxy.workloads.ephemeral_proxy import free_port
+from forkpoint.ephemeral_proxy import free_port
 from tests.dockerd import Dockerd, dockerd
 from tests.machine import Process, alive, data_directory, process, wait_until
 from tests.sandboxes.docker import BASH_IMAGE, make_bash_image, require_docker

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.make_clip import SCENES, make, truth
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 from sandboxes.video.driver import VideoDriver
 from tests.sandboxes.videos import ask, driven, prepared, spec_of
 

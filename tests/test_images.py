@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.workloads.ephemeral_proxy import free_port
+from forkpoint.ephemeral_proxy import free_port
 from tests.dockerd import dockerd
 from tests.machine import alive, data_directory
 from tests.sandboxes.docker import require_docker

@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from forkpoint.ephemeral_proxy import free_port
 from proxy.cli.doctor import check
 from proxy.settings import Settings
-from proxy.workloads.ephemeral_proxy import free_port
 from tests.machine import require_curl, require_sandboxes, wait_until
 
 REPOSITORY = Path(__file__).parent.parent

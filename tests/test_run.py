@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy.workloads.ephemeral_proxy import free_port
+from forkpoint.ephemeral_proxy import free_port
 from tests.machine import require_sandboxes, wait_until
 
 REPOSITORY = Path(__file__).parents[1]

@@ -23,9 +23,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from forkpoint.ephemeral_proxy import free_port
 from proxy.cli.commands import _COMMANDS, _OFFLINE
 from proxy.cli.main import app
-from proxy.workloads.ephemeral_proxy import free_port
 from tests.machine import require_curl, require_sandboxes
 from tests.test_readme import serving
 

@@ -185,8 +185,8 @@ def _require_cluster(plan: ProxyPlan) -> None:
 def _plan(settings: Mapping[str, object]) -> ProxyPlan:
     """Return the plan for settings, which are checked as `forkpoint serve` checks them."""
     # A worker that only asks for its URL does not load the proxy's settings.
+    from forkpoint.ephemeral_proxy import as_variables  # noqa: PLC0415
     from proxy.settings import Settings  # noqa: PLC0415
-    from proxy.workloads.ephemeral_proxy import as_variables  # noqa: PLC0415
 
     given = {name: value for name, value in settings.items() if value is not None}
     try:

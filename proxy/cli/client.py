@@ -115,7 +115,7 @@ class ControlClient:
     def _require_success(self, response: httpx.Response) -> None:
         if response.is_success:
             return
-        from proxy.workloads.runner import problem
+        from proxy.cli.replay.runner import problem
 
         fail(problem(response))
 

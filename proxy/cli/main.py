@@ -5,12 +5,9 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from difflib import get_close_matches
-from functools import partial
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
@@ -210,50 +207,38 @@ def replay(
     keep_names: Annotated[
         bool, typer.Option("--keep-names", help="Keep the names of tasks, so that replays share their trees.")
     ] = False,
-    rate: Annotated[
-        list[float] | None,
-        typer.Option(help="After the cached run, offer this many requests a second. Repeatable; no uncached run."),
-    ] = None,
-    rate_s: Annotated[float, typer.Option("--rate-s", help="Seconds for which each rate is offered.", min=0.1)] = 10.0,
     json: JsonOption = False,
 ) -> None:
     """Replay recorded workloads through a proxy, and compare every answer with an uncached run.
 
     Exits with 1 if any call ended in an error.
     """
-    from proxy.cli import replay as cli_replay
-    from proxy.workloads.ephemeral_proxy import EphemeralProxyError
-    from proxy.workloads.format import read_workload
-    from proxy.workloads.report import as_json
-    from proxy.workloads.requests import WorkloadError
-    from proxy.workloads.runner import ReplayError
+    from forkpoint.ephemeral_proxy import EphemeralProxyError
+    from proxy.cli.replay import show as runs
+    from proxy.cli.replay.report import as_json
+    from proxy.cli.replay.runner import ReplayError
+    from proxy.cli.replay.workload import WorkloadError, read_workload
 
     if no_compare and (baseline or noise):
         raise typer.BadParameter(
             "cannot be combined with --baseline or --noise, which are uncached runs.", param_hint="--no-compare"
         )
-    if rate and (baseline or noise or min(rate) <= 0):
-        raise typer.BadParameter(
-            "must be positive, and cannot be combined with --baseline or --noise.", param_hint="--rate"
-        )
     try:
-        with TemporaryDirectory(prefix="forkpoint-replay-") as scratch:
-            workload = read_workload(files, Path(scratch)).select(task=task, limit=limit)
-            if not workload.calls:
-                fail("Nothing to replay: no rollout in these files matches. Check --task and --limit.")
-            passes = cli_replay.Passes(cached=not baseline, uncached=0 if no_compare or rate else 1 + noise)
-            runs = partial(
-                cli_replay.make_runs, workload, passes=passes, at_once=rollouts, keep_names=keep_names,
-                console=Console(stderr=True), offered=cli_replay.Offered(rate, rate_s) if rate else None,
-            )  # fmt: skip
-            with cli_replay.proxy_at(url) as proxy:
-                report = asyncio.run(runs(proxy=proxy))
-                # The results are shown before the temporary proxy stops, because stopping it may fail.
-                if json:
-                    rates = [asdict(each) for each in report.rates]
-                    print_json(as_json(report.runs, report.comparisons, skipped=workload.skipped) | {"rates": rates})
-                else:
-                    cli_replay.show(report, workload, Console())
+        workload = read_workload(files).select(task=task, limit=limit)
+        if not workload.calls:
+            fail("Nothing to replay: no rollout in these files matches. Check --task and --limit.")
+        passes = [True] * (not baseline) + [False] * (0 if no_compare else 1 + noise)
+        with runs.proxy_at(url) as proxy:
+            report = asyncio.run(
+                runs.make_runs(
+                    workload, proxy, passes, at_once=rollouts, keep_names=keep_names, console=Console(stderr=True)
+                )
+            )
+            # The results are shown before the temporary proxy stops, because stopping it may fail.
+            if json:
+                print_json(as_json(report.runs, report.comparisons))
+            else:
+                runs.show(report, Console())
     except (WorkloadError, ReplayError, EphemeralProxyError, httpx.InvalidURL, OSError) as error:
         fail(str(error))
     if report.failed:

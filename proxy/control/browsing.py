@@ -105,7 +105,7 @@ class Browser:
     def brief(self, node: Node, standing: dict[Node, list[str]]) -> NodeBrief:
         """Return a node in one line."""
         origin, names = node.origin, standing.get(node, [])
-        text, code, _ = ("", None, False) if origin is None else self._titles.of(origin)
+        text, code = ("", None) if origin is None else self._titles.of(origin)
         return NodeBrief(
             **node_facts(node),
             title=text,

@@ -36,7 +36,6 @@ class Title(NamedTuple):
 
     text: str  # Cut to `TITLE_CHARS`.
     exit_code: int | None  # The exit code in its answer; None if the answer has none.
-    speculated: bool  # Whether the proxy executed the call before any rollout made it.
 
 
 class Titles:
@@ -50,7 +49,7 @@ class Titles:
         """Return a record's title."""
         known = self._known.get(record.id)
         if known is None:
-            call, speculated = self._records.call_and_maker(record)
-            known = Title(title(call)[:TITLE_CHARS], exit_code(self._records.result(record)), speculated)
+            call, result = self._records.call(record), self._records.result(record)
+            known = Title(title(call)[:TITLE_CHARS], exit_code(result))
             self._known[record.id] = known
         return known

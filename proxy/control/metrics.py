@@ -47,7 +47,7 @@ class _Totals(Collector):
         yield _labelled("forkpoint_refusals", "Requests that could not be served.", "kind", counts.refusals.items())
         named = (
             "replayed_calls", "restores", "starts", "snapshots_taken", "evictions", "divergences", "root_changes",
-            "warm_made", "warm_used", "speculated", "speculated_used", "speculated_cancelled", "model_tokens_saved",
+            "warm_made", "warm_used", "model_tokens_saved",
         )  # fmt: skip
         for name, value in (
             *((name, getattr(counts, name)) for name in named),
@@ -60,8 +60,6 @@ class _Totals(Collector):
             ("sandboxes_hosted", counts.hosting.hosted),
             ("hosting_bytes_sent", counts.hosting.bytes_sent),
             ("hosting_bytes_received", counts.hosting.bytes_received),
-            ("speculated_cpu_seconds", counts.speculated_cpu_s),
-            ("speculated_saved_seconds", counts.speculated_saved_s),
         ):
             yield CounterMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=value)
         egress = counts.egress

@@ -85,8 +85,7 @@ class Reader:
 
     def call(self, record: Record) -> CallView:
         """Return the view of a record's call."""
-        call, speculated = self._store.records.call_and_maker(record)
-        return CallView.of(call, speculated=speculated)
+        return CallView.of(self._store.records.call(record))
 
     def steps(self, rollout: dict[str, Any], tree: Tree, wanted: ListQuery) -> Page[StepView]:
         """Return a page of a rollout's calls, in the order of turns. O(limit), and O(1) in the size of the tree.

@@ -7,7 +7,3 @@ class StateLostError(RuntimeError):
 
 class RolloutGoneError(RuntimeError):
     """The rollout ended, or its node was forgotten, while its call waited."""
-
-
-class NotRecordedError(RuntimeError):
-    """A call that was executed ahead of need is not recorded, because its result may not be shared."""

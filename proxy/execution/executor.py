@@ -1,7 +1,6 @@
 """Execution of a call that the tree does not know: single flight, a sandbox at the node, one record."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -12,7 +11,7 @@ import structlog
 
 from proxy.dialects.rule_schema import steady
 from proxy.execution.divergence import divergence
-from proxy.execution.errors import NotRecordedError, RolloutGoneError
+from proxy.execution.errors import RolloutGoneError
 from proxy.execution.gate import Gate
 from proxy.execution.restore import Restorer
 from proxy.execution.root_state import RootChangedError, RootChanges
@@ -26,7 +25,7 @@ from proxy.tree.restore_plan import has_way_back
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record, Tree, doubtful
 from sandboxes.calls import Execution, ToolCall, ToolResult
-from sandboxes.driver import Sandbox, execute
+from sandboxes.driver import execute
 from sandboxes.errors import LeftRunningError
 from sandboxes.listener import Listener
 
@@ -67,7 +66,6 @@ class Executor:
         # Keeps what hosts outside have sent to sandboxes of a tree for other machines, before a call is recorded.
         # None if no other machine takes this proxy's tasks over.
         self.send_recordings: Callable[[Tree], Awaitable[None]] | None = None
-        self._stand_ins = itertools.count(-1, -1)
 
     def is_readable(self, tree: Tree, record: Record) -> bool:
         """Return whether a record's answer can be read; a damaged one answers no call any more.
@@ -160,46 +158,6 @@ class Executor:
         if record is not None:
             self.timings.note(rollout.id, rollout.calls, timing)
         return record, outcome
-
-    async def execute_ahead(
-        self,
-        tree: Tree,
-        node: Node,
-        call: ToolCall,
-        key: CallKey,
-        run: Callable[[Sandbox], Awaitable[Execution]],
-        at_join: Callable[[], None],
-    ) -> Record:
-        """Execute a call that no rollout has made yet, and record it as if one had.
-
-        Only what any rollout at the node may be answered is recorded: what `_record` would make private is not. The
-        node must have a state digest. `at_join` is called when a rollout makes the call meanwhile: it waits for this
-        execution.
-
-        Raises NotRecordedError, and closes the sandbox, if the result holds for one rollout only, or processes are left
-        running; also if a rollout has made the call before. Raises StateLostError if no way leads to the node, and
-        SandboxError, SpecError or OverloadedError if the machine, the spec or the budget does not allow it.
-        """
-        # Numbers of rollouts are positive, so a negative one takes no rollout's place.
-        stand_in = Rollout(next(self._stand_ins), "", "", tree, node)
-        if self.flights.has(node, key) or key in node.records:
-            raise NotRecordedError
-        with self.flights.join(stand_in, node, key) as flight:
-            flight.at_join = at_join
-            async with flight.turn(), self._restorer.lease_ahead(tree, node) as slot:
-                assert slot.sandbox is not None
-                execution = await run(slot.sandbox)
-                slot.calls += 1
-                packed = await pack_large(execution.replay or call, execution.result)
-                current = await self._roots.is_usable(tree, looks=False)
-                # No await from here on: nothing of this can change before the record is in the tree.
-                shareable = execution.shareable and current and not execution.is_empty
-                known = key in node.quarantined or key in node.records or node.detached
-                if known or not shareable or (execution.effect and execution.state is None):
-                    raise NotRecordedError
-                record = self._record(stand_in, node, call, key, execution, 0.0, packed, current=current)
-                self._restorer.moved(slot, record.target)
-                return record
 
     def _within_quota(self, task: str, waited_s: float) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self.quotas is None else self.quotas.running(task, waited_s)
@@ -317,8 +275,7 @@ class Executor:
             execution.seconds, time.time(), private=private, doubtful=doubtful(call, execution), age_s=age_s,
         )  # fmt: skip
         written = self._records.save(
-            tree.id, record, new_node, execution.replay or call, execution.result, execution.order, packed,
-            speculated=rollout.id < 0,
+            tree.id, record, new_node, execution.replay or call, execution.result, execution.order, packed
         )  # fmt: skip
         if new_node is not None:
             # The store comes first. If this raises, the tree does not know the call either, and another rollout

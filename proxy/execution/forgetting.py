@@ -5,7 +5,6 @@ now cannot be moved, so they go on: their paths stay until they end. The three s
 """
 
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from proxy.execution.open_trees import OpenTrees
@@ -46,12 +45,9 @@ class Forgetting:
         journal: Journal,
         cache: SnapshotCache,
         pool: Pool,
-        before_delete: Callable[[str], Awaitable[None]],
     ) -> None:
         self._tasks, self._trees, self._walkers = tasks, trees, walkers
         self._store, self._journal, self._cache, self._pool = store, journal, cache, pool
-        # Ends what other rooms do for a task that is deleted.
-        self._before_delete = before_delete
 
     async def forget(self, tree: Tree, node: Node, *, end_rollouts: bool) -> ForgetResult:
         """Forget a node and everything below it; the rollouts there end, if that is requested.
@@ -119,7 +115,6 @@ class Forgetting:
         Raises RefusalError (404) if there is no such task.
         """
         task = await self._tasks.find(name)
-        await self._before_delete(name)
         # A copy, because each `finish` removes the rollout from the dictionary.
         for rollout in list(task.rollouts.values()):
             await self._tasks.rollouts.finish(rollout)

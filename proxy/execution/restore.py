@@ -130,23 +130,6 @@ class Restorer:
         return True
 
     @asynccontextmanager
-    async def lease_ahead(self, tree: Tree, node: Node) -> AsyncIterator[Slot]:
-        """Lease a sandbox in the node's state for a call that no rollout has made yet, if no call needs its room.
-
-        Afterwards the sandbox is idle where `moved` noted, and any rollout may take it; or closed if the block failed.
-        Raises as `lease_at` does.
-        """
-        slot = await self._lease(tree, node, Owner.AHEAD, Timing())
-        # Not warm: the budget of warm forks is for states that rollouts are in.
-        slot.owner, slot.warm, slot.ahead = None, False, True
-        try:
-            yield slot
-        except BaseException:
-            await self._pool.close(slot)
-            raise
-        await self._give_back(slot, tree)
-
-    @asynccontextmanager
     async def fork(self, tree: Tree, node: Node, *, spare: bool = False) -> AsyncIterator[Sandbox]:
         """Yield a throw-away sandbox in the node's state. What happens in it is not recorded; it is closed afterwards.
 
@@ -299,8 +282,6 @@ class Restorer:
         # Warm forks and scratch forks are made from snapshots and replays: they take no sandbox from a rollout.
         if owner is None or owner == Owner.SCRATCH:
             return None
-        if owner == Owner.AHEAD:
-            return self._pool.roster.find_ahead(node)
         # Any state with a snapshot can be had again, and so can the root; their sandboxes are free to take.
         return self._pool.roster.find(node, owner, shared=node.snapshot is not None or node.origin is None)
 

@@ -30,8 +30,6 @@ class Owner(IntEnum):
     """A lease requested through the control plane, to take a snapshot."""
     SCRATCH = -1
     """A throw-away fork: never takes another rollout's sandbox."""
-    AHEAD = -2
-    """A call that no rollout has made yet: it takes no sandbox but those in which only such calls ran."""
 
 
 def is_rollout(owner: int | None) -> bool:
@@ -122,7 +120,7 @@ class SandboxMaker:
 
     async def _launch(self, make: Callable[[], Awaitable[Sandbox]], node: Node, tree: Tree, owner: int | None) -> Slot:
         # Warm forks must not make room by closing sandboxes, so they have a door of their own.
-        if owner is None or owner == Owner.AHEAD:
+        if owner is None:
             return await self._pool.start_warm(make, node)
         # Other leases stay here: people look into some of them, and others prove that this machine works.
         may_go = self.elsewhere is not None and node.snapshot is not None and is_rollout(owner)

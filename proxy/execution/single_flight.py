@@ -7,7 +7,7 @@ side by side, or a group of rollouts would wait for one timeout after the other.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -25,8 +25,6 @@ class Flight:
     detach: asyncio.Event = field(default_factory=asyncio.Event)
     apart: bool = False  # Whether an execution was private, so that each rollout executes the call by itself.
     holders: int = 0  # Number of rollouts that wait for the call.
-    # Called when another rollout joins, if the call was begun before any rollout made it; None otherwise.
-    at_join: Callable[[], None] | None = None
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -49,18 +47,12 @@ class SingleFlight:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def has(self, node: Node, key: CallKey) -> bool:
-        """Return whether a call is in flight at a node."""
-        return (node.id, key) in self._flights
-
     @contextmanager
     def join(self, rollout: Rollout, node: Node, key: CallKey) -> Iterator[Flight]:
         """Yield the flight of a call at a node. A rollout is in one flight at a time."""
         # By node and key: the same call at another node finds another state and is another execution.
         flight = self._flights.setdefault((node.id, key), Flight())
         flight.holders += 1
-        if flight.at_join is not None:
-            flight.at_join()
         # The server is stopping: a call that begins now must not hold the shutdown up either.
         if self._closing:
             flight.detach.set()

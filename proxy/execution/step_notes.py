@@ -1,4 +1,4 @@
-"""What follows from a step besides its answer: counts, sandboxes made ready, calls ahead, spans, and its overhead."""
+"""What follows from a step besides its answer: counts, sandboxes made ready, spans, and its overhead."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Answer:
 
 
 class StepNotes:
-    """Passes each step on: to the counters, the warm forks, the traces, and the calls that are made ahead."""
+    """Passes each step on: to the counters, the warm forks and the traces."""
 
     def __init__(
         self,
@@ -30,14 +30,12 @@ class StepNotes:
         warm: WarmForks,
         model_tokens: Callable[[Record], int],
         traces: Traces | None = None,
-        note: Callable[[Rollout, Record, Outcome], None] | None = None,
     ) -> None:
         """Create the notes of all rollouts.
 
-        `model_tokens` returns the tokens that models counted for a record's answer. `note` learns from each step; None
-        if nothing is executed ahead.
+        `model_tokens` returns the tokens that models counted for a record's answer.
         """
-        self._counts, self._warm, self._traces, self._note = counts, warm, traces, note
+        self._counts, self._warm, self._traces = counts, warm, traces
         self._model_tokens = model_tokens
         self._overheads: dict[tuple[int, str], Overhead] = {}
         self.times = AnswerTimes()  # When the calls of the latest rollouts were answered.
@@ -52,8 +50,6 @@ class StepNotes:
             self._counts.model_tokens_saved += self._model_tokens(record)
         self.times.note(rollout.id, rollout.calls - 1, rollout.used_at)
         self._warm.note_step(rollout)
-        if self._note is not None:
-            self._note(rollout, record, outcome)
         if self._traces is not None:
             self._traces.answered(rollout, record, outcome, timing)
         if timing is not None and timing.endpoint:

@@ -78,23 +78,19 @@ class RecordStore:
         result: ToolResult,
         order: bytes | None = None,
         packed: PackedCall | None = None,
-        *,
-        speculated: bool = False,
     ) -> RecordBytes:
         """Write a record with its call and answer in one transaction, and return what was written.
 
         The numbers of the blobs are set in the record. `node` is the one that the call created; None if it led to a
         known one. `order` is the order in which the call wrote files, if it did. `packed` is what `pack_large`
-        returned; None to pack here. `speculated` says that the call was executed before any rollout made it. Raises
-        StoreError if nothing could be written, so the call must not count as recorded.
+        returned; None to pack here. Raises StoreError if nothing could be written, so the call must not count as
+        recorded.
         """
         with self._database.transaction() as execute:
             value: dict[str, Any] = {"endpoint": call.endpoint, "tool": call.tool, "arguments": call.arguments}
             if order is not None:
                 # With the call, because it is what a replay needs besides: so it also travels with exported trees.
                 value["order"] = order.hex()
-            if speculated:
-                value["speculated"] = True
             written = RecordBytes(canonical_json(value), call.body, packed.plain_answer if packed else _answer(result))
             record.call = self._blobs.insert(execute, written.call)
             if call.body:
@@ -153,14 +149,9 @@ class RecordStore:
 
     def call(self, record: Record) -> ToolCall:
         """Return the recorded call."""
-        return self.call_and_maker(record)[0]
-
-    def call_and_maker(self, record: Record) -> tuple[ToolCall, bool]:
-        """Return the recorded call, and whether the proxy executed it before any rollout made it."""
         value = orjson.loads(self._blobs.read(record.call))
         body = self._blobs.read(record.upload) if record.upload else b""
-        call = ToolCall(value["endpoint"], value["tool"], value["arguments"], body)
-        return call, value.get("speculated") is True
+        return ToolCall(value["endpoint"], value["tool"], value["arguments"], body)
 
     def order(self, record: Record) -> bytes | None:
         """Return the order in which the recorded call wrote files; None if it is not known."""

@@ -79,11 +79,6 @@ class Counters(CallTotals):
     audit_differing: int = 0
     warm_made: int = 0
     warm_used: int = 0
-    speculated: int = 0
-    speculated_used: int = 0
-    speculated_cancelled: int = 0
-    speculated_cpu_s: float = 0.0
-    speculated_saved_s: float = 0.0
     model_tokens_saved: int = 0
     endpoints: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0] * len(Outcome)))
     egress: EgressLog = field(default_factory=EgressLog)

@@ -46,10 +46,6 @@ class Walkers:
         if not others:
             self._by_tree.pop(rollout.tree.id, None)
 
-    def all(self) -> list[Rollout]:
-        """Return the rollouts of all trees."""
-        return [rollout for rollouts in self._by_tree.values() for rollout in rollouts]
-
     def of(self, tree_id: int) -> Collection[Rollout]:
         """Return the rollouts that walk a tree."""
         return self._by_tree.get(tree_id, ())

@@ -52,7 +52,6 @@ class TitleView(BaseModel):
         exit_code: The exit code in the answer; null if the answer has none.
         seconds: How long the tool ran.
         hits: Number of hits that it has answered.
-        speculated: Whether the proxy executed the call before any rollout made it.
     """
 
     node: str
@@ -61,7 +60,6 @@ class TitleView(BaseModel):
     exit_code: int | None
     seconds: float
     hits: int
-    speculated: bool = False
 
 
 class RecordView(BaseModel):
@@ -230,15 +228,14 @@ async def get_call(
 ) -> RecordView:
     """Show a call that was made at a node or led to it, with its answer and its rollouts."""
     recorded = _record(position[1], record)
-    call, speculated = engine.store.records.call_and_maker(recorded)
-    result = engine.store.records.result(recorded)
+    call, result = engine.store.records.call(recorded), engine.store.records.result(recorded)
     engine.journal.fold()
     passed = await page.lookups.passages(recorded.id, _PASSAGES)
     return RecordView(
         record=recorded.id,
         node=f"n{recorded.source.id}",
         leads_to=f"n{recorded.target.id}",
-        call=CallView.of(call, speculated=speculated),
+        call=CallView.of(call),
         upload_bytes=len(call.body),
         effect=recorded.effect.names,  # type: ignore[arg-type]
         seconds=recorded.seconds,
@@ -282,7 +279,7 @@ async def _titles(titles: Titles, records: Iterable[Record]) -> list[TitleView]:
     for number, record in enumerate(records):
         if number % _TITLES_PER_SLICE == _TITLES_PER_SLICE - 1:
             await asyncio.sleep(0)
-        text, code, speculated = titles.of(record)
+        text, code = titles.of(record)
         views.append(
             TitleView(
                 node=f"n{record.target.id}",
@@ -291,7 +288,6 @@ async def _titles(titles: Titles, records: Iterable[Record]) -> list[TitleView]:
                 exit_code=code,
                 seconds=record.seconds,
                 hits=record.hits,
-                speculated=speculated,
             )
         )
     return views

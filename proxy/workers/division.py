@@ -25,7 +25,6 @@ def settings_of(settings: Settings, number: int) -> Settings:
         for name in _DIVIDED
     }
     update["data"] = directory_of(settings.data, number)
-    update["speculate"] = settings.speculate / count
     if settings.checkpoint_dir is not None:
         update["checkpoint_dir"] = directory_of(settings.checkpoint_dir, number)
     if settings.cluster is None:

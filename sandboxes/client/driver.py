@@ -78,8 +78,7 @@ class ClientSandbox:
         """Return what the client reported.
 
         Raises:
-            SandboxError: The call carries no report, or one that holds at another state. Speculation, for example,
-                may try a recorded call elsewhere.
+            SandboxError: The call carries no report, or one that holds at another state.
         """
         if call.endpoint != "tvcache":
             text = orjson.dumps({"detail": "the sandboxes of this task belong to its client, which runs the calls"})

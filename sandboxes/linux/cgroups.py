@@ -25,7 +25,7 @@ from pathlib import Path
 
 _OWN_PIDS = 2
 """Processes of ours that are in the group too, pid 1 and a template: agents would have so many fewer."""
-MEMORY, PIDS, CPU, CPU_TIME = "memory", "pids", "cpu", "cpuacct"
+MEMORY, PIDS, CPU = "memory", "pids", "cpu"
 _SHARES_PER_CORE = 512
 """CPU weight of all sandboxes together, for each core (version 1); an ordinary process has 1024 on its core.
 
@@ -34,8 +34,6 @@ timeouts where other programs keep all cores busy. With twice as much, hits wait
 """
 _WEIGHT = 50
 """The same for version 2, where each group beside it, such as all services together, has 100."""
-_OWN_WEIGHT = {1: ("cpu.shares", 1024, 2), 2: ("cpu.weight", 100, 1)}
-"""By version, the file with the weight of one sandbox's group, the kernel's default, and the least that it accepts."""
 _PERIOD_US, _LEAST_QUOTA_US = 100_000, 1_000
 """The period of a CPU quota, which is the kernel's default, and the least quota that it takes (sched-bwc.rst)."""
 _SWEEP_S = 5.0
@@ -51,23 +49,17 @@ class Cgroups:
         version: 1 or 2; 0 before `open` found a hierarchy.
         parents: This instance's group by controller; empty if no hierarchy is writable.
         behind: The group with the small CPU weight that `put_behind` fills; None with version 2, which needs none.
-        meters: This instance's groups that weigh the sandboxes and, with `meters_cpu`, count their CPU time, by
-            controller; empty if they cannot be written.
+        cpu: The group in which each sandbox has a CPU group of its own; None if it cannot be written.
         problem: Why no hierarchy is writable; empty if one is.
     """
 
-    def __init__(self, name: str, *, meters_cpu: bool = False) -> None:
-        """Name a group; `open` makes it.
-
-        Args:
-            name: The name.
-            meters_cpu: Whether the CPU time of each sandbox is counted.
-        """
-        self.name, self._meters_cpu = name, meters_cpu
+    def __init__(self, name: str) -> None:
+        """Name a group; `open` makes it."""
+        self.name = name
         self.version = 0
         self.parents: dict[str, Path] = {}
         self.behind: Path | None = None
-        self.meters: dict[str, Path] = {}
+        self.cpu: Path | None = None
         self.problem = ""
 
     def open(self) -> None:
@@ -116,59 +108,22 @@ class Cgroups:
         if group is None:
             return
         # Two levels, so that `sweep`, which kills what is in the groups below a group, finds the processes.
-        self.behind = group / self.name / "sandboxes"
+        self.cpu = group / self.name
+        self.behind = self.cpu / "sandboxes"
         self.behind.mkdir(parents=True, exist_ok=True)
-        (self.behind.parent / "cpu.shares").write_text(str(_SHARES_PER_CORE * (os.cpu_count() or 1)))
+        (self.cpu / "cpu.shares").write_text(str(_SHARES_PER_CORE * (os.cpu_count() or 1)))
 
     def _separate_sandboxes(self) -> None:
-        """Give each sandbox a CPU group of its own, and with `meters_cpu` one that counts its time."""
+        """Give each sandbox a CPU group of its own in version 2; in version 1 it has one beside `behind`."""
         if self.version == 2:
-            parent = self.parents[MEMORY]
             # The root of the hierarchy or a delegated group gave it to the parent (`_weigh_sandboxes`).
-            _enable_controllers(parent, CPU)
-            self.meters = {CPU: parent, CPU_TIME: parent}
-            return
-        if self.behind is not None:
-            self.meters = {CPU: self.behind.parent}
-        group = _own_groups().get(CPU_TIME)
-        if self._meters_cpu and group is not None and self.behind is not None:
-            (group / self.name).mkdir(exist_ok=True)
-            self.meters[CPU_TIME] = group / self.name
-
-    def set_background(self, sandbox: str, *, background: bool) -> bool:
-        """Let all other sandboxes go first where they compete for the CPU; return False if that is impossible. 20 µs.
-
-        Args:
-            sandbox: The sandbox.
-            background: True for the least weight, False for that of all others.
-        """
-        if CPU not in self.meters:
-            return False
-        name, default, least = _OWN_WEIGHT[self.version]
-        try:
-            (self.meters[CPU] / sandbox / name).write_text(str(least if background else default))
-        except OSError:
-            # The sandbox is gone.
-            return False
-        return True
-
-    def cpu_s(self, sandbox: str) -> float | None:
-        """Return the CPU seconds that all processes of a sandbox have used; None if they are not counted. 20 µs."""
-        if CPU_TIME not in self.meters:
-            return None
-        group = self.meters[CPU_TIME] / sandbox
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            if self.version == 1:
-                return int((group / "cpuacct.usage").read_text()) / 1e9
-            times = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
-            return int(times["usage_usec"]) / 1e6
-        return None
+            _enable_controllers(self.parents[MEMORY], CPU)
+            self.cpu = self.parents[MEMORY]
 
     @property
     def folders(self) -> set[Path]:
-        """All groups that `close` removes."""
-        behind = [self.behind.parent] if self.behind else []
-        return {*self.parents.values(), *behind, *self.meters.values()}
+        """All groups that `close` removes. In each of them, each sandbox has a group of its own."""
+        return {*self.parents.values(), *([] if self.cpu is None else [self.cpu])}
 
     def put_behind(self, pid: int) -> None:
         """Give a process, and all that it forks from now on, the small CPU weight. Waits up to 15 ms for the kernel."""
@@ -198,13 +153,13 @@ class Cgroups:
             pids: Processes.
             cpus: CPU seconds in a second; None for no limit.
         """
-        if cpus is not None and CPU in self.meters:
+        if cpus is not None and self.cpu is not None:
             quota_us = max(_LEAST_QUOTA_US, int(cpus * _PERIOD_US))
             name, text = (
                 ("cpu.cfs_quota_us", f"{quota_us}") if self.version == 1 else ("cpu.max", f"{quota_us} {_PERIOD_US}")
             )
             with contextlib.suppress(FileNotFoundError):
-                (self.meters[CPU] / sandbox / name).write_text(text)
+                (self.cpu / sandbox / name).write_text(text)
         for controller, parent in self.parents.items():
             limits = {"pids.max": pids + _OWN_PIDS} if controller == PIDS else self._memory_limits(memory_bytes)
             for name, value in limits.items():
@@ -224,13 +179,13 @@ class Cgroups:
         return all(removed)
 
     def _groups_of(self, sandbox: str) -> set[Path]:
-        return {parent / sandbox for parent in (*self.parents.values(), *self.meters.values())}
+        return {parent / sandbox for parent in self.folders}
 
     def close(self) -> None:
         """Kill all processes in this instance's groups, and remove the groups."""
         for parent in self.folders:
             sweep(parent)
-        self.parents, self.behind, self.meters = {}, None, {}
+        self.parents, self.behind, self.cpu = {}, None, None
 
 
 def sweep(parent: Path) -> None:

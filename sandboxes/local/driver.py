@@ -74,8 +74,6 @@ class LocalDriver:
         data_dir: Path,
         checkpointer: Checkpointer | None = None,
         sources: SourceRules | None = None,
-        *,
-        cpu_groups: bool = False,
     ) -> None:
         """Create the driver; `open` starts it.
 
@@ -83,7 +81,6 @@ class LocalDriver:
             data_dir: The driver's own directory.
             checkpointer: Saves states with live processes; None reaches such states by replay.
             sources: What specs may name; None allows all paths to those that are not confined.
-            cpu_groups: Whether the CPU time of each sandbox is counted, if possible.
         """
         self.sources = sources or SourceRules()
         self.data_dir = data_dir.resolve()
@@ -91,9 +88,8 @@ class LocalDriver:
         self.bases = Bases(self.data_dir, self.images, privileged=os.geteuid() == 0, rules=self.sources)
         self.sandboxes = OpenSandboxes[LocalSandbox]()
         self.machine = Machine(
-            self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer(), self.sandboxes.holding,
-            cpu_groups=cpu_groups,
-        )  # fmt: skip
+            self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer(), self.sandboxes.holding
+        )
         self.roots = RootStates(self.data_dir / "roots", RootLayers)
         self.porter = LayerPorter(self.machine.layers, self.sandboxes.holding)
         self._ownership = DirLock(self.data_dir)

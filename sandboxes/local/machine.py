@@ -91,8 +91,6 @@ class Machine:
         host_view: Path,
         checkpointer: Checkpointer,
         holding: Holding,
-        *,
-        cpu_groups: bool = False,
     ) -> None:
         """Describe the machine; `open` starts the launcher.
 
@@ -101,14 +99,13 @@ class Machine:
             host_view: Where the launcher mounts the host's root, in its own mount namespace only.
             checkpointer: Saves the live processes of sandboxes.
             holding: Keeps layers from being collected while no sandbox has them in its stack yet.
-            cpu_groups: Whether the CPU time of each sandbox is counted, if possible.
         """
         self.data_dir = data_dir
         self.host_view = host_view
         self.layers = Layers(data_dir)
         self.layer_check = LayerCheck(self.layers)
         # A random name: the groups of a killed instance may still exist while this one starts.
-        self.cgroups = Cgroups(f"forkpoint-{secrets.token_hex(6)}", meters_cpu=cpu_groups)
+        self.cgroups = Cgroups(f"forkpoint-{secrets.token_hex(6)}")
         self.checkpointer = checkpointer
         self.holding = holding
         # Tools that an MCP server declares as read-only, for each server: its declaration holds for every sandbox.

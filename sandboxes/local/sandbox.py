@@ -113,15 +113,6 @@ class LocalSandbox(MachineSandbox):
         """The layers, checkpoints and images that must not be collected while this sandbox is open."""
         return (*self._layers.stack, *self._held, *self._base.images)
 
-    @property
-    def cpu_s(self) -> float | None:
-        """The seconds of CPU time that its processes have used; None if they are not counted. 20 µs."""
-        return self._machine.cgroups.cpu_s(self.id)
-
-    def set_background(self, *, background: bool) -> bool:
-        """See `sandboxes.driver.Metered`."""
-        return self._machine.cgroups.set_background(self.id, background=background)
-
     # -- starting ----------------------------------------------------------------------------------------------------
 
     async def begin(self, state: dict[str, Any], images: str | None = None) -> None:

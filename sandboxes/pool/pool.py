@@ -171,7 +171,7 @@ class Pool:
         if slot.sandbox is None or not slot.sandbox.alive:
             return False
         self.roster.apply(slot, LifecycleEvent.LEASE)
-        slot.owner, slot.warm, slot.ahead, slot.irreplaceable = owner, False, False, False
+        slot.owner, slot.warm, slot.irreplaceable = owner, False, False
         return True
 
     async def release(self, slot: Slot) -> None:

@@ -33,7 +33,6 @@ class Slot:
         started_at: When the sandbox had started, on the same clock.
         calls: How many calls ran in the sandbox.
         warm: The sandbox was made ahead of its use and was not used yet.
-        ahead: Only calls that no rollout had made yet ran in the sandbox since it was made.
         irreplaceable: The sandbox may be the last way to its state, and the state could not be kept; see `Pool.keep`.
         elsewhere: The sandbox runs on another machine, so it takes no room in the budget of this one.
         number: Number of the slot in the order of creation, unique in this process.
@@ -49,7 +48,6 @@ class Slot:
     started_at: float = 0.0
     calls: int = 0
     warm: bool = False
-    ahead: bool = False
     irreplaceable: bool = False
     elsewhere: bool = False
     number: int = field(default_factory=itertools.count(1).__next__)
@@ -112,11 +110,6 @@ class Roster:
         idle = [s for s in alive if s.state is SandboxState.IDLE and (shared or s.owner in (owner, None))]
         usable = idle or [s for s in alive if s.state is SandboxState.FREEZING]
         return max(usable, key=lambda s: s.owner == owner, default=None)
-
-    def find_ahead(self, position: Hashable) -> Slot | None:
-        """Return an idle sandbox at a position in which no rollout's call has run, or None; see `Slot.ahead`."""
-        here = self._by_position.get(position, ())
-        return next((s for s in here if s.ahead and s.state is SandboxState.IDLE and _alive(s)), None)
 
     def victim(self, *, anywhere: bool = False) -> Slot | None:
         """Return the idle sandbox to close first, of this machine or anywhere.

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from forkpoint.ephemeral_proxy import free_port
 from proxy.tree.rollout import Outcome
-from proxy.workloads.ephemeral_proxy import free_port
 from tests.agents.clients import PYTHON, packages, run
 from tests.agents.serving import real_proxy
 from tests.machine import require_criu, require_sandboxes, wait_until

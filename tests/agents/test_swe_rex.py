@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.workloads.ephemeral_proxy import free_port
+from forkpoint.ephemeral_proxy import free_port
 from tests.agents.clients import PYTHON, packages, run
 from tests.agents.serving import Proxy, real_proxy
 from tests.machine import require_criu, require_sandboxes, wait_until

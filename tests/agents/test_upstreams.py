@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 from sandboxes.upstream.driver import HttpDriver
 from tests.agents.elsewhere import Elsewhere, elsewhere
 from tests.proxy.serving import Running, serving

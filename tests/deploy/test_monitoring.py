@@ -16,7 +16,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from proxy.workloads.ephemeral_proxy import free_port
+from forkpoint.ephemeral_proxy import free_port
 from tests.machine import wait_until
 from tests.proxy.serving import serving
 

@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 import forkpoint.ray
+from forkpoint.ephemeral_proxy import free_port
 from forkpoint.ray.proxy_actor import ProxyActor, ProxyPlan
-from proxy.workloads.ephemeral_proxy import free_port
 from tests.machine import Process, alive, process, wait_until
 from tests.sandboxes.postgres_cluster import cluster as postgres
 from tests.sandboxes.postgres_cluster import require_postgres

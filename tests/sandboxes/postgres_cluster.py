@@ -18,7 +18,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from proxy.workloads.ephemeral_proxy import free_port
+from forkpoint.ephemeral_proxy import free_port
 from sandboxes.spec import Database, EnvironmentSpec
 
 PASSWORD = "the administrator's"

@@ -13,7 +13,7 @@ import httpx
 from PIL import Image
 from playwright.sync_api import Page
 
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 from tests.ui.browser import chromium
 from tests.ui.demo import FILES, FIX, TEST
 

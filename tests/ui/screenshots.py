@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import Page
 
-from proxy.workloads.ephemeral_proxy import ephemeral_proxy
+from forkpoint.ephemeral_proxy import ephemeral_proxy
 from tests.proxy.serving import serving
 from tests.ui.browser import chromium
 from tests.ui.demo import populate

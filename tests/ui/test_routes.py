@@ -2,9 +2,6 @@
 
 from typing import Any
 
-import pytest
-
-from proxy.storage.records import RecordStore
 from tests.proxy.serving import Running
 
 
@@ -145,19 +142,3 @@ def test_ways_have_nodes_outcomes_and_labels(proxy: Running) -> None:
     page = get(proxy, "ways/ways?limit=1")
     rest = get(proxy, f"ways/ways?limit=1&cursor={page['next']}")
     assert [[way["rollout"] for way in each["items"]] for each in (page, rest)] == [["b"], ["a"]]
-
-
-def test_speculated_calls_say_so(proxy: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record that the proxy made ahead is marked in trees, nodes, rollouts and titles; others are not."""
-    node = proxy.exec("a", "echo 1 > f", task="ahead").headers["x-forkpoint-node"]
-    save = RecordStore.save
-    monkeypatch.setattr(RecordStore, "save", lambda *given, **more: save(*given, **{**more, "speculated": True}))
-    made = proxy.exec("a", "echo 2 > f", task="ahead").headers["x-forkpoint-node"]
-    steps = get(proxy, "ahead/rollouts/a")["steps"]["items"]
-    nodes = {each["id"]: each["call"] for each in get(proxy, "ahead/tree")["nodes"]}
-    titles = get(proxy, f"ahead/titles?nodes={node[1:]},{made[1:]}")["items"]
-    call = get(proxy, f"ahead/nodes/{made}/calls/{steps[1]['record']}")["call"]
-    assert [step["call"]["speculated"] for step in steps] == [False, True]
-    assert [nodes[name]["speculated"] for name in (node, made)] == [False, True]
-    assert [title["speculated"] for title in titles] == [False, True]
-    assert call["speculated"]

@@ -58,8 +58,6 @@ def render_node(view: Json) -> RenderableType:
     for name in ("parent", "seconds", "hits", "exit_code", "kept", "diverged", "unfreezable"):
         if view.get(name) not in (None, ""):
             rows.add_row(name.replace("_", " "), Text(printable(str(view[name]))))
-    if (view["call"] or {}).get("speculated"):
-        rows.add_row("speculated", Text("the proxy ran this call ahead, before any rollout made it"))
     for name in ("effect", "flags", "rollouts", "leads_to"):
         if view.get(name):
             rows.add_row(name.replace("_", " "), Text(printable(", ".join(map(str, view[name])))))

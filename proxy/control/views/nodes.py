@@ -23,21 +23,18 @@ class CallView(BaseModel):
         tool: The tool of the endpoint, such as `exec`.
         arguments: The call's arguments; an uploaded body is not among them.
         title: The call in one line: the command, the SQL statement, or the request with the begin of its body.
-        speculated: Whether the proxy executed the call before any rollout made it.
     """
 
     endpoint: str
     tool: str
     arguments: dict[str, Any]
     title: str
-    speculated: bool = False
 
     @classmethod
-    def of(cls, call: ToolCall, *, speculated: bool) -> "CallView":
+    def of(cls, call: ToolCall) -> "CallView":
         """Return the view of a call."""
         return cls(
-            endpoint=call.endpoint, tool=call.tool, arguments=dict(call.arguments), title=title(call)[:TITLE_CHARS],
-            speculated=speculated,
+            endpoint=call.endpoint, tool=call.tool, arguments=dict(call.arguments), title=title(call)[:TITLE_CHARS]
         )  # fmt: skip
 
 

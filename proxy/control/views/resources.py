@@ -147,11 +147,6 @@ class StatsView(CallTotalsView):
         audit_differing: Checked calls whose answer or state differs from the record.
         warm_made: Warm forks made.
         warm_used: Warm forks that a rollout used.
-        speculated: Calls that were executed and recorded before any rollout made them.
-        speculated_used: Of these, calls that a rollout made later.
-        speculated_cancelled: Calls whose execution ahead was ended before they had ended.
-        speculated_cpu_s: CPU seconds of the sandboxes in which calls were executed ahead.
-        speculated_saved_s: Seconds that the tools of used calls ran.
         model_tokens_saved: Tokens that models of video tools would have counted again for hits and waits.
         errors: Failures of the infrastructure.
         hits_refused: Calls that the tree knows and that were executed all the same, by reason: their records lead to
@@ -187,11 +182,6 @@ class StatsView(CallTotalsView):
     audit_differing: int
     warm_made: int
     warm_used: int
-    speculated: int
-    speculated_used: int
-    speculated_cancelled: int
-    speculated_cpu_s: float
-    speculated_saved_s: float
     model_tokens_saved: int
     errors: int
     hits_refused: dict[str, int]

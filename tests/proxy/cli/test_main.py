@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from proxy.cli.main import app
 from proxy.cli.rendering.tree import render_tree
-from proxy.cli.replay import first_difference
+from proxy.cli.replay.report import CallId, Difference, ToolAnswer
+from proxy.cli.replay.show import first_difference
 from proxy.cli.text import printable, shortened
-from proxy.workloads.report import CallId, Difference, ToolAnswer
 from tests.proxy.stub import stub_proxy
 
 
@@ -206,29 +206,6 @@ def test_replay_with_errors_fails(tmp_path: Path) -> None:
     assert "503 The sandbox failed: It died." in output
 
 
-def test_rates_are_offered_after_the_cached_run(tmp_path: Path) -> None:
-    """Each offered rate makes all of its requests, with rollouts of their own that are finished."""
-    with stub_proxy() as stub:
-        words = ("replay", a_workload(tmp_path, "ls", "pwd"), "--url", stub.url, "--rate", "40", "--rate", "80")
-        result = CliRunner().invoke(app, [*words, "--rate-s", "0.5", "--json"])
-    code, found = result.exit_code, json.loads(result.stdout)
-    assert (code, list(found["runs"])) == (0, ["cached"])
-    assert [(rate["offered"], rate["errors"], rate["hit_rate"]) for rate in found["rates"]] == [(40, 0, 1), (80, 0, 1)]
-    begun = [commands for (_, rollout), commands in stub.trajectories.items() if "-40-" in rollout or "-80-" in rollout]
-    assert sum(map(len, begun)) == 20 + 40
-    assert {tuple(commands) for commands in begun} <= {("ls", "pwd"), ("ls",)}
-    assert len([path for path in stub.deleted if "-40-" in path or "-80-" in path]) == len(begun)
-
-
-def test_rate_without_answers_fails(tmp_path: Path) -> None:
-    with stub_proxy() as stub:
-        words = ("--rate", "20", "--rate-s", "0.2")
-        code, output = typed("replay", a_workload(tmp_path, "ls", "fail"), "--url", stub.url, *words)
-    assert code == 1
-    assert "p99 ms" in output
-    assert "answered/s" in output
-
-
 def test_baseline_makes_only_uncached_runs(tmp_path: Path) -> None:
     with stub_proxy() as stub:
         words = ["replay", a_workload(tmp_path, "ls"), "--url", stub.url, "--baseline", "--json"]
@@ -245,8 +222,6 @@ def test_baseline_makes_only_uncached_runs(tmp_path: Path) -> None:
         (["nothing.jsonl"], "cannot be read"),
         (["FILE", "--task", "other*"], "no rollout in these files matches"),
         (["FILE", "--baseline", "--no-compare"], "cannot be combined with"),
-        (["FILE", "--rate", "5", "--baseline"], "cannot be combined with"),
-        (["FILE", "--rate", "0"], "must be positive"),
         (["FILE", "--url", "ftp://x"], "no proxy answers"),
     ],
 )

@@ -12,7 +12,7 @@ from proxy import engine as engines
 from proxy.audit import prover
 from proxy.engine import Engine
 from proxy.execution.errors import StateLostError
-from proxy.tree import tree
+from proxy.tree import tree as trees
 from proxy.tree.rollout import Outcome, Rollout
 from tests.proxy.execution.test_divergence import RandomDriver, lose_sandboxes, output
 from tests.proxy.rig import ask, engine
@@ -23,7 +23,7 @@ from tests.sandboxes.memory_driver import MemoryDriver
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays prove at once, and rounds of proofs follow each other without a pause."""
-    monkeypatch.setattr(tree, "PROOF_AGE_S", -1.0)
+    monkeypatch.setattr(trees, "PROOF_AGE_S", -1.0)
     monkeypatch.setattr(prover, "PROOF_AGE_S", -1.0)
     monkeypatch.setattr(prover, "_PAUSE_SHARE", 0)
     # No round of the engine's own runs beside those of the tests.

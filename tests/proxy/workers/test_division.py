@@ -14,12 +14,12 @@ from sandboxes.errors import ForbiddenSourceError
 
 def test_workers_share_the_limits_of_the_machine(tmp_path: Path) -> None:
     settings = Settings(
-        data=tmp_path, workers=4, max_sandboxes=64, snapshot_bytes=1000, speculate=0.5, postgres_spares=2,
+        data=tmp_path, workers=4, max_sandboxes=64, snapshot_bytes=1000, postgres_spares=2,
         checkpoint_dir=tmp_path / "images", max_requests=2, warm_sandboxes=0,
     )  # fmt: skip
     own = settings_of(settings, 3)
     assert (own.data, own.checkpoint_dir) == (tmp_path / "worker-3", tmp_path / "images" / "worker-3")
-    assert (own.max_sandboxes, own.snapshot_bytes, own.speculate) == (16, 250, 0.125)
+    assert (own.max_sandboxes, own.snapshot_bytes) == (16, 250)
     assert (own.postgres_spares, own.max_requests, own.warm_sandboxes) == (1, 1, 0)
     assert own.memory_reserve_bytes == settings.memory_reserve_bytes
 

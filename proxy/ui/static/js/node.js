@@ -54,7 +54,6 @@ function head(task, detail, call, on, signal) {
     detail.exit_code ? h("span", { class: "chip bad" }, `exit code ${detail.exit_code}`) : null,
     ...detail.flags.map((flag) => h("span", { class: flag === "diverged" ? "chip diverged" : "chip" }, flag)),
     detail.snapshot ? h("span", { class: "chip" }, "snapshot") : null,
-    detail.call?.speculated ? ahead() : null,
     ...detail.rollouts.slice(0, 6).map((name) => h("a", { class: "chip live", href: `#/t/${names(task)}/r/${names(name)}` }, `▸ ${name}`)),
     detail.rollouts.length > 6 ? h("span", { class: "chip live" }, `and ${detail.rollouts.length - 6} more`) : null,
   ];
@@ -79,9 +78,6 @@ function head(task, detail, call, on, signal) {
     actions(task, detail, call, on, signal),
   );
 }
-
-/** Return the mark of a call that the proxy ran ahead. */
-export const ahead = () => h("span", { class: "chip", title: "The proxy ran this call ahead, before any rollout made it." }, "speculated");
 
 const nodeLink = (task, node, on) => h("a", { class: "mono", href: on.whole ? `#/t/${names(task)}/n/${node}` : `#/t/${names(task)}?node=${node}`, on: on.go ? { click: (event) => { event.preventDefault(); on.go(node); } } : {} }, node);
 
@@ -148,7 +144,7 @@ function readsPart(task, node, reads, total, signal) {
     "section",
     { class: "part" },
     h("h2", {}, "Read-only calls ", h("span", { class: "faint" }, total > reads.length ? `${reads.length} of ${count(total)}` : count(total))),
-    h("ul", { class: "list reads" }, reads.map((read) => h("li", {}, h("button", { class: "row", title: oneLine(read.text), on: { click: () => open(read) } }, oneLine(read.text)), read.exit_code ? h("span", { class: "chip bad" }, `exit ${read.exit_code}`) : null, read.speculated ? ahead() : null, h("span", { class: "faint" }, [seconds(read.seconds), plural(read.hits, "hit")].join(" · "))))),
+    h("ul", { class: "list reads" }, reads.map((read) => h("li", {}, h("button", { class: "row", title: oneLine(read.text), on: { click: () => open(read) } }, oneLine(read.text)), read.exit_code ? h("span", { class: "chip bad" }, `exit ${read.exit_code}`) : null, h("span", { class: "faint" }, [seconds(read.seconds), plural(read.hits, "hit")].join(" · "))))),
     stage,
   );
 }

@@ -5,7 +5,7 @@ import { answer } from "./answer.js";
 import { grid, h, notice, panel, put, showPanels, thead } from "./dom.js";
 import { ago, count, line, percent, seconds } from "./format.js";
 import { flash, watch } from "./live.js";
-import { ahead, command } from "./node.js";
+import { command } from "./node.js";
 import { WORDS, asIfExecuted, realTime } from "./waterfall.js";
 
 const PAGE = 500;
@@ -121,7 +121,7 @@ function stepRow(task, step, { from, parts, hit }, span, on, open, toggle) {
   return h(
     "tr", { class: on ? "on" : "", data: { turn: step.turn, outcome: step.outcome } },
     h("td", { class: "num faint" }, step.turn + 1),
-    h("td", {}, h("span", { class: `chip o-${step.outcome}` }, step.outcome), step.call?.speculated ? [" ", ahead()] : null),
+    h("td", {}, h("span", { class: `chip o-${step.outcome}` }, step.outcome)),
     h("td", { class: "cut" }, h("button", { class: "call mono", "aria-expanded": String(open), title: step.call ? line(step.call) : "", on: { click: toggle } }, text)),
     h("td", {}, step.node ? h("a", { class: "mono", href: `#/t/${names(task)}?node=${step.node}` }, step.node) : "–"),
     h("td", { class: "num" }, seconds(step.seconds)),

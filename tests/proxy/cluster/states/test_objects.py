@@ -13,6 +13,7 @@ import httpx
 import pytest
 from obstore.store import MemoryStore
 
+from forkpoint.ephemeral_proxy import free_port
 from proxy.cluster.states.objects import (
     MissingObjectError,
     ObjectSizeError,
@@ -20,7 +21,6 @@ from proxy.cluster.states.objects import (
     ObjectStoreError,
     open_store,
 )
-from proxy.workloads.ephemeral_proxy import free_port
 from tests.agents.clients import packages
 from tests.machine import wait_until
 

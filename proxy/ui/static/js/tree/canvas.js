@@ -46,7 +46,7 @@ export class TreeMap {
     const style = getComputedStyle(document.documentElement);
     const read = (name) => style.getPropertyValue(name).trim();
     this.paint = Object.fromEntries(
-      ["bg", "panel", "sunken", "line", "line-strong", "text", "dim", "faint", "accent", "accent-soft", "bad", "snapshot", "warm", "diverged", "merge", "replay", "s0"].map((name) => [name, read(`--${name}`)]),
+      ["bg", "panel", "sunken", "line", "line-strong", "text", "dim", "faint", "accent", "accent-soft", "bad", "snapshot", "warm", "diverged", "merge", "s0"].map((name) => [name, read(`--${name}`)]),
     );
     this.colours.theme(read);
     this.pixels = { ...Object.fromEntries(["panel", "line", "warm", "diverged", "bad"].map((name) => [name, pixel(this.paint[name])])) };

@@ -13,7 +13,6 @@ export function legend() {
     [shape(svg("rect", { x: 4, y: 3, width: 6, height: 6, fill: "none", stroke: "var(--warm)" })), "sandbox", "A live sandbox in this state"],
     [shape(svg("path", { d: "M4 2l7 4-7 4Z", fill: "var(--accent)" })), "rollout", "Rollouts at this state"],
     [shape(svg("circle", { cx: 7, cy: 6, r: 2.6, fill: "var(--s1)", stroke: "var(--faint)" })), "reads", "Calls that changed nothing"],
-    [shape(svg("path", { d: "M3 2l4 4-4 4M7 2l4 4-4 4", fill: "none", stroke: "var(--replay)", "stroke-width": 1.5 })), "speculated", "The proxy ran the call ahead, before any rollout made it"],
     [ring("var(--bad)"), "failed", "The call failed"],
     [ring("var(--diverged)", "2 2"), "diverged", "A replay met another state, or the record is private"],
     [shape(svg("path", { d: "M1 2h7v7h4", fill: "none", stroke: "var(--merge)", "stroke-width": 1.8 })), "merge", "Another history leads to the same state: shown at the node under the pointer and at the chosen one"],

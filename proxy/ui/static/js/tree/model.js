@@ -3,8 +3,8 @@
 // A row of the map is a path: a node's first child is to its right, the other children are below. Paths that more rollouts
 // took come first. Paths that do not overlap may share a row. A chain of only children is folded into one mark.
 
-/** Marks of a node as bits. `speculated` comes with the texts of calls, the others with the columns. */
-export const MARK = { snapshot: 1, pinned: 2, diverged: 4, unreproducible: 8, private: 16, unfreezable: 32, speculated: 64 };
+/** Marks of a node as bits. */
+export const MARK = { snapshot: 1, pinned: 2, diverged: 4, unreproducible: 8, private: 16, unfreezable: 32 };
 const FOLD_FROM = 7;
 const COLUMNS = {
   seconds: Float32Array, hits: Int32Array, saved: Float32Array, seen: Int32Array, seen_hits: Int32Array,

@@ -87,7 +87,6 @@ function node(map, i, x, y) {
     c.fillRect(x - r - 5, y - 4, 2.5, 8);
   }
   reads(map, v, x, y, r);
-  if (marks & MARK.speculated) ahead(map, x, y - r - 6);
   badges(map, x, y, r, marks, model.places[v], model.standing[v]);
   if (model.items.hidden[i]) more(map, x + r + 5, y, `+${short(model.items.hidden[i])}`);
 }
@@ -104,7 +103,6 @@ export function marksAt(map, i) {
     model.places[v] && [model.places[v] === 2 ? "warm" : "sandbox", x + r + 3, y - r - 3],
     model.standing[v] && ["rollouts", x - r - 6, y - r - 1],
     model.seen[v] && ["reads", x - r - 2, y + r + 2],
-    model.marks[v] & MARK.speculated && ["speculated", x, y - r - 6],
     model.merged(v) && ["merge", x - r - 4, y],
     model.items.hidden[i] && ["hidden", x + r + 18, y],
   ].filter(Boolean);
@@ -134,20 +132,6 @@ function reads(map, v, x, y, r) {
   c.fill();
   c.lineWidth = 1;
   c.strokeStyle = model.failed[v] & 2 ? paint.bad : paint.faint;
-  c.stroke();
-}
-
-/** Draw two arrow heads above a node whose call the proxy ran ahead. */
-function ahead(map, x, y) {
-  const { context: c, paint } = map;
-  c.beginPath();
-  for (const left of [x - 4, x]) {
-    c.moveTo(left, y - 3);
-    c.lineTo(left + 3, y);
-    c.lineTo(left, y + 3);
-  }
-  c.strokeStyle = paint.replay;
-  c.lineWidth = 1.5;
   c.stroke();
 }
 

@@ -8,7 +8,7 @@ const HEIGHT = 26;
 const SPARE = 8;
 const MARKS = [
   [MARK.pinned, "pinned"], [MARK.diverged, "diverged"], [MARK.unreproducible, "not reproducible"],
-  [MARK.private, "private"], [MARK.unfreezable, "not freezable"], [MARK.speculated, "speculated"],
+  [MARK.private, "private"], [MARK.unfreezable, "not freezable"],
 ];
 const HEADS = [["Call", ""], ["Seconds", "num"], ["Hits", "num"], ["Reads", "num"], ["Saved", "num"], ["Below", "num"], ["Marks", ""]];
 

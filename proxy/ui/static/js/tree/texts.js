@@ -2,7 +2,6 @@
 
 import { items } from "../api.js";
 import { oneLine } from "../format.js";
-import { MARK } from "./model.js";
 
 const AT_ONCE = 200;
 const AGAIN_MS = 3000;
@@ -51,7 +50,6 @@ export class Texts {
       if (v === undefined) continue;
       this.known.set(v, { text: oneLine(title.text) });
       if (title.exit_code) model.failed[v] |= 1;
-      if (title.speculated) model.marks[v] |= MARK.speculated;
       model.saved[v] += (title.hits - model.hits[v]) * title.seconds;
       model.hits[v] = title.hits;
     }

@@ -12,7 +12,6 @@ const MEANINGS = {
   rollouts: "Rollouts are at this state.",
   reads: "Calls that changed nothing were made here.",
   merge: "Another history leads to the same state.",
-  speculated: "The proxy ran this call ahead, before any rollout made it.",
   hidden: "A collapsed subtree. Click to expand it.",
 };
 

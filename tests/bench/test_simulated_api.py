@@ -7,12 +7,20 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from proxy.workloads.format import read_workload
-from proxy.workloads.simulated_api import FOLDER
+from bench.workloads.recordings import convert
+from bench.workloads.simulated_api import FOLDER
+from proxy.cli.replay.workload import RecordedTask, read_workload
 
 
 def recorded(tool: str, before: str, after: str, output: str, **args: Any) -> dict[str, Any]:
     return {"tool": tool, "args": args, "state_before": before, "state_after": after, "recorded_output": output}
+
+
+def converted(folder: Path, *rollouts: list[dict[str, Any]]) -> RecordedTask:
+    rows = [json.dumps({"task": "t", "rollout": f"r{n}", "calls": calls}) for n, calls in enumerate(rollouts)]
+    (folder / "w.jsonl").write_text("\n".join(rows))
+    (task,) = read_workload([convert([folder / "w.jsonl"], folder)[0]]).tasks
+    return task
 
 
 READ, BOOK = recorded("get", "s/0", "s/0", "free\n", id=1), recorded("book", "s/0", "s/1", "it's booked", id=1)
@@ -21,10 +29,7 @@ OTHER = recorded("get", "s/0", "s/0", "another recording of the same call", id=1
 
 
 def test_answers_follow_the_recorded_states(tmp_path: Path) -> None:
-    rollouts = [[READ, BOOK, AFTER], [OTHER, AFTER]]
-    rows = [json.dumps({"task": "t", "rollout": f"r{n}", "calls": calls}) for n, calls in enumerate(rollouts)]
-    (tmp_path / "w.jsonl").write_text("\n".join(rows))
-    (task,) = read_workload([tmp_path / "w.jsonl"], tmp_path).tasks
+    task = converted(tmp_path, [READ, BOOK, AFTER], [OTHER, AFTER])
     with tarfile.open(task.spec.archives[0].source) as archive:
         archive.extractall(tmp_path / "root", filter="data")
 
@@ -42,8 +47,6 @@ def test_answers_follow_the_recorded_states(tmp_path: Path) -> None:
 
 def test_calls_without_states_are_not_simulated(tmp_path: Path) -> None:
     call = {**READ, "tool": "shell", "args": {"command": "ls"}, "argv": ["ls"]}
-    row = {"task": "t", "rollout": "r", "calls": [call]}
-    (tmp_path / "w.jsonl").write_text(json.dumps(row))
-    (task,) = read_workload([tmp_path / "w.jsonl"], tmp_path).tasks
+    task = converted(tmp_path, [call])
     assert task.rollouts[0].requests[0].arguments == {"command": "ls"}
     assert task.spec.archives == ()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.workloads.ephemeral_proxy import EphemeralProxyError, ephemeral_proxy, free_port
+from forkpoint.ephemeral_proxy import EphemeralProxyError, ephemeral_proxy, free_port
 
 
 def test_failed_start_is_reported_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

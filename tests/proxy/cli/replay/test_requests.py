@@ -4,17 +4,13 @@ from typing import Any
 
 import pytest
 
-from proxy.workloads.requests import request_of
+from proxy.cli.replay.workload import request_of
 
 
 @pytest.mark.parametrize(
     ("call", "method", "path", "arguments"),
     [
         ({"tool": "sql", "args": {"sql": "SELECT 1"}}, "POST", "sql/query", {"sql": "SELECT 1"}),
-        (
-            {"tool": "sql", "args": {"query": "SHOW TABLES"}, "sqlite_query": "SELECT 2"},
-            "POST", "sql/query", {"sql": "SELECT 2"},
-        ),
         ({"tool": "sql/schema", "args": {"table": "t"}}, "POST", "sql/schema", {"table": "t"}),
         ({"tool": "video/get_frame", "args": {"t": 1.5}}, "POST", "video/get_frame", {"t": 1.5}),
         ({"request": {"path": "/shop/orders?x=1", "json": {"a": 1}}}, "POST", "shop/orders?x=1", {"a": 1}),
@@ -23,6 +19,5 @@ from proxy.workloads.requests import request_of
 )  # fmt: skip
 def test_call_becomes_its_request(call: dict[str, Any], method: str, path: str, arguments: Any) -> None:
     request = request_of(call, 3)
-    assert request is not None
     assert (request.index, request.method, request.path, request.arguments) == (3, method, path, arguments)
     assert not request.is_command

@@ -12,9 +12,8 @@ from typing import Any
 import httpx
 import orjson
 
-from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, safe_name
-from proxy.workloads.report import CallId, ReplayedCall, ReplayRun, Source, ToolAnswer, read_source, read_timing, spent
-from proxy.workloads.requests import WorkloadRequest
+from proxy.cli.replay.report import CallId, ReplayedCall, ReplayRun, ToolAnswer, read_source, spent
+from proxy.cli.replay.workload import RecordedRollout, RecordedTask, Workload, WorkloadRequest, safe_name
 
 OVERHEAD_S = 300.0
 """Timeout beyond the call's own, for the proxy to wait for a free sandbox and to restore it."""
@@ -26,9 +25,6 @@ _PROBLEM = "urn:forkpoint:"
 """Precedes the problem type of each error of the proxy, which a tool server's own error lacks."""
 OVERLOADED = f"{_PROBLEM}overloaded"
 """Problem type of a refusal that is worth a retry."""
-
-HITS = frozenset({Source.HIT, Source.WAIT})
-"""Sources of answers that no tool ran for."""
 
 OnCall = Callable[[ReplayedCall], None]
 
@@ -230,13 +226,7 @@ def read_outcome(response: httpx.Response, request: WorkloadRequest) -> Replayed
     The proxy's own errors are errors, and so is a response to a command that is not a command's result. Whatever else a
     tool answers is an answer.
     """
-    outcome = ReplayedCall(
-        shown=request.shown,
-        seconds=0.0,
-        source=read_source(response.headers.get("Cache-Status", "")),
-        timing=read_timing(response.headers.get("Server-Timing", "")),
-        node=response.headers.get("X-Forkpoint-Node"),
-    )
+    outcome = ReplayedCall(request.shown, 0.0, source=read_source(response.headers.get("Cache-Status", "")))
     kind = _details(response).get("type")
     refused = not response.is_success and isinstance(kind, str) and kind.startswith(_PROBLEM)
     if refused or (request.is_command and not response.is_success):
@@ -282,11 +272,7 @@ def _pause_s(response: httpx.Response) -> float:
 
 
 async def totals(client: httpx.AsyncClient) -> dict[str, Any]:
-    """Return the proxy's totals since its start (`GET /api/v1/stats`).
-
-    Raises:
-        ReplayError: See `control`.
-    """
+    """Return the proxy's totals since its start."""
     return await control(client, "GET", "/api/v1/stats")
 
 

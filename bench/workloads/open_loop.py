@@ -1,27 +1,34 @@
-"""Offers a proxy a fixed number of requests a second, and measures how late their responses are.
+"""Latency at a rate: `python -m bench.workloads.open_loop WORKLOAD.jsonl --rate 64 --rate 128`.
+
+Offers a proxy a fixed number of requests a second, and measures how late their responses are.
 
 A closed loop sends the next call when the last one was answered, so a slow proxy gets fewer calls and looks better
 than it is. Here requests are due at fixed times. A request that cannot be sent when it is due counts from then on.
 
 Each request is the next call of a rollout that waits for none; if there is no such rollout, another one begins. The
-rollouts are those of the workload, over and over, under new names.
+rollouts are those of the workload, over and over, under new names. One cached run goes first, so nearly all of them
+are hits. If `answered/s` stays below the rate, either the proxy or this client is at its limit.
 """
 
 import asyncio
 import contextlib
+import secrets
 import time
+from argparse import ArgumentParser
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import httpx
 
-from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, safe_name
-from proxy.workloads.report import percentile
-from proxy.workloads.requests import WorkloadRequest
-from proxy.workloads.runner import HITS, OVERHEAD_S, ReplayNames, call
+from bench.machine import console, table
+from proxy.cli.replay.report import Source, percentile
+from proxy.cli.replay.runner import OVERHEAD_S, ReplayNames, call, connector, replay
+from proxy.cli.replay.show import proxy_at
+from proxy.cli.replay.workload import RecordedRollout, RecordedTask, Workload, WorkloadRequest, read_workload, safe_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +150,7 @@ async def _send(
         run.errors += 1
     else:
         run.seconds.append(time.perf_counter() - due)
-        run.hits += outcome.source in HITS
+        run.hits += outcome.source in {Source.HIT, Source.WAIT}
     run.clients.append(client)
     run.ready.append(walker)
 
@@ -153,3 +160,36 @@ async def _finish(run: _Run, client: httpx.AsyncClient) -> None:
     for walker in run.begun:
         with contextlib.suppress(httpx.TransportError):
             await client.delete(walker.control)
+
+
+async def measure(url: str, workload: Workload, rates: Sequence[float], during_s: float) -> list[RateFigures]:
+    """Make a cached run, then offer each rate."""
+    suffix = f"-{secrets.token_hex(3)}"
+    names, trust_env = ReplayNames(suffix, suffix), False
+    await replay(url, workload, cached=True, names=names, at_once=8, on_call=lambda _: None, trust_env=trust_env)
+    connect = connector(url, trust_env=trust_env)
+    return [await offer(connect, workload, names, rate=rate, during_s=during_s) for rate in rates]
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workload", type=Path, nargs="+", help="JSONL files, as `forkpoint replay` reads them")
+    parser.add_argument("--url", help="a running proxy; default: a private one")
+    parser.add_argument("--rate", type=float, action="append", required=True, help="requests a second; repeatable")
+    parser.add_argument("--rate-s", type=float, default=10.0, help="seconds for which each rate is offered")
+    options = parser.parse_args()
+    workload = read_workload(options.workload)
+    with proxy_at(options.url) as proxy:
+        url = proxy if isinstance(proxy, str) else proxy.url
+        figures = asyncio.run(measure(url, workload, options.rate, options.rate_s))
+    shown = table(
+        "Latency at a rate", "requests/s due", "answered/s", "p50 ms", "p95 ms", "p99 ms", "hit rate", "errors"
+    )
+    for each in figures:
+        numbers = (f"{value:,.2f}" for value in (each.p50_ms, each.p95_ms, each.p99_ms))
+        shown.add_row(f"{each.offered:g}", f"{each.answered:,.1f}", *numbers, f"{each.hit_rate:.1%}", str(each.errors))
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,9 @@
-"""The command `replay`: makes the runs and shows their figures, errors and differences."""
+"""Makes the runs of a replay, and shows their figures, errors and differences."""
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from rich.console import Console
@@ -11,11 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from proxy.cli.text import printable, shortened
-from proxy.workloads.ephemeral_proxy import EphemeralProxy, ephemeral_proxy
-from proxy.workloads.format import Workload
-from proxy.workloads.open_loop import RateFigures, offer
-from proxy.workloads.report import (
+from forkpoint.ephemeral_proxy import EphemeralProxy, ephemeral_proxy
+from proxy.cli.replay.report import (
     Comparison,
     Difference,
     Figures,
@@ -27,7 +24,9 @@ from proxy.workloads.report import (
     errors_of,
     figures,
 )
-from proxy.workloads.runner import OnCall, ReplayNames, connector, replay
+from proxy.cli.replay.runner import OnCall, ReplayNames, replay
+from proxy.cli.replay.workload import Workload
+from proxy.cli.text import printable, shortened
 
 ERRORS_SHOWN = 50
 """Errors of a run that are printed."""
@@ -53,37 +52,16 @@ ROWS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
-    """The runs that a replay makes: first a cached run, if any, then a number of uncached runs."""
-
-    cached: bool = True
-    uncached: int = 1
-
-    def __iter__(self) -> Iterator[bool]:
-        """Iterate over the runs: whether each is cached."""
-        return iter([True] * self.cached + [False] * self.uncached)
-
-
-@dataclass(frozen=True, slots=True)
-class Offered:
-    """Rates in requests a second, each offered for some seconds."""
-
-    rates: Sequence[float]
-    during_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class ReplayReport:
     """The results of a replay: its runs by name, and the comparisons of two runs by the names of both."""
 
     runs: Mapping[str, ReplayRun]
     comparisons: Mapping[str, Comparison]
-    rates: Sequence[RateFigures] = ()  # What each offered rate showed.
 
     @property
     def failed(self) -> bool:
         """Whether any run had an error."""
-        return any(errors_of(run) for run in self.runs.values()) or any(rate.errors for rate in self.rates)
+        return any(errors_of(run) for run in self.runs.values())
 
 
 def reports(runs: Sequence[ReplayRun]) -> ReplayReport:
@@ -102,17 +80,16 @@ def reports(runs: Sequence[ReplayRun]) -> ReplayReport:
 async def make_runs(
     workload: Workload,
     proxy: EphemeralProxy | str,
-    passes: Passes,
+    passes: Sequence[bool],
     *,
     at_once: int,
     keep_names: bool,
     console: Console,
-    offered: Offered | None = None,
 ) -> ReplayReport:
     """Make the runs one after another, each with a progress bar, through a temporary proxy or one at a URL.
 
-    `keep_names` says whether the cached run keeps the names of tasks. `offered` are rates to offer after the cached
-    run. Raises ReplayError if the proxy cannot be reached, or refuses a task.
+    `keep_names` says whether the cached run keeps the names of tasks. Raises ReplayError if the proxy cannot be
+    reached, or refuses a task.
     """
     url, trust_env = (proxy.url, False) if isinstance(proxy, EphemeralProxy) else (proxy, True)
     run_id = secrets.token_hex(3)
@@ -126,16 +103,7 @@ async def make_runs(
                     url, workload, cached=cached, names=names, at_once=at_once, on_call=on_call, trust_env=trust_env
                 )
             )
-    report = reports(runs)
-    if offered is None:
-        return report
-    connect = connector(url, trust_env=trust_env)
-    names = ReplayNames("" if keep_names else f"-{run_id}", f"-{run_id}")
-    rates = []
-    for rate in offered.rates:
-        console.print(f"offering {rate:g} requests a second for {offered.during_s:g} s")
-        rates.append(await offer(connect, workload, names, rate=rate, during_s=offered.during_s))
-    return replace(report, rates=rates)
+    return reports(runs)
 
 
 @contextmanager
@@ -167,15 +135,9 @@ def _progress(workload: Workload, title: str, console: Console) -> Iterator[OnCa
         yield on_call
 
 
-def show(report: ReplayReport, workload: Workload, console: Console) -> None:
+def show(report: ReplayReport, console: Console) -> None:
     """Print the table of figures, then the errors, then the differences."""
     console.print(figures_table({name: figures(run) for name, run in report.runs.items()}))
-    if report.rates:
-        console.print(rates_table(report.rates))
-    if workload.skipped:
-        console.print(
-            f"{workload.skipped} recorded calls were skipped: they could not be parsed and never reached a tool."
-        )
     for name, run in report.runs.items():
         show_errors(name, errors_of(run), console)
     for name, comparison in report.comparisons.items():
@@ -190,15 +152,6 @@ def figures_table(columns: Mapping[str, Figures]) -> Table:
         table.add_column(name, justify="right")
     for member, (label, form) in ROWS.items():
         table.add_row(label, *(form.format(getattr(column, member)) for column in columns.values()))
-    return table
-
-
-def rates_table(rates: Sequence[RateFigures]) -> Table:
-    """Return a table of latency by offered rate."""
-    table = Table("requests/s due", "answered/s", "p50 ms", "p95 ms", "p99 ms", "hit rate", "errors")
-    for each in rates:
-        numbers = (f"{value:,.2f}" for value in (each.p50_ms, each.p95_ms, each.p99_ms))
-        table.add_row(f"{each.offered:g}", f"{each.answered:,.1f}", *numbers, f"{each.hit_rate:.1%}", str(each.errors))
     return table
 
 

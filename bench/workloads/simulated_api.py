@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from proxy.workloads.requests import WorkloadError, WorkloadRequest, member
+from proxy.cli.replay.workload import member
 
 FOLDER = "opt/recorded-api"
 """Where a sandbox has the simulator."""
@@ -51,22 +51,16 @@ class Recording:
         self.tasks: dict[str, dict[tuple[str, str], _Answer]] = defaultdict(dict)
         self._first: dict[str, str] = {}
 
-    def add(self, line: bytes) -> None:
-        """Add the calls of a line, if they are recorded with states; other lines are left to their readers."""
-        try:
-            record = orjson.loads(line)
-            calls = record["calls"]
-            known = [
-                call for call in calls if "argv" not in call and all(call.get(name) is not None for name in _NEEDED)
-            ]
-            if not known or len(known) < len(calls):
-                return
-            for call in known:
-                answer = _Answer(str(call["recorded_output"]), str(call["state_after"]))
-                self.tasks[record["task"]].setdefault((str(call["state_before"]), text_of(call)), answer)
-            self._first.setdefault(record["task"], str(known[0]["state_before"]))
-        except (ValueError, TypeError, KeyError, AttributeError, WorkloadError):
+    def add(self, record: dict[str, Any]) -> None:
+        """Add the calls of a rollout, if all of them are recorded with states."""
+        calls = member(record, "calls", list)
+        known = [call for call in calls if "argv" not in call and all(call.get(name) is not None for name in _NEEDED)]
+        if not known or len(known) < len(calls):
             return
+        for call in known:
+            answer = _Answer(str(call["recorded_output"]), str(call["state_after"]))
+            self.tasks[record["task"]].setdefault((str(call["state_before"]), text_of(call)), answer)
+        self._first.setdefault(record["task"], str(known[0]["state_before"]))
 
     def write(self, task: str, path: Path) -> Path:
         """Write the archive of a task's simulator, and return its path."""
@@ -85,10 +79,9 @@ class Recording:
         return path
 
 
-def simulated_request(call: Any, index: int) -> WorkloadRequest:
-    """Return the request of a call whose tool is simulated."""
-    text = text_of(call)
-    return WorkloadRequest(index, "shell/exec", {"command": f"/{FOLDER}/call {shlex.quote(text)}"}, text)
+def command_of(call: Any) -> str:
+    """Return the command that stands for a call whose tool is simulated."""
+    return f"/{FOLDER}/call {shlex.quote(text_of(call))}"
 
 
 def text_of(call: Any) -> str:

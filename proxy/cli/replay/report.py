@@ -1,27 +1,15 @@
 """The report of a replay: answers, their sources and costs, and the differences between two runs. Pure."""
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from math import ceil
 from typing import Any
 
 TOTALS = (
-    "calls",
-    "hits",
-    "waits",
-    "misses",
-    "bypasses",
-    "executed_s",
-    "saved_s",
-    "replayed_calls",
-    "replayed_s",
-    "starts",
-    "restores",
-    "divergences",
-    "errors",
-)
+    "calls", "hits", "waits", "misses", "bypasses", "executed_s", "saved_s", "replayed_calls", "replayed_s", "starts",
+    "restores", "divergences", "errors",
+)  # fmt: skip
 """Members of `GET /api/v1/stats` that a replay reads: counts and seconds since the proxy started."""
 
 
@@ -76,8 +64,6 @@ class ReplayedCall:
         answer: The answer; None after an error.
         error: The error; None after an answer.
         source: Where the answer came from; None if that is unknown.
-        timing: Entries of the `Server-Timing` header, in milliseconds.
-        node: Node that the rollout was at afterwards; None if that is unknown.
         refusals: How often the proxy refused the call with 429 or 503 before.
     """
 
@@ -86,8 +72,6 @@ class ReplayedCall:
     answer: ToolAnswer | None = None
     error: str | None = None
     source: Source | None = None
-    timing: Mapping[str, float] = field(default_factory=dict)
-    node: str | None = None
     refusals: int = 0
 
 
@@ -230,20 +214,14 @@ def read_source(cache_status: str) -> Source | None:
     return next((known[parameter] for parameter in parameters if parameter in known), None)
 
 
-def read_timing(server_timing: str) -> dict[str, float]:
-    """Return the durations in a `Server-Timing` header, in milliseconds. Entries without a duration are left out."""
-    return {name: float(ms) for name, ms in re.findall(r"([\w-]+)\s*;\s*dur=(\d+(?:\.\d+)?)", server_timing)}
-
-
 def spent(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
     """Return by how much the proxy's totals grew between two readings. A total that is missing counts as 0."""
     return {name: after.get(name, 0) - before.get(name, 0) for name in TOTALS}
 
 
-def as_json(runs: Mapping[str, ReplayRun], comparisons: Mapping[str, Comparison], *, skipped: int) -> dict[str, Any]:
+def as_json(runs: Mapping[str, ReplayRun], comparisons: Mapping[str, Comparison]) -> dict[str, Any]:
     """Return the whole report as JSON values: figures, errors, and each difference with both answers."""
     return {
-        "skipped_calls": skipped,
         "runs": {
             name: {**asdict(figures(run)), "error_lines": errors_of(run), "spent": dict(run.spent)}
             for name, run in runs.items()
@@ -254,13 +232,8 @@ def as_json(runs: Mapping[str, ReplayRun], comparisons: Mapping[str, Comparison]
                 "differing": len(comparison.differences),
                 "rate": comparison.rate,
                 "differences": [
-                    {
-                        **asdict(difference.call),
-                        "command": difference.shown,
-                        "one": asdict(difference.first),
-                        "other": asdict(difference.second),
-                    }
-                    for difference in comparison.differences
+                    asdict(each.call) | {"command": each.shown, "one": asdict(each.first), "other": asdict(each.second)}
+                    for each in comparison.differences
                 ],
             }
             for name, comparison in comparisons.items()
