@@ -52,11 +52,13 @@ def workload(rollouts: int, calls: int) -> list[list[str]]:
     return [[*shared, *(f"X={rollout}-{n}" for n in range(calls // 2)), "cat seed"] for rollout in range(rollouts)]
 
 
-async def walked(running: Engine, task: str, rollouts: list[list[str]]) -> list[tuple[dict[str, Any], Outcome]]:
+async def walked(
+    running: Engine, task: str, rollouts: list[list[str]], name: str = "r"
+) -> list[tuple[dict[str, Any], Outcome]]:
     opened = await running.tasks.open(task)
     answers = []
     for number, commands in enumerate(rollouts):
-        rollout = running.tasks.rollouts.begin(opened, f"r{number}", opened.tree, opened.tree.root)
+        rollout = running.tasks.rollouts.begin(opened, f"{name}{number}", opened.tree, opened.tree.root)
         answers += [await ask(running, rollout, command) for command in commands]
     return answers
 

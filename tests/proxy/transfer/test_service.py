@@ -42,7 +42,7 @@ def test_an_imported_tree_answers_its_workload_with_hits(tmp_path: Path, monkeyp
             assert (manifest.nodes, manifest.records) == (len(tree.nodes), tree.size - len(tree.nodes))
             first = await walked(there, "task", rollouts)
             executed = len(driver.executed)
-            after = await walked(there, "task", rollouts)
+            after = await walked(there, "task", rollouts, "later")
             for walk in (first, after):
                 assert [answers for answers, _ in walk] == [answers for answers, _ in before]
             assert {outcome for _, outcome in after} == {Outcome.HIT}
