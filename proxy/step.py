@@ -48,7 +48,7 @@ class Stepper:
             key = key_for(rollout, key, time.monotonic())
         record = rollout.node.records.get(key)
         # A hit leads only where there is a way back. The regular path makes one, or executes the call again.
-        if record is None or not (record.target.snapshot or has_way_back(record, rollout.tree)):
+        if record is None or not has_way_back(record, rollout.tree):
             return None
         return record if self._gate is None or self._gate.may_hit(rollout, record) else None
 

@@ -126,12 +126,12 @@ class SnapshotCache:
         """Return the snapshot of a node; None if it has none."""
         return self._store.get(node.snapshot)
 
-    def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float) -> Snapshot:
+    def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float, age_s: float = 0.0) -> Snapshot:
         """Write a frozen state to disk; see `SnapshotStore.save`.
 
         Raises OSError if the disk is full or cannot be written.
         """
-        return self._store.save(frozen, tree=tree, node=node, cost_s=cost_s)
+        return self._store.save(frozen, tree=tree, node=node, cost_s=cost_s, age_s=age_s)
 
     def load(self, snapshot: Snapshot) -> FrozenState:
         """Read what a snapshot holds; see `SnapshotStore.load`."""
@@ -148,7 +148,7 @@ class SnapshotCache:
             return False
         # 1. A node has at most one snapshot. It holds the id and not the object: the store decides whether it still
         # exists.
-        node.snapshot = snapshot.id
+        node.snapshot, node.kept_age_s = snapshot.id, snapshot.age_s
         return True
 
     def reattach(self, tree: int, nodes: Mapping[int, StateNode]) -> None:
@@ -162,7 +162,7 @@ class SnapshotCache:
                 if node is None or node.snapshot is not None:
                     self._store.drop(snapshot)
                 else:
-                    node.snapshot = snapshot.id
+                    node.snapshot, node.kept_age_s = snapshot.id, snapshot.age_s
 
     @contextmanager
     def leased(self, node: StateNode) -> Iterator[FrozenState]:

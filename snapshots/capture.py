@@ -9,6 +9,7 @@ replay.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Generic, Protocol
@@ -89,15 +90,18 @@ class Capture(Generic[N]):
         # Only a leased sandbox may be frozen (`sandboxes.pool.lifecycle`), so a person's request leases it first too.
         self._pool.begin_freeze(slot)
         async with self._pool.freezing(slot) as sandbox:
-            refusal = await self._freeze(sandbox, tree, node)
+            refusal = await self._freeze(sandbox, tree, node, slot.live_from)
         # Raised outside the block, which closes the sandbox on any error.
         if refusal is not None:
             raise refusal
         return node.snapshot is not None
 
-    async def freeze(self, sandbox: Sandbox, tree: StateTree, node: N) -> StateDigest | None:
+    async def freeze(
+        self, sandbox: Sandbox, tree: StateTree, node: N, live_from: float = math.inf
+    ) -> StateDigest | None:
         """Freeze a sandbox into a snapshot of the node. If the snapshot cannot be written, the node goes without one.
 
+        Its processes have run since `live_from`, on the monotonic clock; infinite where none run.
         Returns the digest of the frozen state; None if it has none. Raises NotFreezableError if the driver cannot
         freeze the state, and SandboxError or OSError if the sandbox failed.
         """
@@ -105,9 +109,12 @@ class Capture(Generic[N]):
         await settle(sandbox)
         # 3. The driver freezes. From here to `attach` the sandbox is not leased to any call.
         start = time.perf_counter()
-        return self._keep(await sandbox.freeze(), tree, node, start)
+        age_s = max(0.0, time.monotonic() - live_from)
+        return self._keep(await sandbox.freeze(), tree, node, start, age_s)
 
-    def _keep(self, frozen: FrozenState, tree: StateTree, node: N, start: float) -> StateDigest | None:
+    def _keep(
+        self, frozen: FrozenState, tree: StateTree, node: N, start: float, age_s: float = 0.0
+    ) -> StateDigest | None:
         """Make a state that was frozen the snapshot of its node; return its digest, None if it has none."""
         freeze_s = time.perf_counter() - start
         self._counters.freeze_s.observe(freeze_s)
@@ -118,7 +125,7 @@ class Capture(Generic[N]):
             self._save_node(node)
         try:
             # One file, which takes less than a change of threads.
-            snapshot = self._cache.save(frozen, tree=tree.id, node=node.id, cost_s=freeze_s)
+            snapshot = self._cache.save(frozen, tree=tree.id, node=node.id, cost_s=freeze_s, age_s=age_s)
         except OSError as error:
             # Nothing is lost but the snapshot: the sandbox is unchanged and goes on.
             self._report(node, error)
@@ -135,10 +142,10 @@ class Capture(Generic[N]):
             self.taken(tree, node)
         return frozen.state
 
-    async def renew(self, sandbox: Sandbox, tree: StateTree, node: N, error: SandboxError) -> None:
+    async def renew(self, slot: Slot, tree: StateTree, node: N, error: SandboxError) -> None:
         """Replace a snapshot that could not be restored by one of a sandbox that a replay has brought to its state.
 
-        The sandbox is leased; `error` says why the snapshot could not be restored. Raises SandboxError or OSError if
+        The slot is leased; `error` says why the snapshot could not be restored. Raises SandboxError or OSError if
         the sandbox failed.
         """
         if self._cache.failures.is_renewal(node):
@@ -147,7 +154,8 @@ class Capture(Generic[N]):
             return
         try:
             with self._cache.failures.renewing(node):
-                await self.freeze(sandbox, tree, node)
+                assert slot.sandbox is not None
+                await self.freeze(slot.sandbox, tree, node, slot.live_from)
         except NotFreezableError as refusal:
             log.info("a snapshot that cannot be restored is not replaced", node=node.id, error=str(refusal))
 
@@ -175,7 +183,7 @@ class Capture(Generic[N]):
             # 2. The delay ends early if a call waits for the sandbox or for its room (`freeze_now`).
             async with self._pool.freezing(slot, after_s=FREEZE_DELAY_S) as sandbox:
                 if not fulfils(sandbox, EarlyFreezing):
-                    await self._freeze(sandbox, tree, node)
+                    await self._freeze(sandbox, tree, node, slot.live_from)
                     return
                 start = time.perf_counter()
                 try:
@@ -193,10 +201,10 @@ class Capture(Generic[N]):
         except (SandboxError, OSError) as error:
             self._report(node, error)
 
-    async def _freeze(self, sandbox: Sandbox, tree: StateTree, node: N) -> NotFreezableError | None:
+    async def _freeze(self, sandbox: Sandbox, tree: StateTree, node: N, live_from: float) -> NotFreezableError | None:
         """Freeze a sandbox; return why its state cannot be frozen, or None."""
         try:
-            await self.freeze(sandbox, tree, node)
+            await self.freeze(sandbox, tree, node, live_from)
         except NotFreezableError as refusal:
             # The reason is a property of the state: no other sandbox at this node is tried.
             # In memory only: after a restart the state is tried once more.

@@ -20,6 +20,7 @@ class Snapshot:
     size_bytes: int  # Bytes that it added to the states it was built on.
     cost_s: float  # Seconds that the freeze took.
     created_at: float  # Unix time of the freeze.
+    age_s: float = 0.0  # For how long its live processes had run.
     uses: int = 0  # Number of restores.
     leases: int = 0  # Number of restores in progress; it is not evicted meanwhile.
     restore_s: float = 0.0  # Seconds that the last restore took; 0 before the first.
@@ -35,6 +36,7 @@ class StateNode(Protocol):
 
     state: StateDigest | None  # None if the state has no digest.
     snapshot: str | None  # Id of the attached snapshot; None without one.
+    kept_age_s: float  # For how long the live processes of the snapshot had run when it was taken.
     unfreezable: str  # Why the driver cannot freeze the state; empty if nothing is known against it.
     detached: bool  # Whether the node has been forgotten.
 

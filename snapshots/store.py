@@ -91,8 +91,10 @@ class SnapshotStore:
     def _path(self, name: str) -> Path:
         return self._directory / name[:_SHARE] / name
 
-    def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float) -> Snapshot:
+    def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float, age_s: float = 0.0) -> Snapshot:
         """Write a frozen state and return its snapshot. Blocking. `cost_s` is how long the freeze took.
+
+        `age_s` is for how long its live processes had run.
 
         Raises OSError if the disk is full, for example. What was written is removed, now or at the next start.
         """
@@ -108,6 +110,7 @@ class SnapshotStore:
             "parts": list(frozen.parts),
             "size_bytes": frozen.size_bytes,
             "cost_s": cost_s,
+            "age_s": age_s,
             "created_at": time.time(),
             "state": None if state is None else [state.exact.hex(), state.content.hex()],
         }
@@ -194,7 +197,9 @@ def _digest(data: bytes) -> str:
 
 def _snapshot(name: str, manifest: dict[str, Any]) -> Snapshot:
     fields = ("tree", "node", "driver", "kind", "size_bytes", "cost_s", "created_at")
-    return Snapshot(name, parts=tuple(manifest["parts"]), **{field: manifest[field] for field in fields})
+    values = {field: manifest[field] for field in fields}
+    # Earlier versions did not write an age.
+    return Snapshot(name, parts=tuple(manifest["parts"]), age_s=manifest.get("age_s", 0.0), **values)
 
 
 def _remove(path: Path) -> None:

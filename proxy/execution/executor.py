@@ -22,7 +22,7 @@ from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing, Timings
 from proxy.tree.keys import CallKey, private_key
 from proxy.tree.restore_plan import has_way_back
-from proxy.tree.rollout import Outcome, Rollout
+from proxy.tree.rollout import Outcome, Rollout, is_moving
 from proxy.tree.tree import Node, Record, Tree, doubtful
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import execute
@@ -94,7 +94,7 @@ class Executor:
         record = node.records.get(key)
         if record is None or has_way_back(record, tree):
             return record
-        await self._restorer.secure(tree, record.target)
+        await self._restorer.secure(tree, record)
         # It may have been replaced meanwhile.
         record = node.records.get(key)
         return record if record is not None and has_way_back(record, tree) else None
@@ -179,7 +179,7 @@ class Executor:
         async with self._restorer.lease_at(rollout, node, timing) as slot:
             assert slot.sandbox is not None
             # Taken before the call runs: the answer shows the sandbox as it was after this long.
-            age_s = rollout.age_s(time.monotonic())
+            age_s = max(0.0, time.monotonic() - slot.live_from) if is_moving(node) else 0.0
             execution = await execute(slot.sandbox, call, listener)
             self._counts.egress.note(execution.exchanges, rollout.tree.id, node.id, rollout.name, time.time())
             timing.tool_s = execution.seconds
@@ -198,7 +198,7 @@ class Executor:
             if (record := self._repeated(rollout, node, call, key, execution, current=current)) is None:
                 record = self._record(rollout, node, call, key, execution, age_s, packed, current=current)
             # The sandbox follows the call to its target, where the end of the lease may freeze it.
-            self._restorer.moved(slot, record.target)
+            self._restorer.moved(slot, record)
             # A response that was passed on while it arrived may be too large for the memory.
             if listener is None:
                 self._keep_answer(record, execution.result)

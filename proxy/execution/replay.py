@@ -18,6 +18,7 @@ from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
 from proxy.tree.restore_plan import RestorePlan
+from proxy.tree.rollout import is_moving
 from proxy.tree.tree import Record, Tree
 from sandboxes.driver import expect_order, rest
 from sandboxes.pool.pool import Pool
@@ -38,6 +39,13 @@ class ReplayResult(Enum):
     """A call reached another state, possibly because background processes had less time. The sandbox is closed."""
     MISSED = "missed"
     """A call reached another state, possibly by chance, for the first time. The sandbox is closed."""
+
+
+def follow(pool: Pool, slot: Slot, record: Record) -> None:
+    """Note that a sandbox has run a record's call, and since when its processes run."""
+    if not is_moving(record.source):
+        slot.live_from = time.monotonic()
+    pool.roster.move(slot, record.target)
 
 
 class Replayer:
@@ -120,7 +128,7 @@ class Replayer:
                 proven.append(record)
             # After each call and not at the end, so that a failure in between leaves the slot at the node where its
             # sandbox really was.
-            self._pool.roster.move(slot, record.target)
+            follow(self._pool, slot, record)
         return ReplayResult.REACHED
 
     async def _run(self, slot: Slot, record: Record, tree: Tree, timing: Timing, *, patient: bool) -> str:

@@ -21,18 +21,20 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 import structlog
 
 from proxy.execution.errors import StateLostError
-from proxy.execution.replay import Replayer, ReplayResult
+from proxy.execution.replay import Replayer, ReplayResult, follow
 from proxy.execution.root_state import driver_of
 from proxy.execution.sandbox_maker import Owner, SandboxMaker, is_rollout
 from proxy.execution.snapshot_value import SnapshotValue
 from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
-from proxy.tree.restore_plan import RestorePlan, Way, plan_restore
+from proxy.tree.polling import agree
+from proxy.tree.restore_plan import RestorePlan, Way, arrival_age_s, plan_restore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node, Record, Tree, path
 from sandboxes.driver import Driver, Sandbox, rest
@@ -88,7 +90,8 @@ class Restorer:
         """
         # Looked up before the lease, which makes any sandbox the rollout's own.
         has_own = any(slot.owner == rollout.id for slot in self._pool.roster.at(node))
-        slot = await self._lease(rollout.tree, node, rollout.id, timing)
+        age_s = rollout.age_s(time.monotonic())
+        slot = await self._lease(rollout.tree, node, rollout.id, timing, age_s=age_s)
         try:
             if not has_own and node.state is None:
                 # The replay took no time, but the agent was thinking: let background processes become as old.
@@ -102,9 +105,9 @@ class Restorer:
             raise
         await self._give_back(slot, rollout.tree)
 
-    def moved(self, slot: Slot, node: Node) -> None:
-        """Note that a leased sandbox is in another node's state now."""
-        self._pool.roster.move(slot, node)
+    def moved(self, slot: Slot, record: Record) -> None:
+        """Note that a leased sandbox has run a record's call."""
+        follow(self._pool, slot, record)
 
     @property
     def has_spare_room(self) -> bool:
@@ -177,17 +180,21 @@ class Restorer:
             if not await self._capture.freeze_leased(slot, tree, node):
                 return
 
-    async def secure(self, tree: Tree, node: Node) -> None:
-        """Keep the node's state, or fetch it, if that is possible now, so that rollouts may be led there."""
+    async def secure(self, tree: Tree, record: Record) -> None:
+        """Keep the state to which a record leads, or fetch it, if that is possible now, so that it may answer calls."""
         # In a task of its own: an interrupted freeze closes its sandbox.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SECURE_S):
-                await asyncio.shield(self._securing.spawn("secure", self._secure(tree, node), awaited=True))
+                await asyncio.shield(self._securing.spawn("secure", self._secure(tree, record), awaited=True))
 
-    async def _secure(self, tree: Tree, node: Node) -> None:
+    async def _secure(self, tree: Tree, record: Record) -> None:
+        node = record.target
         for slot in self._pool.roster.at(node):
+            # What has run for too long is not what a rollout that arrives now would find alone.
+            if not self._value.can_freeze(node) or not self._is_as_old(node, arrival_age_s(record), slot):
+                continue
             # A sandbox that is being frozen is waited for here, and not leased.
-            if not self._value.can_freeze(node) or not await self._pool.lease(slot, node, slot.owner):
+            if node.snapshot is not None or not await self._pool.lease(slot, node, slot.owner):
                 continue
             try:
                 await self._capture.freeze_leased(slot, tree, node)
@@ -219,7 +226,14 @@ class Restorer:
             await self.fetch_recordings(tree)
 
     async def _lease(
-        self, tree: Tree, node: Node, owner: int | None, timing: Timing, *, without: Collection[Node] = ()
+        self,
+        tree: Tree,
+        node: Node,
+        owner: int | None,
+        timing: Timing,
+        *,
+        without: Collection[Node] = (),
+        age_s: float = 0.0,
     ) -> Slot:
         """Lease a sandbox in the node's state, without the snapshots of some nodes.
 
@@ -237,7 +251,7 @@ class Restorer:
             # awaits.
             plan = plan_restore(
                 node,
-                idle_at=lambda at: self._idle_at(at, owner) is not None,
+                idle_at=lambda at: self._idle_at(at, owner, age_s if at is node else None) is not None,
                 costs=self._cache.costs[tree.spec.driver],
                 avoid={*_unusable(failed, node), *without},
             )
@@ -258,7 +272,7 @@ class Restorer:
             # 2. Acquire. Each await in here may change what the plan relied on: another rollout takes the sandbox, or a
             # snapshot turns out to be damaged.
             with timing.measure("restore_s"):
-                slot = await self._acquire(plan, tree, owner, failed)
+                slot = await self._acquire(plan, tree, owner, failed, age_s if plan.start is node else None)
             if slot is None:
                 # The plan no longer holds; `failed` keeps the next one from the same snapshot.
                 continue
@@ -277,20 +291,31 @@ class Restorer:
             # That is why the loop ends.
             patient = patient or result is ReplayResult.TOO_FAST
 
-    def _idle_at(self, node: Node, owner: int | None) -> Slot | None:
-        """Return an idle sandbox at the node that the owner may take, if there is one."""
+    def _idle_at(self, node: Node, owner: int | None, age_s: float | None) -> Slot | None:
+        """Return an idle sandbox at the node that the owner may take, if there is one.
+
+        Live processes in another's sandbox must be `age_s` old, or, for None, as old as they were on arrival here.
+        """
         # Warm forks and scratch forks are made from snapshots and replays: they take no sandbox from a rollout.
         if owner is None or owner == Owner.SCRATCH:
             return None
         # Any state with a snapshot can be had again, and so can the root; their sandboxes are free to take.
-        return self._pool.roster.find(node, owner, shared=node.snapshot is not None or node.origin is None)
+        shared = node.snapshot is not None or node.origin is None
+        return self._pool.roster.find(node, owner, shared=shared, fits=partial(self._is_as_old, node, age_s))
+
+    @staticmethod
+    def _is_as_old(node: Node, age_s: float | None, slot: Slot) -> bool:
+        if node.state is not None or node.origin is None:
+            return True
+        expected_s = arrival_age_s(node.origin) if age_s is None else age_s
+        return agree(time.monotonic() - slot.live_from, expected_s)
 
     async def _acquire(
-        self, plan: RestorePlan, tree: Tree, owner: int | None, failed: dict[Node, SandboxError]
+        self, plan: RestorePlan, tree: Tree, owner: int | None, failed: dict[Node, SandboxError], age_s: float | None
     ) -> Slot | None:
         """Lease a sandbox at the plan's start; return None if the plan no longer holds and another must be made."""
         if plan.way is Way.IDLE:
-            return await self._take(plan, tree, owner)
+            return await self._take(plan, tree, owner, age_s)
         if plan.way is Way.SNAPSHOT:
             return await self._restore(plan.start, tree, owner, failed)
         try:
@@ -302,9 +327,9 @@ class Restorer:
                 raise next(iter(failed.values())) from None
             raise
 
-    async def _take(self, plan: RestorePlan, tree: Tree, owner: int | None) -> Slot | None:
+    async def _take(self, plan: RestorePlan, tree: Tree, owner: int | None, age_s: float | None) -> Slot | None:
         # There is no await between the plan and this line, so the sandbox is still idle.
-        slot = self._idle_at(plan.start, owner)
+        slot = self._idle_at(plan.start, owner, age_s)
         assert slot is not None
         was_warm = slot.warm
         if not await self._pool.lease(slot, plan.start, owner):
@@ -356,7 +381,7 @@ class Restorer:
             return
         assert slot.sandbox is not None
         try:
-            await self._capture.renew(slot.sandbox, tree, node, failed[node])
+            await self._capture.renew(slot, tree, node, failed[node])
         except BaseException:
             await self._pool.close(slot)
             raise

@@ -65,6 +65,7 @@ class SandboxMaker:
         # The lease keeps the snapshot from being evicted while the pool waits for room.
         with self._cache.leased(node) as frozen:
             slot = await self._launch(lambda: driver.restore(tree.spec, frozen), node, tree, owner)
+        slot.live_from = time.monotonic() - node.kept_age_s
         # Includes the wait for room: that is what a restore costs a call on this machine now.
         seconds = time.perf_counter() - began
         self._counts.restores += 1

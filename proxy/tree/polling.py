@@ -22,6 +22,11 @@ AGE_TOLERANCE_SHARE = 0.5
 """By which share of the recorded age the ages may differ, if that is more: differences of thinking times add up."""
 
 
+def agree(age_s: float, other_s: float) -> bool:
+    """Return whether processes of one age may stand for processes of the other."""
+    return abs(age_s - other_s) <= max(AGE_TOLERANCE_S, AGE_TOLERANCE_SHARE * other_s)
+
+
 def key_for(rollout: Rollout, key: CallKey, now: float) -> CallKey:
     """Return the key under which a rollout looks up a call, whose own key (`keys.call_key`) is given, and records it.
 
@@ -44,5 +49,4 @@ def holds(record: Record | None, rollout: Rollout, now: float) -> bool:
     """
     if record is None or record.source.state is not None or record.age_s == math.inf:
         return True
-    tolerance_s = max(AGE_TOLERANCE_S, AGE_TOLERANCE_SHARE * record.age_s)
-    return abs(rollout.age_s(now) - record.age_s) <= tolerance_s
+    return agree(rollout.age_s(now), record.age_s)

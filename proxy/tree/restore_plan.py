@@ -6,10 +6,13 @@ Each step up adds the seconds of one replayed call. The search ends as soon as t
 plan, so it is O(length of the suffix), not O(depth).
 """
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 
+from proxy.tree.polling import agree
+from proxy.tree.rollout import is_moving
 from proxy.tree.tree import Node, Record, Tree
 from snapshots.costs import Costs, SnapshotKind
 
@@ -79,15 +82,24 @@ def plan_restore(
     return best
 
 
+def arrival_age_s(record: Record) -> float:
+    """Return for how long processes have run when a rollout arrives at a record's target; see `Rollout.age_s`."""
+    known = is_moving(record.source) and record.age_s != math.inf
+    return record.age_s + record.seconds if known else 0.0
+
+
 def has_way_back(record: Record, tree: Tree) -> bool:
     """Return whether a rollout that is answered from a record can go on from its target, whatever becomes of others.
 
-    There must be a snapshot of the target, or a replay that was proven from a snapshot above it or from the root. An
-    observation leads nowhere. O(1) where states are kept, else O(calls since the last kept state).
+    There must be a snapshot of the target, or a replay that was proven from a snapshot above it or from the root. Live
+    processes in the snapshot must be as old as those that the rollout would find alone. An observation leads nowhere.
+    O(1) where states are kept, else O(calls since the last kept state).
     """
     node = record.target
     if node is record.source or tree.spec.driver in _DECLARED:
         return True
+    if node.snapshot is not None and node.state is None and node.origin is not None:
+        return agree(node.kept_age_s, arrival_age_s(record))
     while node.snapshot is None:
         origin = node.origin
         if origin is None:

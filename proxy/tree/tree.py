@@ -36,6 +36,7 @@ class Node:
     witness: bytes | None = None
     records: "dict[CallKey, Record]" = field(default_factory=dict)  # Records of the calls made here, by key.
     snapshot: str | None = None  # Id of the snapshot that holds the state; None without one.
+    kept_age_s: float = 0.0  # For how long the live processes of the snapshot had run when it was taken.
     pinned: bool = False  # Whether the snapshot is never evicted.
     visits: int = 0  # Number of rollouts that have stepped onto the node.
     demand: int = 0  # How often a rollout needed a sandbox here and there was none.

@@ -9,7 +9,7 @@ between a decision and the lease that follows it.
 
 import asyncio
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from sandboxes.driver import Sandbox
@@ -31,6 +31,7 @@ class Slot:
         state: The state of the lifecycle.
         used_at: When the last lease ended, in seconds of the monotonic clock.
         started_at: When the sandbox had started, on the same clock.
+        live_from: Since when its live processes run, on the same clock; of no meaning without any.
         calls: How many calls ran in the sandbox.
         warm: The sandbox was made ahead of its use and was not used yet.
         irreplaceable: The sandbox may be the last way to its state, and the state could not be kept; see `Pool.keep`.
@@ -46,6 +47,7 @@ class Slot:
     state: SandboxState = SandboxState.STARTING
     used_at: float = 0.0
     started_at: float = 0.0
+    live_from: float = 0.0
     calls: int = 0
     warm: bool = False
     irreplaceable: bool = False
@@ -95,7 +97,9 @@ class Roster:
             slot.position = position
             self._by_position.setdefault(position, []).append(slot)
 
-    def find(self, position: Hashable, owner: int | None, *, shared: bool) -> Slot | None:
+    def find(
+        self, position: Hashable, owner: int | None, *, shared: bool, fits: Callable[[Slot], bool] = lambda _: True
+    ) -> Slot | None:
         """Return the sandbox at a position that a rollout should use, or None.
 
         Idle sandboxes come first, and among them the rollout's own. A freezing sandbox is worth waiting for,
@@ -105,8 +109,10 @@ class Roster:
             position: Where the sandbox must be.
             owner: The rollout that needs it.
             shared: The state of the position exists elsewhere too, so other rollouts' sandboxes may be used.
+            fits: Says whether a sandbox that is not the rollout's own is as old as it expects.
         """
-        alive = [s for s in self._by_position.get(position, ()) if _alive(s)]
+        here = self._by_position.get(position, ())
+        alive = [s for s in here if _alive(s) and (s.owner == owner or fits(s))]
         idle = [s for s in alive if s.state is SandboxState.IDLE and (shared or s.owner in (owner, None))]
         usable = idle or [s for s in alive if s.state is SandboxState.FREEZING]
         return max(usable, key=lambda s: s.owner == owner, default=None)

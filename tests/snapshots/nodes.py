@@ -12,6 +12,7 @@ class FakeNode:
     id: int
     state: StateDigest | None = None
     snapshot: str | None = None
+    kept_age_s: float = 0.0
     unfreezable: str = ""
     detached: bool = False
 
