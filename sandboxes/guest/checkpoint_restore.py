@@ -24,7 +24,8 @@ from sandboxes.guest.anchors.anchor import Anchor
 from sandboxes.guest.anchors.programs import adopted_anchor
 from sandboxes.guest.anchors.shell_kit import new_pipes as new_shell_pipes
 from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
-from sandboxes.guest.local_shell import LocalShell
+from sandboxes.guest.shell import Shell
+from sandboxes.guest.shell_start import adopt
 from sandboxes.guest.tool_servers import new_pipes as new_server_pipes
 from sandboxes.ipc.state_messages import Checkpoint
 from sandboxes.linux import processes
@@ -51,7 +52,7 @@ class Restored(NamedTuple):
     """
 
     anchor: Anchor
-    shells: list[LocalShell]
+    shells: list[Shell]
     servers: list[dict[str, Any]]
     server_ends: list[int]
     background: list[tuple[dict[str, Any], dict[int, int]]]
@@ -107,7 +108,7 @@ class Restoring:
         shells = zip(checkpoint["shells"], self._shell_ends, strict=True)
         return Restored(
             adopted_anchor(checkpoint["anchor"], self._anchor_ends),
-            [LocalShell.adopt(remembered, ends) for remembered, ends in shells],
+            [adopt(remembered, ends) for remembered, ends in shells],
             self._servers,
             self._server_ends,
             self._background,

@@ -25,6 +25,7 @@ from select import POLLHUP, POLLIN, POLLRDHUP, poll
 
 from sandboxes.effects import StateDigest
 from sandboxes.guest import dir_watch, process_call
+from sandboxes.guest.anchored_processes import known
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcesses, PendingOutput
 from sandboxes.guest.bash.session import MalformedDumpError, is_lost
@@ -35,7 +36,7 @@ from sandboxes.guest.files.changes import Stillness
 from sandboxes.guest.files.disk_watch import WATCH_S, limit_note
 from sandboxes.guest.platform import OVER_DISK, TIMED_OUT, Files, Performed, Platform
 from sandboxes.guest.shell import Output, Shell
-from sandboxes.guest.shell_pool import Shells, known
+from sandboxes.guest.shells import Shells
 from sandboxes.guest.survivors import Survivors
 from sandboxes.guest.tool_servers import Log, Servers, ToolServerError
 from sandboxes.ipc.codec import Envelope, IpcMessage
@@ -341,7 +342,7 @@ class Supervisor:
                 ending, code = "malformed", 1
                 notes = f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
         elif ending == "died":
-            code = known(self.shells.status(shell))
+            code = known(self.shells.status_of(shell.pid))
         else:
             # Everything goes, not only the shell: the command's children would go on otherwise.
             kill()

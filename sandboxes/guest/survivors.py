@@ -16,7 +16,7 @@ from typing import Any
 from sandboxes.guest.background import BackgroundProcesses
 from sandboxes.guest.bash.session import KEPT, MOVED
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.shell_pool import Shells
+from sandboxes.guest.shells import Shells
 from sandboxes.linux import processes
 from sandboxes.linux.live_state import inherited, settings
 from sandboxes.linux.processes import Process
@@ -161,7 +161,7 @@ def holding(shells: Shells) -> list[Shell]:
 def rescheduled(shells: Shells) -> set[tuple[str, ...]]:
     """Return the idle shells whose scheduling is not the first shell's, with their scheduling: no dump has it.
 
-    A template that was changed ends instead (`LocalShells.anchor_was_touched`).
+    A template that was changed ends instead (`Shells.anchor_was_touched`).
     """
     begun = (shell for shell in shells if shell.baseline is not None and not shell.waits_as_template)
     scheduling = ((shell, inherited(shell.pid)) for shell in begun)

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from sandboxes.guest.anchors.anchor import ShellStartError
-from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.process_io import death_of
+from sandboxes.guest.shells import Shells
 from sandboxes.guest.users import ROOT
 from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.server_messages import ServerOrder
@@ -134,7 +134,7 @@ class ServerProcess:
 class Servers:
     """The tool servers of one sandbox, by name: children of the anchor. The proxy's orders say what a server is."""
 
-    def __init__(self, shells: LocalShells) -> None:
+    def __init__(self, shells: Shells) -> None:
         self._shells = shells
         self._servers: dict[str, ServerProcess] = {}
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sandboxes.guest.anchored_processes import known
 from sandboxes.guest.background import BackgroundProcess, pending_outputs
 from sandboxes.guest.exec_script import PROGRAM, TEXT_FD, refusal, text
-from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.process_io import Running, death_of, due_of, new_pipes, open_terminal
-from sandboxes.guest.shell_pool import known
+from sandboxes.guest.shells import Shells
 from sandboxes.guest.users import UnknownUserError, User, read
 from sandboxes.ipc.messages import RunProcess
 from sandboxes.linux import processes
@@ -26,7 +26,7 @@ class LocalProcess:
 
     running: Running
     pid: int
-    shells: LocalShells
+    shells: Shells
     spared: set[processes.Process]
 
     def status(self) -> int:
@@ -46,7 +46,7 @@ class LocalProcess:
         """Do nothing: its start has left nothing behind."""
 
 
-def start(shells: LocalShells, request: RunProcess, stdin: bytes, to: socket.socket) -> LocalProcess:
+def start(shells: Shells, request: RunProcess, stdin: bytes, to: socket.socket) -> LocalProcess:
     """Start the process of a call under the anchor.
 
     Args:
@@ -92,7 +92,7 @@ def start(shells: LocalShells, request: RunProcess, stdin: bytes, to: socket.soc
         close_all(theirs.values())
 
 
-def _user(shells: LocalShells, name: str | None) -> tuple[User, str]:
+def _user(shells: Shells, name: str | None) -> tuple[User, str]:
     """Return the user of a process, and why it cannot be started as the one that was asked for."""
     if not name:
         return shells.user, ""
@@ -111,7 +111,7 @@ def _user(shells: LocalShells, name: str | None) -> tuple[User, str]:
 
 
 def background_process(
-    shells: LocalShells, description: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int
+    shells: Shells, description: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int
 ) -> BackgroundProcess:
     """Return a process that calls may poll from now on.
 

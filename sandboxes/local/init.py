@@ -21,7 +21,7 @@ from sandboxes.guest.checkpoint_restore import Restored, Restoring
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.state_rows import StateRows
-from sandboxes.guest.local_shells import LocalShells
+from sandboxes.guest.shells import Shells
 from sandboxes.ipc.codec import pack_message
 from sandboxes.ipc.fork_pages import write_pages
 from sandboxes.ipc.messages import (
@@ -129,7 +129,7 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     confine.confine()
     user, unknown = _user(order.user)
     environment = {**user.variables, **order.environment}
-    shells = LocalShells(environment, order.workdir, order.sessions, order.pristine, user)
+    shells = Shells(environment, order.workdir, order.sessions, order.pristine, user)
     # A new session's first dump says what such a session looks like, so that one is waited for.
     begun = order.pristine is not None and restored is None and unknown is None
     if begun:

@@ -15,10 +15,10 @@ from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta
 from sandboxes.guest.files.changes import Changes
 from sandboxes.guest.files.state_rows import StateRows
-from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.platform import Performed, not_started
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
+from sandboxes.guest.shells import Shells
 from sandboxes.guest.supervisor import CallRequest, Supervisor
 from sandboxes.guest.tool_servers import Servers
 from sandboxes.ipc.codec import with_members
@@ -84,7 +84,7 @@ class LocalPlatform:
         order: StartSandbox,
         rows: StateRows,
         sockets: SocketQueues | None,
-        shells: LocalShells,
+        shells: Shells,
     ) -> None:
         self._link, self._switches, self._seals = link, switches, order.seals
         self._shells = shells

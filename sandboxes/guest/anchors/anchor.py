@@ -23,7 +23,7 @@ It starts the shells, tool servers and other processes, and it inherits their or
 # Pid 1 writes requests to the anchor, and reads lines of numbers from it, over two pipes. The agent can write to the
 # pipes of a bash through /proc, and what it made the anchor do would cross over to later calls. So each line begins
 # with a key that only the two know. At a line without the key that anchor ends. An agent that finds the key in the
-# anchor's memory wakes it by its line, which shows after the call (`LocalShells.anchor_was_touched`). A number that
+# anchor's memory wakes it by its line, which shows after the call (`Shells.anchor_was_touched`). A number that
 # came unasked ends each anchor.
 #
 # New processes need descriptors of pid 1, which bash cannot receive over a pipe. There are two ways:

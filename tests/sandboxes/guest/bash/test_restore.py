@@ -192,7 +192,7 @@ def test_a_failed_restore_is_no_answer(tmp_path: Path, monkeypatch: pytest.Monke
     with RestoredRuns(tmp_path / "w") as runs:
         runs.call("x=1")
         runs.shells.kill(runs.shells.ready("main"))
-        place = "sandboxes.guest.local_shells.restore_script"
+        place = "sandboxes.guest.shells.restore_script"
         monkeypatch.setattr(place, lambda session, *more: b"exit 3" if session else restore_script(session, *more))
         with pytest.raises(ShellStartError) as ours:
             runs.shells.ready("main")
