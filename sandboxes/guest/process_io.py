@@ -256,14 +256,6 @@ def due_of(arguments: Mapping[str, Any]) -> dict[int, int] | None:
     return None if until is None else {stream: int(until[str(stream)]) for stream in (OUT, ERR)}
 
 
-def death_of(pid: int) -> int:
-    """Return a descriptor that is readable once a process has ended; at once if it has, and for 0, which is none."""
-    with contextlib.suppress(ProcessLookupError):
-        if pid:
-            return os.pidfd_open(pid)
-    return os.eventfd(1, os.EFD_CLOEXEC)
-
-
 def new_pipes(*, stdin: bool) -> tuple[dict[int, int], dict[int, int]]:
     """Return our ends and a process's ends of its streams, by stream number.
 

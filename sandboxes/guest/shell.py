@@ -13,18 +13,17 @@ import select
 import signal
 import time
 from collections.abc import Mapping
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
 from sandboxes.guest.anchors.shell_kit import TEXTS, ShellKit, changeable
 from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders
-from sandboxes.guest.process_io import death_of
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all, overwrite, read_available
 from sandboxes.linux.live_state import report_writes
-from sandboxes.linux.processes import has_descriptors, run_counts, wait_until_asleep
+from sandboxes.linux.processes import death_of, has_descriptors, run_counts, wait_until_asleep
 from sandboxes.process_output import KeptOutput
 from sandboxes.shell_text import Jobs, ShellSession
 

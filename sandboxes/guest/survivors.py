@@ -9,6 +9,7 @@
 #
 # Processes get some grace before they count: most of what a command starts ends a moment after the command itself.
 
+import os
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -45,7 +46,6 @@ class Survivors:
         shells: Shells,
         background: BackgroundProcesses,
         living: Callable[[Collection[int]], set[Process]],
-        ipc_objects: Callable[[], int],
     ) -> None:
         """Nothing survives yet.
 
@@ -53,9 +53,8 @@ class Survivors:
             shells: The sessions' shells.
             background: The processes that go on after their calls.
             living: Returns all processes of the sandbox but the given ones.
-            ipc_objects: Returns the number of IPC objects.
         """
-        self._shells, self._background, self._living, self._ipc_objects = shells, background, living, ipc_objects
+        self._shells, self._background, self._living = shells, background, living
         # Of pid 1: a call that touches the anchor has it replaced.
         self._born: list[str] = []
         self._settled = 0
@@ -107,7 +106,7 @@ class Survivors:
         # Each call may move a descriptor's offset or write to shared memory. Neither can be compared, so the number of
         # the call is part of these entries: they never equal earlier ones.
         held = {("descriptors", shell.name, shell.runs) for shell in holding(self._shells)}
-        objects = self._ipc_objects()
+        objects = processes.ipc_objects() + len(os.listdir("/dev/mqueue"))  # noqa: PTH208 - pathlib is not loaded in pid 1
         shared = {("ipc", objects, self._settled)} if objects else set()
         now: set[Any] = (
             running | held | shared | self._background.state | kept(self._shells) | rescheduled(self._shells)

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from sandboxes.guest.anchors.anchor import ShellStartError
-from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shells import Shells
 from sandboxes.guest.users import ROOT
 from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import Opened, close_all, read_available, write_out
+from sandboxes.linux.processes import death_of
 from sandboxes.shell_text import quote
 
 TAIL_BYTES = 1 << 14

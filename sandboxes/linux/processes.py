@@ -12,6 +12,7 @@ Files of /proc are read with `os.read`, which takes 5 microseconds; a file objec
 pathlib is not loaded in pid 1.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -282,6 +283,14 @@ def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
 def last_pid() -> int:
     """Return the pid that was assigned last in this pid namespace."""
     return int(shown("/proc/sys/kernel/ns_last_pid"))
+
+
+def death_of(pid: int) -> int:
+    """Return a descriptor that is readable once a process has ended; at once if it has, and for 0, which is none."""
+    with contextlib.suppress(ProcessLookupError):
+        if pid:
+            return os.pidfd_open(pid)
+    return os.eventfd(1, os.EFD_CLOEXEC)
 
 
 def ipc_objects() -> int:

@@ -35,7 +35,7 @@ from sandboxes.ipc.state_messages import (
 from sandboxes.linux import confine, mounts, outlet
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.socket_queues import SocketQueues
-from sandboxes.local.platform import LocalPlatform, Switches, opened_root
+from sandboxes.local.pid_one import PidOne, Switches, opened_root
 
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
@@ -137,10 +137,10 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
         shells.begin("main")
     rows = StateRows(row_table.split(tables), row_table.mapped(table))
     roots = delta.DeltaRoots(opened_root(upper_mount), lower, root)
-    platform = LocalPlatform(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets, shells)
+    pid_one = PidOne(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets, shells)
     if restored is not None:
-        platform.adopt(restored)
-    platform.serve([namespace, *listening], begun=begun, broken=unknown)
+        pid_one.adopt(restored)
+    pid_one.serve([namespace, *listening], begun=begun, broken=unknown)
 
 
 def _user(name: str) -> tuple[users.User, str | None]:

@@ -20,7 +20,7 @@ from sandboxes.guest.shell import Shell
 from sandboxes.guest.shells import Shells
 from sandboxes.guest.users import ROOT
 from sandboxes.linux import processes, spawn
-from sandboxes.local.platform import LocalPlatform
+from sandboxes.local.pid_one import PidOne
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import in_sandbox, run
 from tests.sandboxes.guest import forking_anchor
@@ -152,7 +152,7 @@ def test_a_state_is_reported_when_no_shell_runs_any_more() -> None:
         _send_layer_state=lambda _: order.append("state"),
         _await_switch=lambda: order.append("switch"),
     )
-    LocalPlatform._move(cast("Any", platform), cast("Any", None))
+    PidOne._move(cast("Any", platform), cast("Any", None))
     assert order == ["halt", "state", "end", "switch"]
 
 

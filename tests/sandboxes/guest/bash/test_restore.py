@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash.restore import restore_script, split_functions
-from sandboxes.guest.platform import not_started
+from sandboxes.guest.performed import not_started
 from sandboxes.guest.survivors import kept
 from sandboxes.ipc.messages import CommandOutcome
 from tests.sandboxes.guest.bash import session_programs

@@ -1,13 +1,11 @@
-"""The platform of a local sandbox: the supervisor's steps in pid 1, and freezing by layers."""
+"""Pid 1 of a sandbox that has started: it answers requests, and freezes states by layers."""
 
 import os
-import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sandboxes.guest import terminal
-from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.anchors.template import spares
 from sandboxes.guest.background import BackgroundProcesses
 from sandboxes.guest.checkpoint_restore import Restored
@@ -15,22 +13,17 @@ from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta
 from sandboxes.guest.files.changes import Changes
 from sandboxes.guest.files.state_rows import StateRows
-from sandboxes.guest.platform import Performed, not_started
-from sandboxes.guest.process_io import death_of
-from sandboxes.guest.shell import Shell
+from sandboxes.guest.process_call import background_process
 from sandboxes.guest.shells import Shells
 from sandboxes.guest.supervisor import CallRequest, Supervisor
 from sandboxes.guest.tool_servers import Servers
-from sandboxes.ipc.codec import with_members
+from sandboxes.ipc.codec import Envelope, IpcMessage, with_members
 from sandboxes.ipc.fork_pages import own_pages
 from sandboxes.ipc.messages import (
-    CallDone,
     DescribeState,
     Done,
     ExpectOrder,
     OpenTerminal,
-    RunCommand,
-    RunProcess,
     StateSummary,
 )
 from sandboxes.ipc.server_messages import StartServers
@@ -47,11 +40,11 @@ from sandboxes.ipc.state_messages import (
     SandboxStarted,
     StartSandbox,
 )
-from sandboxes.linux import confine, outlet, processes
+from sandboxes.linux import outlet, processes
 from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.processes import death_of
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.trees import TOO_DEEP
-from sandboxes.local.call_process import LocalProcess, background_process, start
 
 
 class Switches:
@@ -73,8 +66,8 @@ class Switches:
         close_all(before)
 
 
-class LocalPlatform:
-    """The platform of a local sandbox."""
+class PidOne:
+    """Answers the requests of one sandbox: calls through the supervisor, and what concerns its state here."""
 
     def __init__(
         self,
@@ -90,7 +83,7 @@ class LocalPlatform:
         self._shells = shells
         self._changes, self._background = Changes(roots, order, rows), BackgroundProcesses(order.output_bytes)
         self._servers = Servers(shells)
-        self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, self, sockets)
+        self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, sockets)
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
         self._held_from = 0.0
 
@@ -122,69 +115,17 @@ class LocalPlatform:
                 case OpenTerminal():
                     self._open_terminal(request)
                 case _ if isinstance(request, CallRequest):
-                    self._supervisor.call(request, envelope)
+                    self._call(request, envelope)
 
-    # -- the platform ------------------------------------------------------------------------------------------------
-
-    def living(self, ours: Collection[int] = (), *, collects: bool = True) -> set[processes.Process]:
-        """Return all processes of the sandbox but `ours`; see `Platform.living`."""
-        if collects:
-            self._shells.reap()
-        return processes.list_processes(ours)
-
-    def ipc_objects(self) -> int:
-        """Return the number of System V objects and POSIX message queues."""
-        return processes.ipc_objects() + len(os.listdir("/dev/mqueue"))  # noqa: PTH208 - pathlib is not loaded in pid 1
-
-    def run_command(self, request: RunCommand, command: bytes) -> Performed:
-        """Run a command in a session's shell."""
-        # After a timeout everything is killed but what was there before: survivors, and the other sessions' shells.
-        spared = processes.list_processes() if self._survivors else set()
-        try:
-            shell = self._shells.for_command(request.session)
-        except ShellStartError as error:
-            return not_started(error)
-        self._shells.watch_anchor()
-        # Idle shells of other sessions are no part of the command.
-        others = {other.pid for other in self._shells if other is not shell}
-        if spared or others:
-            # The anchor goes together with its shells, unless others have to stay.
-            others |= self._shells.anchor_pids
-            spared |= {process for process in processes.list_processes() if process[0] in others}
-        shell.run(command)
-        return self._supervisor.finish_command(
-            shell, request.timeout_s, lambda: self._shells.kill_except(spared, first=shell.pid)
-        )
-
-    def start_process(self, request: RunProcess, stdin: bytes, to: socket.socket) -> LocalProcess:
-        """Start a process of its own under the anchor."""
-        return start(self._shells, request, stdin, to)
-
-    def become_agent(self) -> None:
-        """Become the user of the sandbox's processes, in a child, with the rights that these have."""
-        user = self._shells.user
-        if user.is_root:
-            confine.stop_looking()
-        else:
-            confine.become_user(user.uid, user.gid, user.groups)
-
-    def end_servers(self) -> None:
-        """Kill everything in the sandbox but this process."""
-        self._shells.kill_except(set())
-
-    def forget_shell(self, shell: Shell, ending: str) -> None:
-        """Give up a shell; one whose dump was malformed still runs."""
-        if ending == "malformed":
-            self._shells.kill(shell)
-        else:
-            self._shells.forget(shell)
-
-    def finish_call(self, answer: CallDone, body: bytes, fresh: list[str]) -> None:
-        """Send the answer; if something was written, say at once what becomes of the upper layer.
+    def _call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
+        """Run a call and send the answer; if something was written, say at once what becomes of the upper layer.
 
         An upper layer in which nothing differs from what lies below is thrown away, so that the sandbox is as
         recorded. Another one becomes a layer. With hard links, or nested too deeply, it cannot and stays as it is.
         """
+        if (done := self._supervisor.call(request, envelope)) is None:
+            return
+        answer, body, fresh = done
         written = self._seals and self._changes.written and not self._survivors
         discard = written and self._changes.undone
         seal = written and not discard and not self._changes.linked and not self._changes.too_deep
