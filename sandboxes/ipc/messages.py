@@ -206,7 +206,7 @@ class CallDone(IpcMessage, op="call_done"):
     changed_processes: bool
     changed_files: bool
     settling: bool
-    # Read by `MachineSandbox.conclude`: the sandbox dies, so that the result is never recorded.
+    # Read by `host.guest.Guest.conclude`: the sandbox dies, so that the result is never recorded.
     host_full: bool
     state: StateSummary
     order: bytes | None = None

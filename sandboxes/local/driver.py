@@ -21,7 +21,6 @@ from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import FrozenState
 from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError, SpecError, StateGoneError
-from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.images import state_image
 from sandboxes.images.config import ImageConfig, ImageError
@@ -33,9 +32,10 @@ from sandboxes.linux.dir_lock import DirLock
 from sandboxes.local.bases import Base, Bases
 from sandboxes.local.machine import START_S, Machine, Spare
 from sandboxes.local.portable_layers import LayerPorter
+from sandboxes.local.provision import furnish, prepare_services
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.local.service_commands import SERVICES
-from sandboxes.local.services import prepare, service_orders
+from sandboxes.local.services import service_orders
 from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.portability import NoImageError
 from sandboxes.sources import SourceRules
@@ -257,7 +257,7 @@ class LocalDriver:
             if frozen.state is not None and sandbox.begun_at != frozen.state:
                 await sandbox.close()
                 raise StateGoneError("what is stored of this state is not what was frozen. Replay its path instead.")
-            sandbox.begin_settling(payload.get("young_s", 0.0))
+            sandbox.guest.begin_settling(payload.get("young_s", 0.0))
             return sandbox
 
     async def image(self, spec: EnvironmentSpec, frozen: FrozenState, name: str, target: Path | None) -> str:
@@ -356,7 +356,7 @@ class LocalDriver:
         unshared = replace(base, services=ServiceMounts(base.services.roots, []))
         sandbox = await self._launch(at_top, unshared, bare, (), _state({}), seals=False)
         try:
-            await prepare(sandbox, spec)
+            await prepare_services(sandbox, spec)
             await furnish(sandbox, spec, self.sources)
             state = await sandbox.freeze(root=True)
         finally:
