@@ -110,18 +110,21 @@ class ImageStore:
             OSError: The machine is short of memory, descriptors or disk.
         """
         with self._in_use():
-            try:
+            with _errors_of(name):
                 image = self._unpacked(name, below) or (
                     self._archived(name, below) if name.startswith("/") else self._docker_image(name, below)
                 )
-            except (ImageError, OSError) as error:
-                raise_machine_error(error)
-                raise SpecError(
-                    f"image {name!r} cannot be used: {error}. Name an image that Docker has, or the file or directory "
-                    "of one."
-                ) from error
             self._recent.add(image.id)
             return image
+
+    def describe(self, name: str) -> tuple[str, ImageConfig]:
+        """Return the id and the configuration of an image; see `resolve`. None of the daemon's is unpacked."""
+        if name.startswith("/"):
+            image = self.resolve(name)
+            return image.id, image.config
+        with _errors_of(name):
+            found = self.daemon.image(name)
+            return found.id, ImageConfig.parse(found.config)
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -213,14 +216,14 @@ class ImageStore:
 
     def _fits(self, found: DaemonImage) -> bool:
         """Return whether an image's layers can be used in place; a container keeps them from then on."""
-        if not self._in_place or not found.layers or not _exist(found.layers):
+        if not self._in_place or not found.layers or docker_layers.first_missing(found.layers) is not None:
             return False
         folder = hashlib.blake2b(os.fsencode(self._folder), digest_size=6).hexdigest()
         pin = f"forkpoint-pin-{folder}-{found.id.removeprefix('sha256:')[:12]}"
         (self._folder / "pins").touch()
         # Each time, because others may have removed it. Before the look: what is looked at must stay.
         self.daemon.pin(found.id, pin, str(self._folder), socket.gethostname())
-        if not _exist(found.layers):
+        if docker_layers.first_missing(found.layers) is not None:
             return False
         if (obstacle := self._obstacles.get(found.layers)) is None:
             obstacle = self._obstacles[found.layers] = docker_layers.obstacle(found.layers)
@@ -235,5 +238,13 @@ def _folder_name(id_: str, below: str) -> str:
     return id_.replace(":", "-") + below.replace("/", "-")
 
 
-def _exist(layers: tuple[str, ...]) -> bool:
-    return all(map(os.path.isdir, layers))
+@contextlib.contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Turn what is wrong with an image into an error of the spec that names it."""
+    try:
+        yield
+    except (ImageError, OSError) as error:
+        raise_machine_error(error)
+        raise SpecError(
+            f"image {name!r} cannot be used: {error}. Name an image that Docker has, or the file or directory of one."
+        ) from error

@@ -18,6 +18,7 @@ from sandboxes.host.source_watch import Watched
 from sandboxes.images import root_tar
 from sandboxes.images.built_trees import BuiltTrees
 from sandboxes.images.config import ImageConfig, ImageError
+from sandboxes.images.docker_layers import first_missing
 from sandboxes.images.store import Image, ImageStore
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.plain_files import open_plain
@@ -63,9 +64,15 @@ class Base:
     service_images: Mapping[str, ImageConfig] = field(default_factory=dict)
     bare: tuple[str, ...] = ()
 
+    def completed(self, spec: EnvironmentSpec) -> EnvironmentSpec:
+        """Return a spec with the working directory that it leaves to its image."""
+        if spec.workdir is not None or self.image is None:
+            return spec
+        return spec.model_copy(update={"workdir": self.image.workdir or "/"})
+
     def removed(self) -> str | None:
         """Return a directory that the program that kept it has removed; microseconds."""
-        return next((lower for lower in self.foreign if not Path(lower).is_dir()), None)
+        return first_missing(self.foreign)
 
 
 class Bases:
@@ -116,7 +123,7 @@ class Bases:
         if name == "host":
             # Its mask hides what not everybody may read, so a new secret of the host needs a new mask.
             return known if self._host_fingerprint.known() is not None else self.refresh(spec)
-        if spec.image is not None and not all(map(os.path.isdir, known.lowers)):
+        if spec.image is not None and first_missing(known.lowers) is not None:
             # Nothing has used it for a while, or Docker has removed it.
             return self.refresh(spec)
         # The known base, not a fresh look: the caller has just compared its identity, or compares it afterwards. Only
