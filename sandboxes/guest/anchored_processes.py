@@ -27,11 +27,7 @@ StartedT = TypeVar("StartedT")
 
 
 def known(status: int | None) -> int:
-    """Return the exit code of a process.
-
-    Raises:
-        ShellStartError: It is not known, so the call has no result.
-    """
+    """Return an exit code, or raise `ShellStartError` for one that is not known: the call has no result then."""
     if status is None:
         raise ShellStartError("the process that had collected an exit code was killed before it reported the code")
     return status
@@ -41,7 +37,6 @@ class AnchoredProcesses:
     """The processes of a sandbox as far as their anchor goes.
 
     Attributes:
-        user: The user of the sandbox's processes.
         anchor: The anchor; None until the first process is started, and after the agent has killed it.
     """
 
@@ -121,21 +116,13 @@ class AnchoredProcesses:
 
     @property
     def changes_users(self) -> bool:
-        """Whether the anchor can start a process as another user.
-
-        Raises:
-            ShellStartError: No process can be started.
-        """
+        """Whether the anchor can start a process as another user; `ShellStartError` if no process can be started."""
         return self._ready_anchor().forks and has_several()
 
     def launch(
         self, environment: dict[str, str], fds: dict[int, int], program: str, user: User | None = None, folder: str = ""
     ) -> int:
-        """Start a program under the anchor; see `Anchor.start_on`.
-
-        Raises:
-            ShellStartError: No process can be started, or bash is gone.
-        """
+        """Start a program under the anchor; see `Anchor.start_on`. If that fails, raise `ShellStartError`."""
         return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program, user, folder))
 
     def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:

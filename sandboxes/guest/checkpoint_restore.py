@@ -43,8 +43,6 @@ class Restored(NamedTuple):
     """Our side of what a checkpoint brought back.
 
     Attributes:
-        anchor: The anchor.
-        shells: The sessions' shells.
         servers: What was remembered of each server.
         server_ends: Our ends of all servers' pipes, in order.
         background: What was remembered of each background process, with our ends of its pipes by stream number.
@@ -63,16 +61,7 @@ class Restoring:
     """One restore, under way from the constructor's return to `finish`."""
 
     def __init__(self, checkpoint: Checkpoint, arguments: list[str], files: Sequence[int]) -> None:
-        """Make the pipes and start CRIU.
-
-        Args:
-            checkpoint: What was remembered of the processes.
-            arguments: CRIU's arguments.
-            files: `ns_last_pid`, then the `CriuFiles`; they are closed here.
-
-        Raises:
-            OSError: A mapped file cannot be opened.
-        """
+        """Make the pipes and start CRIU. The files are `ns_last_pid`, then the `CriuFiles`; they are closed here."""
         self._checkpoint = checkpoint
         theirs: list[int] = []
         self._anchor_ends = _anchor_pipes(theirs)

@@ -15,8 +15,6 @@ class Performed:
     """What came of a call, before its effects are known.
 
     Attributes:
-        outcome: How it ended.
-        body: Its output.
         session_changed: Whether the shell session differs from before.
         read: Whether the caller knows that the call changed nothing in a server's memory.
         awaited: Whether the processes that it started are known to be ready.
@@ -49,8 +47,7 @@ class Performed:
 def not_started(error: ShellStartError) -> Performed:
     """Return what came of a command whose shell does not start, because an earlier command has broken it.
 
-    Raises:
-        ShellStartError: The failure is ours or the machine's. It ends the sandbox, and the call has no answer.
+    Any other failure is ours or the machine's. It is raised again, ends the sandbox, and the call has no answer.
     """
     if not error.broken:
         raise error

@@ -61,19 +61,9 @@ def run(
 ) -> tuple[ProcessOutcome, bool]:
     """Run a process until it ends, its time is up, or its client leaves it.
 
-    Args:
-        link: The socket to the proxy.
-        shells: Their anchor starts the process.
-        background: Takes the process if its client leaves it and may poll it later.
-        servers: Drain the process's output if its client leaves it for good.
-        request: The process.
-        stdin: The beginning of its input.
-        watch: Says, called again and again, that the disk has run out.
-        client_detached: Takes a message from the proxy; returns whether the client has left the process.
-        files: What the sandbox has written, for the message to a process that wrote too much.
-
-    Returns:
-        How it ended, and whether it was killed because the machine's disk was nearly full.
+    `watch` says, called again and again, that the disk has run out. `client_detached` takes a message from the proxy
+    and returns whether the client has left the process. Return how it ended, and whether it was killed because the
+    machine's disk was nearly full.
     """
     # A socket of its own for output: frames of a long output must not delay answers on the main socket.
     proxys, ours = socket.socketpair()
@@ -112,17 +102,7 @@ def run(
 
 
 def start(shells: Shells, request: RunProcess, stdin: bytes, to: socket.socket) -> StartedProcess:
-    """Start the process of a call under the anchor.
-
-    Args:
-        shells: The sandbox's shells.
-        request: What to start.
-        stdin: The beginning of its input.
-        to: The proxy's socket for its output.
-
-    Raises:
-        ShellStartError: The anchor cannot start it.
-    """
+    """Start the process of a call under the anchor; its output goes to the proxy's socket."""
     # A timeout kills what is not in this list. It is taken before the start, so no process that the start makes is
     # spared.
     spared = processes.list_processes()
@@ -178,15 +158,7 @@ def _user(shells: Shells, name: str | None) -> tuple[User, str]:
 def background_process(
     shells: Shells, description: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int
 ) -> BackgroundProcess:
-    """Return a process that calls may poll from now on.
-
-    Args:
-        shells: The sandbox's shells, whose anchor started the process.
-        description: The answer that says how it was started.
-        ends: Our ends of its streams, by stream number.
-        death: A descriptor that is readable once it has ended.
-        pid: Its pid.
-    """
+    """Return a process that calls may poll from now on; see `BackgroundProcess`."""
     return BackgroundProcess(
         description, pending_outputs(ends), ends.get(0, -1), death, pid, lambda: known(shells.status_of(pid))
     )

@@ -53,21 +53,12 @@ def may_be_waited_for(jobs: Jobs, session: ShellSession) -> bool:
 
 
 def is_in_proc_of(pid: int, folder: str) -> bool:
-    """Return whether a directory is one of a process in /proc, so that no later process can be in it (pure).
-
-    Args:
-        pid: The process, as the sandbox numbers it.
-        folder: The directory's name.
-    """
+    """Return whether a directory is one of a process in /proc, so that no later process can be in it (pure)."""
     return f"{folder}/".startswith(f"/proc/{pid}/")
 
 
 class Output(KeptOutput):
-    """One stream of a shell's command.
-
-    Attributes:
-        fd: Our end of the pipe.
-    """
+    """One stream of a shell's command, from our end of the pipe."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
@@ -83,9 +74,7 @@ class Shell:
     """A live bash that is a child of the anchor, over pipes.
 
     Attributes:
-        name: The name of its session.
         session: The session that it was started from; None for one in which nothing has happened.
-        pid: Its process, as the supervisor numbers it.
         death: A descriptor that is readable once it has ended. By then the pid may be another process's.
         baseline: The session in its last dump; None until the first dump.
         jobs: The jobs in its last dump.
@@ -93,15 +82,9 @@ class Shell:
             job. Empty if there was none; a fresh shell that is restored from a dump then does as well.
         born: What the first shell passed on to its children (`live_state.inherited`).
         runs: How many commands it was given.
-        out: The stdout of its command.
-        err: The stderr of its command.
-        dump_fd: Our end of the pipe on which it dumps.
-        go_fd: Our end of the pipe whose lines let it go on.
-        command_fd: The text of its command.
         kit: What it was started on, which the anchor may lend again; None if its descriptors are its own.
         template: What forks the bash that runs the next command; None if the shell's own bash does. While `forked` is
             not set, `pid` is the template's.
-        forked: Whether the bash is a fork of the template.
     """
 
     def __init__(self, name: str, session: ShellSession | None, pid: int, ends: Mapping[int, int]) -> None:
@@ -233,11 +216,7 @@ class Shell:
         return False
 
     def finish_dump(self) -> tuple[int, ShellSession]:
-        """Return the exit status and the session of the dump that has come, and keep its jobs in `jobs`.
-
-        Raises:
-            MalformedDumpError: A command has interfered with the dump.
-        """
+        """Return the exit status and the session of the dump that has come, and keep its jobs in `jobs`."""
         status, session, jobs = self._parse_dump(bytes(self._dump))
         if jobs != self.jobs:
             self.jobs = jobs
@@ -296,11 +275,7 @@ class Shell:
     def fork(self, anchor: NativeAnchor) -> None:
         """Have the template fork the bash for the next command.
 
-        Args:
-            anchor: The template's parent.
-
-        Raises:
-            AnchorLostError: The template or the anchor is gone, or the session's directory is.
+        If the template or the anchor is gone, or the session's directory is, raise `AnchorLostError`.
         """
         assert self.template is not None
         assert self.baseline is not None

@@ -20,16 +20,8 @@ def start(
 ) -> Shell:  # fmt: skip
     """Start a bash that becomes a session. It is ready when its first dump has come.
 
-    Args:
-        anchor: Starts it.
-        name: The session's name.
-        session: The session; None for a new one.
-        script: What it sources to become that session.
-        environment: Its variables, before it has sourced the script.
-        template: Whether it is to be a template, if the anchor can start one on its kit.
-
-    Raises:
-        AnchorLostError: The anchor is gone.
+    It sources the script, and has the variables before that. As a template it is started on the anchor's kit only. If
+    the anchor is gone, raise `AnchorLostError`.
     """
     # Anonymous pipes have no name in the file system. The agent can still reach them through /proc, so the form of
     # a dump is checked (`parse_dump`).
@@ -43,22 +35,9 @@ def begin(
     anchor: Anchor, kit: ShellKit, name: str, session: ShellSession | None, script: bytes,
     environment: dict[str, str], *, template: bool,
 ) -> Callable[[], Shell]:  # fmt: skip
-    """Have the anchor start a bash on its kit, and do not wait for it.
+    """Have the anchor start a bash on its kit, and return a function that waits for it; see `start`.
 
-    Args:
-        anchor: Starts it. It may be asked for nothing else meanwhile.
-        kit: The anchor's kit, which is not lent.
-        name: The session's name.
-        session: The session; None for a new one.
-        script: What it sources to become that session.
-        environment: Its variables, before it has sourced the script.
-        template: Whether it is to be a template, if the anchor can start one.
-
-    Returns:
-        A function that waits for the bash, and returns it as a shell or raises `AnchorLostError`.
-
-    Raises:
-        AnchorLostError: The anchor is gone.
+    The kit must not be lent, and the anchor may be asked for nothing else meanwhile.
     """
     ours = kit.lend(script)
     template = template and anchor.forks
@@ -104,12 +83,7 @@ def _start_on_own(
 
 
 def adopt(remembered: Mapping[str, Any], ends: Mapping[int, int]) -> Shell:
-    """Take over a shell that was restored.
-
-    Args:
-        remembered: What `remember` returned before the checkpoint.
-        ends: Our ends of its new pipes, by its own descriptor numbers.
-    """
+    """Take over a shell that was restored, with our ends of its new pipes, by what `Shell.remember` returned."""
     # The command's text is anonymous memory of the shell. Opened through /proc it is the same memory.
     command = os.open(f"/proc/{remembered['pid']}/fd/{session_texts.COMMAND_FD}", os.O_RDWR | os.O_CLOEXEC)
     ours = {**ends, session_texts.COMMAND_FD: command}

@@ -34,8 +34,7 @@ class Shells(AnchoredProcesses):
     """The shells of one sandbox, the kit that they are started on, and the template that stands for them.
 
     Attributes:
-        environment: The variables of new sessions.
-        workdir: The directory of new sessions.
+        environment, workdir: The variables and the directory of new sessions.
         sessions: The sessions that differ from a new one, by name.
         pristine: A new shell's session; None until one has started.
         born: What the first shell passed on to its children (`live_state.inherited`).
@@ -70,8 +69,7 @@ class Shells(AnchoredProcesses):
     def ready(self, name: str) -> Shell:
         """Return a session's shell once its first dump has come, and once it can fork if it is a template.
 
-        Raises:
-            ShellStartError: The shell is gone, or broken.
+        If the shell is gone, or broken, raise `ShellStartError`.
         """
         shell = self._with_dump(name)
         if shell.waits_as_template:
@@ -100,11 +98,7 @@ class Shells(AnchoredProcesses):
         return shell
 
     def for_command(self, name: str) -> Shell:
-        """Return a session's shell once it can be given a command; see `ready`.
-
-        Raises:
-            ShellStartError: The shell is gone, or broken.
-        """
+        """Return a session's shell once it can be given a command; see `ready`."""
         for _ in range(2):
             shell = self.ready(name)
             if not shell.waits_as_template:
@@ -123,11 +117,7 @@ class Shells(AnchoredProcesses):
             self._templates = True
 
     def begin_first(self, name: str) -> str | None:
-        """Start a session's shell; return why it does not start if a command, or the base, has broken it.
-
-        Raises:
-            ShellStartError: The failure is ours or the machine's.
-        """
+        """Start a session's shell; return why it does not start if a command, or the base, has broken it."""
         try:
             self.ready(name)
         except ShellStartError as error:
@@ -137,11 +127,7 @@ class Shells(AnchoredProcesses):
         return None
 
     def take_dump(self, shell: Shell) -> tuple[int, bool]:
-        """Return the exit status in a call's dump, and whether the session differs from before the call.
-
-        Raises:
-            MalformedDumpError: A command has interfered with the dump.
-        """
+        """Return the exit status in a call's dump, and whether the session differs from before the call."""
         code, now = shell.finish_dump()
         # Compared with the restored shell's own first dump, not with the session that it was restored from: bash may
         # print the same thing differently the second time.
@@ -370,11 +356,9 @@ class Shells(AnchoredProcesses):
         """Note, before a call, what it may change of shells that later calls use.
 
         That are their pipes and, of shells that the call does not use, their limits, how often each was given a CPU,
-        and writes to its files in /proc. The look after the last call serves, if nothing has run since then.
-
-        Args:
-            running: The session that the call's command runs in; None if there is none.
-            stays: Whether something survives, so that the shells go on after the call and may run between calls.
+        and writes to its files in /proc. The look after the last call serves, if nothing has run since then. `running`
+        is the session that the call's command runs in. If something survives (`stays`), the shells go on after the call
+        and may run between calls.
         """
         known, self._noted = {} if stays else self._noted, {}
         for shell in self:

@@ -78,17 +78,7 @@ CallRequest = RunCommand | RunFileOperation | RunProcess | UseBackgroundProcess 
 
 
 class Supervisor:
-    """Runs the calls of one sandbox and reports what each of them changed.
-
-    Attributes:
-        link: The socket to the proxy.
-        shells: The sessions' shells.
-        servers: The tool servers.
-        background: The processes that go on after their calls.
-        changes: The sandbox's files.
-        survivors: What outlives a call.
-        stillness: Whether the running processes may be changing files by themselves.
-    """
+    """Runs the calls of one sandbox and reports what each of them changed."""
 
     def __init__(
         self,
@@ -180,9 +170,8 @@ class Supervisor:
     def living(self, ours: Collection[int] = (), *, collects: bool = True) -> set[Process]:
         """Return all processes of the sandbox but some.
 
-        Args:
-            ours: Pids that are left out.
-            collects: Whether children that have ended are collected first, which takes their exit status from others.
+        Children that have ended are collected first, which takes their exit status from others, unless `collects` is
+        false.
         """
         if collects:
             self.shells.reap()
@@ -363,13 +352,7 @@ class Supervisor:
         return self._finish_command(shell, request.timeout_s, lambda: self.shells.kill_except(spared, first=shell.pid))
 
     def _finish_command(self, shell: Shell, timeout_s: float, kill: Callable[[], None]) -> Performed:
-        """Wait for the command that a shell has begun, and return what came of it.
-
-        Args:
-            shell: The shell.
-            timeout_s: How long the command may still run.
-            kill: Ends everything that the command started.
-        """
+        """Wait for the command that a shell has begun, and return what came of it; `kill` ends all that it started."""
         ending = self._wait(shell, timeout_s)
         code, changed, notes = 0, False, b""
         if ending == "dump":
@@ -440,9 +423,7 @@ class Supervisor:
     def _use_server(self, order: ServerOrder, first: bytes) -> Performed:
         """Give the proxy a connection to a server, and wait until the proxy says that the server has answered.
 
-        Args:
-            order: The server.
-            first: What to send over the connection before the proxy has it.
+        `first` is what to send over the connection before the proxy has it.
         """
         watch = self._server_watch()
         while True:

@@ -47,13 +47,7 @@ class Survivors:
         background: BackgroundProcesses,
         living: Callable[[Collection[int]], set[Process]],
     ) -> None:
-        """Nothing survives yet.
-
-        Args:
-            shells: The sessions' shells.
-            background: The processes that go on after their calls.
-            living: Returns all processes of the sandbox but the given ones.
-        """
+        """Nothing survives yet. `living` returns all processes of the sandbox but the given ones."""
         self._shells, self._background, self._living = shells, background, living
         # Of pid 1: a call that touches the anchor has it replaced.
         self._born: list[str] = []
@@ -96,11 +90,7 @@ class Survivors:
         self._born = self._born or settings(1)
 
     def settle(self, *, patient: bool = True) -> None:
-        """Find out what survives.
-
-        Args:
-            patient: Whether processes get a grace period to end. Restored processes need none.
-        """
+        """Find out what survives. Restored processes need no grace period to end."""
         self._settled += 1
         running = self._running() if patient else self._others()
         # Each call may move a descriptor's offset or write to shared memory. Neither can be compared, so the number of

@@ -27,15 +27,7 @@ class UnknownUserError(Exception):
 
 @dataclass(frozen=True)
 class User:
-    """A user with its groups.
-
-    Attributes:
-        uid: The user's number.
-        gid: The number of its first group.
-        groups: The numbers of all its groups.
-        home: Its home directory.
-        name: Its name; empty for a number that no line has.
-    """
+    """A user with its groups. The name is empty for a number that no line has."""
 
     uid: int
     gid: int
@@ -64,15 +56,7 @@ def has_several() -> bool:
 
 
 def read(user: str, root: str = "/") -> User:
-    """Return a user of a directory that is a root, see `resolve`.
-
-    Args:
-        user: How it is named.
-        root: The directory; it is no link.
-
-    Raises:
-        UnknownUserError: There is no such user or group.
-    """
+    """Return a user of a directory that is a root, and no link; see `resolve`."""
     with _opened(root) as top:
         return resolve(user, _lines(top, b"etc/passwd"), _lines(top, b"etc/group"))
 
@@ -84,15 +68,10 @@ def name_of(file: bytes, number: int, root: str = "/") -> str | None:
 
 
 def resolve(user: str, passwd: Sequence[str], group: Sequence[str]) -> User:
-    """Return what a user is, by the rules of container runtimes (pure).
+    """Return what a user is, by the rules of container runtimes and the lines of both files (pure).
 
-    Args:
-        user: `user`, `uid`, `user:group` and so on; empty for root.
-        passwd: The lines of /etc/passwd.
-        group: The lines of /etc/group.
-
-    Raises:
-        UnknownUserError: There is no such user or group.
+    It is given as `user`, `uid`, `user:group` and so on; empty for root. Without a line of that name, raise
+    `UnknownUserError`.
     """
     wanted, _, wanted_group = user.partition(":")
     # What is a number is never a name.

@@ -24,12 +24,7 @@ _TYPES = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "s
 
 
 class UserFileError(Exception):
-    """An operation cannot be carried out.
-
-    Attributes:
-        status: The HTTP status.
-        kind: `not_found`, `exists`, `invalid`, `denied` or `user`.
-    """
+    """An operation cannot be carried out. The kind is `not_found`, `exists`, `invalid`, `denied` or `user`."""
 
     def __init__(self, status: int, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -41,10 +36,7 @@ def perform(
 ) -> tuple[int, str, bytes]:
     """Return an operation's answer: JSON, or the bytes of a file; JSON with `kind` and `detail` for a failure.
 
-    Args:
-        tool: The operation.
-        fields: Its arguments.
-        transfer: Reads or writes the file at a path.
+    `transfer` reads or writes the file at a path.
     """
     try:
         # Before the path is resolved: `~` is that user's, and each look-up below happens with that user's rights.
@@ -75,11 +67,7 @@ def perform(
 
 
 def open_folder(path: str, user: str) -> int:
-    """Open a directory as a user; this process is that user from then on.
-
-    Raises:
-        UserFileError: There is no such directory, or the user may not open it.
-    """
+    """Open a directory as a user; this process is that user from then on."""
     try:
         _become(user)
         path = resolved(path, home())
