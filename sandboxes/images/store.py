@@ -49,7 +49,6 @@ class Image:
 
     Attributes:
         id: `sha256:` and the digest that Docker knows it by; equal ids have equal files.
-        config: What it says about its processes.
         lowers: Its directories, topmost first. The caller looks whether they exist before it mounts them.
     """
 
@@ -59,18 +58,12 @@ class Image:
 
 
 class ImageStore:
-    """The images of one folder, which all tasks share. Methods block: call them in a thread.
-
-    Attributes:
-        daemon: The Docker daemon, which need not run.
-    """
+    """The images of one folder, which all tasks share. Methods block: call them in a thread."""
 
     def __init__(self, folder: Path, *, in_place: bool = True) -> None:
         """Name the folder, which a lock of the caller's keeps for this process; `open` makes it.
 
-        Args:
-            folder: An absolute path.
-            in_place: Whether Docker's directories may be used as they are, which needs root.
+        Docker's directories may be used as they are (`in_place`), which needs root.
         """
         self._folder, self._in_place = folder, in_place and os.geteuid() == 0
         self._trees = BuiltTrees(folder)
@@ -99,15 +92,10 @@ class ImageStore:
     def resolve(self, name: str, *, below: str = "") -> Image:
         """Return an image; unpack it if that is necessary: some seconds for a gigabyte.
 
-        Args:
-            below: A path below which its directory has all files, such as `.services/web`; empty for none.
-            name: The id of an image that was unpacked, the name or id of an image of the daemon's, or the absolute
-                path, without links, of a file or directory with an image (`sources.SourceRules.real`).
-
-        Raises:
-            SpecError: There is no such image, or it cannot be used.
-            SandboxError: The daemon failed.
-            OSError: The machine is short of memory, descriptors or disk.
+        The name is the id of an image that was unpacked, the name or id of an image of the daemon's, or the absolute
+        path, without links, of a file or directory with an image (`sources.SourceRules.real`). Its directory has all
+        files below the path `below`, such as `.services/web`. `SpecError` says that there is no such image, or that it
+        cannot be used; `OSError` that the machine is short of memory, descriptors or disk.
         """
         with self._in_use():
             with _errors_of(name):
@@ -140,12 +128,7 @@ class ImageStore:
     def collect(self, keep: set[str]) -> None:
         """Remove unpacked images, and the containers that keep Docker's, except some. Nothing while one is resolved.
 
-        Args:
-            keep: Ids of images that sandboxes or kept states use. Images that were returned since the last call stay
-                too.
-
-        Raises:
-            OSError: Something cannot be removed.
+        Those stay that sandboxes or kept states use, and those that were returned since the last call.
         """
         with self._changing:
             if self._resolving:

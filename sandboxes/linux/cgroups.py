@@ -57,12 +57,7 @@ class Cgroups:
     """
 
     def __init__(self, name: str, *, meters_cpu: bool = False) -> None:
-        """Name a group; `open` makes it.
-
-        Args:
-            name: The name.
-            meters_cpu: Whether the CPU time of each sandbox is counted.
-        """
+        """Name a group; `open` makes it. With `meters_cpu`, the CPU time of each sandbox is counted."""
         self.name, self._meters_cpu = name, meters_cpu
         self.version = 0
         self.parents: dict[str, Path] = {}
@@ -136,12 +131,7 @@ class Cgroups:
             self.meters[CPU_TIME] = group / self.name
 
     def set_background(self, sandbox: str, *, background: bool) -> bool:
-        """Let all other sandboxes go first where they compete for the CPU; return False if that is impossible. 20 µs.
-
-        Args:
-            sandbox: The sandbox.
-            background: True for the least weight, False for that of all others.
-        """
+        """Let all other sandboxes go first where they compete for the CPU; False if that is impossible. 20 µs."""
         if CPU not in self.meters:
             return False
         name, default, least = _OWN_WEIGHT[self.version]
@@ -190,14 +180,7 @@ class Cgroups:
         return sorted(str(group / "cgroup.procs") for group in groups)
 
     def limit(self, sandbox: str, *, memory_bytes: int, pids: int, cpus: float | None) -> None:
-        """Set what the processes of a sandbox may use together. 0.1 ms.
-
-        Args:
-            sandbox: The sandbox.
-            memory_bytes: Memory.
-            pids: Processes.
-            cpus: CPU seconds in a second; None for no limit.
-        """
+        """Set what the processes of a sandbox may use together: CPUs in seconds of a second, None for all. 0.1 ms."""
         if cpus is not None and CPU in self.meters:
             quota_us = max(_LEAST_QUOTA_US, int(cpus * _PERIOD_US))
             name, text = (

@@ -45,9 +45,6 @@ class Base:
         own_bash: Whether it has a bash. Otherwise sandboxes have one of this machine's.
         images: The ids of the images that it has files of.
         image: The configuration of the main image; None for a base that is none.
-        hostname: The host name of its sandboxes.
-        services: The mounts of the spec's side services.
-        service_images: The configuration of their images, by name.
         bare: Those of its directories that the spec names, without services; none for the host.
     """
 
@@ -80,7 +77,6 @@ class Bases:
 
     Attributes:
         host_view: Where the launcher, in its own mounts only, has the host's root, at `root` below it.
-        sources: Digests of directories and files.
     """
 
     def __init__(
@@ -88,11 +84,8 @@ class Bases:
     ) -> None:
         """Name the directories; `open` makes them.
 
-        Args:
-            data_dir: The driver's own directory.
-            images: The images that specs may name.
-            privileged: Whether the proxy is root, so that the host's root can be a layer.
-            rules: What specs may name; its private paths are hidden from sandboxes on the host's own system.
+        If the proxy is root, the host's root can be a layer. The private paths of the rules are hidden from sandboxes
+        on the host's own system.
         """
         self._data = data_dir
         self._folder = data_dir / "bases"
@@ -144,14 +137,8 @@ class Bases:
         """Return the base on which a state was frozen, or what a rollout there would see of it now.
 
         A tarball's files were unpacked for its content, so they are there as they were. The host goes on changing below
-        running sandboxes, too, so a state of it comes back on the host as it is.
-
-        Args:
-            spec: The spec that names it.
-            identity: What the base was when the state was frozen.
-
-        Returns:
-            None if it is a directory that has changed, or files that are gone.
+        running sandboxes, too, so a state of it comes back on the host as it is. None if it is a directory that has
+        changed, or files that are gone.
         """
         kind, _, digest = identity.partition(":")
         # Only what this name has meant: an imported state could name any tarball that another task uses.
@@ -173,11 +160,9 @@ class Bases:
         self.sources.directories.close()
 
     def refresh(self, spec: EnvironmentSpec) -> Base:
-        """Return the base of a spec as it is now.
+        """Return the base of a spec as it is now; `SpecError` if it is missing, or cannot be read.
 
-        Raises:
-            SpecError: It is missing, or cannot be read.
-            OSError: The machine is short of memory, descriptors or disk.
+        `OSError` says that the machine is short of memory, descriptors or disk.
         """
         name = name_of(spec)
         try:
@@ -276,10 +261,5 @@ def path_of(spec: EnvironmentSpec) -> str | None:
 
 
 def hostname_of(spec: EnvironmentSpec, image: str) -> str:
-    """Return the host name of a spec's sandboxes: twelve hexadecimal digits, as Docker gives, equal in all of them.
-
-    Args:
-        spec: The spec, which may name one.
-        image: What the image is.
-    """
+    """Return the host name of a spec's sandboxes: twelve hexadecimal digits, as Docker gives, equal in all of them."""
     return spec.hostname or root_key(spec, image)[:12]

@@ -242,11 +242,7 @@ class LocalDriver:
                 return await self.images.make(spec, base, layers, name, target)
 
     async def _frozen_base(self, spec: EnvironmentSpec, payload: dict[str, Any]) -> Base:
-        """Return the base of a state whose parts are held, after a check of all that the state consists of.
-
-        Raises:
-            StateGoneError: Its layers are gone or damaged, or its base has changed.
-        """
+        """Return the base of a state whose parts are held, after a check of all that the state consists of."""
         layers = payload["layers"]
         # Checked while held: a layer that exists now stays until the sandbox has it in its stack.
         if missing := self.machine.layers.missing(layers):
@@ -343,20 +339,10 @@ class LocalDriver:
         images: str | None = None,
         seals: bool = True,
     ) -> LocalSandbox:
-        """Start a sandbox from a spare.
+        """Start a sandbox from a spare, with layers over its base, the topmost first.
 
-        Args:
-            spec: What the sandbox is made for.
-            base: The spec's base, below all layers.
-            root: The spec's root state.
-            layers: The sandbox's layers, topmost first.
-            state: What pid 1 needs of the state; see `_state`.
-            images: The checkpoint to restore in it; None starts a fresh shell.
-            seals: Whether each call's changes become a layer.
-
-        Raises:
-            SpecError: The base cannot run a shell, or the spec names hosts that are not allowed any more.
-            SandboxError: The machine failed.
+        `state` is what pid 1 needs of the state (`_state`), and `images` the checkpoint to restore; None starts a fresh
+        shell. If it `seals`, each call's changes become a layer.
         """
         self.sources.check_egress(spec)
 

@@ -28,12 +28,7 @@ class Images:
         self.making = asyncio.Lock()
 
     async def config(self, image: str) -> dict[str, Any]:
-        """Return the ID and the configuration of an image, in Docker's words.
-
-        Raises:
-            SpecError: There is no such image, or it cannot be used.
-            SandboxError: No Docker daemon responds.
-        """
+        """Return the ID and the configuration of an image, in Docker's words; `SpecError` if there is none to use."""
         return await asyncio.to_thread(self._config, image)
 
     def _config(self, image: str) -> dict[str, Any]:

@@ -51,15 +51,10 @@ def run(
 ) -> None:
     """Be a sandbox until the proxy closes its end.
 
-    The first part needs no spec. It is done ahead, in spare sandboxes.
-
-    Args:
-        channel: The socket to the proxy.
-        switches: The socket on which the launcher reports that layers were switched.
-        cgroups: Files of control groups that this process joins.
-        pages: What memory it will write to, by address and bytes.
-        privileged: Whether the proxy is root; otherwise this is root of a user namespace.
-        shell_files: The directory of `shell_files.copies`; empty for none.
+    The first part needs no spec. It is done ahead, in spare sandboxes. The launcher reports on the socket `switches`
+    that layers were switched. The process joins control groups by their files, and writes to the pages, by address and
+    bytes. If the proxy is not root, this is root of a user namespace. `shell_files` is the directory of
+    `shell_files.copies`.
     """
     # The kernel kills this process when the launcher dies, and with this pid 1 its whole pid namespace
     # (pid_namespaces(7)). So even kill -9 of the proxy leaves no process.

@@ -48,11 +48,7 @@ from sandboxes.linux.trees import TOO_DEEP
 
 
 class Switches:
-    """The socket on which switches of layers are reported, and the mounts that came with the last report.
-
-    Attributes:
-        link: The socket.
-    """
+    """The socket on which switches of layers are reported, and the mounts that came with the last report."""
 
     def __init__(self, link: DriverLink, mounts: list[int]) -> None:
         self.link, self._mounts = link, mounts
@@ -90,11 +86,9 @@ class PidOne:
     def serve(self, handed_over: list[int], *, begun: bool, broken: str | None = None) -> None:
         """Report that the sandbox has started, then answer requests until the proxy is gone.
 
-        Args:
-            handed_over: Descriptors that are closed here: the mount namespace, by which the launcher will switch
-                layers, and with egress the listening socket.
-            begun: Whether the first shell was begun. Then only the first call waits for it.
-            broken: Why no shell can be started; None if one can.
+        The descriptors that are handed over are closed here: the mount namespace, by which the launcher will switch
+        layers, and with egress the listening socket. If the first shell was begun, only the first call waits for it.
+        `broken` says why no shell can be started.
         """
         if not (begun or broken):
             broken = self._shells.begin_first("main")
@@ -160,12 +154,8 @@ class PidOne:
 
         1. With survivors, and a checkpoint possible: everything stays as it is; the answer names the tree to dump.
         2. With survivors otherwise, with hard links, or with directories that are nested too deeply: the answer is the
-           reason why the state cannot be frozen.
+           reason why the state cannot be frozen. Hard links count in no root state: there they break for all sandboxes.
         3. Otherwise the shells end, because no process may hold files of the layers that are about to change.
-
-        Args:
-            root: Whether the state becomes a root state. Hard links then break for all sandboxes alike.
-            checkpoint: Whether CRIU is available.
         """
         surviving = bool(self._survivors)
         if surviving and (not checkpoint or root or (reason := self._outside_the_tree())):

@@ -33,8 +33,7 @@ _PREPARE = (
 async def prepare_services(sandbox: LocalSandbox, spec: EnvironmentSpec) -> None:
     """Make the directories that services share, in a sandbox whose root state is being built.
 
-    Raises:
-        SpecError: The main image cannot start services, or a path of a volume cannot be used.
+    `SpecError` says that the main image cannot start services, or that a path of a volume cannot be used.
     """
     if not spec.services:
         return
@@ -47,16 +46,7 @@ async def prepare_services(sandbox: LocalSandbox, spec: EnvironmentSpec) -> None
 
 
 async def furnish(sandbox: LocalSandbox, spec: EnvironmentSpec, sources: SourceRules) -> None:
-    """Bring archives and files into a sandbox, and run set-up commands in a session that is then forgotten.
-
-    Args:
-        sandbox: The sandbox.
-        spec: What it is made for.
-        sources: What the spec may name.
-
-    Raises:
-        SpecError: One of them fails.
-    """
+    """Bring archives and files into a sandbox, and run set-up commands in a session that is then forgotten."""
     # First, because archives and files may lie below it.
     await run_set_up(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.directory)}")
     for archive in spec.archives:
@@ -77,17 +67,7 @@ async def furnish(sandbox: LocalSandbox, spec: EnvironmentSpec, sources: SourceR
 
 
 async def run_set_up(sandbox: LocalSandbox, spec: EnvironmentSpec, what: str, command: str) -> None:
-    """Run a command of set-up.
-
-    Args:
-        sandbox: The sandbox.
-        spec: What it is made for.
-        what: The name of the command in errors.
-        command: The command.
-
-    Raises:
-        SpecError: Its exit code is not 0.
-    """
+    """Run a command of set-up, which `what` names in errors; `SpecError` if its exit code is not 0."""
     arguments = {"command": command, "timeout_s": spec.limits.timeout_s, "session": SETUP_SESSION}
     answer = orjson.loads((await sandbox.execute(ToolCall("shell", "exec", arguments))).result.body)
     if answer["exit_code"] != 0:
@@ -134,14 +114,9 @@ async def _unpack(sandbox: LocalSandbox, source: str, opened: Path, target: str)
 
 
 async def _stream(sandbox: LocalSandbox, source: str, opened: Path, packing: tuple[str, ...], target: str) -> None:
-    """Stream a source into the sandbox.
+    """Stream a tarball, or what `tar` packs with some options, into the sandbox, which unpacks it in the target.
 
-    Args:
-        sandbox: The sandbox.
-        source: The path in the spec, for errors.
-        opened: A tarball, or what `tar` packs, as a path of a descriptor.
-        packing: Options for `tar`; empty if the source is a tarball already.
-        target: The directory to unpack in.
+    The source is the path in the spec, for errors; it was opened as a path of a descriptor.
     """
     process: asyncio.subprocess.Process | None = None
     if packing:

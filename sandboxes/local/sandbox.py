@@ -74,8 +74,6 @@ class LocalSandbox:
     """A sandbox of namespaces and overlay layers.
 
     Attributes:
-        id: The sandbox's ID.
-        guest: What its calls see of it.
         link: The link to its supervisor: pid 1.
         closed: Whether nothing is left of it.
         egress: Its way to hosts outside; None without one.
@@ -97,15 +95,8 @@ class LocalSandbox:
     ) -> None:
         """Take over a spare; `begin` starts it.
 
-        Args:
-            machine: The shared parts of the driver.
-            spare: The spare sandbox.
-            spec: What the sandbox is made for.
-            base: The spec's base, below all layers.
-            root_layers: The layers of the spec's root state.
-            born_ns: When that root state was built.
-            layers: The sandbox's layers, the topmost first; the root state's are the last of them.
-            seals: Whether each call's changes become a layer; set-up needs one layer for all of its commands.
+        The layers are the topmost first, and the root state's are the last of them; that was built at `born_ns`. If it
+        `seals`, each call's changes become a layer; set-up needs one layer for all of its commands.
         """
         # The descriptor names pid 1 until it is closed, so signals never reach another process (pidfd_open(2)).
         self._process: int | None = spare.process
@@ -155,13 +146,8 @@ class LocalSandbox:
     async def begin(self, state: dict[str, Any], images: str | None = None) -> None:
         """Give the spare its layers and its state; return when its shell is ready.
 
-        Args:
-            state: The sessions, and what a checkpoint stored.
-            images: The checkpoint whose processes are restored in it; None starts fresh shells.
-
-        Raises:
-            SpecError: The base cannot run a shell.
-            SandboxError: The sandbox or the machine failed.
+        The state is the sessions and what a checkpoint stored, and `images` the checkpoint whose processes are restored
+        in it; None starts fresh shells. `SpecError` says that the base cannot run a shell.
         """
         user = "" if self._base.image is None else self._base.image.user
         if self._machine.shell is None and (user or not self._base.own_bash):
@@ -226,11 +212,7 @@ class LocalSandbox:
         self.begun_at, self.pristine = started.state.digest, started.pristine
 
     async def start_servers(self) -> None:
-        """Start the tool servers that belong to the root state. If one fails, the sandbox is closed.
-
-        Raises:
-            ServerError: One of them did not get ready.
-        """
+        """Start the tool servers that belong to the root state. If one fails, the sandbox is closed."""
         try:
             # In this order, because an MCP server over HTTP may be one of the tool servers.
             await self._tools.start()
@@ -240,11 +222,7 @@ class LocalSandbox:
             raise
 
     async def start_services(self, orders: Sequence[ServerOrder]) -> None:
-        """Start the side services one after the other. If one fails, the sandbox is closed.
-
-        Raises:
-            ServerError: One of them ended, or did not get ready in time.
-        """
+        """Start the side services one after the other. If one fails, the sandbox is closed."""
         try:
             if orders:
                 await ServerCalls(self.guest).start(orders)
@@ -255,11 +233,7 @@ class LocalSandbox:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
-        """Run a call; see `Sandbox.execute`. If it is cancelled, the sandbox is dead.
-
-        Raises:
-            SpecError: The call is for a side service that the spec does not have.
-        """
+        """Run a call; see `Sandbox.execute`. If it is cancelled, the sandbox is dead."""
         if call.endpoint in {"process", "archive", "shell"} and (service := call.arguments.get("service")):
             call = self._for_service(call, str(service))
         execution = await self._run(call, listener)
@@ -368,13 +342,8 @@ class LocalSandbox:
     async def freeze(self, *, root: bool = False) -> FrozenState:
         """Freeze the sandbox; see `Sandbox.freeze`. A freeze that is cancelled kills the sandbox.
 
-        Args:
-            root: Freeze the root state of a spec. Hard links to files of the base are allowed then: copying them up
-                breaks them for all sandboxes of the spec alike.
-
-        Raises:
-            NotFreezableError: Processes run that cannot be saved, or hard links would break.
-            SandboxError: The sandbox or the machine failed.
+        In the root state of a spec, hard links to files of the base are allowed: copying them up breaks them for all
+        sandboxes of the spec alike.
         """
         await self.guest.settle()
         try:
@@ -411,8 +380,7 @@ class LocalSandbox:
     async def _checkpoint(self, tree: int) -> FrozenState:
         """Dump the processes below a pid of the sandbox, with a copy of the files of the same moment.
 
-        Raises:
-            NotFreezableError: CRIU cannot dump them; the text gives its reason.
+        `NotFreezableError` says why CRIU cannot dump them.
         """
         states: list[LayerState] = []
         copies: list[Upper] = []
@@ -478,11 +446,7 @@ class LocalSandbox:
             await self._machine.learn_pages(self.link)
 
     async def _on_new_layer(self, paused: LayerState | NotFreezable, table: bytes) -> LayerState:
-        """Make a layer of the upper if anything was written; return the state.
-
-        Raises:
-            NotFreezableError: Processes run, or hard links would break.
-        """
+        """Make a layer of the upper if anything was written; return the state."""
         if isinstance(paused, NotFreezable):
             why = self._machine.checkpointer.unavailable_reason
             raise NotFreezableError(f"sandbox {self.id}: {paused.reason}{'; ' if why else ''}{why}")

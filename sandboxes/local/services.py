@@ -35,12 +35,7 @@ def shared(spec: EnvironmentSpec) -> Iterator[tuple[str, str]]:
 def service_orders(spec: EnvironmentSpec, configs: Mapping[str, ImageConfig]) -> list[ServerOrder]:
     """Return what starts the services of a spec, in the order in which they start (pure).
 
-    Args:
-        spec: The spec.
-        configs: The configuration of each service's image by the service's name.
-
-    Raises:
-        SpecError: A service names no command, or nothing says when it is ready.
+    `SpecError` says that a service names no command, or that nothing says when it is ready.
     """
     return [_order(name, spec.services[name], configs[name]) for name in start_order(spec.services)]
 
