@@ -110,7 +110,7 @@ def unshare(flags: int) -> None:
 
 
 def fork_sharing_root() -> int:
-    """Fork so that parent and child share root and working directory: `chroot` in one moves both, even after an exec."""
+    """Fork so that parent and child share root and working directory: `chroot` in one moves both, also after exec."""
     number = {"x86_64": 56, "aarch64": 220}.get(MACHINE)
     if number is None:
         raise OSError(38, f"clone: not known on {MACHINE}")
