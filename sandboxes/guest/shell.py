@@ -166,7 +166,7 @@ class Shell:
         except OSError:
             return False
 
-    def is_as_new(self) -> bool:
+    def _is_as_new(self) -> bool:
         """Return whether its open descriptors are those of a shell that waits for its first command."""
         # No process can open one in a template.
         return self.waits_as_template or has_descriptors(self.pid, self._known)
@@ -263,7 +263,7 @@ class Shell:
 
         Right after its dump it still has some open, until it waits for its next command. So it is given a moment.
         """
-        return not wait_until_asleep(self.pid, self.is_as_new)
+        return not wait_until_asleep(self.pid, self._is_as_new)
 
     # -- with a template ---------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import contextlib
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from sandboxes.guest.anchored_processes import MAX_KILL_S, READY_S, AnchoredProcesses
 from sandboxes.guest.anchors.anchor import Anchor, ShellStartError
@@ -53,7 +52,6 @@ class Shells(AnchoredProcesses):
         self.sessions, self.pristine = sessions, pristine
         self.born: list[str] = []
         self._shells: dict[str, Shell] = {}
-        self._noted: dict[Shell, object] = {}
         # Shells that the anchor was asked for, by session. Each function waits for one.
         self._begun: dict[str, Callable[[], Shell]] = {}
         # A shell that waits as a template, after the fork of its last command has ended.
@@ -115,16 +113,6 @@ class Shells(AnchoredProcesses):
             return self.ready(name)
         finally:
             self._templates = True
-
-    def begin_first(self, name: str) -> str | None:
-        """Start a session's shell; return why it does not start if a command, or the base, has broken it."""
-        try:
-            self.ready(name)
-        except ShellStartError as error:
-            if not error.broken:
-                raise
-            return str(error)
-        return None
 
     def take_dump(self, shell: Shell) -> tuple[int, bool]:
         """Return the exit status in a call's dump, and whether the session differs from before the call."""
@@ -352,35 +340,6 @@ class Shells(AnchoredProcesses):
         """The processes that are ours and not the agent's."""
         return {shell.pid for shell in self} | self.anchor_pids
 
-    def note(self, running: str | None, *, stays: bool) -> None:
-        """Note, before a call, what it may change of shells that later calls use.
-
-        That are their pipes and, of shells that the call does not use, their limits, how often each was given a CPU,
-        and writes to its files in /proc. The look after the last call serves, if nothing has run since then. `running`
-        is the session that the call's command runs in. If something survives (`stays`), the shells go on after the call
-        and may run between calls.
-        """
-        known, self._noted = {} if stays else self._noted, {}
-        for shell in self:
-            if shell.name != running:
-                # Beside survivors `LiveState` has it reported.
-                if not stays:
-                    shell.watch()
-                self._noted[shell] = known.get(shell) or shell.at_rest()
-            elif stays:
-                self._noted[shell] = shell.pipes
-
-    def touched(self, running: str | None) -> bool:
-        """Return whether a call has changed something that was noted before it. 0.06 ms for each shell."""
-        noted, self._noted = self._noted, {}
-        for shell in self:
-            if shell in noted:
-                self._noted[shell] = shell.pipes if shell.name == running else shell.facts()
-        # The session's own shell may have ended with its call, which later calls do not see.
-        gone = any(shell not in self._noted and shell.name != running for shell in noted)
-        changed = any(noted[shell] != now for shell, now in self._noted.items())
-        return gone or changed or (bool(noted) and live_state.was_written())
-
     def end_idle(self, running: str | None) -> list[str]:
         """End all shells but that of one session; return the names of all sessions that had a shell."""
         names = list(self._shells)
@@ -495,11 +454,6 @@ class Shells(AnchoredProcesses):
         for shell in shells:
             self._shells[shell.name] = shell
             self.born = shell.born
-
-    def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of the anchor and of all shells."""
-        assert self.anchor is not None
-        return {"anchor": self.anchor.remember(), "shells": [shell.remember() for shell in self]}
 
 
 @contextlib.contextmanager

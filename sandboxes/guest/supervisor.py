@@ -36,6 +36,7 @@ from sandboxes.guest.files.disk_watch import WATCH_S, limit_note
 from sandboxes.guest.performed import Performed, not_started
 from sandboxes.guest.process_io import OVER_DISK, TIMED_OUT
 from sandboxes.guest.shell import Output, Shell
+from sandboxes.guest.shell_looks import ShellLooks
 from sandboxes.guest.shells import Shells
 from sandboxes.guest.survivors import Survivors
 from sandboxes.guest.tool_servers import Log, Servers, ToolServerError
@@ -93,7 +94,7 @@ class Supervisor:
         self.background, self.changes = background, changes
         self.survivors = Survivors(shells, background, self.living)
         self.stillness = Stillness()
-        self._sockets = sockets
+        self._sockets, self._looks = sockets, ShellLooks(shells)
         self._live: LiveState | None = None
 
     # -- waiting -----------------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ class Supervisor:
         self.survivors.begin()
         runs = run_counts(self.survivors.processes)
         live = self._live_state(runs)
-        self.shells.note(session, stays=bool(before))
+        self._looks.note(session, stays=bool(before))
         began_at = time.perf_counter()
         try:
             performed = self._perform(request, envelope)
@@ -247,7 +248,7 @@ class Supervisor:
 
     def _touched(self, session: str | None, live: LiveState | None) -> bool:
         """Return whether a call has changed another shell, or what survives. Both looks serve the next call too."""
-        touched = self.shells.touched(session)
+        touched = self._looks.touched(session)
         return (live is not None and live.changed()) or touched
 
     def _live_state(self, runs: Mapping[Process, int]) -> LiveState | None:

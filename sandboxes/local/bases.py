@@ -8,7 +8,7 @@ image lies its *dress*, which holds what a container runtime adds (`image_dress`
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sandboxes.errors import SpecError
@@ -66,6 +66,12 @@ class Base:
         if spec.workdir is not None or self.image is None:
             return spec
         return spec.model_copy(update={"workdir": self.image.workdir or "/"})
+
+    def image_config(self, spec: EnvironmentSpec) -> ImageConfig:
+        """Return the configuration of an image of a spec's states."""
+        config = self.image or ImageConfig()
+        environment = {**config.environment, **spec.env}
+        return replace(config, environment=environment, workdir=self.completed(spec).directory)
 
     def removed(self) -> str | None:
         """Return a directory that the program that kept it has removed; microseconds."""

@@ -22,17 +22,18 @@ from sandboxes.driver import FrozenState
 from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError, StateGoneError
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
+from sandboxes.images.images import Images
 from sandboxes.images.store import ImageStore
 from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import DirLock
 from sandboxes.local.bases import Base, Bases
-from sandboxes.local.images import Images
 from sandboxes.local.machine import START_S, Machine, Spare
 from sandboxes.local.portable_layers import LayerPorter
 from sandboxes.local.provision import furnish, prepare_services
 from sandboxes.local.sandbox import LocalSandbox
+from sandboxes.local.service_commands import SERVICES
 from sandboxes.local.services import service_orders
 from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.sources import SourceRules
@@ -238,8 +239,9 @@ class LocalDriver:
                 held.enter_context(self.sandboxes.holding(frozen.parts))
                 base = await self._frozen_base(spec, frozen.payload)
                 held.enter_context(self.sandboxes.holding(base.images))
-                layers = self.machine.layers.lowers(frozen.payload["layers"])
-                return await self.images.make(spec, base, layers, name, target)
+                lowers = [*self.machine.layers.lowers(frozen.payload["layers"]), *base.bare]
+                left_out = [SERVICES.strip("/")] if spec.services else []
+                return await self.images.make(lowers, base.image_config(spec), left_out, name, target)
 
     async def _frozen_base(self, spec: EnvironmentSpec, payload: dict[str, Any]) -> Base:
         """Return the base of a state whose parts are held, after a check of all that the state consists of."""

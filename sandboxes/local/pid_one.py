@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sandboxes.guest import terminal
+from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.anchors.template import spares
 from sandboxes.guest.background import BackgroundProcesses
 from sandboxes.guest.checkpoint_restore import Restored
@@ -91,7 +92,7 @@ class PidOne:
         `broken` says why no shell can be started.
         """
         if not (begun or broken):
-            broken = self._shells.begin_first("main")
+            broken = self._begin_first()
         started = SandboxStarted(broken, self._supervisor.state(), self._shells.pristine)
         self._link.hand_over(started, handed_over)
         if begun:
@@ -110,6 +111,16 @@ class PidOne:
                     self._open_terminal(request)
                 case _ if isinstance(request, CallRequest):
                     self._call(request, envelope)
+
+    def _begin_first(self) -> str | None:
+        """Start the main shell; return why it does not start if a command, or the base, has broken it."""
+        try:
+            self._shells.ready("main")
+        except ShellStartError as error:
+            if not error.broken:
+                raise
+            return str(error)
+        return None
 
     def _call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
         """Run a call and send the answer; if something was written, say at once what becomes of the upper layer.
@@ -217,11 +228,14 @@ class PidOne:
         if outlet.connected():
             self._link.send(NotFreezable(outlet.CONNECTED))
             return
+        anchor = self._shells.anchor
+        assert anchor is not None
         self._send_layer_state(
             self._supervisor.state(),
             paths,
             {
-                **self._shells.remember(),
+                "anchor": anchor.remember(),
+                "shells": [shell.remember() for shell in self._shells],
                 "restless": self._stillness.restless,
                 "servers": [server.remember() for server in self._servers],
                 "left": [process.remember() for process in self._background],

@@ -12,8 +12,8 @@ from proxy.refusals import RefusalError
 from sandboxes.errors import SpecError
 
 if TYPE_CHECKING:
+    from sandboxes.images.images import Images
     from sandboxes.local.driver import LocalDriver
-    from sandboxes.local.images import Images
 
 _LISTED_IMAGES = 1000
 """Names of listed images that are kept by id. A client that inspects an older id gets the id as its name."""

@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from sandboxes.errors import SandboxError
 from sandboxes.images import state_image
 from sandboxes.images.config import ImageConfig
 from sandboxes.images.store import ImageStore
-from sandboxes.local.bases import Base
-from sandboxes.local.service_commands import SERVICES
 from sandboxes.portability import NoImageError
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
@@ -52,17 +49,12 @@ class Images:
             raise NoImageError("the proxy is not root, and only root sees the owners of files. Run the proxy as root.")
 
     async def make(
-        self, spec: EnvironmentSpec, base: Base, layers: Sequence[str], name: str, target: Path | None
+        self, lowers: Sequence[str], config: ImageConfig, left_out: Sequence[str], name: str, target: Path | None
     ) -> str:
-        """Make a container image of a state's layers over its base; see `sandboxes.portability.ImagingDriver`."""
-        lowers = [*layers, *base.bare]
+        """Make an image of directories, the topmost first; see `state_image.ImageOrder`."""
         alone = [self._store.empty] if len(lowers) == 1 else []
-        config = base.image or ImageConfig()
-        environment = {**config.environment, **spec.env}
         order = state_image.ImageOrder(
-            lowers=[*lowers, *alone], empty=bool(alone),
-            config=replace(config, environment=environment, workdir=base.completed(spec).directory).members(),
-            left_out=[SERVICES.strip("/")] if spec.services else [], name=name,
+            lowers=[*lowers, *alone], empty=bool(alone), config=config.members(), left_out=left_out, name=name,
             target=None if target is None else str(target), folder=str(self._folder),
         )  # fmt: skip
         return await state_image.make(order)
