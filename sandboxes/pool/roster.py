@@ -26,12 +26,9 @@ class Slot:
 
     Attributes:
         owner: The rollout that the sandbox is reserved for while its state exists nowhere else; None for everybody.
-        position: Where the sandbox is.
         sandbox: The sandbox; None while it starts.
-        state: The state of the lifecycle.
         used_at: When the last lease ended, in seconds of the monotonic clock.
         started_at: When the sandbox had started, on the same clock.
-        calls: How many calls ran in the sandbox.
         warm: The sandbox was made ahead of its use and was not used yet.
         ahead: Only calls that no rollout had made yet ran in the sandbox since it was made.
         irreplaceable: The sandbox may be the last way to its state, and the state could not be kept; see `Pool.keep`.
@@ -59,12 +56,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Roster:
-    """All slots in the order of their start, indexed by position.
-
-    Attributes:
-        slots: Every slot that is not closed.
-        elsewhere: How many of them have a sandbox on another machine.
-    """
+    """All slots that are not closed, in the order of their start; `elsewhere` counts those on another machine."""
 
     slots: list[Slot] = field(default_factory=list)
     elsewhere: int = 0
@@ -79,11 +71,7 @@ class Roster:
         self.elsewhere += slot.elsewhere
 
     def apply(self, slot: Slot, event: LifecycleEvent) -> None:
-        """Change the state of a slot. A closed slot leaves the roster.
-
-        Raises:
-            ValueError: The lifecycle has no such step.
-        """
+        """Change the state of a slot. A closed slot leaves the roster."""
         slot.state = next_state(NEXT, slot.state, event)
         if slot.state is SandboxState.CLOSED:
             self._leave_position(slot)
@@ -100,13 +88,9 @@ class Roster:
     def find(self, position: Hashable, owner: int | None, *, shared: bool) -> Slot | None:
         """Return the sandbox at a position that a rollout should use, or None.
 
-        Idle sandboxes come first, and among them the rollout's own. A freezing sandbox is worth waiting for,
-        whatever its owner: once it is frozen, its state exists as a snapshot too.
-
-        Args:
-            position: Where the sandbox must be.
-            owner: The rollout that needs it.
-            shared: The state of the position exists elsewhere too, so other rollouts' sandboxes may be used.
+        Idle sandboxes come first, and among them the rollout's own. A freezing sandbox is worth waiting for, whatever
+        its owner: once it is frozen, its state exists as a snapshot too. If the position's state is `shared`, it exists
+        elsewhere too, so other rollouts' sandboxes may be used.
         """
         alive = [s for s in self._by_position.get(position, ()) if _alive(s)]
         idle = [s for s in alive if s.state is SandboxState.IDLE and (shared or s.owner in (owner, None))]
