@@ -58,15 +58,8 @@ def is_header(name: str, value: str) -> bool:
 def request_head(method: str, target: str, headers: Iterable[tuple[str, str]], host: str, length: int) -> bytes:
     """Return the head of a request, up to and including the blank line.
 
-    Args:
-        method: The method, in upper case.
-        target: Path and query; begins with a slash.
-        headers: The client's headers. Hop-by-hop headers and `_SET_BY_REQUEST_HEAD` are left out.
-        host: The value of the Host header.
-        length: Size of the body in bytes.
-
-    Raises:
-        InvalidRequestError: A part has characters that are not allowed there.
+    Hop-by-hop headers and `_SET_BY_REQUEST_HEAD` are left out of the client's. The target begins with a slash. A part
+    with characters that are not allowed there is an `InvalidRequestError`.
     """
     if _METHOD.fullmatch(method) is None:
         raise InvalidRequestError(f"{method[:40]!r} is not a method")

@@ -7,14 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def without(package: str) -> Iterator[None]:
-    """Hide a package from the imports of this block.
+    """Hide a top-level package, unless it is loaded already, from the imports of this block.
 
     structlog loads Rich for tracebacks, httpx loads Pygments for its command line, and sqlite-utils loads NumPy for
     column types. The proxy needs none of this, and each takes about 0.2 s of every start. A None in `sys.modules` makes
     an import fail as if the package were not installed (Python language reference, 5.3.1).
-
-    Args:
-        package: The name of a top-level package. Nothing happens if it is loaded already.
     """
     hidden = package not in sys.modules
     if hidden:

@@ -52,11 +52,7 @@ def frame(kind: int, data: bytes) -> bytes:
 
 
 def frames(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield kind and data of each frame of a complete body.
-
-    Raises:
-        OutputError: The body ends within a frame.
-    """
+    """Yield kind and data of each frame of a complete body; one that ends within a frame is an `OutputError`."""
     at = 0
     while at < len(body):
         if len(body) - at < _HEADER.size:
@@ -80,11 +76,7 @@ def by_stream(body: bytes) -> bytes:
 
 
 def ending(body: bytes) -> Ending:
-    """Return the ending that the last frame of a body describes.
-
-    Raises:
-        OutputError: The body is cut off, or has no ending.
-    """
+    """Return the ending that the last frame of a body describes; a body that is cut off is an `OutputError`."""
     fields: Any = None
     try:
         for kind, data in frames(body):

@@ -10,12 +10,9 @@ Jobs = tuple[str, ...]
 
 
 def quote(text: str) -> str:
-    """Return text as a single-quoted word of any POSIX shell.
+    """Return text without NUL as a single-quoted word of any POSIX shell; line breaks stay part of it.
 
     `shlex.quote` leaves harmless words bare. This function always quotes, so that equal scripts are equal bytes
     whatever the word, and guest code need not load `shlex` and `re`.
-
-    Args:
-        text: Any text without NUL. Line breaks stay part of the word.
     """
     return "'" + text.replace("'", "'\\''") + "'"

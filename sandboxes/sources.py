@@ -43,10 +43,9 @@ class SourceRules:
     egress: tuple[str, ...] = ()
 
     def check(self, spec: EnvironmentSpec) -> None:
-        """Check everything that a spec names. It takes some microseconds for each path, which need not exist.
+        """Check everything that a spec names; raise `ForbiddenSourceError` for what it must not reach.
 
-        Raises:
-            ForbiddenSourceError: The spec names something that it must not reach.
+        It takes some microseconds for each path, which need not exist.
         """
         self.check_egress(spec)
         for path in _paths(spec):
@@ -63,11 +62,7 @@ class SourceRules:
             self._check_urls(spec)
 
     def check_egress(self, spec: EnvironmentSpec) -> None:
-        """Check that the administrator has listed every host that a spec names. Microseconds.
-
-        Raises:
-            ForbiddenSourceError: One is not listed; none are by default.
-        """
+        """Check that the administrator has listed every host that a spec names; none are by default. Microseconds."""
         for host in () if spec.egress is None else spec.egress.hosts:
             if not any(covers(entry, host) for entry in self.egress):
                 raise ForbiddenSourceError(
@@ -104,11 +99,7 @@ class SourceRules:
         return real
 
     def check_url(self, url: str) -> None:
-        """Check that a confined spec may name a URL or DSN.
-
-        Raises:
-            ForbiddenSourceError: It does not begin with an allowed prefix.
-        """
+        """Check that a URL or DSN of a confined spec begins with an allowed prefix."""
         named = _split(url)
         allowed = (_split(entry) for entry in self.allowed if "://" in entry)
         if named is None or not any(entry is not None and _covers(entry, named) for entry in allowed):

@@ -16,15 +16,7 @@ T = TypeVar("T")
 
 
 def start(coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-    """Start a task that its caller awaits or cancels in the same function.
-
-    Args:
-        coroutine: What the task runs.
-        name: Shown by debuggers; None lets asyncio number the task.
-
-    Returns:
-        The running task. The caller must keep it: asyncio does not.
-    """
+    """Start a task that its caller awaits or cancels in the same function, and must keep: asyncio does not."""
     return asyncio.create_task(coroutine, name=name)
 
 
@@ -61,15 +53,9 @@ class TaskOwner:
         return iter(tuple(self._tasks))
 
     def spawn(self, name: str, coroutine: Coroutine[Any, Any, T], *, awaited: bool = False) -> asyncio.Task[T]:
-        """Run a coroutine in the background.
+        """Run a coroutine in the background, under a name for log lines; the owner holds the task until it ends.
 
-        Args:
-            name: Names the task in log lines and debuggers.
-            coroutine: What the task runs.
-            awaited: The caller awaits the task and handles its exception, so a failure is not logged here.
-
-        Returns:
-            The task. Callers may ignore it: the owner holds it until it ends.
+        An awaited task has a caller that handles its exception, so a failure is not logged here.
         """
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)

@@ -42,11 +42,7 @@ WRITE_S = 10.0
 
 
 class PendingOutput(KeptOutput):
-    """Output of one stream that was not polled yet.
-
-    Attributes:
-        fd: Our end of the pipe; -1 once it is closed.
-    """
+    """Output of one stream that was not polled yet. Our end of the pipe, `fd`, is -1 once it is closed."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
@@ -91,10 +87,8 @@ class BackgroundProcess:
 
     Attributes:
         description: What it was started with: number, argv, environment and the rest of the call's arguments.
-        pid: Its process, as the supervisor numbers it.
         streams: Its output, by stream number.
         terminal: Whether it has a terminal. Its master end is then both the OUT stream and the way to type.
-        watches: Whether it is the watch of a directory.
         stdin: Our end of its stdin; -1 if it has none or it is closed.
         code: Its exit code; None until the supervisor knows that it has ended.
         signals: The signals that calls have sent to it.
@@ -112,13 +106,7 @@ class BackgroundProcess:
     ) -> None:
         """Take over a process that runs.
 
-        Args:
-            description: What it was started with.
-            streams: Its output, by stream number.
-            stdin: Our end of its stdin, or -1.
-            death: A descriptor that is readable once it has ended.
-            pid: Its process.
-            status: Returns its exit code once it has ended.
+        `death` is a descriptor that is readable once the process has ended, and `status` then returns its exit code.
         """
         self.description, self.pid, self.streams, self.stdin = dict(description), pid, streams, stdin
         self.terminal, self.watches = bool(description.get("tty")), "argv" not in description
@@ -162,11 +150,7 @@ class BackgroundProcess:
         return self.code is not None and all(stream.fd < 0 for stream in self.streams.values())
 
     def take(self, due: Mapping[int, int] | None) -> bytes:
-        """Remove and return output as frames.
-
-        Args:
-            due: How many bytes of each stream to take at most; None for all.
-        """
+        """Remove and return output as frames, of each stream at most as many bytes as are due; None for all."""
         frames = b""
         for number, stream in self.streams.items():
             data = stream.take() if due is None else stream.take_some(due[number])
@@ -275,11 +259,7 @@ class BackgroundProcess:
 
 
 class BackgroundProcesses:
-    """The background processes of one sandbox.
-
-    Attributes:
-        max_bytes: How much output of each stream is kept.
-    """
+    """The background processes of one sandbox. At most `max_bytes` of the output of each stream are kept."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -372,11 +352,9 @@ class BackgroundProcesses:
     def _poll(self, process: BackgroundProcess, until: Mapping[str, Any] | None, timeout_s: float) -> ProcessAnswer:
         """Return what a process has printed since the last poll.
 
-        Args:
-            process: The process.
-            until: For a replay: how much output the recorded poll returned, and whether the process had ended. The
-                poll waits for as much and returns no more. None: return what is there.
-            timeout_s: How long a replay waits.
+        A replay waits, for at most timeout_s, until as much output has come as the recorded poll returned, and until
+        the process has ended if it had then. It returns no more. `until` says how much that was; None returns what is
+        there.
         """
         due = None
         if until is not None:

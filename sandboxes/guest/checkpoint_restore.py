@@ -24,7 +24,8 @@ from sandboxes.guest.anchors.anchor import Anchor
 from sandboxes.guest.anchors.programs import adopted_anchor
 from sandboxes.guest.anchors.shell_kit import new_pipes as new_shell_pipes
 from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
-from sandboxes.guest.local_shell import LocalShell
+from sandboxes.guest.shell import Shell
+from sandboxes.guest.shell_start import adopt
 from sandboxes.guest.tool_servers import new_pipes as new_server_pipes
 from sandboxes.ipc.state_messages import Checkpoint
 from sandboxes.linux import processes
@@ -42,8 +43,6 @@ class Restored(NamedTuple):
     """Our side of what a checkpoint brought back.
 
     Attributes:
-        anchor: The anchor.
-        shells: The sessions' shells.
         servers: What was remembered of each server.
         server_ends: Our ends of all servers' pipes, in order.
         background: What was remembered of each background process, with our ends of its pipes by stream number.
@@ -51,7 +50,7 @@ class Restored(NamedTuple):
     """
 
     anchor: Anchor
-    shells: list[LocalShell]
+    shells: list[Shell]
     servers: list[dict[str, Any]]
     server_ends: list[int]
     background: list[tuple[dict[str, Any], dict[int, int]]]
@@ -62,16 +61,7 @@ class Restoring:
     """One restore, under way from the constructor's return to `finish`."""
 
     def __init__(self, checkpoint: Checkpoint, arguments: list[str], files: Sequence[int]) -> None:
-        """Make the pipes and start CRIU.
-
-        Args:
-            checkpoint: What was remembered of the processes.
-            arguments: CRIU's arguments.
-            files: `ns_last_pid`, then the `CriuFiles`; they are closed here.
-
-        Raises:
-            OSError: A mapped file cannot be opened.
-        """
+        """Make the pipes and start CRIU. The files are `ns_last_pid`, then the `CriuFiles`; they are closed here."""
         self._checkpoint = checkpoint
         theirs: list[int] = []
         self._anchor_ends = _anchor_pipes(theirs)
@@ -107,7 +97,7 @@ class Restoring:
         shells = zip(checkpoint["shells"], self._shell_ends, strict=True)
         return Restored(
             adopted_anchor(checkpoint["anchor"], self._anchor_ends),
-            [LocalShell.adopt(remembered, ends) for remembered, ends in shells],
+            [adopt(remembered, ends) for remembered, ends in shells],
             self._servers,
             self._server_ends,
             self._background,

@@ -62,11 +62,7 @@ class CriuFiles(NamedTuple):
 def operate(files: CriuFiles, arguments: list[str], inherited: Sequence[int] = (), *, restores: bool) -> NoReturn:
     """Start CRIU in the namespaces of this process, or of its children to come; end when CRIU ends. Call in a fork.
 
-    Args:
-        files: What the proxy has opened.
-        arguments: CRIU's arguments, its name first.
-        inherited: What restored processes inherit.
-        restores: Whether CRIU will restore processes, and not dump them.
+    CRIU's arguments begin with its name. Restored processes get the inherited descriptors.
     """
     code = 1
     # Open until this process ends: so the proxy learns that CRIU has ended.
@@ -103,10 +99,8 @@ def operate(files: CriuFiles, arguments: list[str], inherited: Sequence[int] = (
 def set_last_pid(last_pid: int, number: int) -> None:
     """Make the next process of this process's pid namespace get the pid after a number.
 
-    Args:
-        last_pid: A descriptor of `ns_last_pid`. The host has opened it, because the sandbox's is read-only. The kernel
-            goes by the namespace of the process that writes (pid_namespaces(7)).
-        number: The pid before the next one.
+    The host has opened the descriptor of `ns_last_pid`, because the sandbox's is read-only. The kernel goes by the
+    namespace of the process that writes (pid_namespaces(7)).
     """
     os.pwrite(last_pid, str(number).encode(), 0)
 
@@ -114,11 +108,7 @@ def set_last_pid(last_pid: int, number: int) -> None:
 def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str]) -> None:
     """Answer the proxy until CRIU ends.
 
-    Args:
-        link: The socket to the proxy.
-        ended: CRIU's process descriptor.
-        tracer: CRIU, as the sandbox numbers it.
-        changed: The mounts without links.
+    `tracer` is CRIU, as the sandbox numbers it; `changed` are the mounts without links.
     """
     poll = select.poll()
     poll.register(ended, select.POLLIN)

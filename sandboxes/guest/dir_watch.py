@@ -49,12 +49,7 @@ class WatchEvents(PendingOutput):
     """The events of a directory, which were not polled yet, as lines of JSON."""
 
     def __init__(self, folder: int, *, recursive: bool) -> None:
-        """Begin to watch.
-
-        Args:
-            folder: A descriptor of the directory; it is owned from now on.
-            recursive: Whether directories below are watched as well.
-        """
+        """Begin to watch a directory, whose descriptor is owned from now on, or also all directories below it."""
         super().__init__(kernel.inotify())
         self._recursive = recursive
         self._folders: dict[int, tuple[str, int]] = {}
@@ -151,9 +146,7 @@ def _watch(arguments: Mapping[str, Any], folder: int) -> BackgroundProcess:
 def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> BackgroundProcess | ProcessAnswer:
     """Begin to watch a directory; return the watch, or an answer that says why there is none.
 
-    Args:
-        arguments: The call's arguments: path, user, recursive.
-        enter: Drops, in a child, the rights that the agent lacks.
+    The call's arguments are path, user and recursive. `enter` drops, in a child, the rights that the agent lacks.
     """
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -197,14 +190,7 @@ def _open_apart(arguments: Mapping[str, Any], enter: Callable[[], None], to: int
 def perform(
     background: BackgroundProcesses, request: UseBackgroundProcess, body: bytes, enter: Callable[[], None]
 ) -> ProcessAnswer:
-    """Carry out a call about a background process, or `watch` or `unwatch` a directory.
-
-    Args:
-        background: The background processes.
-        request: The call.
-        body: What a `write` writes.
-        enter: Drops, in a child, the rights that the agent lacks.
-    """
+    """Carry out a call about a background process, or `watch` or `unwatch` a directory; see `begin`."""
     if request.tool == "watch":
         watch = begin(request.arguments, enter)
         if not isinstance(watch, BackgroundProcess):

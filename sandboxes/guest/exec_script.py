@@ -16,11 +16,8 @@ PROGRAM = f". /proc/self/fd/{TEXT_FD}"
 def text(fields: Mapping[str, Any], env: Mapping[str, str], *, redirections: str, terminal: str = "") -> bytes:
     """Return a script with which a POSIX shell becomes a process, or reports in Docker's words why it cannot.
 
-    Args:
-        fields: The process: argv, cwd, detach. The shell runs as its user already.
-        env: All of its variables.
-        redirections: Shell redirections that make its streams.
-        terminal: The path of its controlling terminal; empty for none.
+    The shell runs as the process's user already, and the redirections make its streams. `env` has all of its variables,
+    and `terminal` is the path of its controlling terminal; empty for none.
     """
     facts = {"cwd": fields["cwd"], "terminal": terminal, "quiet": "yes" if fields.get("detach") else ""}
     # Bytes as latin-1 characters: quoting then sees one character for each byte, whatever the encoding is.

@@ -71,11 +71,8 @@ class HeldNames:
     def __init__(self, tracer: int) -> None:
         """Look, in the sandbox's mount namespace and root. About 1 ms for a shell and a Python program.
 
-        Args:
-            tracer: CRIU, as the sandbox numbers it.
-
-        Raises:
-            UnsafeNameError, OSError: The processes must not be dumped, or something cannot be seen.
+        `tracer` is CRIU, as the sandbox numbers it. `UnsafeNameError` or `OSError` mean that the processes must not be
+        dumped.
         """
         self.mapped: dict[str, str] = {}
         self.times: dict[str, list[int]] = {}
@@ -222,13 +219,7 @@ def _stands_still(pid: str, tracer: int) -> bool:
 def _require_plain(path: bytes, held: os.stat_result | None, subject: str) -> None:
     """Raise unless a name leads to what is held without a link, or to the place of a file that was deleted.
 
-    Args:
-        path: The kernel's name.
-        held: What is held; None if it is known by its name only.
-        subject: What the text of the error begins with.
-
-    Raises:
-        UnsafeNameError: It leads elsewhere.
+    Of what is known by its name only, `held` is None. The text of the error begins with the subject.
     """
     if path.startswith((b"/proc/", b"/sys/")) and path not in _KERNEL_FILES:
         raise UnsafeNameError(f"{subject}, a file of the kernel")
@@ -250,11 +241,7 @@ def _require_plain(path: bytes, held: os.stat_result | None, subject: str) -> No
 
 
 def _look_up(path: bytes, subject: str) -> os.stat_result | None:
-    """Return what a name leads to without following a link; None if it leads to nothing.
-
-    Raises:
-        UnsafeNameError: There is a link on the way, or at the end of it.
-    """
+    """Return what a name leads to, or None. A link on the way, or at its end, is an `UnsafeNameError`."""
     try:
         fd = kernel.open_without_links(path, os.O_PATH | os.O_NOFOLLOW)
     except OSError as error:
@@ -275,11 +262,8 @@ def _look_up(path: bytes, subject: str) -> os.stat_result | None:
 def _plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int, bytes]]) -> list[bytes]:
     """Compare the names that sockets are bound to with the kernel's names of their files; return these.
 
-    It runs in the sandbox's pid namespace.
-
-    Args:
-        wanted: The names that sockets are bound to, by the kernel's descriptions of the sockets.
-        descriptors: Process, descriptor and description of each open socket.
+    It runs in the sandbox's pid namespace. The wanted names are by the kernel's descriptions of the sockets, and each
+    open socket is given by process, descriptor and description.
     """
     paths = []
     for pid, number, description in descriptors:

@@ -52,15 +52,11 @@ class Running:
         keeps_in: bool = False,
         due: dict[int, int] | None = None,
     ) -> None:
-        """Take over a process that was started.
+        """Take over a process that was started, with our ends of its streams 0, 1 and 2; a terminal has stream 1 alone.
 
-        Args:
-            ends: Our ends of its streams 0, 1 and 2; a terminal has stream 1 alone.
-            stdin: What to write to its stdin.
-            death: A descriptor that is readable once it has ended.
-            to: Where the frames go.
-            keeps_in: Whether its stdin stays open after what was written.
-            due: How much output of each stream is awaited until the process is left; None: it is not to be left.
+        Its frames go to `to`. `death` is readable once it has ended. With `keeps_in` its stdin stays open after what
+        was written. `due` is how much output of each stream is awaited until the process is left; None if it is not to
+        be left.
         """
         self._keeps_in, self._due = keeps_in, due
         self._death, self._to, self._unwritten = death, to, memoryview(stdin)
@@ -94,13 +90,10 @@ class Running:
     ) -> str:
         """Pass input and output on; return "ended", "timeout", "disk", "depth", "host" or "detached".
 
-        Args:
-            until: When the process's time is up, by `time.monotonic`.
-            driver: The socket from which the proxy's messages come.
-            over_disk: Says, called again and again, that the disk has run out.
-            client_detached: Called when `driver` is readable; returns whether the client has detached.
-            detach: Whether the process was started detached. Its streams lead nowhere then, so the pump is over once
-                they are closed, unless they have reported that the process could not start.
+        The process's time is up at `until`, by `time.monotonic`. `over_disk` says, called again and again, that the
+        disk has run out. When `driver`, the proxy's socket, is readable, `client_detached` returns whether the client
+        has detached. The streams of a process that was started detached lead nowhere, so the pump is over once they are
+        closed, unless they have reported that the process could not start.
         """
         ended_at: float | None = None
         while True:
@@ -124,10 +117,7 @@ class Running:
     def conclude(self, ending: str, status: Callable[[], int], disk_bytes: int) -> int | None:
         """Close the streams and return the exit code; None for a process that goes on, whose output stays open.
 
-        Args:
-            ending: What `pump` returned.
-            status: Returns the exit code of a process that has ended.
-            disk_bytes: How much the sandbox may write, for the message to a process that wrote more.
+        `ending` is what `pump` returned; `disk_bytes` is for the message to a process that wrote more.
         """
         code: int | None = None
         if ending == "ended":
@@ -256,20 +246,8 @@ def due_of(arguments: Mapping[str, Any]) -> dict[int, int] | None:
     return None if until is None else {stream: int(until[str(stream)]) for stream in (OUT, ERR)}
 
 
-def death_of(pid: int) -> int:
-    """Return a descriptor that is readable once a process has ended; at once if it has, and for 0, which is none."""
-    with contextlib.suppress(ProcessLookupError):
-        if pid:
-            return os.pidfd_open(pid)
-    return os.eventfd(1, os.EFD_CLOEXEC)
-
-
 def new_pipes(*, stdin: bool) -> tuple[dict[int, int], dict[int, int]]:
-    """Return our ends and a process's ends of its streams, by stream number.
-
-    Args:
-        stdin: Whether its stdin is a pipe; otherwise it is /dev/null, of which we have no end.
-    """
+    """Return our ends and a process's ends of its streams, by number. Without stdin it reads /dev/null."""
     ours, theirs = {}, {}
     for stream in (1, 2):
         ours[stream], theirs[stream] = os.pipe2(os.O_CLOEXEC)
@@ -284,11 +262,9 @@ def new_pipes(*, stdin: bool) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def open_terminal(multiplexer: str, size: object) -> tuple[int, str]:
-    """Return the master end of a new terminal, and the path of its other end.
+    """Return the master end of a new terminal of a file system's `ptmx` device, and the path of its other end.
 
-    Args:
-        multiplexer: The `ptmx` device of the file system that the terminal belongs to.
-        size: Its rows and columns; anything else leaves the size unset.
+    The size is its rows and columns; anything else leaves it unset.
     """
     master = os.open(multiplexer, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))

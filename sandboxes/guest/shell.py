@@ -1,26 +1,34 @@
 """A live shell of one session: it gets commands, and answers each with a dump of the session.
 
-What a shell is asked and answers is here; `local_shell.LocalShell` says how one starts.
+What a shell is asked and answers is here; `shell_start` says how one starts.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
+import resource
 import select
 import signal
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sandboxes.guest.anchors.shell_kit import changeable
+from sandboxes.guest.anchors.native_anchor import NativeAnchor
+from sandboxes.guest.anchors.shell_kit import TEXTS, ShellKit, changeable
+from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.bash import session as session_texts
+from sandboxes.guest.bash.restore import orders
+from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all, overwrite, read_available
 from sandboxes.linux.live_state import report_writes
-from sandboxes.linux.processes import limits, run_counts, wait_until_asleep
+from sandboxes.linux.processes import death_of, has_descriptors, run_counts, wait_until_asleep
 from sandboxes.process_output import KeptOutput
 from sandboxes.shell_text import Jobs, ShellSession
+
+if TYPE_CHECKING:
+    from sandboxes.guest.anchors.template import ShellTemplate
 
 _PIECES_S = 0.0002
 """How long the rest of a dump is left to gather. Bash writes each line by itself, 60 lines in 0.3 ms, and a reader that
@@ -30,6 +38,10 @@ _PIECES = 16
 _MUCH_BYTES = 1 << 15
 """Half of a pipe. After a read that has brought so much the next one follows at once, because a full pipe stops bash.
 Doubled, bash may stop; halved, nothing changes for dumps of the usual 3 kB."""
+_LIMITS = tuple(
+    (name, getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"
+)
+"""All resource limits of this kernel. RLIMIT_OFILE is another name of RLIMIT_NOFILE."""
 
 
 def may_be_waited_for(jobs: Jobs, session: ShellSession) -> bool:
@@ -41,21 +53,12 @@ def may_be_waited_for(jobs: Jobs, session: ShellSession) -> bool:
 
 
 def is_in_proc_of(pid: int, folder: str) -> bool:
-    """Return whether a directory is one of a process in /proc, so that no later process can be in it (pure).
-
-    Args:
-        pid: The process, as the sandbox numbers it.
-        folder: The directory's name.
-    """
+    """Return whether a directory is one of a process in /proc, so that no later process can be in it (pure)."""
     return f"{folder}/".startswith(f"/proc/{pid}/")
 
 
 class Output(KeptOutput):
-    """One stream of a shell's command.
-
-    Attributes:
-        fd: Our end of the pipe.
-    """
+    """One stream of a shell's command, from our end of the pipe."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
@@ -67,13 +70,11 @@ class Output(KeptOutput):
             self.add(data, max_bytes)
 
 
-class Shell(ABC):
-    """A live shell.
+class Shell:
+    """A live bash that is a child of the anchor, over pipes.
 
     Attributes:
-        name: The name of its session.
         session: The session that it was started from; None for one in which nothing has happened.
-        pid: Its process, as the supervisor numbers it.
         death: A descriptor that is readable once it has ended. By then the pid may be another process's.
         baseline: The session in its last dump; None until the first dump.
         jobs: The jobs in its last dump.
@@ -81,24 +82,14 @@ class Shell(ABC):
             job. Empty if there was none; a fresh shell that is restored from a dump then does as well.
         born: What the first shell passed on to its children (`live_state.inherited`).
         runs: How many commands it was given.
-        out: The stdout of its command.
-        err: The stderr of its command.
-        dump_fd: Our end of the pipe on which it dumps.
-        go_fd: Our end of the pipe whose lines let it go on.
-        command_fd: The text of its command.
+        kit: What it was started on, which the anchor may lend again; None if its descriptors are its own.
+        template: What forks the bash that runs the next command; None if the shell's own bash does. While `forked` is
+            not set, `pid` is the template's.
     """
 
-    def __init__(self, name: str, session: ShellSession | None, pid: int, death: int, ends: Mapping[int, int]) -> None:
-        """Take over a shell that was started, or is about to be.
-
-        Args:
-            name: The name of its session.
-            session: The session that it is started from.
-            pid: Its process; 0 while it is not known.
-            death: A descriptor that is readable once it has ended.
-            ends: Our ends of its pipes and of its command's text, by its own descriptor numbers.
-        """
-        self.name, self.session, self.pid, self.death = name, session, pid, death
+    def __init__(self, name: str, session: ShellSession | None, pid: int, ends: Mapping[int, int]) -> None:
+        """Take over a bash that runs, and our ends of its pipes and of its command's text, by its own numbers."""
+        self.name, self.session, self.pid, self.death = name, session, pid, death_of(pid)
         self.baseline: ShellSession | None = None
         self.jobs: Jobs = ()
         self.knowledge = b""
@@ -110,53 +101,80 @@ class Shell(ABC):
         self.dump_fd = ends[session_texts.DUMP_FD]
         # A dump arrives in pieces of the pipe's size, and between them the supervisor watches disk and time.
         self._dump = bytearray()
+        self.kit: ShellKit | None = None
+        self.template: ShellTemplate | None = None
+        self.forked = False
+        # Kept together, so that `close` cannot forget one.
+        self._ends = [*ends.values(), self.death]
+        # The kernel's names of what an idle shell has open. Whatever else it has open, a command has opened.
+        self._known = {0: "/dev/null", **dict.fromkeys(TEXTS, "/memfd:text (deleted)"), **self._pipe_names()}
 
-    @abstractmethod
     def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of an idle shell; its members are a disk format."""
+        """Return what a checkpoint has to keep of an idle shell, with the names of the pipes that lead to it."""
+        facts = {name: getattr(self, name) for name in ("name", "session", "pid", "baseline", "jobs", "runs")}
+        facts |= {"knowledge": self.knowledge.hex(), "born": self.born}
+        return {**facts, "pipes": {str(number): name for number, name in self._pipe_names().items()}}
 
-    @abstractmethod
-    def _orders(self, command: bytes) -> tuple[bytes, bytes]:
-        """Return the line that lets the shell go on, and the text that it then evaluates."""
+    def _pipe_names(self) -> dict[int, str]:
+        """Return the kernel's names of the pipes that lead to the shell, by its own descriptor numbers."""
+        ours = {1: self.out.fd, 2: self.err.fd, session_texts.GO_FD: self.go_fd, session_texts.DUMP_FD: self.dump_fd}
+        # Both ends of a pipe have the same name `pipe:[inode]` (proc_pid_fd(5)), so our end tells what the shell has
+        # open.
+        return {number: os.readlink(f"/proc/self/fd/{fd}") for number, fd in ours.items()}  # noqa: PTH115
 
-    @abstractmethod
-    def _parse_dump(self, dump: bytes) -> tuple[int, ShellSession, Jobs]:
-        """Return the exit status, the session and the jobs of a dump, with the session's resource limits.
-
-        Raises:
-            MalformedDumpError: A command has interfered with the dump.
-        """
-
-    @abstractmethod
     def restore_limits(self) -> None:
         """Give the shell its session's resource limits. It must have become the shell's program already.
 
         An execve(2) that is under way puts the limit of the stack back at its end (finalize_exec in the kernel).
         """
+        for name, (soft, hard) in ({} if self.session is None else self.session["limits"]).items():
+            # The session may be of another kernel, or of a privileged start, whose limits cannot be set here.
+            with contextlib.suppress(OSError, ValueError):
+                resource.prlimit(self.pid, getattr(resource, name), (soft, hard))
 
-    @property
-    def waits_as_template(self) -> bool:
-        """Whether its process is a template, which no process of the sandbox can enter and which runs no command."""
-        return False
+    def _orders(self, command: bytes) -> tuple[bytes, bytes]:
+        return orders(self.session, command)
 
-    @abstractmethod
+    def _parse_dump(self, dump: bytes) -> tuple[int, ShellSession, Jobs]:
+        status, session, jobs = session_texts.parse_dump(dump)
+        # The kernel tells limits more reliably than `ulimit -a`, whose words differ between bash versions.
+        session["limits"] = self._changed_limits()
+        return status, session, jobs
+
+    def _changed_limits(self) -> dict[str, list[int]]:
+        changed: dict[str, list[int]] = {}
+        # The kernel's text of all limits costs a tenth of asking for each.
+        if processes.limits(self.pid) == _own_limits():
+            return changed
+        for name, number in _LIMITS:
+            with contextlib.suppress(OSError, ValueError):
+                # Compared with this process's own limits, with which the shell was born.
+                now = resource.prlimit(self.pid, number)
+                if now != _own_limit(number):
+                    changed[name] = list(now)
+        return changed
+
     def stands_at(self, folder: str) -> bool:
         """Return whether a name leads to the directory that the idle shell is in, and will for the next shell."""
+        if self.waits_as_template:
+            # Its fork enters the directory by its name.
+            return True
+        if is_in_proc_of(self.pid, folder):
+            return False
+        try:
+            return os.path.samestat(os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1")))  # noqa: PTH116
+        except OSError:
+            return False
 
-    @abstractmethod
-    def is_as_new(self) -> bool:
+    def _is_as_new(self) -> bool:
         """Return whether its open descriptors are those of a shell that waits for its first command."""
+        # No process can open one in a template.
+        return self.waits_as_template or has_descriptors(self.pid, self._known)
 
     def send_kill(self) -> None:
         """Have the kernel end the shell, without a wait: from now on it runs nothing."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.death, signal.SIGKILL)
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close our ends of its pipes. The shell itself is not killed."""
-        close_all(self._watches)
-        self._watches.clear()
 
     def run(self, command: bytes) -> None:
         """Begin a command. The shell ends it by writing a dump.
@@ -198,11 +216,7 @@ class Shell(ABC):
         return False
 
     def finish_dump(self) -> tuple[int, ShellSession]:
-        """Return the exit status and the session of the dump that has come, and keep its jobs in `jobs`.
-
-        Raises:
-            MalformedDumpError: A command has interfered with the dump.
-        """
+        """Return the exit status and the session of the dump that has come, and keep its jobs in `jobs`."""
         status, session, jobs = self._parse_dump(bytes(self._dump))
         if jobs != self.jobs:
             self.jobs = jobs
@@ -224,6 +238,10 @@ class Shell(ABC):
             with contextlib.suppress(OSError):
                 self._watches = report_writes(self.pid)
 
+    def _end_watches(self) -> None:
+        close_all(self._watches)
+        self._watches.clear()
+
     def at_rest(self) -> object:
         """Return `facts` once the shell sleeps: after its first dump it goes on for a moment."""
         wait_until_asleep(self.pid, lambda: False)
@@ -232,7 +250,7 @@ class Shell(ABC):
     def facts(self) -> object:
         """Return what a call of another session may change of an idle shell; equal to nothing while the shell runs."""
         [runs] = run_counts([(self.pid, 0)]).values()
-        return (runs if runs >= 0 else object(), limits(self.pid), self.pipes)
+        return (runs if runs >= 0 else object(), processes.limits(self.pid), self.pipes)
 
     @property
     def pipes(self) -> list[tuple[int, ...]]:
@@ -245,4 +263,76 @@ class Shell(ABC):
 
         Right after its dump it still has some open, until it waits for its next command. So it is given a moment.
         """
-        return not wait_until_asleep(self.pid, self.is_as_new)
+        return not wait_until_asleep(self.pid, self._is_as_new)
+
+    # -- with a template ---------------------------------------------------------------------------------------------
+
+    @property
+    def waits_as_template(self) -> bool:
+        """Whether its process is a template, and no bash was forked for the next command."""
+        return self.template is not None and not self.forked
+
+    def fork(self, anchor: NativeAnchor) -> None:
+        """Have the template fork the bash for the next command.
+
+        If the template or the anchor is gone, or the session's directory is, raise `AnchorLostError`.
+        """
+        assert self.template is not None
+        assert self.baseline is not None
+        pid = self.template.fork(self.baseline["cwd"])
+        death = death_of(pid)
+        try:
+            anchor.take_note_of(pid)
+        except AnchorLostError:
+            # Nothing else knows of it.
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(death, signal.SIGKILL)
+            os.close(death)
+            raise
+        self._go_on_as(pid, death)
+        self.forked = True
+
+    def _go_on_as(self, pid: int, death: int) -> None:
+        """Take over another process, and a descriptor that is readable once it has ended."""
+        os.close(self.death)
+        self.pid, self.death, self._ends[-1] = pid, death, death
+
+    def fold(self) -> bool:
+        """Go back to the template, before a command; the fork has ended. Return whether there is one that can fork."""
+        if self.template is None or self.template.session is not self.session or not self.template.is_ready:
+            return False
+        self._end_watches()
+        if self.forked:
+            self.template.last_fork = self.pid
+            self._go_on_as(self.template.pid, os.dup(self.template.death))
+            self.forked = False
+        self.jobs, self.knowledge, self.runs = (), b"", 0
+        self._dump.clear()
+        return True
+
+    def drop_template(self) -> None:
+        """End the template. A shell that waits as one ends with it."""
+        if self.template is not None:
+            self.template.end()
+            self.template = None
+
+    # -- its end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close our ends of its pipes, and end its template. The shell itself is not killed."""
+        self._end_watches()
+        self.drop_template()
+        close_all(self._ends)
+        self._ends.clear()
+
+
+@functools.cache
+def _own_limits() -> bytes:
+    """Return the resource limits of this process, with which each shell begins."""
+    return processes.limits(os.getpid())
+
+
+@functools.cache
+def _own_limit(number: int) -> tuple[int, int]:
+    # They do not change any more when shells are started.
+    return resource.getrlimit(number)

@@ -14,28 +14,30 @@
 # the answer together with the digest of the new state, because the proxy names a node of its tree by it. Between calls
 # the supervisor keeps draining the output of whatever still runs: a full pipe would stop those processes.
 #
-# What differs between the two homes of a supervisor (how a command is killed, how a process of its own starts, where
-# the agent's rights come from) is in `Platform`. The supervisor decides order and answers; a platform does the steps.
+# What follows a call, because the sandbox's files lie in layers, is the caller's part: `local.pid_one.PidOne`.
 
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from select import POLLHUP, POLLIN, POLLRDHUP, poll
 
 from sandboxes.effects import StateDigest
 from sandboxes.guest import dir_watch, process_call
+from sandboxes.guest.anchored_processes import known
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcesses, PendingOutput
 from sandboxes.guest.bash.session import MalformedDumpError, is_lost
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import child as file_child
 from sandboxes.guest.files import deleted_files
-from sandboxes.guest.files.changes import Stillness
+from sandboxes.guest.files.changes import Changes, Stillness
 from sandboxes.guest.files.disk_watch import WATCH_S, limit_note
-from sandboxes.guest.platform import OVER_DISK, TIMED_OUT, Files, Performed, Platform
+from sandboxes.guest.performed import Performed, not_started
+from sandboxes.guest.process_io import OVER_DISK, TIMED_OUT
 from sandboxes.guest.shell import Output, Shell
-from sandboxes.guest.shell_pool import Shells, known
+from sandboxes.guest.shell_looks import ShellLooks
+from sandboxes.guest.shells import Shells
 from sandboxes.guest.survivors import Survivors
 from sandboxes.guest.tool_servers import Log, Servers, ToolServerError
 from sandboxes.ipc.codec import Envelope, IpcMessage
@@ -63,9 +65,9 @@ from sandboxes.ipc.server_messages import (
     StartServers,
     UseServer,
 )
-from sandboxes.linux import outlet, user_counts
+from sandboxes.linux import confine, outlet, user_counts
 from sandboxes.linux.live_state import LiveState, inherited
-from sandboxes.linux.processes import Process, ran_between, run_counts
+from sandboxes.linux.processes import Process, list_processes, ran_between, run_counts
 from sandboxes.linux.socket_queues import SocketQueues
 
 _NO_DESCRIPTORS = (
@@ -77,17 +79,7 @@ CallRequest = RunCommand | RunFileOperation | RunProcess | UseBackgroundProcess 
 
 
 class Supervisor:
-    """Runs the calls of one sandbox and reports what each of them changed.
-
-    Attributes:
-        link: The socket to the proxy.
-        shells: The sessions' shells.
-        servers: The tool servers.
-        background: The processes that go on after their calls.
-        changes: The sandbox's files.
-        survivors: What outlives a call.
-        stillness: Whether the running processes may be changing files by themselves.
-    """
+    """Runs the calls of one sandbox and reports what each of them changed."""
 
     def __init__(
         self,
@@ -95,15 +87,14 @@ class Supervisor:
         shells: Shells,
         servers: Servers,
         background: BackgroundProcesses,
-        changes: Files,
-        platform: Platform,
+        changes: Changes,
         sockets: SocketQueues | None,
     ) -> None:
         self.link, self.shells, self.servers = link, shells, servers
         self.background, self.changes = background, changes
-        self.survivors = Survivors(shells, background, platform.living, platform.ipc_objects)
+        self.survivors = Survivors(shells, background, self.living)
         self.stillness = Stillness()
-        self._platform, self._sockets = platform, sockets
+        self._sockets, self._looks = sockets, ShellLooks(shells)
         self._live: LiveState | None = None
 
     # -- waiting -----------------------------------------------------------------------------------------------------
@@ -177,9 +168,19 @@ class Supervisor:
 
         return watch
 
+    def living(self, ours: Collection[int] = (), *, collects: bool = True) -> set[Process]:
+        """Return all processes of the sandbox but some.
+
+        Children that have ended are collected first, which takes their exit status from others, unless `collects` is
+        false.
+        """
+        if collects:
+            self.shells.reap()
+        return list_processes(ours)
+
     def _pids(self) -> list[int]:
         # During a call the starter of a child collects it, and may still signal it.
-        living = self._platform.living(collects=False)
+        living = self.living(collects=False)
         return [pid for pid, _ in living if pid not in self.shells.hidden_pids]
 
     def _takes_too_much(self) -> bool:
@@ -188,8 +189,11 @@ class Supervisor:
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
-        """Run a call, and answer with what came of it and what it changed."""
+    def call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> tuple[CallDone, bytes, list[str]] | None:
+        """Run a call; return the answer with what it changed, its body, and the sessions that need a fresh shell.
+
+        The sessions count only if nothing survives. None if a tool server failed: then the answer has been sent.
+        """
         before, free = self.survivors.now, self.changes.free_bytes()
         session = request.session if isinstance(request, RunCommand) else None
         self.shells.reap()
@@ -197,14 +201,14 @@ class Supervisor:
         self.survivors.begin()
         runs = run_counts(self.survivors.processes)
         live = self._live_state(runs)
-        self.shells.note(session, stays=bool(before))
+        self._looks.note(session, stays=bool(before))
         began_at = time.perf_counter()
         try:
             performed = self._perform(request, envelope)
         except ToolServerError as error:
             # The proxy gives this sandbox up: how far the call came is not known.
             self.link.send(ServerFailed(error.kind, str(error)))
-            return
+            return None
         seconds = time.perf_counter() - began_at
         # Before files are looked at: processes that are about to end may still be writing.
         self.survivors.settle()
@@ -240,11 +244,11 @@ class Supervisor:
             state=self.state(),
             order=None if self.survivors else self.changes.order,
         )
-        self._platform.finish_call(answer, performed.body, fresh)
+        return answer, performed.body, fresh
 
     def _touched(self, session: str | None, live: LiveState | None) -> bool:
         """Return whether a call has changed another shell, or what survives. Both looks serve the next call too."""
-        touched = self.shells.touched(session)
+        touched = self._looks.touched(session)
         return (live is not None and live.changed()) or touched
 
     def _live_state(self, runs: Mapping[Process, int]) -> LiveState | None:
@@ -264,24 +268,30 @@ class Supervisor:
     def _perform(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> Performed:
         match request:
             case RunCommand():
-                return self._platform.run_command(request, envelope.body)
+                return self._run_command(request, envelope.body)
             case RunProcess():
                 return self._run_process(request, envelope.body)
             case UseServer():
                 return self._use_server(request.server, envelope.body)
             case UseBackgroundProcess():
-                enter = self._platform.become_agent
+                enter = self._become_agent
                 status, media_type, body = dir_watch.perform(self.background, request, envelope.body, enter)
                 return Performed(FileOutcome(status, media_type), body)
             case RunFileOperation():
-                enter, over_disk = self._platform.become_agent, self._call_watch()
+                enter, over_disk = self._become_agent, self._call_watch()
                 return Performed(*file_child.run(request, envelope.body, envelope.fds, enter, over_disk))
 
+    def _become_agent(self) -> None:
+        """Become the user of the sandbox's processes, in a child, with the rights that these have."""
+        user = self.shells.user
+        if user.is_root:
+            confine.stop_looking()
+        else:
+            confine.become_user(user.uid, user.gid, user.groups)
+
     def _run_process(self, request: RunProcess, stdin: bytes) -> Performed:
-        platform = self._platform
         outcome, host_full = process_call.run(
-            self.link, self.background, self.servers, request,
-            lambda to: platform.start_process(request, stdin, to),
+            self.link, self.shells, self.background, self.servers, request, stdin,
             self._call_watch(), self._client_detached, self.changes,
         )  # fmt: skip
         return Performed(outcome, host_full=host_full)
@@ -324,14 +334,26 @@ class Supervisor:
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
-    def finish_command(self, shell: Shell, timeout_s: float, kill: Callable[[], None]) -> Performed:
-        """Wait for the command that a shell has begun, and return what came of it.
+    def _run_command(self, request: RunCommand, command: bytes) -> Performed:
+        """Run a command in a session's shell."""
+        # After a timeout everything is killed but what was there before: survivors, and the other sessions' shells.
+        spared = list_processes() if self.survivors else set()
+        try:
+            shell = self.shells.for_command(request.session)
+        except ShellStartError as error:
+            return not_started(error)
+        self.shells.watch_anchor()
+        # Idle shells of other sessions are no part of the command.
+        others = {other.pid for other in self.shells if other is not shell}
+        if spared or others:
+            # The anchor goes together with its shells, unless others have to stay.
+            others |= self.shells.anchor_pids
+            spared |= {process for process in list_processes() if process[0] in others}
+        shell.run(command)
+        return self._finish_command(shell, request.timeout_s, lambda: self.shells.kill_except(spared, first=shell.pid))
 
-        Args:
-            shell: The shell.
-            timeout_s: How long the command may still run.
-            kill: Ends everything that the command started.
-        """
+    def _finish_command(self, shell: Shell, timeout_s: float, kill: Callable[[], None]) -> Performed:
+        """Wait for the command that a shell has begun, and return what came of it; `kill` ends all that it started."""
         ending = self._wait(shell, timeout_s)
         code, changed, notes = 0, False, b""
         if ending == "dump":
@@ -341,7 +363,7 @@ class Supervisor:
                 ending, code = "malformed", 1
                 notes = f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
         elif ending == "died":
-            code = known(self.shells.status(shell))
+            code = known(self.shells.status_of(shell.pid))
         else:
             # Everything goes, not only the shell: the command's children would go on otherwise.
             kill()
@@ -357,7 +379,8 @@ class Supervisor:
         truncated = bool(shell.out.dropped or shell.err.dropped)
         out, err = shell.out.take(), shell.err.take()
         if ending != "dump":
-            self._platform.forget_shell(shell, ending)
+            # One whose dump was malformed still runs.
+            (self.shells.kill if ending == "malformed" else self.shells.forget)(shell)
         outcome = CommandOutcome(code, ending == "timeout", truncated=truncated, stdout_bytes=len(out))
         return Performed(outcome, out + err + notes, session_changed=changed, host_full=ending == "host")
 
@@ -401,9 +424,7 @@ class Supervisor:
     def _use_server(self, order: ServerOrder, first: bytes) -> Performed:
         """Give the proxy a connection to a server, and wait until the proxy says that the server has answered.
 
-        Args:
-            order: The server.
-            first: What to send over the connection before the proxy has it.
+        `first` is what to send over the connection before the proxy has it.
         """
         watch = self._server_watch()
         while True:
@@ -438,6 +459,6 @@ class Supervisor:
         def watch_server() -> None:
             self._require_peers({fd for fd, _ in waiting.poll(0)})
             if watch() is not None:
-                self._platform.end_servers()
+                self.shells.kill_except(set())
 
         return watch_server

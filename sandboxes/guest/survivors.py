@@ -9,6 +9,7 @@
 #
 # Processes get some grace before they count: most of what a command starts ends a moment after the command itself.
 
+import os
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from sandboxes.guest.background import BackgroundProcesses
 from sandboxes.guest.bash.session import KEPT, MOVED
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.shell_pool import Shells
+from sandboxes.guest.shells import Shells
 from sandboxes.linux import processes
 from sandboxes.linux.live_state import inherited, settings
 from sandboxes.linux.processes import Process
@@ -45,17 +46,9 @@ class Survivors:
         shells: Shells,
         background: BackgroundProcesses,
         living: Callable[[Collection[int]], set[Process]],
-        ipc_objects: Callable[[], int],
     ) -> None:
-        """Nothing survives yet.
-
-        Args:
-            shells: The sessions' shells.
-            background: The processes that go on after their calls.
-            living: Returns all processes of the sandbox but the given ones.
-            ipc_objects: Returns the number of IPC objects.
-        """
-        self._shells, self._background, self._living, self._ipc_objects = shells, background, living, ipc_objects
+        """Nothing survives yet. `living` returns all processes of the sandbox but the given ones."""
+        self._shells, self._background, self._living = shells, background, living
         # Of pid 1: a call that touches the anchor has it replaced.
         self._born: list[str] = []
         self._settled = 0
@@ -97,17 +90,13 @@ class Survivors:
         self._born = self._born or settings(1)
 
     def settle(self, *, patient: bool = True) -> None:
-        """Find out what survives.
-
-        Args:
-            patient: Whether processes get a grace period to end. Restored processes need none.
-        """
+        """Find out what survives. Restored processes need no grace period to end."""
         self._settled += 1
         running = self._running() if patient else self._others()
         # Each call may move a descriptor's offset or write to shared memory. Neither can be compared, so the number of
         # the call is part of these entries: they never equal earlier ones.
         held = {("descriptors", shell.name, shell.runs) for shell in holding(self._shells)}
-        objects = self._ipc_objects()
+        objects = processes.ipc_objects() + len(os.listdir("/dev/mqueue"))  # noqa: PTH208 - pathlib is not loaded in pid 1
         shared = {("ipc", objects, self._settled)} if objects else set()
         now: set[Any] = (
             running | held | shared | self._background.state | kept(self._shells) | rescheduled(self._shells)
@@ -161,7 +150,7 @@ def holding(shells: Shells) -> list[Shell]:
 def rescheduled(shells: Shells) -> set[tuple[str, ...]]:
     """Return the idle shells whose scheduling is not the first shell's, with their scheduling: no dump has it.
 
-    A template that was changed ends instead (`LocalShells.anchor_was_touched`).
+    A template that was changed ends instead (`Shells.anchor_was_touched`).
     """
     begun = (shell for shell in shells if shell.baseline is not None and not shell.waits_as_template)
     scheduling = ((shell, inherited(shell.pid)) for shell in begun)

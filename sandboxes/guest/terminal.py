@@ -8,11 +8,11 @@ import os
 import termios
 from collections.abc import Callable
 
-from sandboxes.guest.anchored_shells import AnchoredShells
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import restore_script
 from sandboxes.guest.driver_link import DriverLink
+from sandboxes.guest.shells import Shells
 from sandboxes.ipc.messages import TerminalFailed, TerminalOpened
 from sandboxes.linux import confine
 from sandboxes.linux import syscalls as kernel
@@ -38,12 +38,8 @@ def give(link: DriverLink, start: Callable[[], int]) -> None:
     link.hand_over(TerminalOpened(), [end])
 
 
-def start_shell(shells: AnchoredShells, *, columns: int, rows: int) -> int:
-    """Start a bash in the main session's state on a new terminal; return the master end.
-
-    Raises:
-        OSError: The kernel has no terminal or no process left.
-    """
+def start_shell(shells: Shells, *, columns: int, rows: int) -> int:
+    """Start a bash in the main session's state on a new terminal; return the master end."""
     # In the sandbox's own devpts instance, so the number is free there and the host sees no terminal.
     master, slave = os.openpty()
     try:
@@ -60,7 +56,7 @@ def start_shell(shells: AnchoredShells, *, columns: int, rows: int) -> int:
     return master
 
 
-def _become_shell(slave: int, shells: AnchoredShells) -> None:
+def _become_shell(slave: int, shells: Shells) -> None:
     session = shells.sessions.get("main")
     try:
         # The leader of a new session without a terminal gets the one that it asks for.

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from sandboxes.guest.anchors.anchor import ShellStartError
-from sandboxes.guest.local_shells import LocalShells
-from sandboxes.guest.process_io import death_of
+from sandboxes.guest.shells import Shells
 from sandboxes.guest.users import ROOT
 from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import Opened, close_all, read_available, write_out
+from sandboxes.linux.processes import death_of
 from sandboxes.shell_text import quote
 
 TAIL_BYTES = 1 << 14
@@ -44,11 +44,7 @@ _CHUNKS = 16
 
 
 class ToolServerError(Exception):
-    """A server cannot be reached.
-
-    Attributes:
-        kind: "crashed" or "silent".
-    """
+    """A server cannot be reached; its kind is "crashed" or "silent"."""
 
     def __init__(self, kind: Literal["crashed", "silent"], text: str) -> None:
         super().__init__(text)
@@ -56,12 +52,7 @@ class ToolServerError(Exception):
 
 
 class Log:
-    """The last of what a server prints, for errors. It is no part of any answer.
-
-    Attributes:
-        fd: Our end of the pipe; -1 once it is closed.
-        kept: The last bytes.
-    """
+    """The last of what a server prints, for errors. It is no part of any answer. `fd` is -1 once it is closed."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -93,9 +84,7 @@ class ServerProcess:
     """A server that was started.
 
     Attributes:
-        name: Its name.
         pid: The command itself, which may have left the work to a child and ended.
-        log: What it prints.
         pipes: Our ends of its stdin and stdout, if it talks over them; empty otherwise.
         note: What its next clients have to know of it, such as a session that was agreed on.
     """
@@ -134,7 +123,7 @@ class ServerProcess:
 class Servers:
     """The tool servers of one sandbox, by name: children of the anchor. The proxy's orders say what a server is."""
 
-    def __init__(self, shells: LocalShells) -> None:
+    def __init__(self, shells: Shells) -> None:
         self._shells = shells
         self._servers: dict[str, ServerProcess] = {}
 
@@ -147,11 +136,7 @@ class Servers:
         return {server.log.fd: server.log for server in self if server.log.fd >= 0}
 
     def start(self, order: ServerOrder, watch: Callable[[], None]) -> None:
-        """Start a server or a side service, and wait until it is ready; see `connect`.
-
-        Raises:
-            ToolServerError: It ended, or did not get ready in time.
-        """
+        """Start a server or a side service, and wait until it is ready; see `connect`."""
         if order.health is None:
             close_all(self.connect(order, watch)[0])
             return
@@ -166,16 +151,9 @@ class Servers:
     def connect(self, order: ServerOrder, watch: Callable[[], None], first: bytes = b"") -> tuple[list[int], bool]:
         """Return descriptors that lead to a server, and whether the server was started for that.
 
-        Args:
-            order: The server. It is started if it does not run; the server behind it first.
-            watch: Called now and then while the server starts.
-            first: What to write to the server at once.
-
-        Returns:
-            One connection to its port, or its stdin and stdout; the caller closes them.
-
-        Raises:
-            ToolServerError: The server ended, or did not get ready in time.
+        It is started if it does not run, the server behind it first; `watch` is called now and then meanwhile. `first`
+        is written to it at once. The descriptors are one connection to its port, or its stdin and stdout; the caller
+        closes them. If the server ends, or does not get ready in time, raise `ToolServerError`.
         """
         fds, fresh = self._connect(order, watch)
         # A server that hangs up without reading has its reason in its answer, which the proxy reads.
@@ -229,12 +207,7 @@ class Servers:
         self._servers[name] = ServerProcess(name, pid, fd)
 
     def adopt(self, remembered: list[dict[str, Any]], ends: list[int]) -> None:
-        """Take over the servers that a checkpoint brought back.
-
-        Args:
-            remembered: What `ServerProcess.remember` returned of each.
-            ends: Our ends of all their pipes, in the order of the remembered pipes.
-        """
+        """Take over the servers of a checkpoint, with our ends of all their pipes in the remembered order."""
         # CRIU was given the pipes in the same order (`ipc.inherited`).
         remaining = iter(ends)
         for server in remembered:

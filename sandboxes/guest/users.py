@@ -1,6 +1,8 @@
 """Users as the files of a sandbox name them: what `USER` of an image, or of a call, stands for.
 
-Process: pid 1 of a local sandbox. The files are the agent's, so they are read with a limit, and their lines are data.
+Process: pid 1 of a local sandbox, and its children. The files are the agent's, so they are read with a limit, and their
+lines are data. Not by libc, which would load modules for other databases from the sandbox. Each byte of a name is a
+character here (Latin-1), because nothing says what encoding it has.
 """
 
 import os
@@ -25,15 +27,7 @@ class UnknownUserError(Exception):
 
 @dataclass(frozen=True)
 class User:
-    """A user with its groups.
-
-    Attributes:
-        uid: The user's number.
-        gid: The number of its first group.
-        groups: The numbers of all its groups.
-        home: Its home directory.
-        name: Its name; empty for a number that no line has.
-    """
+    """A user with its groups. The name is empty for a number that no line has."""
 
     uid: int
     gid: int
@@ -62,29 +56,22 @@ def has_several() -> bool:
 
 
 def read(user: str, root: str = "/") -> User:
-    """Return a user of a directory that is a root, see `resolve`.
-
-    Args:
-        user: How it is named.
-        root: The directory; it is no link.
-
-    Raises:
-        UnknownUserError: There is no such user or group.
-    """
-    with Opened(os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)) as top:
+    """Return a user of a directory that is a root, and no link; see `resolve`."""
+    with _opened(root) as top:
         return resolve(user, _lines(top, b"etc/passwd"), _lines(top, b"etc/group"))
 
 
+def name_of(file: bytes, number: int, root: str = "/") -> str | None:
+    """Return the name of a user (`etc/passwd`) or of a group (`etc/group`); None without one."""
+    with _opened(root) as top:
+        return next((entry[0] for entry in _entries(_lines(top, file)) if _number(entry[2]) == number), None)
+
+
 def resolve(user: str, passwd: Sequence[str], group: Sequence[str]) -> User:
-    """Return what a user is, by the rules of container runtimes (pure).
+    """Return what a user is, by the rules of container runtimes and the lines of both files (pure).
 
-    Args:
-        user: `user`, `uid`, `user:group` and so on; empty for root.
-        passwd: The lines of /etc/passwd.
-        group: The lines of /etc/group.
-
-    Raises:
-        UnknownUserError: There is no such user or group.
+    It is given as `user`, `uid`, `user:group` and so on; empty for root. Without a line of that name, raise
+    `UnknownUserError`.
     """
     wanted, _, wanted_group = user.partition(":")
     # What is a number is never a name.
@@ -119,6 +106,10 @@ def _number(text: str) -> int | None:
     # Digits of ASCII only: Python takes others for numbers too.
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(_LAST_ID)) else None
     return number if number is not None and number <= _LAST_ID else None
+
+
+def _opened(root: str) -> Opened:
+    return Opened(os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
 
 
 def _lines(root: int, path: bytes) -> list[str]:

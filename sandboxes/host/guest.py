@@ -1,19 +1,49 @@
-"""The part of a machine sandbox that calls of all kinds need: a link, and steps before and after each call."""
+"""A sandbox as its calls see it: the link to its supervisor, and the steps before and after each call."""
 
-from collections.abc import Sequence
-from typing import Protocol
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from sandboxes.driver import SETTLE_S
+from sandboxes.errors import SandboxError
+from sandboxes.host.defaults import RESERVE_BYTES
 from sandboxes.host.guest_link import GuestLink
+from sandboxes.ipc.channel import Channel
 from sandboxes.ipc.codec import AnswerT, Envelope, IpcRequest
 from sandboxes.ipc.messages import CallDone
 
 
-class Guest(Protocol):
-    """A sandbox whose supervisor, at the other end of the link, answers requests."""
+class Guest:
+    """A sandbox whose supervisor answers requests.
 
-    @property
-    def link(self) -> GuestLink:
-        """The link to the supervisor."""
+    Attributes:
+        link: The link to the supervisor.
+        pending: What the last call left to do; None if nothing is left. No request that begins a call runs beside it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        channel: Channel,
+        kill: Callable[[], None],
+        after_call: Callable[[CallDone], "asyncio.Task[None] | None"],
+        folder: Path,
+    ) -> None:
+        """Take over a channel.
+
+        Args:
+            name: The sandbox's ID.
+            channel: The channel to its supervisor.
+            kill: Ends everything that runs in the sandbox. The link calls it, so no path of an error can forget to.
+            after_call: Begins what a call leaves to do, and returns it.
+            folder: A directory on the disk that the sandbox fills, for error texts.
+        """
+        self.link = GuestLink(name, channel, kill)
+        self.pending: asyncio.Task[None] | None = None
+        self._after_call, self._folder = after_call, folder
+        # In the past: a sandbox without calls has nothing that is starting.
+        self._stirred_at = self._settled_at = 0.0
 
     async def ask(
         self, request: IpcRequest[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
@@ -22,9 +52,50 @@ class Guest(Protocol):
 
         Raises SandboxError if the sandbox is dead, or the supervisor was silent for too long.
         """
+        # The last call's seal or clean-up is still under way; a call beside it would change what it works on.
+        await self.settle()
+        return await self.link.call(request, body, timeout_s, fds)
+
+    async def settle(self) -> None:
+        """Wait for what the last call left to do."""
+        if self.pending is not None:
+            # Shielded: if the next call is cancelled, the move to the new layer must not stop halfway.
+            await asyncio.shield(self.pending)
+            self.pending = None
 
     def conclude(self, done: Envelope[CallDone]) -> Envelope[CallDone]:
         """Begin what a call leaves to do, and return its answer.
 
         Raises SandboxError if the machine may be the reason for the call's result.
         """
+        if done.message.settling:
+            self.begin_settling(SETTLE_S)
+        # A full disk of the machine fails calls that would succeed elsewhere. Such a result must never be recorded. A
+        # sandbox that holds all inotify instances of the machine ends here too.
+        if done.message.host_full:
+            self.link.die("the machine cannot hold what it does")
+            raise SandboxError(
+                f"sandbox {self.link.name} was ended: less than {RESERVE_BYTES >> 20} MB of disk are free at "
+                f"{self._folder}, or it holds the inotify instances or sent descriptors that all sandboxes of this "
+                "machine share"
+            )
+        # Begun and not awaited: the agent gets its answer, and the next call waits in `settle`.
+        self.pending = self._after_call(done.message)
+        return done
+
+    @property
+    def settle_s(self) -> float:
+        """Seconds until the processes that a call left running count as started."""
+        return max(0.0, self._settled_at - time.monotonic())
+
+    def begin_settling(self, settle_s: float) -> None:
+        """Note that processes were just started, which need `settle_s` seconds until they count as started."""
+        # Of the monotonic clock: a clock that is set must not age processes.
+        self._stirred_at = time.monotonic()
+        self._settled_at = self._stirred_at + settle_s
+
+    async def rest(self, dwell_s: float) -> None:
+        """See `Resting.rest`."""
+        # The shorter of two waits: what is missing to the recorded dwell time, and what is missing to "started".
+        if (wait_s := min(dwell_s - (time.monotonic() - self._stirred_at), self.settle_s)) > 0:
+            await asyncio.sleep(wait_s)

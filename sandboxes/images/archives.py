@@ -51,22 +51,12 @@ class _Layer(NamedTuple):
 
 
 class ImageArchive:
-    """One image in a file or directory, open for reading. Methods block.
-
-    Attributes:
-        id: Docker's id of it: `sha256:` and the digest of its configuration.
-        config: What it says about its processes.
-    """
+    """One image in a file or directory, open for reading. Methods block. Its id is the digest of its configuration."""
 
     def __init__(self, path: Path) -> None:
-        """Read what the image consists of.
+        """Read what the image in a file or directory consists of, which `plain_files.open_plain` has opened.
 
-        Args:
-            path: The file or directory, opened; see `plain_files.open_plain`.
-
-        Raises:
-            ImageError: It holds no image for this machine, or several.
-            OSError: It cannot be read.
+        `ImageError` says that it holds no image for this machine, or several.
         """
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -89,9 +79,7 @@ class ImageArchive:
     def unpack(self, target: Path) -> None:
         """Write the image's files, without device nodes, into an empty directory.
 
-        Raises:
-            ImageError: A layer is damaged, is another one than the image has, or would leave the target.
-            OSError: The machine cannot hold it.
+        `ImageError` says that a layer is damaged, is another one than the image has, or would leave the target.
         """
         with RootWriter(target, attributes=True) as writer:
             for number, layer in enumerate(self._layers):

@@ -42,18 +42,9 @@ def load(
 ) -> str:
     """Give an image of a tree to a Docker daemon; return the image's id. Blocking: some seconds for a gigabyte.
 
-    Args:
-        daemon: The daemon.
-        root: The root of the tree, which nothing changes meanwhile. It may be an overlay.
-        config: What the image says about its processes.
-        name: Its name, such as `repository:tag`. Another image of this name loses it.
-        folder: Where a copy of the tree has room for a moment.
-        left_out: Names in the root directory that the image does not have.
-
-    Raises:
-        ImageError: The tree cannot be an image.
-        SandboxError: The daemon failed.
-        OSError: The tree cannot be read, or the disk is full.
+    Nothing changes the tree meanwhile, which may be an overlay; the folder has room for a copy of it. Another image of
+    the name, such as `repository:tag`, loses it. `left_out` are names in the root directory that the image does not
+    have. A tree that cannot be an image is an `ImageError`.
     """
     with _packed(root, config, name, folder, left_out) as packed:
         daemon.load(packed.pieces)
@@ -61,18 +52,9 @@ def load(
 
 
 def write(target: Path, root: Path, config: ImageConfig, name: str = "", *, left_out: Collection[str] = ()) -> str:
-    """Write an image of a tree into a new file; return the image's id. Blocking.
+    """Write an image of a tree into a new file; return the image's id. Blocking; see `load`.
 
-    Args:
-        target: The file, in a directory where the tree has room twice for a moment.
-        root: See `load`.
-        config: See `load`.
-        name: The name that the image has in the file, if any.
-        left_out: See `load`.
-
-    Raises:
-        ImageError: The tree cannot be an image.
-        OSError: The tree cannot be read, the disk is full, or the file exists.
+    The directory of the file has room for the tree twice for a moment.
     """
     with _packed(root, config, name, target.parent, left_out) as packed, target.open("xb") as file:
         file.writelines(packed.pieces)

@@ -33,10 +33,7 @@ class BuiltTrees:
     def make(self, name: str, build: Callable[[Path], object], *, checked: bool = False) -> Path:
         """Return a directory of the folder; build it if it is missing, completely or not at all.
 
-        Args:
-            name: Its name.
-            build: Fills the directory.
-            checked: Whether a directory that was changed on disk is built again.
+        If `checked`, a directory that was changed on disk is built again.
         """
         target, digest = self._folder / name, self._folder / f"{name}.digest"
         with self._making[name]:
@@ -68,11 +65,7 @@ class BuiltTrees:
             return self._look(name)
 
     def forget(self, name: str) -> None:
-        """Remove a directory that nothing uses any more.
-
-        Raises:
-            OSError: Something of it cannot be removed.
-        """
+        """Remove a directory that nothing uses any more; `OSError` if something of it cannot be removed."""
         with self._making[name]:
             self._intact.discard(name)
             self._remove(self._folder / name)

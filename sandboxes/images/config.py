@@ -17,14 +17,11 @@ class ImageConfig:
     """The configuration of an image, in Docker's and OCI's words.
 
     Attributes:
-        environment: Environment variables (`Env`).
         user: A user, or user and group, by name or number (`User`); empty for root.
         workdir: The working directory, an absolute path without `..` (`WorkingDir`).
-        entrypoint, command: The program that the image starts, with its arguments (`Entrypoint`, `Cmd`).
         healthcheck: Docker's test of a container (`Healthcheck.Test`); None if there is none.
         ports: Ports that its services use, such as `80/tcp` (`ExposedPorts`).
         volumes: Absolute paths that Docker keeps apart from the container (`Volumes`).
-        labels: Free texts (`Labels`).
     """
 
     environment: dict[str, str] = field(default_factory=dict)
@@ -41,8 +38,7 @@ class ImageConfig:
     def parse(cls, value: object) -> "ImageConfig":
         """Return what `Config` of `docker image inspect`, or `config` of an OCI image, says. None is an empty one.
 
-        Raises:
-            ImageError: A member has another type than it should have, or a text that no program can be given.
+        `ImageError` says that a member has another type than it should have, or a text that no program can be given.
         """
         config = _member({"config": value}, "config", _mapping) or {}
         pairs = [text.partition("=") for text in _member(config, "Env", _texts) or ()]

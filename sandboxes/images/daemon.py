@@ -47,8 +47,6 @@ class DaemonImage:
     """An image of the daemon's.
 
     Attributes:
-        id: Docker's id of it.
-        config: Its configuration, as Docker reports it.
         platform: Its `os` and `architecture`.
         layers: The directories of its layers on the daemon's machine, topmost first; empty if the daemon does not keep
             them as directories for overlayfs.
@@ -72,8 +70,7 @@ class ImagePin:
 class ImageDaemon:
     """A Docker daemon, on its default socket or as DOCKER_HOST and its sister variables say.
 
-    Attributes:
-        where: The daemon's address, for error texts.
+    An image that the daemon does not have is a `SpecError`; any other failure of Docker's is a `SandboxError`.
     """
 
     def __init__(self) -> None:
@@ -87,23 +84,14 @@ class ImageDaemon:
             self._clients.popitem()[1].close()
 
     def check(self) -> dict[str, Any]:
-        """Return the daemon's description of itself (`docker info`).
-
-        Raises:
-            SandboxError: No daemon responds.
-        """
+        """Return the daemon's description of itself (`docker info`)."""
         info: dict[str, Any] = self._retried(lambda: self._docker().info())
         return info
 
     # -- images ------------------------------------------------------------------------------------------------------
 
     def image(self, name: str) -> DaemonImage:
-        """Return what the daemon says of an image. 2 ms.
-
-        Raises:
-            SpecError: The daemon has no such image.
-            SandboxError: No daemon responds.
-        """
+        """Return what the daemon says of an image. 2 ms."""
         facts: dict[str, Any] = self._retried(lambda: self._docker().images.get(name).attrs, image=name)
         driver = facts.get("GraphDriver") or {}
         data = (driver.get("Data") or {}) if driver.get("Name") == "overlay2" else {}
@@ -117,13 +105,7 @@ class ImageDaemon:
         return sorted({tag for entry in listed for tag in entry["RepoTags"] or () if tag != "<none>:<none>"})
 
     def save(self, image: str, target: BinaryIO) -> None:
-        """Write an image as `docker save` does. 2 s for a gigabyte.
-
-        Raises:
-            SpecError: The daemon has no such image.
-            SandboxError: Docker failed.
-            OSError: The target's disk is full.
-        """
+        """Write an image as `docker save` does. 2 s for a gigabyte."""
         with self._errors(image):
             pieces = iter(self._patient().api.get_image(image, chunk_size=_PIECE_BYTES))
         while (piece := self._next(pieces, image)) is not None:
@@ -135,11 +117,7 @@ class ImageDaemon:
             return next(pieces, None)
 
     def load(self, archive: Iterator[bytes]) -> None:
-        """Take over the images of an archive, as `docker load` does, with the names that it has for them.
-
-        Raises:
-            SandboxError: Docker failed.
-        """
+        """Take over the images of an archive, as `docker load` does, with the names that it has for them."""
         with self._errors():
             # The SDK's words are that it takes bytes. Its connection takes pieces too, and reads the whole response.
             self._patient().images.load(cast("bytes", archive))
@@ -151,10 +129,6 @@ class ImageDaemon:
 
         Docker then keeps the layers when the image is removed, also by force, but not when all stopped containers are
         removed (`docker container prune`).
-
-        Raises:
-            SpecError: The daemon has no such image.
-            SandboxError: Docker failed.
         """
         labels = {PIN: owner, PIN_HOST: host}
         with self._errors(image):

@@ -30,6 +30,11 @@ _LABELS = "security.selinux"
 """A label of this machine, which no image has."""
 
 
+def first_missing(layers: Sequence[str]) -> str | None:
+    """Return the first of some directories that does not exist (any more): Docker may remove its own. Microseconds."""
+    return next((layer for layer in layers if not os.path.isdir(layer)), None)  # noqa: PTH112 - this is in each call
+
+
 def obstacle(layers: Sequence[str]) -> str:
     """Return why layers cannot be used in place, topmost first; empty if they can be. Blocking."""
     program = [sys.executable, "-m", "sandboxes.images.docker_layers", *layers]

@@ -67,13 +67,8 @@ class _Facts(NamedTuple):
 def unpack(source: Path, target: Path) -> None:
     """Unpack a root file system without its device nodes, as `tar` would inside of the target. Blocking.
 
-    Args:
-        source: The tarball, compressed by gzip, bzip2, xz or zstd, or not.
-        target: An empty directory.
-
-    Raises:
-        ImageError: The file is no tarball, or a member would leave the target.
-        OSError: The machine cannot hold it.
+    The tarball may be compressed by gzip, bzip2, xz or zstd. `ImageError` says that it is none, or that a member would
+    leave the target, which is an empty directory.
     """
     with RootWriter(target, attributes=False) as writer, source.open("rb") as file:
         writer.add(file)
@@ -84,12 +79,7 @@ class RootWriter:
     """Makes the members of tars below one directory, one tar over the other."""
 
     def __init__(self, target: Path, *, attributes: bool) -> None:
-        """Begin in an empty directory.
-
-        Args:
-            target: The directory.
-            attributes: Whether files get the capabilities and the attributes `user.*` that the tars have for them.
-        """
+        """Begin in an empty directory, in which files get the tars' capabilities and `user.*` attributes, if wanted."""
         self._top = os.open(target, _FOLDER)
         self._attributes = attributes
         self._count = 0
@@ -107,11 +97,7 @@ class RootWriter:
         os.close(self._top)
 
     def hide(self, layer: BinaryIO) -> str:
-        """Remove what the whiteouts of a layer hide; return the SHA-256 of the decompressed layer, in hexadecimal.
-
-        Raises:
-            ImageError, OSError: See `unpack`.
-        """
+        """Remove what the whiteouts of a layer hide; return the SHA-256 of the decompressed layer, in hexadecimal."""
         with _tar_stream(layer, self._top) as stream:
             for member in self._members(stream):
                 *above, name = _parts(member.name) or [""]
@@ -132,12 +118,7 @@ class RootWriter:
     def add(self, tar: BinaryIO, *, is_layer: bool = False) -> str:
         """Make the members of a tar; return the SHA-256 of the decompressed tar, in hexadecimal.
 
-        Args:
-            tar: The tar, compressed or not.
-            is_layer: Whether names may be whiteouts, which are left out; see `hide`.
-
-        Raises:
-            ImageError, OSError: See `unpack`.
+        In a layer names may be whiteouts, which are left out; see `hide`.
         """
         with _tar_stream(tar, self._top) as stream:
             for member in self._members(stream):

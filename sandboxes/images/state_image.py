@@ -31,7 +31,6 @@ class ImageOrder(NamedTuple):
     Attributes:
         lowers: The directories, topmost first; at least two. The last but `empty` may be another user's.
         empty: Whether the last one is an empty directory, because an overlay needs two.
-        config: The configuration of the image, as `ImageConfig.members` returns it.
         left_out: Names in the root directory that the image does not have.
         name: The name of the image; empty for none.
         target: The new file of the archive; None gives the image to the Docker daemon.
@@ -50,9 +49,7 @@ class ImageOrder(NamedTuple):
 async def make(order: ImageOrder) -> str:
     """Make an image; return its id. A cancellation ends the process; what it has written of the file stays.
 
-    Raises:
-        NoImageError: The tree cannot be an image.
-        SandboxError: The daemon or the machine failed.
+    `NoImageError` says that the tree cannot be an image.
     """
     program = [sys.executable, "-m", "sandboxes.images.state_image"]
     pipe = asyncio.subprocess.PIPE

@@ -49,7 +49,6 @@ class Image:
 
     Attributes:
         id: `sha256:` and the digest that Docker knows it by; equal ids have equal files.
-        config: What it says about its processes.
         lowers: Its directories, topmost first. The caller looks whether they exist before it mounts them.
     """
 
@@ -59,18 +58,12 @@ class Image:
 
 
 class ImageStore:
-    """The images of one folder, which all tasks share. Methods block: call them in a thread.
-
-    Attributes:
-        daemon: The Docker daemon, which need not run.
-    """
+    """The images of one folder, which all tasks share. Methods block: call them in a thread."""
 
     def __init__(self, folder: Path, *, in_place: bool = True) -> None:
         """Name the folder, which a lock of the caller's keeps for this process; `open` makes it.
 
-        Args:
-            folder: An absolute path.
-            in_place: Whether Docker's directories may be used as they are, which needs root.
+        Docker's directories may be used as they are (`in_place`), which needs root.
         """
         self._folder, self._in_place = folder, in_place and os.geteuid() == 0
         self._trees = BuiltTrees(folder)
@@ -99,29 +92,27 @@ class ImageStore:
     def resolve(self, name: str, *, below: str = "") -> Image:
         """Return an image; unpack it if that is necessary: some seconds for a gigabyte.
 
-        Args:
-            below: A path below which its directory has all files, such as `.services/web`; empty for none.
-            name: The id of an image that was unpacked, the name or id of an image of the daemon's, or the absolute
-                path, without links, of a file or directory with an image (`sources.SourceRules.real`).
-
-        Raises:
-            SpecError: There is no such image, or it cannot be used.
-            SandboxError: The daemon failed.
-            OSError: The machine is short of memory, descriptors or disk.
+        The name is the id of an image that was unpacked, the name or id of an image of the daemon's, or the absolute
+        path, without links, of a file or directory with an image (`sources.SourceRules.real`). Its directory has all
+        files below the path `below`, such as `.services/web`. `SpecError` says that there is no such image, or that it
+        cannot be used; `OSError` that the machine is short of memory, descriptors or disk.
         """
         with self._in_use():
-            try:
+            with _errors_of(name):
                 image = self._unpacked(name, below) or (
                     self._archived(name, below) if name.startswith("/") else self._docker_image(name, below)
                 )
-            except (ImageError, OSError) as error:
-                raise_machine_error(error)
-                raise SpecError(
-                    f"image {name!r} cannot be used: {error}. Name an image that Docker has, or the file or directory "
-                    "of one."
-                ) from error
             self._recent.add(image.id)
             return image
+
+    def describe(self, name: str) -> tuple[str, ImageConfig]:
+        """Return the id and the configuration of an image; see `resolve`. None of the daemon's is unpacked."""
+        if name.startswith("/"):
+            image = self.resolve(name)
+            return image.id, image.config
+        with _errors_of(name):
+            found = self.daemon.image(name)
+            return found.id, ImageConfig.parse(found.config)
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -137,12 +128,7 @@ class ImageStore:
     def collect(self, keep: set[str]) -> None:
         """Remove unpacked images, and the containers that keep Docker's, except some. Nothing while one is resolved.
 
-        Args:
-            keep: Ids of images that sandboxes or kept states use. Images that were returned since the last call stay
-                too.
-
-        Raises:
-            OSError: Something cannot be removed.
+        Those stay that sandboxes or kept states use, and those that were returned since the last call.
         """
         with self._changing:
             if self._resolving:
@@ -213,14 +199,14 @@ class ImageStore:
 
     def _fits(self, found: DaemonImage) -> bool:
         """Return whether an image's layers can be used in place; a container keeps them from then on."""
-        if not self._in_place or not found.layers or not _exist(found.layers):
+        if not self._in_place or not found.layers or docker_layers.first_missing(found.layers) is not None:
             return False
         folder = hashlib.blake2b(os.fsencode(self._folder), digest_size=6).hexdigest()
         pin = f"forkpoint-pin-{folder}-{found.id.removeprefix('sha256:')[:12]}"
         (self._folder / "pins").touch()
         # Each time, because others may have removed it. Before the look: what is looked at must stay.
         self.daemon.pin(found.id, pin, str(self._folder), socket.gethostname())
-        if not _exist(found.layers):
+        if docker_layers.first_missing(found.layers) is not None:
             return False
         if (obstacle := self._obstacles.get(found.layers)) is None:
             obstacle = self._obstacles[found.layers] = docker_layers.obstacle(found.layers)
@@ -235,5 +221,13 @@ def _folder_name(id_: str, below: str) -> str:
     return id_.replace(":", "-") + below.replace("/", "-")
 
 
-def _exist(layers: tuple[str, ...]) -> bool:
-    return all(map(os.path.isdir, layers))
+@contextlib.contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Turn what is wrong with an image into an error of the spec that names it."""
+    try:
+        yield
+    except (ImageError, OSError) as error:
+        raise_machine_error(error)
+        raise SpecError(
+            f"image {name!r} cannot be used: {error}. Name an image that Docker has, or the file or directory of one."
+        ) from error

@@ -15,11 +15,7 @@ from sandboxes.guest.files.scan import USER_MARKS
 
 
 def digest_of(tree: Path) -> str:
-    """Return a digest of all that a tree holds, computed by a process of its own. Blocking.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return a digest of all that a tree holds, computed by a process of its own. Blocking."""
     program = [sys.executable, "-m", "sandboxes.images.tree_check", str(tree)]
     done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, check=False)  # noqa: S603 - our own program
     if done.returncode:

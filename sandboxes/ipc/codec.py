@@ -108,7 +108,6 @@ class Envelope(NamedTuple, Generic[MessageT_co]):
     """A decoded message with what came beside it.
 
     Attributes:
-        message: The message.
         body: Bytes that are no member, such as a command's output. Empty for most messages.
         fds: Descriptors that came along; the receiver closes them.
     """
@@ -161,11 +160,7 @@ def pack_message(message: IpcMessage, body: bytes = b"", fds: int = 0) -> bytes:
 
 
 def decode_bytes(content: bytes, *expected: type[MessageT]) -> MessageT:
-    """Return the message of a frame's content; see `decode`.
-
-    Raises:
-        MalformedFrameError: It is none of these messages.
-    """
+    """Return the message of a frame's content; see `decode`."""
     try:
         message = _decoder(expected).decode(content)
         if type(message) is _AsJson:
@@ -181,8 +176,7 @@ def decode_bytes(content: bytes, *expected: type[MessageT]) -> MessageT:
 def decode(frame: IpcFrame, *expected: type[IpcMessage]) -> Envelope[IpcMessage]:
     """Return the message in a frame, which must be one of the expected ones; without any, one of the table.
 
-    Raises:
-        MalformedFrameError: It is none of these messages. The frame's descriptors are closed.
+    A frame with none of these messages is a `MalformedFrameError`; its descriptors are closed.
     """
     content, body, fds = frame
     try:

@@ -64,11 +64,7 @@ def _add(runs: list[list[int]], page: int) -> None:
 
 
 def checked(runs: list[list[int]]) -> list[list[int]]:
-    """Return runs that have come from a sandbox.
-
-    Raises:
-        MalformedFrameError: They are no runs, or they are too many pages.
-    """
+    """Return runs that have come from a sandbox; `MalformedFrameError` if they are none, or too many pages."""
     # A page has a number of 52 bits at the most, so none of the sums is larger than an address.
     if any(len(run) != _NUMBERS or not all(0 < number < 1 << 51 for number in run) for run in runs):
         raise MalformedFrameError("these are no runs of pages")

@@ -21,13 +21,7 @@ _MOST_PENDING = 64
 
 
 class IpcFrame(NamedTuple):
-    """A frame as it came.
-
-    Attributes:
-        content: The message.
-        body: The bytes after it.
-        fds: The descriptors that came along; the receiver closes them.
-    """
+    """A frame as it came: the message, the bytes after it, and descriptors, which the receiver closes."""
 
     content: bytes
     body: bytes
@@ -86,11 +80,7 @@ class Inbox:
             os.close(self._fds.pop())
 
     def take(self) -> IpcFrame | None:
-        """Return the next frame; None until it is whole.
-
-        Raises:
-            MalformedFrameError: What came is no frame.
-        """
+        """Return the next frame; None until it is whole. What is no frame is a `MalformedFrameError`."""
         # A descriptor comes with the first byte of its frame (unix(7)), so without bytes there is none.
         if len(self._fds) > _MOST_PENDING or (self._fds and not self._bytes):
             raise MalformedFrameError(f"{len(self._fds)} descriptors belong to no frame")

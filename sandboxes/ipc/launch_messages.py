@@ -34,11 +34,7 @@ class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(2, 2)):
 
 # Once for each launcher: with each fork it would cost as much as a part of what it saves.
 class WritePages(IpcRequest[Done], op="write_pages"):
-    """Give each pid 1 that is forked from now on these pages before it is needed; see `fork_pages`.
-
-    Attributes:
-        runs: Runs of pages: of each the first and the number.
-    """
+    """Give each pid 1 forked from now on these pages before it is needed; see `fork_pages` and `PagesListed`."""
 
     runs: list[list[int]]
 
@@ -81,9 +77,6 @@ class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
     """Make a detached overlay mount for a spare sandbox, and give it to its pid 1: `Mounted`, or `Failed`.
 
     The descriptor is the socket to that pid 1.
-
-    Attributes:
-        stack: The layers.
     """
 
     stack: LayerStack
@@ -96,9 +89,7 @@ class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
     The descriptors are the sandbox's mount namespace, the socket to its pid 1, and the table that goes on to pid 1.
 
     Attributes:
-        stack: The layers.
         binds: Directories of the host that are visible in the sandbox, read-only.
-        services: What its side services need.
         added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
         same_below: Whether the sandbox's present root shows exactly what the layers below the new upper hold. Then it
             serves as the view of them, and no other overlay has to be mounted.

@@ -76,11 +76,7 @@ FileDelta = dict[str, tuple[str, int]]
 
 # Not under a request: any request may be answered by it (`Channel.ask` raises it as `PeerFailedError`).
 class Failed(IpcMessage, op="failed"):
-    """The sender ends, or could not do what was requested.
-
-    Attributes:
-        error: What failed, as text for people.
-    """
+    """The sender ends, or could not do what was requested. The error is text for people."""
 
     error: str
 
@@ -114,7 +110,6 @@ class CommandOutcome(IpcMessage, op="command_outcome"):
 
     Attributes:
         exit_code: The command's exit status; 124 after a timeout, 137 after too much disk use.
-        timed_out: Whether its time ran out.
         truncated: Whether it printed more than is recorded.
         stdout_bytes: Where stderr begins in the body.
     """
@@ -141,8 +136,6 @@ class FileOutcome(IpcMessage, op="file_outcome"):
     """The HTTP-like answer of an operation on files, on a database or on a background process.
 
     Attributes:
-        status: The HTTP status.
-        media_type: The media type of the body.
         sql: Facts about a statement; None for other operations, and for a statement whose process was killed.
     """
 
@@ -157,7 +150,6 @@ class ProcessOutcome(IpcMessage, op="process_outcome"):
 
     Attributes:
         exit_code: The exit status; None for a process that goes on in the background.
-        timed_out: Whether its time ran out.
         detached: Whether its client started it detached.
         kept: Whether it may be polled later, by its number.
     """
@@ -169,11 +161,7 @@ class ProcessOutcome(IpcMessage, op="process_outcome"):
 
 
 class ServerOutcome(IpcMessage, op="server_outcome"):
-    """A tool server's answer has come over its own connection.
-
-    Attributes:
-        log: The last lines that the server printed, where they were requested; empty otherwise.
-    """
+    """A tool server's answer has come over its own connection; with the last lines that it printed, if requested."""
 
     log: str
 
@@ -186,17 +174,15 @@ class CallDone(IpcMessage, op="call_done"):
     """A call has ended; the body is its output.
 
     Attributes:
-        outcome: How it ended, by the kind of call.
         seconds: How long it ran.
         changed_session: Whether the shell session differs from before.
         changed_processes: Whether processes appeared, ended or worked.
         changed_files: Whether files differ from before.
         settling: Whether it left processes running that may still be starting.
         host_full: Whether the machine's disk was nearly full, so that the result cannot be trusted.
-        state: The state after the call.
         order: The order in which it wrote files (`guest.files.write_order`); None if there is none.
-        discard: `local` only: the upper layer makes no difference; it is to be replaced by an empty one.
-        seal: `local` only: the upper layer is to become a frozen layer.
+        discard: The upper layer makes no difference; it is to be replaced by an empty one.
+        seal: The upper layer is to become a frozen layer.
     """
 
     outcome: Outcome
@@ -206,7 +192,7 @@ class CallDone(IpcMessage, op="call_done"):
     changed_processes: bool
     changed_files: bool
     settling: bool
-    # Read by `MachineSandbox.conclude`: the sandbox dies, so that the result is never recorded.
+    # Read by `host.guest.Guest.conclude`: the sandbox dies, so that the result is never recorded.
     host_full: bool
     state: StateSummary
     order: bytes | None = None
@@ -217,22 +203,13 @@ class CallDone(IpcMessage, op="call_done"):
 
 # Sent before a call that a replay repeats. A message of its own, because every kind of call may follow.
 class ExpectOrder(IpcRequest[Done], op="expect_order"):
-    """Give what the next call writes a recorded order of modification times, if it writes the same files.
-
-    Attributes:
-        order: The order, as a `CallDone` had it.
-    """
+    """Give what the next call writes a recorded order of times (`CallDone.order`), if it writes the same files."""
 
     order: bytes
 
 
 class RunCommand(IpcRequest[CallDone], op="exec"):
-    """Run a command, the body, in a session's shell.
-
-    Attributes:
-        session: The session's name.
-        timeout_s: How long the command may run.
-    """
+    """Run a command, the body, in a session's shell."""
 
     session: str
     timeout_s: Number
@@ -242,10 +219,7 @@ class RunCommand(IpcRequest[CallDone], op="exec"):
 class RunFileOperation(IpcRequest[CallDone], op="file", descriptors=(0, 1)):
     """Run an operation on files, or a statement on a database file, in a child with the agent's rights.
 
-    Attributes:
-        tool: The operation; see `guest.files.operations.perform`.
-        arguments: The operation's arguments, by tool.
-        timeout_s: How long it may run.
+    The tools and their arguments are those of `guest.files.operations.perform`.
     """
 
     tool: str
@@ -270,10 +244,7 @@ class ProcessStarted(IpcMessage, op="process_started", descriptors=(1, 1)):
 class RunProcess(IpcRequest[ProcessStarted], op="process"):
     """Run a process of its own, outside any session; the body is its stdin.
 
-    Attributes:
-        arguments: argv, cwd, user, tty and the rest of the call's arguments.
-        environment: All of its environment variables.
-        timeout_s: How long it may run.
+    The arguments are those of the call: argv, cwd, user, tty and the rest. The environment is complete.
     """
 
     arguments: dict[str, Any]

@@ -10,11 +10,8 @@ class ServerOrder(IpcRecord):
     """What a sandbox must know to start a tool server and to reach it.
 
     Attributes:
-        name: The server's name in this sandbox.
         command: The shell command that becomes the server.
         port: The loopback port that it listens on; None if it talks over stdin and stdout.
-        environment: Its environment variables.
-        workdir: Its working directory.
         ready: "tcp", or the path that answers below 500 when the server is ready.
         ready_s: How long it may take until it is ready.
         behind: The server that this one is a connection to, made ready first; None for a server itself.

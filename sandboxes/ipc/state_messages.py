@@ -59,11 +59,7 @@ class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 2)):
 
 # Asked once for each launcher, because all its forks have the same things at the same addresses.
 class PagesListed(IpcMessage, op="pages_listed"):
-    """The pages of memory that pid 1 shares with no other process.
-
-    Attributes:
-        runs: Runs of pages: of each the first and the number.
-    """
+    """The pages of memory that pid 1 shares with no other process: of each run the first and the number."""
 
     runs: list[list[int]]
 
@@ -88,8 +84,6 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
         disk_bytes: How much the sandbox may write.
         memory_bytes: A limit of each process's address space; None where a control group limits memory.
         pids: A limit of the number of processes; None where a control group limits them.
-        environment: Environment variables of its sessions.
-        workdir: The directory that its sessions begin in.
         output_bytes: How much of each stream of a command is recorded.
         below_bytes: What the sandbox has written into layers already.
         born_ns: When the root state was made, on the clock of file times.
@@ -101,9 +95,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
         criu_arguments: CRIU's arguments; empty without a checkpoint.
         egress: Whether to make the listening socket of its egress.
         cpus: How many CPUs its processes may run on; None for all.
-        hostname: Its host name.
         user: The user of its sessions, as an image names it; empty for root.
-        services: What its side services need in its file system.
     """
 
     binds: list[str]
@@ -156,11 +148,9 @@ class LayerState(IpcMessage, op="layer_state"):
     Attributes:
         sessions: The shell sessions that differ from a new one, by name.
         pristine: A new shell's session; None if none was started yet.
-        manifest: The digests of the upper layer.
         differing: Which of the paths of `InspectHeld` differ from the root state.
         size_bytes: The bytes on disk of the upper layer.
         empty: Whether nothing was written into the upper layer.
-        state: The state's digests.
         checkpoint: What must be known of the running processes; None if none run.
     """
 
@@ -175,12 +165,7 @@ class LayerState(IpcMessage, op="layer_state"):
 
 
 class Pause(IpcRequest[NotFreezable | ProcessTree | LayerState], op="pause"):
-    """Get ready to be frozen.
-
-    Attributes:
-        root: Whether the state becomes a root state, in which hard links may break.
-        checkpoint: Whether CRIU is available for running processes.
-    """
+    """Get ready to be frozen, perhaps as a root state, in which hard links may break, and perhaps without CRIU."""
 
     root: bool
     checkpoint: bool
@@ -188,11 +173,7 @@ class Pause(IpcRequest[NotFreezable | ProcessTree | LayerState], op="pause"):
 
 # Files and processes are of the same moment, because neither can change meanwhile.
 class InspectHeld(IpcRequest[NotFreezable | LayerState], op="inspect_held"):
-    """Report the state while CRIU holds all processes still.
-
-    Attributes:
-        paths: Paths in the sandbox, to report which of them differ from the root state.
-    """
+    """Report the state while CRIU holds all processes still, and which of some paths differ from the root state."""
 
     paths: list[str]
 

@@ -145,14 +145,7 @@ class Cgroups:
         return sorted(str(group / "cgroup.procs") for group in groups)
 
     def limit(self, sandbox: str, *, memory_bytes: int, pids: int, cpus: float | None) -> None:
-        """Set what the processes of a sandbox may use together. 0.1 ms.
-
-        Args:
-            sandbox: The sandbox.
-            memory_bytes: Memory.
-            pids: Processes.
-            cpus: CPU seconds in a second; None for no limit.
-        """
+        """Set what the processes of a sandbox may use together: CPUs in seconds of a second, None for all. 0.1 ms."""
         if cpus is not None and self.cpu is not None:
             quota_us = max(_LEAST_QUOTA_US, int(cpus * _PERIOD_US))
             name, text = (

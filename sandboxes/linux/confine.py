@@ -202,10 +202,8 @@ def _allow_sockets(families: Mapping[int, tuple[int, ...]]) -> list[bytes]:
 def limit_resources(disk_bytes: int, memory_bytes: int | None, pids: int | None) -> None:
     """Set the resource limits of this process, which every process that it starts inherits.
 
-    Args:
-        disk_bytes: The largest file.
-        memory_bytes: The address space of one process; None if a cgroup limits the memory of all together.
-        pids: The processes of one user; None if a cgroup limits them.
+    `disk_bytes` is the largest file, `memory_bytes` the address space of one process, and `pids` the processes of one
+    user; None if a cgroup limits those of all together.
     """
     resource.setrlimit(resource.RLIMIT_FSIZE, (disk_bytes, disk_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -246,11 +244,7 @@ def stop_looking() -> None:
 
 
 def become_user(uid: int, gid: int, groups: Sequence[int]) -> None:
-    """Give this process another user and its groups, for good.
-
-    Raises:
-        OSError: This process has no right to it (credentials(7)).
-    """
+    """Give this process another user and its groups, for good; `OSError` without the right to it (credentials(7))."""
     # The user comes last: afterwards this process has no right to change its groups.
     os.setgroups(groups)
     os.setresgid(gid, gid, gid)

@@ -51,11 +51,7 @@ def close_all(fds: Iterable[int]) -> None:
 
 
 def write_out(fd: int, data: bytes) -> None:
-    """Write all data to a blocking descriptor, however little a single write(2) takes.
-
-    Raises:
-        OSError: The other end is closed, or the disk is full.
-    """
+    """Write all data to a blocking descriptor, however little a single write(2) takes."""
     # A view, because slices of bytes would copy the rest after each write.
     view = memoryview(data)
     while view:
@@ -63,11 +59,7 @@ def write_out(fd: int, data: bytes) -> None:
 
 
 def overwrite(fd: int, data: bytes) -> None:
-    """Make bytes the whole content of a file, wherever the descriptor stands.
-
-    Raises:
-        OSError: The disk is full.
-    """
+    """Make bytes the whole content of a file, wherever the descriptor stands."""
     view, written = memoryview(data), 0
     # pwrite may take less than it was given (write(2)).
     while written < len(data):
@@ -78,11 +70,7 @@ def overwrite(fd: int, data: bytes) -> None:
 
 
 def read_available(fd: int) -> bytes | None:
-    """Read from a non-blocking descriptor, at most 64 KiB.
-
-    Returns:
-        The bytes; empty at the end of the file; None if there is nothing to read yet.
-    """
+    """Read from a non-blocking descriptor, at most 64 KiB: empty at the file's end; None if nothing is there."""
     try:
         return os.read(fd, _CHUNK)
     except BlockingIOError:

@@ -26,12 +26,7 @@ def is_whiteout(status: os.stat_result) -> bool:
 
 
 def is_opaque(folder: int | Path, marks: str) -> bool:
-    """Return whether a directory of an upper, or of a layer, hides the entries of the layers below.
-
-    Args:
-        folder: Its descriptor, or its path.
-        marks: See `is_mark`.
-    """
+    """Return whether a directory of an upper, or of a layer, hides the entries of the layers below; see `is_mark`."""
     try:
         return os.getxattr(folder, f"{marks}opaque") == b"y"
     except OSError:
@@ -41,23 +36,16 @@ def is_opaque(folder: int | Path, marks: str) -> bool:
 def is_mark(attribute: str, marks: str) -> bool:
     """Return whether an attribute is overlayfs' own, and not one that a program in the sandbox has set.
 
-    Args:
-        attribute: Its name in the upper directory.
-        marks: The prefix of overlayfs' attributes, such as `user.overlay.`. Overlayfs stores a program's attribute of
-            that prefix as `user.overlay.overlay.…` (overlayfs.rst, "Nesting overlayfs mounts").
+    `marks` is the prefix of overlayfs' attributes, such as `user.overlay.`. Overlayfs stores a program's attribute of
+    that prefix as `user.overlay.overlay.…` (overlayfs.rst, "Nesting overlayfs mounts").
     """
     return attribute.startswith(marks) and not attribute.startswith(marks + "overlay.")
 
 
 def copy_entry(name: str, status: os.stat_result, source: int, target: int, marks: str) -> None:
-    """Copy an entry that is no directory to a name that is free; 50 us, and the time for its bytes.
+    """Copy an entry that is no directory to the same free name elsewhere; 50 us, and the time for its bytes.
 
-    Args:
-        name: Its name in both directories.
-        status: Its status in the source.
-        source: A descriptor of the directory that it is in.
-        target: A descriptor of the directory that gets the copy.
-        marks: The prefix of attributes that are overlayfs' own, which are not copied; see `is_mark`.
+    Attributes that are overlayfs' own are not copied; see `is_mark`.
     """
     if stat.S_ISREG(status.st_mode):
         _copy_file(name, status, source, target, marks)

@@ -139,13 +139,8 @@ def remove_path(path: str) -> None:
 def remove_entry(name: str, folder: int, *, force: bool = False) -> None:
     """Delete a file, or a directory with everything in it. A missing one is no error.
 
-    Args:
-        name: Its name.
-        folder: A descriptor of the directory that it is in.
-        force: Whether to change the modes of directories that forbid it.
-
-    Raises:
-        OSError: Something cannot be removed. Everything else is.
+    With `force`, change the modes of directories that forbid it. `OSError` says that something cannot be removed;
+    everything else is.
     """
     try:
         if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):

@@ -90,11 +90,8 @@ class LiveState:
     ) -> None:
         """Take the first look. 0.2 ms, and 0.07 ms for each process.
 
-        Args:
-            runs: The agent's processes, as `processes.run_counts` returns them.
-            shells: The idle shells and what starts them: a call may change them too, but not by their descriptors.
-            sockets: The sockets of the sandbox; None if this kernel cannot show them.
-            hidden: Those of `shells` whose descriptors no process of the sandbox can look at.
+        A call may change idle shells and what starts them too, but not by their descriptors. No process of the sandbox
+        can look at the descriptors of the hidden ones. `sockets` is None if this kernel cannot show them.
         """
         self._hidden = frozenset(hidden)
         self.subjects = (runs, frozenset(shells))
@@ -165,14 +162,7 @@ class LiveState:
 def report_writes(pid: int) -> list[int]:
     """Have the kernel report the next write to a file of a process or its threads, to `was_written`.
 
-    Args:
-        pid: The process.
-
-    Returns:
-        Descriptors, which end the watch when they are closed.
-
-    Raises:
-        OSError: The process has ended.
+    Return descriptors, which end the watch when they are closed. `OSError` says that the process has ended.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
     paths = [f"/proc/{pid}"]
@@ -206,11 +196,7 @@ def forget_writes() -> None:
 
 
 class _Objects:
-    """What the descriptors of processes lead to.
-
-    Attributes:
-        sockets: Whether there are sockets among it.
-    """
+    """What the descriptors of processes lead to; `sockets` says whether there are sockets among it."""
 
     def __init__(self) -> None:
         self.sockets = False

@@ -15,11 +15,7 @@ _BACKLOG = 128
 
 
 def listen() -> int:
-    """Return the descriptor of a new listening socket at `PORT` of the loopback.
-
-    Raises:
-        OSError: The port is in use, or the loopback is down.
-    """
+    """Return the descriptor of a new listening socket at `PORT` of the loopback."""
     with socket.create_server(("127.0.0.1", PORT), backlog=_BACKLOG) as listener:
         return listener.detach()
 

@@ -12,6 +12,7 @@ Files of /proc are read with `os.read`, which takes 5 microseconds; a file objec
 pathlib is not loaded in pid 1.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -73,14 +74,8 @@ def shown(path: str) -> bytes:
 def stat_fields(process: int | str) -> list[bytes] | None:
     """Return what the kernel shows of a process or thread in its `stat` file; None if it has ended (proc_pid_stat(5)).
 
-    Args:
-        process: The pid; or `PID/task/TID` for a thread.
-
-    Raises:
-        OSError: It cannot be read although it is there.
-
-    Returns:
-        The fields from the third on. The second, the name in parentheses, may contain anything.
+    These are the fields from the third on. The second, the name in parentheses, may contain anything. A thread is given
+    as `PID/task/TID`. `OSError` says that it cannot be read although it is there.
     """
     try:
         return shown(f"/proc/{process}/stat").rpartition(b")")[2].split()
@@ -194,14 +189,9 @@ def reap() -> dict[int, int]:
 
 
 def kill_except(spared: set[Process], first: int | None = None) -> dict[int, int]:
-    """Kill all processes but pid 1 and the spared ones, however fast they fork.
+    """Kill all processes but pid 1 and the spared ones, however fast they fork; return exit codes of children, by pid.
 
-    Args:
-        spared: The processes that stay.
-        first: A process to kill before the others: a shell, which would report the death of its children.
-
-    Returns:
-        The exit codes of the children that were reaped, by pid.
+    The first one is killed before the others: a shell, which would report the death of its children.
     """
     exit_codes: dict[int, int] = {}
     if first is not None:
@@ -231,11 +221,7 @@ def _kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def written_paths(pids: Iterable[int] | None = None) -> set[str]:
-    """Return the paths, relative to the root, of the files that processes have open for writing.
-
-    Args:
-        pids: The processes; None means all of this pid namespace but pid 1.
-    """
+    """Return the paths, without their first /, of the files that processes (None: all but pid 1) may write to."""
     paths = set()
     for pid in (pid for pid, _ in list_processes()) if pids is None else pids:
         try:
@@ -253,12 +239,8 @@ def written_paths(pids: Iterable[int] | None = None) -> set[str]:
 def all_descend(list_pids: Callable[[], Iterable[int]], root: int) -> bool:
     """Return whether all processes of a list are the process `root` or descend from it.
 
-    A process whose parent ends between two reads seems to have no parent. So the list is read again before a process
-    counts as a stranger.
-
-    Args:
-        list_pids: Returns the pids; it must contain every ancestor up to `root`.
-        root: The pid of the common ancestor.
+    A process whose parent ends between two reads seems to have no parent. So the list, which has every ancestor up to
+    `root`, is read again before a process counts as a stranger.
     """
     for _ in range(_MAX_LOOKS):
         parents = {pid: parent(pid) for pid in list_pids()}
@@ -282,6 +264,14 @@ def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
 def last_pid() -> int:
     """Return the pid that was assigned last in this pid namespace."""
     return int(shown("/proc/sys/kernel/ns_last_pid"))
+
+
+def death_of(pid: int) -> int:
+    """Return a descriptor that is readable once a process has ended; at once if it has, and for 0, which is none."""
+    with contextlib.suppress(ProcessLookupError):
+        if pid:
+            return os.pidfd_open(pid)
+    return os.eventfd(1, os.EFD_CLOEXEC)
 
 
 def ipc_objects() -> int:

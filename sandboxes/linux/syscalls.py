@@ -98,11 +98,7 @@ def _check(returned: int, what: str) -> int:
 
 
 def syscall(name: str, *arguments: object, about: str = "") -> int:
-    """Call the kernel by the name of a call in `SYSCALLS`; `about` is for the error.
-
-    Raises:
-        OSError: The kernel refuses, or the call is not known on this machine.
-    """
+    """Call the kernel by the name of a call in `SYSCALLS`; `about` is for the error."""
     if name not in SYSCALLS:
         raise OSError(38, f"{name}: not known on {MACHINE}")
     return _check(int(_libc.syscall(ctypes.c_long(SYSCALLS[name]), *arguments)), f"{name} {about}".strip())
@@ -114,11 +110,7 @@ def unshare(flags: int) -> None:
 
 
 def fork_sharing_root() -> int:
-    """Fork so that parent and child share root and working directory: `chroot` in one moves both, even after an exec.
-
-    Returns:
-        The child's pid in the parent, 0 in the child.
-    """
+    """Fork so that parent and child share root and working directory: `chroot` in one moves both, also after exec."""
     number = {"x86_64": 56, "aarch64": 220}.get(MACHINE)
     if number is None:
         raise OSError(38, f"clone: not known on {MACHINE}")
@@ -205,12 +197,9 @@ def inotify_add(fd: int, path: str, mask: int) -> int:
 
 
 def overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
-    """Return a descriptor of a detached overlay mount. Takes about 0.3 ms, and 15 microseconds a layer.
+    """Return a descriptor of a detached overlay mount of layers, the topmost first. 0.3 ms, and 15 us a layer.
 
-    Args:
-        lowers: The read-only layers, topmost first.
-        upper: The writable layer; None for a read-only overlay.
-        work: An empty directory on the file system of `upper`; None with `upper`.
+    The work directory is empty, on the file system of the upper one. Without both, the overlay is read-only.
     """
     context = syscall("fsopen", ctypes.c_char_p(b"overlay"), ctypes.c_uint(FSOPEN_CLOEXEC), about="overlay")
     before = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -253,13 +242,10 @@ def _fsconfig(context: int, command: int, key: str | None, value: str | None) ->
 def clone_mount(path: str, attributes: int = 0) -> int:
     """Return a descriptor (O_PATH) of a detached, private mount that shows one directory and nothing above it.
 
-    `..` of its root is its root, so a process that gets at the descriptor reaches this directory and no other one. It
-    takes 0.01 ms. Closing the last copy of the descriptor unmounts it, for which the kernel waits until no CPU looks at
-    the mount any more: 0.03 ms on an idle machine, and some milliseconds on a busy one.
-
-    Args:
-        path: The directory. Mounts below it are not shown.
-        attributes: `MOUNT_ATTR_…` to set.
+    Mounts below it are not shown. `..` of its root is its root, so a process that gets at the descriptor reaches this
+    directory and no other one. It takes 0.01 ms. Closing the last copy of the descriptor unmounts it, for which the
+    kernel waits until no CPU looks at the mount any more: 0.03 ms on an idle machine, and some milliseconds on a busy
+    one.
     """
     flags = ctypes.c_uint(OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC)
     mounted = syscall("open_tree", ctypes.c_int(AT_FDCWD), ctypes.c_char_p(os.fsencode(path)), flags, about=path)
@@ -294,12 +280,7 @@ def open_without_links(path: bytes, flags: int) -> int:
 def bind_within_root(source: str, target: str) -> None:
     """Bind a directory of the root's own file system to another one. Mounts below it are not shown.
 
-    Args:
-        source: An absolute path. Neither it nor `target` may lead through a link, or into another mount.
-        target: An absolute path.
-
-    Raises:
-        OSError: A path leads through a link (ELOOP) or into another mount (EXDEV), or is no directory.
+    Neither absolute path may lead through a link (ELOOP) or into another mount (EXDEV).
     """
     _bind(source, target, resolve=RESOLVE_NO_XDEV)
 
@@ -307,12 +288,7 @@ def bind_within_root(source: str, target: str) -> None:
 def bind_all(source: str, target: str) -> None:
     """Bind a directory, with all mounts below it, to a directory of the root's own file system.
 
-    Args:
-        source: An absolute path. Neither it nor `target` may lead through a link.
-        target: An absolute path.
-
-    Raises:
-        OSError: A path leads through a link (ELOOP), or is no directory.
+    Neither absolute path may lead through a link (ELOOP).
     """
     _bind(source, target, flags=AT_RECURSIVE)
 
@@ -430,11 +406,7 @@ def reset_signals() -> None:
 
 
 def arrange_descriptors(targets: Mapping[int, int]) -> None:
-    """Give descriptors the numbers that a program expects after an exec, and close all others.
-
-    Args:
-        targets: The present descriptor by the number that it shall have.
-    """
+    """Give descriptors the numbers that a program expects after an exec, and close all others."""
     above = max(targets) + 1
     # Copies above all targets come first: a descriptor may have the number that another one shall have.
     copies = {target: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for target, fd in targets.items()}

@@ -39,11 +39,10 @@ class TreeTooDeepError(Exception):
 
 
 class Folder(NamedTuple):
-    """A directory of a walk.
+    """A directory of a walk, which closes its descriptor.
 
     Attributes:
         path: Its path below the top, with a slash at the end; empty for the top itself.
-        fd: A descriptor of it, which the walk closes.
         entries: What is in it, in the order of names.
     """
 
@@ -53,15 +52,10 @@ class Folder(NamedTuple):
 
 
 def open_below(top: int, path: str) -> int | None:
-    """Return a descriptor of a directory below another one; None if there is no directory at this path.
+    """Return a descriptor of a directory below another one, which it cannot leave; None if there is none at this path.
 
-    Args:
-        top: The directory from which the path starts and which it cannot leave.
-        path: The path; empty for the top itself. A path with a link in it leads to no directory.
-
-    Raises:
-        TreeTooDeepError: The path exceeds `MAX_DEPTH` or `MAX_PATH_BYTES`.
-        OSError: The directory is there, but cannot be opened.
+    The empty path is the top itself. A path with a link in it leads to no directory. One over `MAX_DEPTH` or
+    `MAX_PATH_BYTES` is a `TreeTooDeepError`.
     """
     encoded = os.fsencode(path)
     if encoded.count(b"/") > MAX_DEPTH or len(encoded) > MAX_PATH_BYTES:
@@ -93,12 +87,8 @@ def list_entries(folder: int) -> list[os.DirEntry[str]]:
 def folders(top: int) -> Iterator[Folder]:
     """Yield a directory and all directories below it, each before those in it. 5 us a directory, 1 us an entry.
 
-    Args:
-        top: A descriptor of the directory. The walk stays on it, whatever it is renamed to.
-
-    Raises:
-        TreeTooDeepError: The tree exceeds `MAX_DEPTH` or `MAX_PATH_BYTES`.
-        OSError: A directory cannot be opened.
+    The walk stays on it, whatever it is renamed to. A tree over `MAX_DEPTH` or `MAX_PATH_BYTES` is a
+    `TreeTooDeepError`.
     """
     waiting = [""]
     while waiting:

@@ -61,11 +61,7 @@ def _under_way(path: str) -> int:
 
 
 def watch(pids: Callable[[], Iterable[int]]) -> Callable[[], bool]:
-    """Return a function that says whether a sandbox holds so much that other sandboxes of its user get nothing.
-
-    Args:
-        pids: Returns the sandbox's processes.
-    """
+    """Return a function that says whether a sandbox holds so much that other sandboxes of its user get nothing."""
     looked = time.monotonic()
 
     def takes_too_much() -> bool:

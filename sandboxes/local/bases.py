@@ -8,7 +8,7 @@ image lies its *dress*, which holds what a container runtime adds (`image_dress`
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sandboxes.errors import SpecError
@@ -18,6 +18,7 @@ from sandboxes.host.source_watch import Watched
 from sandboxes.images import root_tar
 from sandboxes.images.built_trees import BuiltTrees
 from sandboxes.images.config import ImageConfig, ImageError
+from sandboxes.images.docker_layers import first_missing
 from sandboxes.images.store import Image, ImageStore
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.plain_files import open_plain
@@ -44,9 +45,6 @@ class Base:
         own_bash: Whether it has a bash. Otherwise sandboxes have one of this machine's.
         images: The ids of the images that it has files of.
         image: The configuration of the main image; None for a base that is none.
-        hostname: The host name of its sandboxes.
-        services: The mounts of the spec's side services.
-        service_images: The configuration of their images, by name.
         bare: Those of its directories that the spec names, without services; none for the host.
     """
 
@@ -63,9 +61,21 @@ class Base:
     service_images: Mapping[str, ImageConfig] = field(default_factory=dict)
     bare: tuple[str, ...] = ()
 
+    def completed(self, spec: EnvironmentSpec) -> EnvironmentSpec:
+        """Return a spec with the working directory that it leaves to its image."""
+        if spec.workdir is not None or self.image is None:
+            return spec
+        return spec.model_copy(update={"workdir": self.image.workdir or "/"})
+
+    def image_config(self, spec: EnvironmentSpec) -> ImageConfig:
+        """Return the configuration of an image of a spec's states."""
+        config = self.image or ImageConfig()
+        environment = {**config.environment, **spec.env}
+        return replace(config, environment=environment, workdir=self.completed(spec).directory)
+
     def removed(self) -> str | None:
         """Return a directory that the program that kept it has removed; microseconds."""
-        return next((lower for lower in self.foreign if not Path(lower).is_dir()), None)
+        return first_missing(self.foreign)
 
 
 class Bases:
@@ -73,7 +83,6 @@ class Bases:
 
     Attributes:
         host_view: Where the launcher, in its own mounts only, has the host's root, at `root` below it.
-        sources: Digests of directories and files.
     """
 
     def __init__(
@@ -81,11 +90,8 @@ class Bases:
     ) -> None:
         """Name the directories; `open` makes them.
 
-        Args:
-            data_dir: The driver's own directory.
-            images: The images that specs may name.
-            privileged: Whether the proxy is root, so that the host's root can be a layer.
-            rules: What specs may name; its private paths are hidden from sandboxes on the host's own system.
+        If the proxy is root, the host's root can be a layer. The private paths of the rules are hidden from sandboxes
+        on the host's own system.
         """
         self._data = data_dir
         self._folder = data_dir / "bases"
@@ -116,7 +122,7 @@ class Bases:
         if name == "host":
             # Its mask hides what not everybody may read, so a new secret of the host needs a new mask.
             return known if self._host_fingerprint.known() is not None else self.refresh(spec)
-        if spec.image is not None and not all(map(os.path.isdir, known.lowers)):
+        if spec.image is not None and first_missing(known.lowers) is not None:
             # Nothing has used it for a while, or Docker has removed it.
             return self.refresh(spec)
         # The known base, not a fresh look: the caller has just compared its identity, or compares it afterwards. Only
@@ -137,14 +143,8 @@ class Bases:
         """Return the base on which a state was frozen, or what a rollout there would see of it now.
 
         A tarball's files were unpacked for its content, so they are there as they were. The host goes on changing below
-        running sandboxes, too, so a state of it comes back on the host as it is.
-
-        Args:
-            spec: The spec that names it.
-            identity: What the base was when the state was frozen.
-
-        Returns:
-            None if it is a directory that has changed, or files that are gone.
+        running sandboxes, too, so a state of it comes back on the host as it is. None if it is a directory that has
+        changed, or files that are gone.
         """
         kind, _, digest = identity.partition(":")
         # Only what this name has meant: an imported state could name any tarball that another task uses.
@@ -166,11 +166,9 @@ class Bases:
         self.sources.directories.close()
 
     def refresh(self, spec: EnvironmentSpec) -> Base:
-        """Return the base of a spec as it is now.
+        """Return the base of a spec as it is now; `SpecError` if it is missing, or cannot be read.
 
-        Raises:
-            SpecError: It is missing, or cannot be read.
-            OSError: The machine is short of memory, descriptors or disk.
+        `OSError` says that the machine is short of memory, descriptors or disk.
         """
         name = name_of(spec)
         try:
@@ -269,10 +267,5 @@ def path_of(spec: EnvironmentSpec) -> str | None:
 
 
 def hostname_of(spec: EnvironmentSpec, image: str) -> str:
-    """Return the host name of a spec's sandboxes: twelve hexadecimal digits, as Docker gives, equal in all of them.
-
-    Args:
-        spec: The spec, which may name one.
-        image: What the image is.
-    """
+    """Return the host name of a spec's sandboxes: twelve hexadecimal digits, as Docker gives, equal in all of them."""
     return spec.hostname or root_key(spec, image)[:12]

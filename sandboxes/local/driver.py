@@ -20,11 +20,9 @@ import orjson
 from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import FrozenState
 from sandboxes.egress.portable_recordings import PortableRecordings
-from sandboxes.errors import SandboxError, SpecError, StateGoneError
-from sandboxes.host.provision import furnish
+from sandboxes.errors import SandboxError, StateGoneError
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
-from sandboxes.images import state_image
-from sandboxes.images.config import ImageConfig, ImageError
+from sandboxes.images.images import Images
 from sandboxes.images.store import ImageStore
 from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.ipc.launch_messages import ServiceMounts
@@ -33,11 +31,11 @@ from sandboxes.linux.dir_lock import DirLock
 from sandboxes.local.bases import Base, Bases
 from sandboxes.local.machine import START_S, Machine, Spare
 from sandboxes.local.portable_layers import LayerPorter
+from sandboxes.local.provision import furnish, prepare_services
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.local.service_commands import SERVICES
-from sandboxes.local.services import prepare, service_orders
+from sandboxes.local.services import service_orders
 from sandboxes.open_sandboxes import OpenSandboxes
-from sandboxes.portability import NoImageError
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 
@@ -84,8 +82,9 @@ class LocalDriver:
         """
         self.sources = sources or SourceRules()
         self.data_dir = data_dir.resolve()
-        self.images = ImageStore(self.data_dir / "images")
-        self.bases = Bases(self.data_dir, self.images, privileged=os.geteuid() == 0, rules=self.sources)
+        self.image_store = ImageStore(self.data_dir / "images")
+        self.images = Images(self.image_store, self.sources, self.data_dir)
+        self.bases = Bases(self.data_dir, self.image_store, privileged=os.geteuid() == 0, rules=self.sources)
         self.sandboxes = OpenSandboxes[LocalSandbox]()
         self.machine = Machine(
             self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer(), self.sandboxes.holding
@@ -94,8 +93,6 @@ class LocalDriver:
         self.porter = LayerPorter(self.machine.layers, self.sandboxes.holding)
         self._ownership = DirLock(self.data_dir)
         self._pristine: dict[Hashable, dict[str, Any]] = {}
-        # One at a time, because each needs room on the disk.
-        self._imaging = asyncio.Lock()
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -130,7 +127,7 @@ class LocalDriver:
         # After the processes are dead: a file that a process has open keeps its disk space after it is removed
         # (unlink(2)).
         self.machine.layers.open()
-        self.images.open()
+        self.image_store.open()
         self.bases.open()
         self.roots.open()
 
@@ -140,7 +137,7 @@ class LocalDriver:
         # The lock is released last, because everything above still deletes files.
         await self.machine.close()
         self.bases.close()
-        self.images.close()
+        self.image_store.close()
         self._ownership.release()
 
     # -- states ------------------------------------------------------------------------------------------------------
@@ -172,32 +169,6 @@ class LocalDriver:
         known = self.bases.known(spec), *map(self.bases.sources.known, spec.copied_sources)
         return None if None in known else cast("tuple[str, ...]", known)
 
-    async def config(self, image: str) -> dict[str, Any]:
-        """Return the ID and the configuration of an image, in Docker's words.
-
-        Raises:
-            SpecError: There is no such image, or it cannot be used.
-            SandboxError: No Docker daemon responds.
-        """
-        return await asyncio.to_thread(self._config, image)
-
-    def _config(self, image: str) -> dict[str, Any]:
-        if image.startswith("/"):
-            found = self.images.resolve(self.sources.real(image, confined=False))
-            return {"Id": found.id, **found.config.members()}
-        named = self.images.daemon.image(image)
-        try:
-            return {"Id": named.id, **ImageConfig.parse(named.config).members()}
-        except ImageError as error:
-            raise SpecError(f"image {image!r} cannot be used: {error}") from error
-
-    async def tags(self) -> list[str]:
-        """Return the names of all images of Docker's; none without a daemon."""
-        try:
-            return await asyncio.to_thread(self.images.daemon.tags)
-        except SandboxError:
-            return []
-
     async def start(self, spec: EnvironmentSpec) -> LocalSandbox:
         """Start a sandbox at a spec's root state, which is built once; then a start takes milliseconds.
 
@@ -206,7 +177,7 @@ class LocalDriver:
             SandboxError: The machine failed.
         """
         base = await self._look(spec, lambda: self.bases.base(spec))
-        spec = _completed(spec, base)
+        spec = base.completed(spec)
         root = await self._root(spec, base)
         # Between here and `_launch` no sandbox has these layers in its stack, and a collection would delete them.
         with self.sandboxes.holding(root.layers):
@@ -237,7 +208,7 @@ class LocalDriver:
         root = RootLayers(layers=layers[len(layers) - payload["root_layers"] :], born_ns=payload["born_ns"])
         with self.sandboxes.holding(frozen.parts):
             base = await self._frozen_base(spec, payload)
-            spec = _completed(spec, base)
+            spec = base.completed(spec)
             images = payload.get("images")
             if images is not None and images not in self.machine.checkpointer.names():
                 raise StateGoneError(f"the images of these processes ({images}) are gone. Replay their path instead.")
@@ -253,35 +224,23 @@ class LocalDriver:
             if frozen.state is not None and sandbox.begun_at != frozen.state:
                 await sandbox.close()
                 raise StateGoneError("what is stored of this state is not what was frozen. Replay its path instead.")
-            sandbox.begin_settling(payload.get("young_s", 0.0))
+            sandbox.guest.begin_settling(payload.get("young_s", 0.0))
             return sandbox
 
     async def image(self, spec: EnvironmentSpec, frozen: FrozenState, name: str, target: Path | None) -> str:
         """Make a container image of a state, see `sandboxes.portability.ImagingDriver`."""
-        if spec.image is None and spec.base == "host":
-            raise NoImageError("its base is this machine itself, which no image may contain. Use an image as its base.")
-        if os.geteuid():
-            raise NoImageError("the proxy is not root, and only root sees the owners of files. Run the proxy as root.")
-        async with self._imaging:
+        self.images.require_possible(spec)
+        async with self.images.making:
             with contextlib.ExitStack() as held:
                 held.enter_context(self.sandboxes.holding(frozen.parts))
                 base = await self._frozen_base(spec, frozen.payload)
                 held.enter_context(self.sandboxes.holding(base.images))
                 lowers = [*self.machine.layers.lowers(frozen.payload["layers"]), *base.bare]
-                alone = [self.images.empty] if len(lowers) == 1 else []
-                order = state_image.ImageOrder(
-                    lowers=[*lowers, *alone], empty=bool(alone), config=_image_config(spec, base).members(),
-                    left_out=[SERVICES.strip("/")] if spec.services else [], name=name,
-                    target=None if target is None else str(target), folder=str(self.data_dir),
-                )  # fmt: skip
-                return await state_image.make(order)
+                left_out = [SERVICES.strip("/")] if spec.services else []
+                return await self.images.make(lowers, base.image_config(spec), left_out, name, target)
 
     async def _frozen_base(self, spec: EnvironmentSpec, payload: dict[str, Any]) -> Base:
-        """Return the base of a state whose parts are held, after a check of all that the state consists of.
-
-        Raises:
-            StateGoneError: Its layers are gone or damaged, or its base has changed.
-        """
+        """Return the base of a state whose parts are held, after a check of all that the state consists of."""
         layers = payload["layers"]
         # Checked while held: a layer that exists now stays until the sandbox has it in its stack.
         if missing := self.machine.layers.missing(layers):
@@ -323,7 +282,7 @@ class LocalDriver:
         await asyncio.to_thread(checkpointer.drop, unneeded)
         # Each state lies over a root state. An image that is removed too early is unpacked again.
         images = {image for root in roots for image in root.images}
-        await asyncio.to_thread(self.images.collect, images | self.sandboxes.parts_in_use())
+        await asyncio.to_thread(self.image_store.collect, images | self.sandboxes.parts_in_use())
         return size
 
     async def _look(self, spec: EnvironmentSpec, look: Callable[[], LookT]) -> LookT:
@@ -352,7 +311,7 @@ class LocalDriver:
         unshared = replace(base, services=ServiceMounts(base.services.roots, []))
         sandbox = await self._launch(at_top, unshared, bare, (), _state({}), seals=False)
         try:
-            await prepare(sandbox, spec)
+            await prepare_services(sandbox, spec)
             await furnish(sandbox, spec, self.sources)
             state = await sandbox.freeze(root=True)
         finally:
@@ -378,20 +337,10 @@ class LocalDriver:
         images: str | None = None,
         seals: bool = True,
     ) -> LocalSandbox:
-        """Start a sandbox from a spare.
+        """Start a sandbox from a spare, with layers over its base, the topmost first.
 
-        Args:
-            spec: What the sandbox is made for.
-            base: The spec's base, below all layers.
-            root: The spec's root state.
-            layers: The sandbox's layers, topmost first.
-            state: What pid 1 needs of the state; see `_state`.
-            images: The checkpoint to restore in it; None starts a fresh shell.
-            seals: Whether each call's changes become a layer.
-
-        Raises:
-            SpecError: The base cannot run a shell, or the spec names hosts that are not allowed any more.
-            SandboxError: The machine failed.
+        `state` is what pid 1 needs of the state (`_state`), and `images` the checkpoint to restore; None starts a fresh
+        shell. If it `seals`, each call's changes become a layer.
         """
         self.sources.check_egress(spec)
 
@@ -437,20 +386,6 @@ def _identity(base: str, *sources: str) -> str:
     for source in sources:
         digest.update(source.encode())
     return digest.hexdigest()
-
-
-def _completed(spec: EnvironmentSpec, base: Base) -> EnvironmentSpec:
-    """Return a spec with the working directory that it leaves to its image (pure)."""
-    if spec.workdir is not None or base.image is None:
-        return spec
-    return spec.model_copy(update={"workdir": base.image.workdir or "/"})
-
-
-def _image_config(spec: EnvironmentSpec, base: Base) -> ImageConfig:
-    """Return the configuration of an image of a spec's states (pure)."""
-    config = base.image or ImageConfig()
-    environment = {**config.environment, **spec.env}
-    return replace(config, environment=environment, workdir=_completed(spec, base).directory)
 
 
 def _state(

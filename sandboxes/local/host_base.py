@@ -136,12 +136,7 @@ def _settings(etc: Path, watch: Watch) -> Iterator[Path]:
 
 
 def build_mask(target: Path, hidden: list[Path]) -> None:
-    """Write the mask layer, which lies over the host's root. It needs root and takes 0.3 s.
-
-    Args:
-        target: The empty directory of the layer.
-        hidden: Further paths that sandboxes must not see.
-    """
+    """Write the mask layer, which lies over the host's root and hides some paths. It needs root and takes 0.3 s."""
     host = Path("/")
     for path in host.iterdir():
         # An allow-list: a directory that an administrator adds to `/` tomorrow is hidden without a change here.
@@ -277,12 +272,7 @@ def _copy_attributes(source: Path, target: Path) -> None:
 def build_copy(target: Path, hidden: Sequence[Path] = ()) -> list[str]:
     """Write the base for a proxy without root: links, a readable copy of /etc, and mount points. 0.5 s, 5 MB.
 
-    Args:
-        target: The empty directory of the base.
-        hidden: Further paths that sandboxes must not see.
-
-    Returns:
-        The directories of `BOUND` that this host has.
+    `hidden` are further paths that sandboxes must not see. Return the directories of `BOUND` that this host has.
     """
     skeleton(target)
     for name in VISIBLE:

@@ -26,8 +26,6 @@ class Dress:
     """What is added to an image and to those of its side services.
 
     Attributes:
-        hostname: The sandbox's host name.
-        services: The names of the side services.
         aliases: Further names of the sandbox itself.
         volumes: The directories that the images declare as volumes, as paths of the sandbox.
     """
@@ -48,16 +46,7 @@ class Dress:
 
 
 def build(dress: Dress, lowers: Sequence[str], target: Path) -> None:
-    """Write the layer.
-
-    Args:
-        dress: What is added.
-        lowers: The directories of the images, the topmost first.
-        target: The empty directory of the layer.
-
-    Raises:
-        OSError: The machine cannot hold it.
-    """
+    """Write the layer over the directories of the images, the topmost first, into an empty directory."""
     if dress.services:
         # A process of the main image that is not root finds no files of the services.
         _folder(lowers, target, SERVICES.strip("/"), 0o700)

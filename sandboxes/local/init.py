@@ -21,7 +21,7 @@ from sandboxes.guest.checkpoint_restore import Restored, Restoring
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.state_rows import StateRows
-from sandboxes.guest.local_shells import LocalShells
+from sandboxes.guest.shells import Shells
 from sandboxes.ipc.codec import pack_message
 from sandboxes.ipc.fork_pages import write_pages
 from sandboxes.ipc.messages import (
@@ -35,7 +35,7 @@ from sandboxes.ipc.state_messages import (
 from sandboxes.linux import confine, mounts, outlet
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.socket_queues import SocketQueues
-from sandboxes.local.platform import LocalPlatform, Switches, opened_root
+from sandboxes.local.pid_one import PidOne, Switches, opened_root
 
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
@@ -51,15 +51,10 @@ def run(
 ) -> None:
     """Be a sandbox until the proxy closes its end.
 
-    The first part needs no spec. It is done ahead, in spare sandboxes.
-
-    Args:
-        channel: The socket to the proxy.
-        switches: The socket on which the launcher reports that layers were switched.
-        cgroups: Files of control groups that this process joins.
-        pages: What memory it will write to, by address and bytes.
-        privileged: Whether the proxy is root; otherwise this is root of a user namespace.
-        shell_files: The directory of `shell_files.copies`; empty for none.
+    The first part needs no spec. It is done ahead, in spare sandboxes. The launcher reports on the socket `switches`
+    that layers were switched. The process joins control groups by their files, and writes to the pages, by address and
+    bytes. If the proxy is not root, this is root of a user namespace. `shell_files` is the directory of
+    `shell_files.copies`.
     """
     # The kernel kills this process when the launcher dies, and with this pid 1 its whole pid namespace
     # (pid_namespaces(7)). So even kill -9 of the proxy leaves no process.
@@ -129,7 +124,7 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
     confine.confine()
     user, unknown = _user(order.user)
     environment = {**user.variables, **order.environment}
-    shells = LocalShells(environment, order.workdir, order.sessions, order.pristine, user)
+    shells = Shells(environment, order.workdir, order.sessions, order.pristine, user)
     # A new session's first dump says what such a session looks like, so that one is waited for.
     begun = order.pristine is not None and restored is None and unknown is None
     if begun:
@@ -137,10 +132,10 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
         shells.begin("main")
     rows = StateRows(row_table.split(tables), row_table.mapped(table))
     roots = delta.DeltaRoots(opened_root(upper_mount), lower, root)
-    platform = LocalPlatform(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets, shells)
+    pid_one = PidOne(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets, shells)
     if restored is not None:
-        platform.adopt(restored)
-    platform.serve([namespace, *listening], begun=begun, broken=unknown)
+        pid_one.adopt(restored)
+    pid_one.serve([namespace, *listening], begun=begun, broken=unknown)
 
 
 def _user(name: str) -> tuple[users.User, str | None]:

@@ -50,12 +50,7 @@ class Launcher:
     """Serves the driver's requests, one at a time."""
 
     def __init__(self, driver: socket.socket, *, privileged: bool) -> None:
-        """Remember the namespaces to come back to.
-
-        Args:
-            driver: The socket to the driver.
-            privileged: Whether the driver is root, so that no user namespace is involved.
-        """
+        """Remember the namespaces to come back to. If the driver is root, no user namespace is involved."""
         self.driver = driver
         self.privileged = privileged
         # What this process writes to between two forks, and what pid 1s write to, by address and bytes.
@@ -228,10 +223,9 @@ def _report(pid_1: int, report: IpcMessage, fds: list[int]) -> None:
 def _mount(stack: LayerStack) -> list[int]:
     """Mount a stack of layers.
 
-    Returns:
-        Descriptors of the whole stack as a detached mount, of a mount of its upper directory, and of a mount of the
-        layers below the upper. If the stack names the root state's layers, a mount of these comes fourth. Pid 1 holds
-        them in the sandbox, so none of them leads further up on the host.
+    Return descriptors of the whole stack as a detached mount, of a mount of its upper directory, and of a mount of the
+    layers below the upper. If the stack names the root state's layers, a mount of these comes fourth. Pid 1 holds them
+    in the sandbox, so none of them leads further up on the host.
     """
     fds = [_overlay(stack.lowers, stack.upper, stack.work)]
     upper = os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -28,14 +28,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 def lay_over(source: Path, target: Path, is_replaced: Callable[[str], bool] = lambda _: False) -> None:
     """Copy an upper layer over a merged one, so that the result shows what overlayfs shows of the two.
 
-    Args:
-        source: The upper layer.
-        target: The merged layer.
-        is_replaced: Says of a path that is no directory whether something else will be laid over it. It is not copied
-            then.
-
-    Raises:
-        TreeTooDeepError: The layer's directories are nested too deeply.
+    A path that is no directory is not copied if something else will be laid over it (`is_replaced`).
     """
     with contextlib.ExitStack() as opened:
         layer, merged = (os.open(path, _FOLDER) for path in (source, target))
@@ -70,13 +63,7 @@ def has_entry(layer: Path, path: str) -> bool:
 def _make_folder(path: str, layer: int, merged: int) -> bool:
     """Make a directory of the merged layer, with the cases of overlayfs: new, merged, opaque, or over something else.
 
-    Args:
-        path: The directory; its parents are there.
-        layer: A descriptor of the directory in the layer that is laid over.
-        merged: A descriptor of the merged layer.
-
-    Returns:
-        Whether the merged directory is opaque.
+    Return whether it is opaque there. Its parents are there already.
     """
     opaque = is_opaque(layer, MARKS)
     folder, _, name = path.rstrip("/").rpartition("/")

@@ -26,13 +26,10 @@ class LayerTables:
         return os.path.exists(f"{self._layers}{layer}/table")  # noqa: PTH110
 
     def of_state(self, ids: Sequence[str]) -> tuple[bytes, int]:
-        """Return what a supervisor needs to know the rows of a state.
+        """Return what a supervisor needs to know the rows of a state, given its layers above the root state.
 
-        Args:
-            ids: The layers above the root state, the topmost first.
-
-        Returns:
-            The tables above the last complete one, one after another; a descriptor of that one, or of an empty file.
+        The layers are the topmost first. The tables are those above the last complete one, one after another, and a
+        descriptor of that one, or of an empty file.
         """
         above = list(itertools.takewhile(lambda layer: not self.is_complete(layer), ids))
         return b"".join(map(self.of, above)), self.open_complete(ids[len(above) :])

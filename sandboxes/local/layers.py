@@ -52,12 +52,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Upper(NamedTuple):
-    """A directory that one live sandbox writes to.
-
-    Attributes:
-        id: The name that its layer will have.
-        folder: The directory of its `diff` and `work`.
-    """
+    """A directory that one live sandbox writes to: of its `diff` and `work`. The id will be its layer's."""
 
     id: str
     folder: str
@@ -79,12 +74,7 @@ class Upper(NamedTuple):
 
 
 class LayerMeta(NamedTuple):
-    """What is known of a layer besides its files.
-
-    Attributes:
-        size_bytes: The bytes that it occupies.
-        manifest: The digests by which damage of its files is noticed.
-    """
+    """What is known of a layer besides its files: bytes on disk, and the digests by which damage of them is noticed."""
 
     size_bytes: int
     manifest: Manifest
@@ -94,10 +84,7 @@ class Layers:
     """The layers of one data directory. Methods block, for microseconds unless they say otherwise.
 
     Attributes:
-        uppers: The directory of all uppers.
-        frozen: The directory of all layers.
         intact: The layers that are known to be as they were frozen; see `layer_check`.
-        tables: The tables of the layers' rows.
     """
 
     def __init__(self, data_dir: Path) -> None:
@@ -137,28 +124,13 @@ class Layers:
         return upper
 
     def freeze(self, upper: Upper, meta: LayerMeta, table: bytes) -> str:
-        """Make an upper a layer. A sandbox may still have it mounted, but must not write to it any more.
-
-        Args:
-            upper: The upper.
-            meta: What is known of it.
-            table: Its table of rows.
-
-        Returns:
-            The layer's id.
-        """
+        """Make an upper a layer; return its id. A sandbox may have it mounted, but must not write to it any more."""
         self.place(upper, meta.size_bytes, table)
         self.describe(upper.id, meta, table)
         return upper.id
 
     def place(self, upper: Upper, size_bytes: int, table: bytes) -> None:
-        """Put an upper where its layer will be, so that it can be mounted as such; `describe` completes it.
-
-        Args:
-            upper: The upper.
-            size_bytes: The bytes that it occupies.
-            table: Its table of rows.
-        """
+        """Put an upper where its layer will be, so that it can be mounted as such; `describe` completes it."""
         complete = row_table.RowTable(memoryview(table)).complete
         write_file(f"{upper.folder}/{'table' if complete else 'rows'}", table)
         os.rename(upper.folder, self._layers + upper.id)  # noqa: PTH104
@@ -241,16 +213,9 @@ class Layers:
                     sync_path(name, within=top)
 
     def merge(self, ids: Sequence[str], upper: Upper) -> str:
-        """Merge layers into one that replaces them all.
+        """Merge layers, the topmost first, into one that replaces them all, made of an empty upper; return its id.
 
         Files are copied, not hard-linked: a hard link would change the link counts that `ls -l` shows.
-
-        Args:
-            ids: The layers, the topmost first.
-            upper: An empty upper, which becomes the merged layer.
-
-        Returns:
-            The merged layer's id.
         """
         tables = [row_table.RowTable(memoryview(self.tables.of(layer))) for layer in ids]
         folders = [self.frozen / layer / "diff" for layer in ids]
@@ -280,23 +245,14 @@ class ReadyUppers:
     """Uppers that are made before they are needed: making one takes half a millisecond, while a call waits."""
 
     def __init__(self, make: Callable[[], Upper], background: TaskOwner) -> None:
-        """Begin with none.
-
-        Args:
-            make: Makes one. It is also called in threads.
-            background: Owns the task that makes more.
-        """
+        """Begin with none. `make` is also called in threads."""
         self._make, self._background = make, background
         self._ready: deque[Upper] = deque()
         self._filling: asyncio.Task[None] | None = None
         self._closed = False
 
     def take(self) -> Upper:
-        """Return a fresh upper: one that is ready, or a new one.
-
-        Raises:
-            OSError: None is ready, and none can be made.
-        """
+        """Return a fresh upper: one that is ready, or a new one."""
         if len(self._ready) <= _READY_UPPERS // 2 and self._filling is None and not self._closed:
             self._filling = self._background.spawn("make uppers", self._fill())
         return self._ready.popleft() if self._ready else self._make()
@@ -327,8 +283,7 @@ class ReadyUppers:
 def copy_upper(live: Upper, upper: Upper) -> None:
     """Copy what a live sandbox wrote into another upper; 50 us a file, and the time for its bytes.
 
-    Raises:
-        NotFreezableError: Its directories are nested too deeply.
+    If its directories are nested too deeply, raise `NotFreezableError`.
     """
     try:
         lay_over(live.path / "diff", upper.path / "diff")
@@ -346,12 +301,8 @@ def undo(layers: Layers, uppers: Iterable[Upper]) -> None:
 def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
     """Return the longest run of neighbouring layers whose total size is at most `MERGE_BYTES` (pure).
 
-    Args:
-        ids: The layers, the topmost first.
-        sizes: Their sizes in bytes; a layer without an entry is not merged.
-
-    Returns:
-        The run, the topmost first; empty if no two neighbours are small enough.
+    Layers and run are the topmost first. A layer without a size is not merged. The run is empty if no two neighbours
+    are small enough.
     """
     best: list[str] = []
     run: list[str] = []

@@ -71,7 +71,6 @@ class Spare:
 
     Attributes:
         id: The sandbox's id, which also names its control groups.
-        channel: The channel to its pid 1.
         process: The process descriptor (pidfd) of its pid 1.
         switches: The socket on which the launcher reports to its pid 1; see `MountLayers` and `SwitchLayers`.
     """
@@ -94,11 +93,8 @@ class Machine:
     ) -> None:
         """Describe the machine; `open` starts the launcher.
 
-        Args:
-            data_dir: The driver's own directory.
-            host_view: Where the launcher mounts the host's root, in its own mount namespace only.
-            checkpointer: Saves the live processes of sandboxes.
-            holding: Keeps layers from being collected while no sandbox has them in its stack yet.
+        The launcher mounts the host's root at `host_view`, in its own mount namespace only. `holding` keeps layers from
+        being collected while no sandbox has them in its stack yet.
         """
         self.data_dir = data_dir
         self.host_view = host_view
@@ -131,11 +127,7 @@ class Machine:
         self._refill: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
-        """Start the launcher, and the first spares.
-
-        Raises:
-            SandboxError: This machine cannot run sandboxes.
-        """
+        """Start the launcher, and the first spares; `SandboxError` if this machine cannot run sandboxes."""
         # Anew for each process: this machine's bash may be another one by now.
         self.shell = await asyncio.to_thread(shell_copies.made_or_none, self.data_dir / "shells")
         await self.launcher.start()
@@ -164,9 +156,7 @@ class Machine:
     async def spare(self) -> Spare:
         """Return a spare sandbox, or a new one if there is none. Call `restock` when the sandbox has started.
 
-        Raises:
-            SandboxError: It cannot be made.
-            ChannelClosedError: It ended while it was made.
+        If it ends while it is made, raise `ChannelClosedError`.
         """
         self._starting += 1
         self._demand.note(time.monotonic())
@@ -218,11 +208,7 @@ class Machine:
     async def learn_pages(self, link: GuestLink) -> None:
         """Have later spares given the pages that a sandbox has written to, once for each launcher. 2 ms.
 
-        Args:
-            link: The link to the sandbox's pid 1, which has run a call and is idle.
-
-        Raises:
-            SandboxError: The sandbox or the launcher has died, or the list is malformed.
+        The sandbox has run a call and is idle.
         """
         launcher = self.launcher.pid
         if launcher is None or self._pages_of == launcher:
@@ -299,8 +285,7 @@ class Machine:
 async def ended(process: int) -> None:
     """Wait until a pid 1, and with it its whole pid namespace, has ended; at most `END_S`.
 
-    Args:
-        process: The process descriptor of the pid 1, which becomes readable when the process ends (pidfd_open(2)).
+    Its process descriptor becomes readable when it ends (pidfd_open(2)).
     """
     loop = asyncio.get_running_loop()
     exited = asyncio.Event()

@@ -56,12 +56,7 @@ class LayerUnpacking:
     """One import. Layers get new names, because another layer may have the old name here."""
 
     def __init__(self, layers: Layers, hold: Callable[[str], None]) -> None:
-        """Start with no parts.
-
-        Args:
-            layers: The layers of one data directory.
-            hold: Keeps a layer from being collected until the import ends.
-        """
+        """Start with no parts. `hold` keeps a layer from being collected until the import ends."""
         self._layers, self._hold = layers, hold
         self._names: dict[str, str] = {}
         self._counted: set[str] = set()

@@ -24,11 +24,7 @@ class Reaper:
     """Removes directories in the background."""
 
     def __init__(self, background: TaskOwner) -> None:
-        """Remove nothing yet.
-
-        Args:
-            background: Owns the task that removes; a wait for it lasts until everything is removed.
-        """
+        """Remove nothing yet. A wait for the background lasts until everything is removed."""
         self._background = background
         self._paths: list[Path | str] = []
         # What no try has removed. `close` tries a last time, and so does the next `Layers.open`.

@@ -4,7 +4,7 @@ Theory of operation. The sandbox's root is an overlay: an *upper*, which it writ
 
 1. Sealing. After each call that wrote something, pid 1 pauses and reports its rows. The upper becomes a layer, and the
    sandbox continues on a fresh upper (`_seal`). If the call's changes cancelled out, the upper is discarded instead.
-   Both run in the background after the call has its result; the next call waits for them (`_settle`).
+   Both run in the background after the call has its result; the next call waits for them (`Guest.settle`).
 2. Freezing without live processes then costs nothing: the stack of layers and the sessions' dumps *are* the state.
 3. Freezing with live processes cannot exchange the upper, because they have files of it open. CRIU freezes and dumps
    them; meanwhile the upper is copied into a new layer (`_checkpoint`).
@@ -18,22 +18,30 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sandboxes.calls import Execution, ToolCall
+from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.checkpointing import MappedFiles
 from sandboxes.driver import FrozenState
+from sandboxes.effects import Effect
 from sandboxes.egress.gateway import variables
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
-from sandboxes.host.machine_sandbox import MachineSandbox
+from sandboxes.host.guest import Guest
+from sandboxes.host.inspect import entries_of, state_look
+from sandboxes.host.mcp_calls import McpCalls
+from sandboxes.host.process_calls import ProcessCalls
+from sandboxes.host.pty import Pty
 from sandboxes.host.server_calls import ServerCalls
+from sandboxes.host.tool_calls import ToolCalls
+from sandboxes.host.translate import command_execution, refuse, request, sql_execution
+from sandboxes.inspection import FileEntry, StateView
 from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.inherited import inherited
 from sandboxes.ipc.launch_messages import RunCriu
-from sandboxes.ipc.messages import CallDone
+from sandboxes.ipc.messages import CallDone, DescribeState, ExpectOrder, OpenTerminal, RunFileOperation, TerminalFailed
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.ipc.state_messages import (
     FinishRestore,
@@ -52,15 +60,23 @@ from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.local.sandbox_layers import SandboxLayers
 from sandboxes.local.service_commands import call_in_service, frame_of
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import start
 
 if TYPE_CHECKING:
     from sandboxes.effects import StateDigest
+    from sandboxes.egress.gateway import SandboxEgress
+
+LOOK_S = 30.0
+"""Timeout for reading files and their attributes, for people who look at a state."""
 
 
-class LocalSandbox(MachineSandbox):
+class LocalSandbox:
     """A sandbox of namespaces and overlay layers.
 
     Attributes:
+        link: The link to its supervisor: pid 1.
+        closed: Whether nothing is left of it.
+        egress: Its way to hosts outside; None without one.
         begun_at: The digest of the state that it began at; None if processes ran.
         pristine: What a new session looked like when it began; None if that is not known.
     """
@@ -79,24 +95,23 @@ class LocalSandbox(MachineSandbox):
     ) -> None:
         """Take over a spare; `begin` starts it.
 
-        Args:
-            machine: The shared parts of the driver.
-            spare: The spare sandbox.
-            spec: What the sandbox is made for.
-            base: The spec's base, below all layers.
-            root_layers: The layers of the spec's root state.
-            born_ns: When that root state was built.
-            layers: The sandbox's layers, the topmost first; the root state's are the last of them.
-            seals: Whether each call's changes become a layer; set-up needs one layer for all of its commands.
+        The layers are the topmost first, and the root state's are the last of them; that was built at `born_ns`. If it
+        `seals`, each call's changes become a layer; set-up needs one layer for all of its commands.
         """
         # The descriptor names pid 1 until it is closed, so signals never reach another process (pidfd_open(2)).
         self._process: int | None = spare.process
         # What surrounds the spec's own variables: those of the image below, and of the egress.
         self._given = {**({} if base.image is None else base.image.environment), **variables(spec)}
-        super().__init__(
-            spare.id, spare.channel, spec, machine.data_dir, machine.read_only,
-            server_environment={**ENVIRONMENT, **self._given}, process_environment=self._given,
-        )  # fmt: skip
+        self.id, self.closed = spare.id, False
+        self.egress: SandboxEgress | None = None
+        self.guest = Guest(spare.id, spare.channel, self._kill, self._after_call, machine.data_dir)
+        self.link = self.guest.link
+        self._spec = spec
+        servers, server_environment = ServerCalls(self.guest), {**ENVIRONMENT, **self._given}
+        self._processes = ProcessCalls(self.guest, spec, self._given)
+        self._tools = ToolCalls(servers, spec, server_environment, machine.data_dir)
+        self._mcp = McpCalls(self.guest, servers, spec, server_environment, machine.read_only)
+        self._closing: asyncio.Task[None] | None = None
         self._seals = seals
         self.begun_at: StateDigest | None = None
         self.pristine: dict[str, Any] | None = None
@@ -106,7 +121,11 @@ class LocalSandbox(MachineSandbox):
         self._base = base
         self._root_layers, self._born_ns = root_layers, born_ns
         self._layers = SandboxLayers(machine, self.link, base, root_layers, layers, spare.switches)
-        self._pending: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls can be run."""
+        return self.link.alive
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -118,13 +137,8 @@ class LocalSandbox(MachineSandbox):
     async def begin(self, state: dict[str, Any], images: str | None = None) -> None:
         """Give the spare its layers and its state; return when its shell is ready.
 
-        Args:
-            state: The sessions, and what a checkpoint stored.
-            images: The checkpoint whose processes are restored in it; None starts fresh shells.
-
-        Raises:
-            SpecError: The base cannot run a shell.
-            SandboxError: The sandbox or the machine failed.
+        The state is the sessions and what a checkpoint stored, and `images` the checkpoint whose processes are restored
+        in it; None starts fresh shells. `SpecError` says that the base cannot run a shell.
         """
         user = "" if self._base.image is None else self._base.image.user
         if self._machine.shell is None and (user or not self._base.own_bash):
@@ -188,15 +202,21 @@ class LocalSandbox(MachineSandbox):
             raise SpecError(f"base {self._spec.image or self._spec.base!r}: {started.shell_error}")
         self.begun_at, self.pristine = started.state.digest, started.pristine
 
-    async def start_services(self, orders: Sequence[ServerOrder]) -> None:
-        """Start the side services one after the other. If one fails, the sandbox is closed.
+    async def start_servers(self) -> None:
+        """Start the tool servers that belong to the root state. If one fails, the sandbox is closed."""
+        try:
+            # In this order, because an MCP server over HTTP may be one of the tool servers.
+            await self._tools.start()
+            await self._mcp.start()
+        except BaseException:
+            await self.close()
+            raise
 
-        Raises:
-            ServerError: One of them ended, or did not get ready in time.
-        """
+    async def start_services(self, orders: Sequence[ServerOrder]) -> None:
+        """Start the side services one after the other. If one fails, the sandbox is closed."""
         try:
             if orders:
-                await ServerCalls(self).start(orders)
+                await ServerCalls(self.guest).start(orders)
         except BaseException:
             await self.close()
             raise
@@ -204,14 +224,12 @@ class LocalSandbox(MachineSandbox):
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
-        """Run a call; see `MachineSandbox.execute`.
-
-        Raises:
-            SpecError: The call is for a side service that the spec does not have.
-        """
+        """Run a call; see `Sandbox.execute`. If it is cancelled, the sandbox is dead."""
         if call.endpoint in {"process", "archive", "shell"} and (service := call.arguments.get("service")):
             call = self._for_service(call, str(service))
-        execution = await super().execute(call, listener)
+        execution = await self._run(call, listener)
+        if self.egress is not None:
+            execution = await self._conclude_egress(self.egress, execution)
         # Docker keeps an image's directories as long as a container of ours exists, which anybody may remove. It
         # renames a directory before it deletes what is in it. A call that saw a part of an image must not be recorded.
         if gone := self._base.removed():
@@ -225,28 +243,39 @@ class LocalSandbox(MachineSandbox):
             raise SpecError(f"there is no service {name!r}: the spec has {sorted(self._spec.services) or 'none'}.")
         return call_in_service(call, frame_of(name, service, config))
 
-    def _begin_after_call(self, done: CallDone) -> None:
+    async def _conclude_egress(self, egress: "SandboxEgress", execution: Execution) -> Execution:
+        try:
+            return await egress.conclude(execution)
+        # Cancelled too: what came in with this call would be lost.
+        except BaseException as error:
+            self.link.die(f"what came through its egress is not known: {error}")
+            raise
+
+    async def _run(self, call: ToolCall, listener: Listener | None) -> Execution:
+        # Four kinds of calls, each with a conversation of its own; what remains is one request and one answer.
+        if self._processes.handles(call):
+            return await self._processes.execute(call, listener)
+        if call.endpoint == "mcp":
+            return await self._mcp.execute(call, listener)
+        if self._tools.handles(call):
+            return await self._tools.execute(call, listener)
+        # Before the supervisor gets it, so a wrong call neither wakes the sandbox nor changes its state.
+        refusal = refuse(call)
+        if refusal is not None:
+            return Execution(ToolResult(*refusal), Effect.NONE, 0.0, None)
+        timeout_s = float(call.arguments.get("timeout_s", self._spec.limits.timeout_s))
+        message, body = request(call, self._spec, timeout_s)
+        done = self.guest.conclude(await self.guest.ask(message, body, timeout_s))
+        translated = sql_execution(done, call, self._spec) if call.endpoint == "sql" else None
+        return translated or command_execution(done, self._spec)
+
+    def _after_call(self, done: CallDone) -> "asyncio.Task[None] | None":
         # The last state is out of date as soon as a call has run, whether or not the call wrote.
         self._sealed = None
+        spawn = self._machine.background.spawn
         if done.discard:
-            self._pending = self._machine.background.spawn(
-                f"discard upper of {self.id}", self._discard_upper(), awaited=True
-            )
-        elif done.seal:
-            self._pending = self._machine.background.spawn(f"seal layer of {self.id}", self._seal(), awaited=True)
-
-    async def _settle(self) -> None:
-        if self._pending is not None:
-            # Shielded: if the next call is cancelled, the move to the new layer must not stop halfway.
-            await asyncio.shield(self._pending)
-            self._pending = None
-
-    def _forget_frozen(self) -> None:
-        self._sealed = None
-
-    @property
-    def _disk(self) -> str:
-        return f"at {self._machine.data_dir}"
+            return spawn(f"discard upper of {self.id}", self._discard_upper(), awaited=True)
+        return spawn(f"seal layer of {self.id}", self._seal(), awaited=True) if done.seal else None
 
     def _kill(self) -> None:
         # The death of pid 1 ends every process of its pid namespace (pid_namespaces(7)).
@@ -254,20 +283,60 @@ class LocalSandbox(MachineSandbox):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    @property
+    def settle_s(self) -> float:
+        """Seconds until the processes that a call left running count as started."""
+        return self.guest.settle_s
+
+    async def settle(self) -> None:
+        """See `Settling.settle`."""
+        await self.guest.settle()
+
+    async def rest(self, dwell_s: float) -> None:
+        """See `Resting.rest`."""
+        await self.guest.rest(dwell_s)
+
+    async def expect_order(self, order: bytes) -> None:
+        """See `Ordering.expect_order`."""
+        # The last call's clean-up looks at the files once more, and would take the order for its own.
+        await self.guest.settle()
+        await self.link.ask(ExpectOrder(order))
+
+    # -- inspection --------------------------------------------------------------------------------------------------
+
+    async def inspect(self) -> StateView:
+        """See `InspectableSandbox.inspect`."""
+        # People look while no call runs; the last call's clean-up must not change what they see.
+        await self.guest.settle()
+        return state_look((await self.link.ask(DescribeState())).message)
+
+    async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, FileEntry]:
+        """See `InspectableSandbox.entries`."""
+        arguments = {"paths": list(paths), "content_bytes": content_bytes}
+        operation = RunFileOperation("entries", arguments, LOOK_S)
+        return entries_of(self.guest.conclude(await self.guest.ask(operation, b"", LOOK_S)), paths)
+
+    async def open_terminal(self, columns: int, rows: int) -> Pty:
+        """See `TerminalSandbox.open_terminal`."""
+        await self.guest.settle()
+        # A person may change anything in a terminal, so a frozen copy no longer stands for this sandbox.
+        self._sealed = None
+        opened = await self.link.ask(OpenTerminal(columns, rows))
+        if isinstance(opened.message, TerminalFailed):
+            raise SandboxError(f"sandbox {self.id}: {opened.message.error}")
+        return Pty(opened.fds[0])
+
     # -- freezing ----------------------------------------------------------------------------------------------------
 
     async def freeze(self, *, root: bool = False) -> FrozenState:
         """Freeze the sandbox; see `Sandbox.freeze`. A freeze that is cancelled kills the sandbox.
 
-        Args:
-            root: Freeze the root state of a spec. Hard links to files of the base are allowed then: copying them up
-                breaks them for all sandboxes of the spec alike.
-
-        Raises:
-            NotFreezableError: Processes run that cannot be saved, or hard links would break.
-            SandboxError: The sandbox or the machine failed.
+        In the root state of a spec, hard links to files of the base are allowed: copying them up breaks them for all
+        sandboxes of the spec alike.
         """
-        await self._settle()
+        await self.guest.settle()
         try:
             return await self._freeze(root=root)
         except asyncio.CancelledError:
@@ -302,8 +371,7 @@ class LocalSandbox(MachineSandbox):
     async def _checkpoint(self, tree: int) -> FrozenState:
         """Dump the processes below a pid of the sandbox, with a copy of the files of the same moment.
 
-        Raises:
-            NotFreezableError: CRIU cannot dump them; the text gives its reason.
+        `NotFreezableError` says why CRIU cannot dump them.
         """
         states: list[LayerState] = []
         copies: list[Upper] = []
@@ -369,11 +437,7 @@ class LocalSandbox(MachineSandbox):
             await self._machine.learn_pages(self.link)
 
     async def _on_new_layer(self, paused: LayerState | NotFreezable, table: bytes) -> LayerState:
-        """Make a layer of the upper if anything was written; return the state.
-
-        Raises:
-            NotFreezableError: Processes run, or hard links would break.
-        """
+        """Make a layer of the upper if anything was written; return the state."""
         if isinstance(paused, NotFreezable):
             why = self._machine.checkpointer.unavailable_reason
             raise NotFreezableError(f"sandbox {self.id}: {paused.reason}{'; ' if why else ''}{why}")
@@ -389,6 +453,23 @@ class LocalSandbox(MachineSandbox):
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
+    async def close(self) -> None:
+        """Kill all processes and free what no frozen state holds. It completes even if the caller is cancelled."""
+        # One close for all callers: a second one waits for the first.
+        if self._closing is None:
+            # First, so that a call that comes now is refused and not begun in a half-closed sandbox.
+            self.link.death = self.link.death or "it was closed"
+            self._closing = start(self._end(), name=f"close {self.id}")
+        # A cancelled caller must not leave a sandbox half removed; the next `close` waits for `_closing`, too.
+        await asyncio.shield(self._closing)
+
+    async def _end(self) -> None:
+        try:
+            await self._close()
+        finally:
+            if self.egress is not None:
+                await self.egress.close()
+
     async def _close(self) -> None:
         self._kill()
         self._tools.close()
@@ -398,9 +479,9 @@ class LocalSandbox(MachineSandbox):
             await ended(self._process)
             os.close(self._process)
             self._process = None
-        if self._pending is not None:
+        if self.guest.pending is not None:
             # The seal ends by itself, with an error that it handles. Cancelling it would leave an upper half moved.
-            await asyncio.wait([self._pending])
+            await asyncio.wait([self.guest.pending])
         # Only now: the kernel refuses to remove a group that still has processes (cgroups(7)).
         await self._machine.forget_group(self.id)
         self._layers.remove()

@@ -19,12 +19,7 @@ from sandboxes.local.machine import Machine
 
 
 class SandboxLayers:
-    """An upper, which the sandbox writes to, on a stack of read-only layers.
-
-    Attributes:
-        stack: The layers, the topmost first.
-        upper: What the sandbox writes to now.
-    """
+    """An upper, which the sandbox writes to, on a stack of read-only layers, the topmost first."""
 
     def __init__(
         self,
@@ -35,15 +30,9 @@ class SandboxLayers:
         layers: tuple[str, ...],
         switches: socket,
     ) -> None:
-        """Begin with a fresh upper.
+        """Begin with a fresh upper over the layers, the last of which are the root state's.
 
-        Args:
-            machine: The shared parts of the driver.
-            link: The link to pid 1.
-            base: The spec's base, below all layers.
-            root_layers: The layers of the spec's root state.
-            layers: The sandbox's layers, the topmost first; the root state's are the last of them.
-            switches: The socket on which the launcher reports to pid 1; closed by `close`.
+        The launcher reports to pid 1 on the socket `switches`, which `close` closes.
         """
         self._machine, self._link, self._base = machine, link, base
         self._root_layers, self.stack = root_layers, layers
@@ -61,11 +50,7 @@ class SandboxLayers:
         return self.stack[: len(self.stack) - len(self._root_layers)]
 
     async def mount(self) -> None:
-        """Have the launcher mount the layers for pid 1, with those of the root state beside them.
-
-        Raises:
-            SandboxError: There is no launcher.
-        """
+        """Have the launcher mount the layers for pid 1, with those of the root state beside them."""
         order = MountLayers(self._mounted(self._lowers(self._root_layers)))
         await self._machine.launcher.post(order, [self._switches.fileno()])
 
@@ -94,12 +79,8 @@ class SandboxLayers:
     async def switch(self, meta: LayerMeta | None, table: bytes) -> None:
         """Move the sandbox to a fresh upper. Pid 1 must have paused.
 
-        Args:
-            meta: What is stored with the old upper, which becomes a layer; None throws the old upper away.
-            table: The rows that the layer changes.
-
-        Raises:
-            SandboxError: The sandbox was closed, or died because the move failed halfway.
+        The old upper becomes a layer of this description and table of rows; without one it is thrown away.
+        `SandboxError` says that the sandbox was closed, or died because the move failed halfway.
         """
         async with self._switching:
             if self._namespace is None:

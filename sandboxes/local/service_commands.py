@@ -18,14 +18,7 @@ _ROOT = frozenset({"", "0", "root", "0:0", "root:root"})
 
 @dataclass(frozen=True, slots=True)
 class ServiceFrame:
-    """What surrounds each command of a service.
-
-    Attributes:
-        name: The service's name.
-        environment: All variables.
-        workdir: The directory.
-        user: `user` or `user:group`; empty for root.
-    """
+    """What surrounds each command of a service; its user is `user` or `user:group`, empty for root."""
 
     name: str
     environment: Mapping[str, str]
@@ -53,9 +46,7 @@ def frame_of(name: str, service: Service, config: ImageConfig) -> ServiceFrame:
 def call_in_service(call: ToolCall, frame: ServiceFrame) -> ToolCall:
     """Return the call of the main container that runs a process in a service, or works on the service's files.
 
-    Args:
-        call: `process.run`, `shell.exec`, or a call of `archive`, with the service's name as the argument `service`.
-        frame: What surrounds the service's commands.
+    The call is `process.run`, `shell.exec`, or one of `archive`, with the service's name as the argument `service`.
     """
     arguments = {name: value for name, value in call.arguments.items() if name != "service"}
     if call.endpoint == "archive":

@@ -7,11 +7,9 @@ checkpoints hold for the whole. Each of these directories has a /proc, a /dev, a
 (`linux.mounts.mount_for_services`), and names in /etc/hosts (`image_dress`).
 """
 
-import shlex
 from collections.abc import Iterator, Mapping
 
 from sandboxes.errors import SpecError
-from sandboxes.host.provision import Provisioned, run_set_up
 from sandboxes.images.config import ImageConfig
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.ipc.server_messages import ServerOrder
@@ -19,35 +17,14 @@ from sandboxes.local.service_commands import SERVICES, frame_of, only_port
 from sandboxes.server_spec import MAIN, Service, start_order, words
 from sandboxes.spec import EnvironmentSpec
 
-_PREPARE = (
-    'for p in chroot env sleep touch; do command -v $p >/dev/null || { echo "the image has no $p" >&2; exit 1; }; done'
-)
-"""Checks that the main image has the programs that start services."""
-
-
-async def prepare(sandbox: Provisioned, spec: EnvironmentSpec) -> None:
-    """Make the directories that services share, in a sandbox whose root state is being built.
-
-    Raises:
-        SpecError: The main image cannot start services, or a path of a volume cannot be used.
-    """
-    if not spec.services:
-        return
-    await run_set_up(sandbox, spec, "services", _PREPARE)
-    for pair in _shared(spec):
-        for path in map(shlex.quote, pair):
-            # A link on the way would lead to another directory in here than in the service.
-            check = f'mkdir -p -- {path} && cd -P -- {path} && [ "$(pwd -P)" = {path} ]'
-            await run_set_up(sandbox, spec, f"volume {path}", check)
-
 
 def mounts_of(spec: EnvironmentSpec) -> ServiceMounts:
     """Return the mounts of a spec's services (pure)."""
     roots = [f"{SERVICES}/{name}" for name in sorted(spec.services)]
-    return ServiceMounts(roots, [list(pair) for pair in _shared(spec)])
+    return ServiceMounts(roots, [list(pair) for pair in shared(spec)])
 
 
-def _shared(spec: EnvironmentSpec) -> Iterator[tuple[str, str]]:
+def shared(spec: EnvironmentSpec) -> Iterator[tuple[str, str]]:
     """Yield the directory and the mount point of each further user of a volume, as paths of the sandbox."""
     for users in spec.volumes.values():
         (source, *targets) = [path if user == MAIN else f"{SERVICES}/{user}{path}" for user, path in users.items()]
@@ -58,12 +35,7 @@ def _shared(spec: EnvironmentSpec) -> Iterator[tuple[str, str]]:
 def service_orders(spec: EnvironmentSpec, configs: Mapping[str, ImageConfig]) -> list[ServerOrder]:
     """Return what starts the services of a spec, in the order in which they start (pure).
 
-    Args:
-        spec: The spec.
-        configs: The configuration of each service's image by the service's name.
-
-    Raises:
-        SpecError: A service names no command, or nothing says when it is ready.
+    `SpecError` says that a service names no command, or that nothing says when it is ready.
     """
     return [_order(name, spec.services[name], configs[name]) for name in start_order(spec.services)]
 

@@ -98,8 +98,7 @@ class Pool:
     def reserve(self, position: Hashable) -> Slot:
         """Take room for a sandbox of another machine, if no own caller needs it. `fill` or `close` must follow.
 
-        Raises:
-            OverloadedError: There is no such room.
+        Without such room, raise `OverloadedError`.
         """
         if not self.spare:
             raise OverloadedError("there is no room for a sandbox of another machine.")
@@ -118,11 +117,7 @@ class Pool:
         return len(self.roster) - self.roster.elsewhere + self._closing
 
     async def start_warm(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
-        """Make a sandbox ahead of its use and lease it. Nothing is closed or delayed for it.
-
-        Raises:
-            OverloadedError: See `has_spare_room`.
-        """
+        """Make a sandbox ahead of its use and lease it. Nothing is closed or delayed for it; see `has_spare_room`."""
         if not self.has_spare_room:
             raise OverloadedError("there is no room for a warm fork.")
         slot = Slot(None, warm=True)
@@ -135,13 +130,7 @@ class Pool:
         return bool(self.spare) and not self._starts.locked()
 
     async def fill(self, slot: Slot, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
-        """Make the sandbox of a new slot and lease it. If that fails, the slot is closed.
-
-        Args:
-            slot: The slot, which is in the roster.
-            make: Makes the sandbox; what it raises passes through.
-            position: Where the sandbox is then.
-        """
+        """Make the sandbox of a new slot in the roster and lease it. If that fails, the slot is closed."""
         try:
             async with contextlib.nullcontext() if slot.elsewhere else self._starts:
                 slot.sandbox = await make()
@@ -191,9 +180,7 @@ class Pool:
     async def freezing(self, slot: Slot, *, after_s: float = 0.0) -> AsyncIterator[Sandbox]:
         """Yield the sandbox of a freeze that has begun. After the block it is idle, or closed if the block failed.
 
-        Args:
-            slot: A slot after `begin_freeze`.
-            after_s: How long to wait before the block. The wait ends early if a caller needs the sandbox or its room.
+        It waits for `after_s` before the block, but not if a caller needs the sandbox or its room.
         """
         assert slot.sandbox is not None
         try:

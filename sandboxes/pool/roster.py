@@ -26,13 +26,10 @@ class Slot:
 
     Attributes:
         owner: The rollout that the sandbox is reserved for while its state exists nowhere else; None for everybody.
-        position: Where the sandbox is.
         sandbox: The sandbox; None while it starts.
-        state: The state of the lifecycle.
         used_at: When the last lease ended, in seconds of the monotonic clock.
         started_at: When the sandbox had started, on the same clock.
         live_from: Since when its live processes run, on the same clock; of no meaning without any.
-        calls: How many calls ran in the sandbox.
         warm: The sandbox was made ahead of its use and was not used yet.
         irreplaceable: The sandbox may be the last way to its state, and the state could not be kept; see `Pool.keep`.
         elsewhere: The sandbox runs on another machine, so it takes no room in the budget of this one.
@@ -59,12 +56,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Roster:
-    """All slots in the order of their start, indexed by position.
-
-    Attributes:
-        slots: Every slot that is not closed.
-        elsewhere: How many of them have a sandbox on another machine.
-    """
+    """All slots that are not closed, in the order of their start; `elsewhere` counts those on another machine."""
 
     slots: list[Slot] = field(default_factory=list)
     elsewhere: int = 0
@@ -79,11 +71,7 @@ class Roster:
         self.elsewhere += slot.elsewhere
 
     def apply(self, slot: Slot, event: LifecycleEvent) -> None:
-        """Change the state of a slot. A closed slot leaves the roster.
-
-        Raises:
-            ValueError: The lifecycle has no such step.
-        """
+        """Change the state of a slot. A closed slot leaves the roster."""
         slot.state = next_state(NEXT, slot.state, event)
         if slot.state is SandboxState.CLOSED:
             self._leave_position(slot)
@@ -102,14 +90,9 @@ class Roster:
     ) -> Slot | None:
         """Return the sandbox at a position that a rollout should use, or None.
 
-        Idle sandboxes come first, and among them the rollout's own. A freezing sandbox is worth waiting for,
-        whatever its owner: once it is frozen, its state exists as a snapshot too.
-
-        Args:
-            position: Where the sandbox must be.
-            owner: The rollout that needs it.
-            shared: The state of the position exists elsewhere too, so other rollouts' sandboxes may be used.
-            fits: Says whether a sandbox that is not the rollout's own is as old as it expects.
+        Idle sandboxes come first, and among them the rollout's own. A freezing sandbox is worth waiting for, whatever
+        its owner: once it is frozen, its state exists as a snapshot too. If the position's state is `shared`, it exists
+        elsewhere too, so other rollouts' sandboxes may be used. Those must be as old as the rollout expects: `fits`.
         """
         here = self._by_position.get(position, ())
         alive = [s for s in here if _alive(s) and (s.owner == owner or fits(s))]

@@ -1,7 +1,7 @@
 """Images as Docker's clients see them: those that sandboxes run, or names that a task's environment stands for."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from proxy.compat.docker import responses
 from proxy.compat.docker.requests import NO_PAGE, DockerRequest
@@ -11,20 +11,12 @@ from proxy.http.lru_cache import LruCache
 from proxy.refusals import RefusalError
 from sandboxes.errors import SpecError
 
+if TYPE_CHECKING:
+    from sandboxes.images.images import Images
+    from sandboxes.local.driver import LocalDriver
+
 _LISTED_IMAGES = 1000
 """Names of listed images that are kept by id. A client that inspects an older id gets the id as its name."""
-
-
-class DriverImages(Protocol):
-    """The part of the driver `local` that knows images."""
-
-    async def config(self, image: str) -> dict[str, Any]:
-        """Return an image's ID and defaults. Raises SpecError if the image does not exist."""
-        ...
-
-    async def tags(self) -> list[str]:
-        """Return the names of all images."""
-        ...
 
 
 class ImageRequests:
@@ -76,8 +68,8 @@ class ImageRequests:
         return {}
 
     @property
-    def _of_driver(self) -> DriverImages:
-        return cast("DriverImages", self._engine.drivers["local"])
+    def _of_driver(self) -> "Images":
+        return cast("LocalDriver", self._engine.drivers["local"]).images
 
     async def _list(self, request: DockerRequest, task: str) -> Local:
         """List the images that containers of this task can name. Harnesses look here before they build an image."""

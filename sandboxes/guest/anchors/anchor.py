@@ -23,7 +23,7 @@ It starts the shells, tool servers and other processes, and it inherits their or
 # Pid 1 writes requests to the anchor, and reads lines of numbers from it, over two pipes. The agent can write to the
 # pipes of a bash through /proc, and what it made the anchor do would cross over to later calls. So each line begins
 # with a key that only the two know. At a line without the key that anchor ends. An agent that finds the key in the
-# anchor's memory wakes it by its line, which shows after the call (`LocalShells.anchor_was_touched`). A number that
+# anchor's memory wakes it by its line, which shows after the call (`Shells.anchor_was_touched`). A number that
 # came unasked ends each anchor.
 #
 # New processes need descriptors of pid 1, which bash cannot receive over a pipe. There are two ways:
@@ -71,14 +71,13 @@ class ShellStartError(Exception):
 
 
 class Anchor(Starter, ABC):
-    """Pid 1's end of the conversation with an anchor.
+    """Pid 1's end of the conversation with an anchor. If the anchor is gone, requests raise `AnchorLostError`.
 
     Attributes:
         stays: Whether it may stay when the layers change.
         forks: Whether its shells are forks.
         hidden: Whether the agent's processes cannot look into it.
         user: The user of the processes that it starts.
-        pid: The anchor's process.
         kit: What it can start a shell on; None if it has none.
     """
 
@@ -114,22 +113,13 @@ class Anchor(Starter, ABC):
     def request_shell(self, environment: Mapping[str, str], *, template: bool = False) -> None:
         """Ask for a session's shell on the kit, which was lent; `started` waits for it.
 
-        Args:
-            environment: Its variables.
-            template: Whether it is to be a template; only an anchor that forks can start one.
-
-        Raises:
-            AnchorLostError: The anchor is gone.
+        Only an anchor that forks can start one that is to be a template.
         """
         assert self.kit is not None
         self.send(self._request_on_kit(self.kit, environment, template=template))
 
     def started(self) -> int:
-        """Return the pid of the bash that was asked for last, once it has opened its descriptors.
-
-        Raises:
-            AnchorLostError: The anchor is gone, or cannot start it.
-        """
+        """Return the pid of the bash that was asked for last, once it has opened its descriptors."""
         pid = self.receive()
         if not pid:
             raise AnchorLostError("it cannot start bash")
@@ -141,15 +131,9 @@ class Anchor(Starter, ABC):
     ) -> int:  # fmt: skip
         """Start a bash and return its pid, once it has opened its descriptors.
 
-        Args:
-            environment: Variables to export to it.
-            fds: Our descriptors that it gets, by the numbers that it gets them under.
-            program: The bash text that it runs; None for the loop of a session's shell.
-            user: Its user; None for that of all.
-            folder: The directory that it begins in, or / where it cannot; only an anchor that forks goes there.
-
-        Raises:
-            AnchorLostError: The anchor is gone, or cannot start it.
+        It gets ours, by its own numbers. Without a program, which is text for bash, it runs the loop of a session's
+        shell; without a user it has that of all. It begins in the folder, or in / where it cannot; only an anchor that
+        forks goes there.
         """
         holder = _hold(fds)
         try:
@@ -164,11 +148,7 @@ class Anchor(Starter, ABC):
             os.waitpid(holder, 0)
 
     def close_kit(self) -> None:
-        """Close the kit, here and in the anchor. A shell that was started on it keeps its own descriptors.
-
-        Raises:
-            AnchorLostError: The anchor is gone.
-        """
+        """Close the kit, here and in the anchor. A shell that was started on it keeps its own descriptors."""
         if self.kit is not None:
             self.kit.close()
             self.kit = None
@@ -177,11 +157,7 @@ class Anchor(Starter, ABC):
     def wait(self, pid: int) -> int | None:
         """Return the exit status of a process that has ended, or is about to; 128 + its number for a signal.
 
-        Returns:
-            None if this anchor does not know it: an earlier one has started the process.
-
-        Raises:
-            AnchorLostError: The anchor is gone.
+        None if this anchor does not know it: an earlier one has started the process.
         """
         status = self.ask(self._request_for_status(pid))
         return None if status == _UNKNOWN else status

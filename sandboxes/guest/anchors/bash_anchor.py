@@ -51,11 +51,7 @@ class BashAnchor(Anchor):
 
     @classmethod
     def start(cls) -> Self:
-        """Start an anchor. 0.1 ms, and a millisecond of the anchor's own.
-
-        Raises:
-            OSError: No process can be started.
-        """
+        """Start an anchor. 0.1 ms, and a millisecond of the anchor's own."""
         anchor = cls._start(BASH, ["anchor", "--noprofile", "--norc", "-c", _BASH_LOOP])
         anchor.key, anchor.children = os.urandom(8).hex(), set()
         # If bash is gone, no process reads it, and the first request fails.

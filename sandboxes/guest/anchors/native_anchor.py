@@ -18,27 +18,16 @@ _EXPORTABLE = re.compile(r"(?!(?:BASHOPTS|BASH_VERSINFO|EUID|PPID|SHELLOPTS|UID)
 
 
 class NativeAnchor(Anchor):
-    """A bash with `linux/anchor.c` as the anchor.
-
-    Attributes:
-        digest: The digest of its files.
-    """
+    """A bash with `linux/anchor.c` as the anchor; `digest` is that of its files."""
 
     hidden = forks = True
     digest = ""
 
     @classmethod
     def start(cls, files: str = spawn.SHELL_FILES) -> Self | None:
-        """Start an anchor. A millisecond of CPU, most of it the anchor's own.
+        """Start an anchor from what `shell_files.copies` has made; None if there are no such files in the sandbox.
 
-        Args:
-            files: The path in the sandbox of what `shell_files.copies` has made.
-
-        Returns:
-            None if there are no such files.
-
-        Raises:
-            OSError: No process can be started.
+        It takes a millisecond of CPU, most of it the anchor's own.
         """
         if not os.access(f"{files}/bash", os.X_OK):
             return None
@@ -68,11 +57,7 @@ class NativeAnchor(Anchor):
         return _packed_start(variables, files, program, user or self.user, folder)
 
     def take_note_of(self, pid: int) -> None:
-        """Have the anchor keep the exit code of a shell that a template has forked, and that has not begun yet.
-
-        Raises:
-            AnchorLostError: The anchor is gone.
-        """
+        """Have the anchor keep the exit code of a shell that a template has forked, and that has not begun yet."""
         self.send(_packed([f"n{pid}"]))
 
     def _request_to_close(self) -> bytes:

@@ -10,26 +10,14 @@ from sandboxes.guest.users import User
 
 
 def start_anchor(user: User) -> Anchor:
-    """Start an anchor with the program that there is.
-
-    Args:
-        user: The user of its shells.
-
-    Raises:
-        OSError: No process can be started.
-    """
+    """Start an anchor for a user's shells, with the program that there is."""
     anchor: Anchor = NativeAnchor.start() or BashAnchor.start()
     anchor.user = user
     return anchor
 
 
 def adopted_anchor(remembered: Mapping[str, Any], ends: tuple[int, int]) -> Anchor:
-    """Return our end of an anchor that was restored.
-
-    Args:
-        remembered: What `Anchor.remember` returned before the checkpoint.
-        ends: Our descriptors of its new pipes.
-    """
+    """Return our end of a restored anchor, by what `Anchor.remember` returned and our ends of its new pipes."""
     if "program" not in remembered:
         return BashAnchor.adopt(remembered, ends)
     anchor = NativeAnchor(remembered["pid"], ends)

@@ -64,12 +64,7 @@ def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
 
 
 def write_texts(fds: Mapping[int, int], script: bytes) -> None:
-    """Write what a shell reads first into its texts, and empty the text of its command.
-
-    Args:
-        fds: The texts' descriptors, by the shell's own numbers.
-        script: What it sources to become its session.
-    """
+    """Write the script by which a shell becomes its session into its texts, and empty the text of its command."""
     texts = {session_texts.RESTORE_FD: script, session_texts.LOOP_FD: _LOOP, session_texts.COMMAND_FD: b""}
     for number, text in texts.items():
         overwrite(fds[number], text)
@@ -88,13 +83,7 @@ _LOOP = session_texts.LOOP.encode()
 
 
 class ShellKit:
-    """Both ends of one shell's pipes, and its texts.
-
-    Attributes:
-        ours: Our ends of the pipes, by the shell's descriptor numbers.
-        theirs: The shell's ends, and its texts.
-        lent: Whether a shell has it.
-    """
+    """Both ends of one shell's pipes, and its texts, by the shell's descriptor numbers; `lent` while a shell has it."""
 
     def __init__(self) -> None:
         self.ours, self.theirs = new_pipes()
@@ -116,14 +105,7 @@ class ShellKit:
         overwrite(self.theirs[EXPORTS], exports)
 
     def lend(self, script: bytes) -> dict[int, int]:
-        """Write the texts for the next shell.
-
-        Args:
-            script: What it sources to become its session.
-
-        Returns:
-            New descriptors of our ends and of the command's text, by the shell's descriptor numbers.
-        """
+        """Write the texts for the next shell; return new descriptors of our ends and of the command's text."""
         self.lent = True
         write_texts(self.theirs, script)
         ends = {number: self.ours[number] for number in PIPES}
@@ -139,8 +121,7 @@ class ShellKit:
 def changeable(fds: Mapping[int, int]) -> list[tuple[int, ...]]:
     """Return what commands can change of pipes and texts: modes, owners, capacities, and what is unread. 0.02 ms.
 
-    Args:
-        fds: Descriptors of them, by the shell's own numbers. For a pipe either end does.
+    They are descriptors by the shell's own numbers. For a pipe either end does.
     """
     facts: list[tuple[int, ...]] = []
     for number, fd in fds.items():

@@ -17,19 +17,10 @@ class AnchorLostError(Exception):
 
 
 class Starter:
-    """Pid 1's end of the two pipes.
-
-    Attributes:
-        ends: Our descriptors of the two pipes, requests first.
-    """
+    """Pid 1's end of the two pipes, requests first. Requests to a process that is gone raise `AnchorLostError`."""
 
     def __init__(self, ends: tuple[int, int], death: int | None = None) -> None:
-        """Take over the pipes.
-
-        Args:
-            ends: Our descriptors of them, requests first.
-            death: A descriptor that is readable once the process has ended; None if its pipe ends with it.
-        """
+        """Take over the pipes. `death` is readable once the process has ended; None if its pipe ends with it."""
         self.ends, self._death = ends, death
         self._buffer = b""
 
@@ -42,20 +33,12 @@ class Starter:
         return unread_bytes(self.ends[1]) > 0
 
     def ask(self, request: bytes) -> int:
-        """Send a request, and return the answer.
-
-        Raises:
-            AnchorLostError: The process is gone, or gives no answer.
-        """
+        """Send a request, and return the answer."""
         self.send(request)
         return self.receive()
 
     def send(self, request: bytes) -> None:
-        """Send a request.
-
-        Raises:
-            AnchorLostError: The process is gone, or has answered unasked.
-        """
+        """Send a request. An answer that nothing asked for raises `AnchorLostError`."""
         try:
             if unread_bytes(self.ends[1]):
                 raise AnchorLostError("it answers unasked")
@@ -64,11 +47,7 @@ class Starter:
             raise AnchorLostError(str(error)) from error
 
     def receive(self) -> int:
-        """Return the next answer.
-
-        Raises:
-            AnchorLostError: The process is gone, or gives no answer.
-        """
+        """Return the next answer."""
         deadline = time.monotonic() + PATIENCE_S
         try:
             poll = select.poll()

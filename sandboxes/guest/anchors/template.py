@@ -47,13 +47,7 @@ _COLLECTED_S = 0.0001
 
 
 def can_stand_for(session: ShellSession | None, script: bytes, environment: Mapping[str, str]) -> bool:
-    """Return whether a shell may be a template (pure).
-
-    Args:
-        session: The session; None for a new one.
-        script: What it sources to become that session.
-        environment: Its variables, before it has sourced the script.
-    """
+    """Return whether a shell may be a template, by the script and variables that make its session (pure)."""
     # With a directory stack, restoring depends on more directories than one. Limits may keep a process from forking.
     if session is not None and (KEPT in session or session["dirs"] or session["limits"]):
         return False
@@ -65,19 +59,14 @@ def can_stand_for(session: ShellSession | None, script: bytes, environment: Mapp
 
 
 def spares(written: Collection[str]) -> bool:
-    """Return whether templates may outlive changes of files (pure).
-
-    Args:
-        written: The paths that were written, relative to the root, and with the directories that they are in.
-    """
+    """Return whether templates may outlive changes of paths, given without / and with all their parents (pure)."""
     return not any(name in written for name in SYSTEM)
 
 
 class ShellTemplate(Starter):
-    """Pid 1's end of the conversation with a template.
+    """Pid 1's end of the conversation with a template. If it is gone, requests raise `AnchorLostError`.
 
     Attributes:
-        pid: Its process.
         session: The session that it was restored from; None for a new one.
         death: A descriptor that is readable once it has ended.
         ready: Whether it waits for requests.
@@ -86,11 +75,7 @@ class ShellTemplate(Starter):
     """
 
     def __init__(self, pid: int, kit: ShellKit, session: ShellSession | None) -> None:
-        """Take over a shell that the anchor has started on its kit.
-
-        Raises:
-            AnchorLostError: It has ended already.
-        """
+        """Take over a shell that the anchor has started on its kit."""
         try:
             death = os.pidfd_open(pid)
         except ProcessLookupError as error:
@@ -108,11 +93,7 @@ class ShellTemplate(Starter):
         return unread_bytes(fd) > 0 and os.read(fd, len(_ACCEPTED)) == _ACCEPTED
 
     def await_ready(self) -> None:
-        """Wait until it can fork. It has made its first dump, and has its session's limits.
-
-        Raises:
-            AnchorLostError: It is gone, or cannot be a template.
-        """
+        """Wait until it can fork. It has made its first dump, and has its session's limits."""
         if not self.ready:
             waiting = select.poll()
             for fd in (self.ends[1], self.death):
@@ -125,13 +106,9 @@ class ShellTemplate(Starter):
             self.ready, self.settings = True, passed_on(self.pid)
 
     def fork(self, folder: str) -> int:
-        """Return the pid of a new shell, once it has opened its descriptors.
+        """Return the pid of a new shell in a directory, as the session names it (latin-1), once it has its descriptors.
 
-        Args:
-            folder: The directory that it begins in, as the session names it; as text of latin-1.
-
-        Raises:
-            AnchorLostError: The template is gone, or the shell cannot be started or not enter the directory.
+        `AnchorLostError` also if the shell cannot be started or cannot enter the directory.
         """
         self.await_ready()
         self._await_collected()
@@ -142,11 +119,7 @@ class ShellTemplate(Starter):
         return pid
 
     def _await_collected(self) -> None:
-        """Wait until the anchor has collected the last fork: `ps` would show it as a zombie. Nearly always it has.
-
-        Raises:
-            AnchorLostError: It is not collected.
-        """
+        """Wait until the anchor has collected the last fork: `ps` would show it as a zombie. Nearly always it has."""
         deadline = time.monotonic() + PATIENCE_S
         while self.last_fork and processes.parent(self.last_fork):
             if time.monotonic() > deadline:

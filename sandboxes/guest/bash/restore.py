@@ -77,14 +77,10 @@ _HOOKED = {"posix": "POSIXLY_CORRECT", "ignoreeof": "IGNOREEOF"}
 
 
 def restore_script(session: ShellSession | None, workdir: str, pristine: ShellSession | None = None) -> bytes:
-    """Return what a fresh bash sources to become a session. A bash that cannot do so exits.
+    """Return what a fresh bash sources to become a session; None is a new one. A bash that cannot do so exits.
 
-    The session's functions are defined afterwards, by `session.DEFINE`.
-
-    Args:
-        session: The session; None for a new one.
-        workdir: The directory of a new session.
-        pristine: A new session of this sandbox; None for the first.
+    The session's functions are defined afterwards, by `session.DEFINE`. `pristine` is a new session of this sandbox;
+    None for the first.
     """
     # Pid 1 is sheltered from the OOM killer, and the shell must not inherit that.
     lines = ["\\builtin printf 0 >/proc/self/oom_score_adj"]
@@ -214,15 +210,12 @@ def _shopts(session: ShellSession, *, posix: bool) -> list[str]:
 
 
 def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
-    """Return the line that lets the shell go on, and the text that it evaluates then.
+    """Return the line that lets the shell go on, and the text that it evaluates then: the agent's command.
 
-    The session's options and traps are on the line, not in the text: bash parses the text whole before it runs any of
-    it, so a command with a syntax error would lose them, and line numbers in errors would be wrong. Only what would act
-    on our own lines too (xtrace, verbose, DEBUG traps) is put at the beginning of the command.
-
-    Args:
-        session: The session that the shell was restored from; None for a new one.
-        command: The agent's command.
+    The options and traps of the session that the shell was restored from are on the line, not in the text: bash parses
+    the text whole before it runs any of it, so a command with a syntax error would lose them, and line numbers in
+    errors would be wrong. Only what would act on our own lines too (xtrace, verbose, DEBUG traps) is put at the
+    beginning of the command.
     """
     function = b"builtin" in command or (session is not None and "builtin" in session)
     needed = [] if session is None else _disabled(session, needed=True)

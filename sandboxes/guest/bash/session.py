@@ -87,12 +87,7 @@ _FUNCTION_AWAY = (
 
 
 def wary_run(*, function: bool, disabled: bool) -> str:
-    """Return the text that runs a command which may take away what the dump needs.
-
-    Args:
-        function: `builtin` may be a function after it.
-        disabled: Builtins may be disabled after it.
-    """
+    """Return the text that runs a command after which `builtin` may be a function, or builtins may be disabled."""
     mended = (_BUILTINS_BACK if disabled else "") + (_FUNCTION_AWAY if function else "")
     begin = BEGIN_DUMP.replace('"$?"', '"$__session"')
     return f"{RUN}; __session=$?{mended}; {begin}; {AGAIN}"
@@ -213,10 +208,7 @@ DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
 def is_lost(status: int, out: bytes, err: bytes) -> bool:
     """Return whether a shell that ended without a dump had lost our descriptors.
 
-    Args:
-        status: How it ended.
-        out: Its standard output, which a command may have redirected.
-        err: Its standard error, on which bash has written that it cannot open the loop.
+    Bash writes on its standard error that it cannot open the loop; a command may have redirected that.
     """
     return status == LOST_STATUS and (out.endswith(LOST_MARK.encode()) or b": /proc/self/fd/30: " in err)
 
@@ -243,12 +235,9 @@ def exit_status(text: str) -> int | None:
 
 
 def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
-    """Return the exit status, the session and the jobs of a whole dump.
+    """Return the exit status, the session and the jobs of a whole dump; `MalformedDumpError` if a command interfered.
 
     Most shells print what the last ones have printed, byte by byte. So the last results are kept, which saves 0.2 ms.
-
-    Raises:
-        MalformedDumpError: A command has interfered with the dump. The session is then what it was before.
     """
     if len(data) > MAX_DUMP_BYTES:
         raise MalformedDumpError(f"it is longer than {MAX_DUMP_BYTES} bytes")
@@ -316,8 +305,7 @@ _KEPT_BYTES = 1 << 15
 def _statements(text: str) -> tuple[list[str], list[str]]:
     """Split the output of `declare -p` into one statement for each variable, sorted by name, without volatile ones.
 
-    Returns:
-        The statements, and the names of variables that bash no longer computes.
+    Return also the names of variables that bash no longer computes.
     """
     declared: dict[str, str] = {}
     ordinary = set(_DYNAMIC)
@@ -350,8 +338,7 @@ _STATEMENT = re.compile(
 def split_unquoted(text: str) -> list[str]:
     """Split a text at the newlines that are not quoted; bash before 5.1 prints values with raw newlines.
 
-    Raises:
-        MalformedDumpError: A quotation does not end.
+    A quotation that does not end is a `MalformedDumpError`.
     """
     statements, position = [], 0
     while position < len(text):

@@ -73,8 +73,6 @@ class WrittenFiles:
     """What a sandbox has written, compared with what it was before a call and with the root state.
 
     Attributes:
-        roots: The directories that are compared.
-        tracker: What differs.
         disk_bytes: How much the sandbox may write.
         reserve_bytes: With less free disk than this, failures are the machine's.
         below_bytes: What the sandbox has written into layers below its upper directory.
@@ -172,13 +170,10 @@ class Changes(WrittenFiles):
         return self.tracker.scan.size_bytes if self.written and not self.too_deep else 0
 
     def switched(self, upper: int, lower: int, table: int, added_bytes: int) -> None:
-        """Go on over other layers.
+        """Go on over other layers: a new, empty upper directory, and what lies below it now.
 
-        Args:
-            upper: The new, empty upper directory.
-            lower: What lies below it now.
-            table: The complete table of the state, which is closed here; an empty file if there is none.
-            added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
+        The table is the complete one of the state, or an empty file; it is closed here. `added_bytes` are those of the
+        layer that the old upper became; 0 if it was thrown away.
         """
         # `look` would go on comparing the wrong directory. The mounts are the caller's.
         os.close(self.roots.upper)

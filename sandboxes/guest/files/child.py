@@ -30,12 +30,8 @@ def run(
 ) -> tuple[FileOutcome, bytes]:
     """Run an operation in a child; return its outcome and its answer.
 
-    Args:
-        request: The operation.
-        body: What it writes.
-        fds: The descriptor of an archive to unpack, or none; it is closed.
-        enter: Called in the child first: it drops the rights that the agent lacks.
-        over_disk: Says, called again and again, that the disk has run out.
+    The descriptor of an archive to unpack is closed. `enter` is called in the child first: it drops the rights that the
+    agent lacks. `over_disk` says, called again and again, that the disk has run out.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     # The supervisor watches time and disk while it reads, so it must never wait in read(2).

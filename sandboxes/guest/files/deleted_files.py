@@ -19,10 +19,8 @@ class TooManyDescriptorsError(Exception):
 def size_bytes(pids: Iterable[int]) -> int:
     """Return the bytes on disk of the deleted files that processes have open; 8 us a descriptor.
 
-    Threads count by themselves, because each may have descriptors of its own (clone(2), CLONE_FILES).
-
-    Raises:
-        TooManyDescriptorsError: There are too many descriptors.
+    Threads count by themselves, because each may have descriptors of its own (clone(2), CLONE_FILES). With too many
+    descriptors, raise `TooManyDescriptorsError`.
     """
     found = {}
     for path in _descriptors(pids):
@@ -50,9 +48,7 @@ def are_hidden(pids: Iterable[int]) -> bool:
 def _descriptors(pids: Iterable[int], *, strictly: bool = False) -> Iterator[str]:
     """Yield the paths of the descriptors of all threads; one that has ended has none.
 
-    Raises:
-        PermissionError: A process does not show them; only if `strictly`.
-        TooManyDescriptorsError: There are too many descriptors.
+    If `strictly`, a process that does not show them raises `PermissionError`.
     """
     count = 0
     for pid in pids:
@@ -82,11 +78,7 @@ def _memory() -> int:
 
 
 def _maps_deleted(pid: int) -> bool:
-    """Return whether a process maps a deleted file.
-
-    Raises:
-        PermissionError: It does not show what it maps.
-    """
+    """Return whether a process maps a deleted file; `PermissionError` if it does not show what it maps."""
     memory = f"{os.major(_memory()):02x}:{os.minor(_memory()):02x}".encode()
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:  # noqa: PTH123

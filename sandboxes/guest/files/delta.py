@@ -33,12 +33,7 @@ def bytes_on_disk(status: os.stat_result) -> int:
 def size_bytes(upper: int, most: int | None = None) -> int:
     """Return the bytes on disk of an upper layer, of which each entry takes `ENTRY_BYTES` at least.
 
-    Args:
-        upper: The directory.
-        most: Counting stops above this number; None counts to the end.
-
-    Raises:
-        TreeTooDeepError: Directories are nested too deeply.
+    Counting stops above `most`; None counts to the end.
     """
     total = 0
     for folder in trees.folders(upper):

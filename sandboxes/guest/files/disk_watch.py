@@ -28,12 +28,7 @@ def free_of(folder: int) -> tuple[int, int]:
 
 
 def limit_note(ending: str, disk_bytes: int) -> bytes:
-    """Return the line that tells the agent which limit of files has ended its call (pure).
-
-    Args:
-        ending: What a watch returned: "disk", "depth" or "host".
-        disk_bytes: How much the sandbox may write.
-    """
+    """Return the line that tells the agent which limit of files, as a watch returned it, has ended its call (pure)."""
     if ending == "depth":
         text = f"the sandbox may nest directories {MAX_DEPTH} deep, with paths of {MAX_PATH_BYTES} bytes: remove them"
     elif ending == "disk":
@@ -48,19 +43,15 @@ class DiskWatch:
     """Says whether a sandbox has used too much disk. It lives as long as the sandbox, so that no growth is missed.
 
     Attributes:
-        upper: The sandbox's upper directory.
         below_bytes: What the sandbox has written into layers already.
         unmeasured_free: The free bytes of the disk when the files could be measured for the last time; None if they can
             be measured. Until the agent has removed what is nested too deeply, all that the disk has lost since counts.
     """
 
     def __init__(self, upper: int, limit: int, reserve: int) -> None:
-        """Watch a sandbox.
+        """Watch a sandbox, which may have `limit` bytes of new files; see `delta.ENTRY_BYTES` for small files.
 
-        Args:
-            upper: The sandbox's upper directory.
-            limit: How many bytes of new files the sandbox may have; see `delta.ENTRY_BYTES` for small files.
-            reserve: With fewer free bytes on the disk than this, or inodes for them, failures are the machine's.
+        With fewer free bytes on the disk than the reserve, or inodes for them, failures are the machine's.
         """
         self.upper, self.below_bytes = upper, 0
         self.unmeasured_free: int | None = None
@@ -74,15 +65,10 @@ class DiskWatch:
     def over(self, pids: Callable[[], Iterable[int]]) -> str | None:
         """Return a reason if the sandbox has used too much disk. Called often, it looks now and then.
 
-        It measures the sandbox's files only when the disk's free space or inodes have fallen enough since the last
-        measurement that they may have grown over the limit.
-
-        Args:
-            pids: Returns the sandbox's processes, which may hold deleted files.
-
-        Returns:
-            "disk" over the limit, "depth" if directories are nested too deeply to be measured, "host" if the reserve is
-            touched, or if the disk has lost more than the limit beside too many descriptors, and None otherwise.
+        It measures the sandbox's files, and the deleted ones that its processes hold, only when the disk's free space
+        or inodes have fallen enough since the last measurement that they may have grown over the limit. The reasons are
+        "disk" over the limit, "depth" if directories are nested too deeply to be measured, and "host" if the reserve is
+        touched, or if the disk has lost more than the limit beside too many descriptors.
         """
         if time.monotonic() - self._looked < WATCH_S / 2:
             return None
@@ -121,8 +107,8 @@ class DiskWatch:
     def _measured(self, now: tuple[int, int], pids: Callable[[], Iterable[int]]) -> str | None:
         """Return "disk", "depth" or None, by the files.
 
-        Raises:
-            TooManyDescriptorsError: The files that are not deleted are within the limit, and the others are not known.
+        `TooManyDescriptorsError` says that those that are not deleted are within the limit, and the others are not
+        known.
         """
         if self.unmeasured_free is not None:
             return "disk" if self.below_bytes + self.unmeasured_free - now[0] > self._limit else None

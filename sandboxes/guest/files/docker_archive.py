@@ -26,11 +26,7 @@ MAX_BYTES = 512 << 20
 
 
 class ArchiveError(Exception):
-    """An operation cannot be carried out.
-
-    Attributes:
-        status: The HTTP status.
-    """
+    """An operation cannot be carried out; `status` is the HTTP status."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -38,12 +34,7 @@ class ArchiveError(Exception):
 
 
 def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, bytes]:
-    """Return an operation's answer: HTTP status, media type and body.
-
-    Raises:
-        ArchiveError: The operation cannot be carried out.
-        OSError: The kernel refused it.
-    """
+    """Return an operation's answer: HTTP status, media type and body."""
     if tool not in {"stat", "pack", "extract"}:
         raise ArchiveError(404, f"there is no tool {tool!r}: use exec, put, get, delete")
     if root := fields.get("root"):
@@ -114,11 +105,7 @@ def _extract(path: str, body: bytes, *, whole_kinds: bool) -> None:
 
 
 def require_whole(archive: tarfile.TarFile) -> None:
-    """Read a whole archive before any of it is unpacked, because `tarfile` takes half an archive for a shorter one.
-
-    Raises:
-        tarfile.TarError: The archive is cut off.
-    """
+    """Read a whole archive before any of it is unpacked, because `tarfile` takes half an archive for a shorter one."""
     members, source = archive.getmembers(), archive.fileobj
     assert source is not None
     if members and members[-1].isreg() and members[-1].size:

@@ -48,11 +48,6 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer | Resu
     """Run an operation and return its answer; failures are problem details (RFC 9457).
 
     A statement on a database returns an outcome in the answer's place, because more is to be known of it.
-
-    Args:
-        tool: The operation.
-        fields: Its arguments.
-        body: What it writes.
     """
     try:
         match tool:
@@ -257,15 +252,7 @@ def outcome_of(result: Result | FileAnswer) -> Result:
 
 
 def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, source: int | None) -> NoReturn:
-    """In the child: run an operation, write its outcome and answer to the result pipe, and end.
-
-    Args:
-        tool: The operation.
-        fields: Its arguments.
-        body: What it writes.
-        result: The pipe to the supervisor.
-        source: The archive to unpack; None for other operations.
-    """
+    """In the child: run an operation, write its outcome and answer to the result pipe, and end."""
     code = 1
     with contextlib.suppress(BaseException):
         # Nothing of the supervisor's stays open, so no path through /proc/self/fd leads to it. The archive is
@@ -295,13 +282,9 @@ def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, sourc
 
 
 def parse_result(data: bytes, *, whole: bool) -> Result:
-    """Return what a child wrote to its result pipe.
+    """Return what a child wrote to its result pipe, whose end may not have been reached.
 
     The child runs with the agent's rights, so the agent's processes may have interfered with it.
-
-    Args:
-        data: What came on the pipe.
-        whole: Whether the pipe's end was reached.
     """
     # Two lengths in a line, the outcome, then the answer as it is: a frame would need another copy of what may be half
     # a gigabyte. A child that is killed while it writes, for its memory or by the agent, leaves a shorter one.

@@ -31,7 +31,6 @@ class Row(NamedTuple):
         kind: `GONE`, `FIXED` or `CLOCKED`.
         what: A hash of what is there (`facts`); empty if it is gone, and for a directory of which only the time
             differs.
-        mtime_ns: Its modification time.
     """
 
     kind: int
@@ -66,11 +65,7 @@ class RowTable:
     """
 
     def __init__(self, data: memoryview) -> None:
-        """Look at a table; nothing is read yet.
-
-        Raises:
-            MalformedTableError: The header or the length is wrong.
-        """
+        """Look at a table; nothing is read yet. A wrong header or length is a `MalformedTableError`."""
         if len(data) < _HEADER.size + 2 * _SUM:
             raise MalformedTableError("it is too short")
         magic, self._count, self._ordered, path_bytes, complete = _HEADER.unpack_from(data)
@@ -166,13 +161,9 @@ class RowTable:
 
 
 def pack(rows: Iterable[tuple[bytes, Row | None]], content: int, order: int, *, complete: bool) -> bytes:
-    """Return a table. 2 us a row.
+    """Return a table of rows, which are in the order of their paths. 2 us a row.
 
-    Args:
-        rows: The rows, in the order of their paths.
-        content: The sum of the state's rows.
-        order: The sum of the state's order of times.
-        complete: Whether these are all rows of the state.
+    `content` and `order` are sums of the state; `complete` says that these are all of its rows.
     """
     body, paths, end, times = bytearray(), [], 0, []
     count = 0
@@ -194,11 +185,7 @@ def pack(rows: Iterable[tuple[bytes, Row | None]], content: int, order: int, *, 
 
 
 def split(data: bytes) -> list[RowTable]:
-    """Return the tables of several layers, which are stored one after another, the topmost first.
-
-    Raises:
-        MalformedTableError: They are damaged.
-    """
+    """Return the tables of several layers, which are stored one after another, the topmost first."""
     tables, rest = [], memoryview(data)
     while rest:
         tables.append(RowTable(rest))
@@ -208,11 +195,7 @@ def split(data: bytes) -> list[RowTable]:
 
 
 def check(data: bytes) -> None:
-    """Read a table that comes from elsewhere. 2 us a row.
-
-    Raises:
-        MalformedTableError: Something in it is not as `pack` writes it.
-    """
+    """Read a table that comes from elsewhere. 2 us a row. What `pack` does not write is a `MalformedTableError`."""
     table = RowTable(memoryview(data))
     try:
         rows = list(table.items())
@@ -227,11 +210,7 @@ def check(data: bytes) -> None:
 
 
 def mapped(fd: int) -> RowTable | None:
-    """Return the table in a file, which is mapped and closed here; None if the file is empty.
-
-    Raises:
-        MalformedTableError: The table is damaged.
-    """
+    """Return the table in a file, which is mapped and closed here; None if the file is empty."""
     try:
         status = os.fstat(fd)
         # A device, which stands for no table, has no size either.
@@ -241,11 +220,7 @@ def mapped(fd: int) -> RowTable | None:
 
 
 def merged(tables: Iterable[RowTable]) -> dict[str, Row | None]:
-    """Return the rows of several layers as one layer's, in which higher layers win.
-
-    Args:
-        tables: The tables, the topmost first.
-    """
+    """Return the rows of several layers, the topmost first, as one layer's, in which higher layers win."""
     rows: dict[str, Row | None] = {}
     for table in tables:
         for path, row in table.items():

@@ -59,12 +59,7 @@ class UpperScan:
     """
 
     def __init__(self, marks: str, born_ns: int) -> None:
-        """Start with an empty upper directory.
-
-        Args:
-            marks: The prefix of overlayfs' own attributes.
-            born_ns: When the root state was made: older times are not those of calls.
-        """
+        """Start with an empty upper directory. Times before the root state was made are not those of calls."""
         self.signatures: dict[str, bytes] = {}
         self.touched: set[str] = set()
         self.size_bytes = 0
@@ -103,15 +98,7 @@ class UpperScan:
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def update(self, roots: DeltaRoots, base: StateRows) -> bool:
-        """Read what changed since the last look; return whether anything did. 2 us an entry, and what is read.
-
-        Args:
-            roots: The directories.
-            base: The rows of the state below the upper directory.
-
-        Raises:
-            TreeTooDeepError: Directories are nested too deeply.
-        """
+        """Read what changed since the last look; return whether anything did. 2 us an entry, and what is read."""
         before, self.touched = self.signatures, set()
         # Most calls write nothing. This takes a third of a walk.
         if len(before) == 1 and before.get("") == _signature(os.fstat(roots.upper), 0) and not os.listdir(roots.upper):  # noqa: PTH208

@@ -38,12 +38,7 @@ class StateRows:
     """
 
     def __init__(self, tables: Iterable[RowTable] = (), table: RowTable | None = None) -> None:
-        """Take the rows of a state.
-
-        Args:
-            tables: The tables of its layers above the last complete one, the topmost first.
-            table: The complete table; None if there is none.
-        """
+        """Take a state's complete table, if there is one, and those of the layers above, the topmost first."""
         self._table = table
         known = list(tables)
         self.changes = row_table.merged(known)

@@ -57,12 +57,8 @@ def group(paths: Iterable[bytes]) -> Group:
 def pairs(times: Iterable[int], touched: Collection[int], group_at: Callable[[int], Group]) -> int:
     """Return the sum of the pairs of neighbours that concern some of the times.
 
-    The sum of all pairs changes by the difference of two such sums, after the change and before it.
-
-    Args:
-        times: The touched times and, for each of them, the nearest earlier and later time that is not touched.
-        touched: The times at which something changed.
-        group_at: Returns the group of a time.
+    The times are the touched ones and, for each of them, the nearest earlier and later one that is not touched. The sum
+    of all pairs changes by the difference of two such sums, after the change and before it.
     """
     total, before, concerned = 0, b"", False
     for time in sorted(set(times)):

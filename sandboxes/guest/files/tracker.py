@@ -26,19 +26,12 @@ class FileTracker:
     Attributes:
         base: The rows of the state below the upper directory.
         now: The rows of the present state.
-        scan: The rows of the upper directory.
         order: The order in which the last call wrote; see `write_order`.
         expected: The order in which the next call has to write, because it is a replay; None for any other call.
     """
 
     def __init__(self, marks: str, born_ns: int, rows: StateRows) -> None:
-        """Start over an empty upper directory.
-
-        Args:
-            marks: The prefix of overlayfs' own attributes.
-            born_ns: When the root state was made.
-            rows: The rows of the state that the sandbox starts with.
-        """
+        """Start over an empty upper directory, with the rows of the state below; see `UpperScan`."""
         self._marks, self._born_ns = marks, born_ns
         self.base = self.now = rows
         self.order: bytes | None = None
@@ -52,12 +45,7 @@ class FileTracker:
     def look(self, roots: DeltaRoots, top: Callable[[], int]) -> bool:
         """Update the rows; return whether any differs from the last look. 2 us an entry of the upper directory.
 
-        Args:
-            roots: The directories that are compared.
-            top: Opens the root of the sandbox, to give files the recorded order of times.
-
-        Raises:
-            TreeTooDeepError: Directories are nested too deeply.
+        `top` opens the root of the sandbox, to give files the recorded order of times.
         """
         expected, self.expected, self.order = self.expected, None, None
         changed = False
@@ -116,21 +104,12 @@ class FileTracker:
         return {path: (row.what.hex() or "-", row.mtime_ns) for path, row in self.now.items() if not row.is_time_only}
 
     def sealed(self, rows: StateRows | None) -> None:
-        """Go on over an empty upper directory.
-
-        Args:
-            rows: The rows of the state, if its layer has a complete table; None keeps those that are known.
-        """
+        """Go on over an empty upper directory; without rows from a complete table, those known are kept."""
         self.base = self.now = self.now if rows is None else rows
         self._begin()
 
     def digests(self, sessions: bytes, written: Iterable[str] | None) -> Digests:
-        """Return the digest of the state, or its witness.
-
-        Args:
-            sessions: The digest of the shell sessions.
-            written: The files that running processes have open for writing; None if no process runs.
-        """
+        """Return the state's digest; its witness if processes run, by the files that they have open for writing."""
         if written is None:
             return StateDigest(*self.now.digests(sessions)), None
         # A running process may go on writing to these files at any moment. Only the others say what the call did.

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sandboxes.guest import users
+from sandboxes.guest.users import UnknownUserError
 from sandboxes.linux.confine import become_user
 from sandboxes.linux.files import remove_path
 
@@ -22,12 +24,7 @@ _TYPES = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "s
 
 
 class UserFileError(Exception):
-    """An operation cannot be carried out.
-
-    Attributes:
-        status: The HTTP status.
-        kind: `not_found`, `exists`, `invalid`, `denied` or `user`.
-    """
+    """An operation cannot be carried out. The kind is `not_found`, `exists`, `invalid`, `denied` or `user`."""
 
     def __init__(self, status: int, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -39,10 +36,7 @@ def perform(
 ) -> tuple[int, str, bytes]:
     """Return an operation's answer: JSON, or the bytes of a file; JSON with `kind` and `detail` for a failure.
 
-    Args:
-        tool: The operation.
-        fields: Its arguments.
-        transfer: Reads or writes the file at a path.
+    `transfer` reads or writes the file at a path.
     """
     try:
         # Before the path is resolved: `~` is that user's, and each look-up below happens with that user's rights.
@@ -73,11 +67,7 @@ def perform(
 
 
 def open_folder(path: str, user: str) -> int:
-    """Open a directory as a user; this process is that user from then on.
-
-    Raises:
-        UserFileError: There is no such directory, or the user may not open it.
-    """
+    """Open a directory as a user; this process is that user from then on."""
     try:
         _become(user)
         path = resolved(path, home())
@@ -94,7 +84,7 @@ def open_folder(path: str, user: str) -> int:
 
 def home() -> str:
     """Return this process's home directory; / if the sandbox has no entry for its user."""
-    return next((line[5] for line in _lines("/etc/passwd") if line[2] == str(os.geteuid())), "/") or "/"
+    return os.fsdecode(users.read(str(os.geteuid())).home.encode("latin-1"))
 
 
 def resolved(path: str, start: str) -> str:
@@ -109,18 +99,18 @@ def _become(user: str) -> None:
     """Become a user of the sandbox; nothing happens for an empty name."""
     if not user:
         return
-    # The sandbox's own file, read directly: libc would load modules for other databases from the sandbox.
-    known = next((line for line in _lines("/etc/passwd") if user in (line[0], line[2])), None)
-    if known is None:
-        raise UserFileError(401, "user", f"error looking up user '{user}': user: unknown user {user}")
-    # The file is the agent's. A line with other text raises ValueError, which ends only this child.
-    uid, gid = int(known[2]), int(known[3])
-    # Without root the sandbox has one user only, which needs no change.
-    if uid == os.geteuid():
-        return
-    groups = [int(line[2]) for line in _lines("/etc/group") if known[0] in line[3].split(",")]
     try:
-        become_user(uid, gid, [gid, *groups])
+        found = users.read(user.encode(errors="surrogatepass").decode("latin-1"))
+    except UnknownUserError:
+        found = None
+    # Container runtimes take any number, and a group after a colon. E2B's servers take what has a line.
+    if found is None or not found.name or ":" in user:
+        raise UserFileError(401, "user", f"error looking up user '{user}': user: unknown user {user}")
+    # Without root the sandbox has one user only, which needs no change.
+    if found.uid == os.geteuid():
+        return
+    try:
+        become_user(found.uid, found.gid, found.groups)
     except OSError as error:
         raise UserFileError(403, "denied", f"this sandbox cannot become user '{user}': {error.strerror}") from error
 
@@ -154,7 +144,7 @@ def _entry(path: str) -> dict[str, Any]:
         "name": _text(os.path.basename(path) or "/"), "path": _text(path),  # noqa: PTH119
         "type": next((name for is_type, name in _TYPES if is_type(status.st_mode)), "other"),
         "size": status.st_size, "mode": stat.S_IMODE(status.st_mode), "permissions": stat.filemode(status.st_mode),
-        "owner": _name("/etc/passwd", status.st_uid), "group": _name("/etc/group", status.st_gid),
+        "owner": _name(b"etc/passwd", status.st_uid), "group": _name(b"etc/group", status.st_gid),
         "modified": f"{when}.{nanoseconds:09d}Z", "link": None if target is None else _text(target),
     }  # fmt: skip
 
@@ -213,19 +203,10 @@ def _remove(path: str) -> None:
         os.unlink(path)  # noqa: PTH108
 
 
-def _name(file: str, number: int) -> str:
-    return next((line[0] for line in _lines(file) if line[2] == str(number)), str(number))
-
-
-def _lines(file: str) -> list[list[str]]:
-    try:
-        # The agent may have written anything into this file; bytes that are no UTF-8 must not fail a listing.
-        with open(file, errors="replace") as lines:  # noqa: PTH123
-            rows = [line.rstrip("\n").split(":") for line in lines]
-    except OSError:
-        return []
-    # Padded, because the agent may have left fields out, and every caller indexes them.
-    return [[*line, "", "", "", ""] for line in rows if len(line) >= 3]
+def _name(file: bytes, number: int) -> str:
+    name = users.name_of(file, number)
+    # Names are UTF-8 here. Bytes that are none must not fail a listing.
+    return str(number) if name is None else name.encode("latin-1").decode(errors="replace")
 
 
 def _text(path: str) -> str:

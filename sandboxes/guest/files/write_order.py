@@ -33,12 +33,7 @@ _MAX_BYTES = 64 << 20
 
 
 class WrittenTimes(NamedTuple):
-    """The times that a call gave to what it wrote.
-
-    Attributes:
-        times: The time of each path.
-        before_ns: The latest time of the state before the call; 0 if it has none.
-    """
+    """The times that a call gave to what it wrote; `before_ns` is the latest of the state before, 0 without any."""
 
     times: Mapping[str, int]
     before_ns: int
@@ -47,10 +42,7 @@ class WrittenTimes(NamedTuple):
 def of_rows(rows: Mapping[str, Row | None], since_ns: int, before_ns: int) -> WrittenTimes:
     """Return the times among changed rows that are of this call: others were moved or copied with their file (pure).
 
-    Args:
-        rows: The rows that the call has changed.
-        since_ns: When the last look at the files ended.
-        before_ns: The latest time of the state before.
+    The last look at the files ended at `since_ns`.
     """
     times = {
         path: row.mtime_ns for path, row in rows.items() if row and row.kind == CLOCKED and row.mtime_ns >= since_ns
@@ -75,12 +67,7 @@ def packed(written: WrittenTimes) -> bytes | None:
 
 
 def times_for(written: WrittenTimes, order: bytes) -> dict[str, int]:
-    """Return new times, by which what was written is in a recorded order; empty if none fit or are needed (pure).
-
-    Args:
-        written: What the replayed call wrote.
-        order: The recorded order.
-    """
+    """Return new times, by which what was written is in a recorded order; empty if none fit or are needed (pure)."""
     paths = sorted(written.times)
     # Equal already, or of other paths: then the replay has not made the same files, and no times help.
     if not paths or order == packed(written) or order[:_DIGEST_BYTES] != _digest(paths):
@@ -102,15 +89,7 @@ def times_for(written: WrittenTimes, order: bytes) -> dict[str, int]:
 
 
 def give(top: int, times: Mapping[str, int]) -> None:
-    """Set modification times in a sandbox in which nothing runs.
-
-    Args:
-        top: A descriptor of the sandbox's root.
-        times: The new time of each path.
-
-    Raises:
-        OSError: A path is gone or cannot be changed.
-    """
+    """Set modification times of paths below a sandbox's root, in which nothing runs."""
     for path, mtime_ns in times.items():
         # Opened part by part without links: the agent made these paths.
         folder, _, name = path.rpartition("/")

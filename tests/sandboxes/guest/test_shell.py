@@ -7,18 +7,18 @@ import pytest
 
 from sandboxes.guest import shell as shells
 from sandboxes.guest.bash.session import COMMAND_FD, DUMP_FD, END, GO_FD
-from sandboxes.guest.local_shell import LocalShell
+from sandboxes.guest.shell import Shell
 
 
 @pytest.fixture
-def shell() -> Iterator[LocalShell]:
+def shell() -> Iterator[Shell]:
     ends = {number: os.open("/dev/null", os.O_RDWR) for number in (1, 2, DUMP_FD, GO_FD, COMMAND_FD)}
-    made = LocalShell("main", None, 0, ends)
+    made = Shell("main", None, 0, ends)
     yield made
     made.close()
 
 
-def test_dump_is_read_in_pieces(shell: LocalShell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_is_read_in_pieces(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bash writes each part by itself. What comes a moment later is awaited here, and what comes later elsewhere."""
     pieces = [b"0\0", b"declare -- a=1\n", None, b"more", END]
     monkeypatch.setattr(shells, "read_available", lambda _: pieces.pop(0))
@@ -27,7 +27,7 @@ def test_dump_is_read_in_pieces(shell: LocalShell, monkeypatch: pytest.MonkeyPat
     assert shell.read_dump()
 
 
-def test_dump_without_end_does_not_hold_its_reader(shell: LocalShell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_without_end_does_not_hold_its_reader(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command writes to the pipe again and again; its time and its disk are watched all the same."""
     monkeypatch.setattr(shells, "read_available", lambda _: b"x")
     assert not shell.read_dump()

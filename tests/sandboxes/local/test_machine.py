@@ -149,7 +149,7 @@ def test_later_sandboxes_have_the_pages_that_they_write_to(data_dir: Path) -> No
         sandbox = await driver.start(SPEC)
         assert (await run(sandbox, "echo text > file; cat file")).out == "text\n"
         took = faults_of(spare) - before
-        await sandbox._settle()
+        await sandbox.guest.settle()
         await sandbox.close()
         return took
 

@@ -246,14 +246,14 @@ def test_daemon_gets_the_image(data_dir: Path) -> None:
         sandbox = await state(driver, spec, "echo made > /root/made")
         made = await driver.image(spec, await sandbox.freeze(), name, None)
         await sandbox.close()
-        about = await driver.config(f"{name}:latest")
+        about = await driver.images.config(f"{name}:latest")
         assert about["Id"] == made
         assert "A=1" in about["Env"]
         again = await driver.start(EnvironmentSpec(image=name))
         assert (await run(again, "cat /root/made; echo $A")).out == "made\n1\n"
         await again.close()
         for _ in range(2):
-            driver.images.collect(set())
+            driver.image_store.collect(set())
 
     try:
         driven(LocalDriver(data_dir), test)

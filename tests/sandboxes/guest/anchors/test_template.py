@@ -17,7 +17,7 @@ from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.anchors.template import ShellTemplate, can_stand_for, spares
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import restore_script
-from sandboxes.guest.local_shell import LocalShell
+from sandboxes.guest.shell import Shell
 from sandboxes.shell_text import ShellSession
 from tests.machine import wait_until
 from tests.sandboxes.guest import forking_anchor
@@ -231,7 +231,7 @@ def test_a_fork_of_which_no_anchor_takes_note_ends(started: Started, monkeypatch
         raise AnchorLostError
 
     monkeypatch.setattr(started.anchor, "take_note_of", lost)
-    shell = LocalShell("main", None, started.template.pid, {fd: os.dup(end) for fd, end in started.ends.items()})
+    shell = Shell("main", None, started.template.pid, {fd: os.dup(end) for fd, end in started.ends.items()})
     shell.template, shell.baseline = started.template, {**NEW}
     with pytest.raises(AnchorLostError):
         shell.fork(started.anchor)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from sandboxes.guest.local_shells import LocalShells
+from sandboxes.guest.shells import Shells
 from sandboxes.guest.survivors import holding, kept
 
 ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"}
@@ -55,7 +55,7 @@ class RestoredRuns:
 
     def __init__(self, folder: Path) -> None:
         _renew(folder)
-        self.shells = LocalShells(ENVIRONMENT, str(folder), {}, None)
+        self.shells = Shells(ENVIRONMENT, str(folder), {}, None)
 
     def __enter__(self) -> Self:
         return self

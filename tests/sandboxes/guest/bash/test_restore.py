@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash.restore import restore_script, split_functions
-from sandboxes.guest.platform import not_started
+from sandboxes.guest.performed import not_started
 from sandboxes.guest.survivors import kept
 from sandboxes.ipc.messages import CommandOutcome
 from tests.sandboxes.guest.bash import session_programs
@@ -192,7 +192,7 @@ def test_a_failed_restore_is_no_answer(tmp_path: Path, monkeypatch: pytest.Monke
     with RestoredRuns(tmp_path / "w") as runs:
         runs.call("x=1")
         runs.shells.kill(runs.shells.ready("main"))
-        place = "sandboxes.guest.local_shells.restore_script"
+        place = "sandboxes.guest.shells.restore_script"
         monkeypatch.setattr(place, lambda session, *more: b"exit 3" if session else restore_script(session, *more))
         with pytest.raises(ShellStartError) as ours:
             runs.shells.ready("main")

@@ -1,4 +1,4 @@
-"""The shells of a sandbox that an anchor starts and collects."""
+"""The processes of a sandbox that its anchor starts and collects."""
 
 import contextlib
 import functools
@@ -12,14 +12,13 @@ from typing import TypeVar
 from sandboxes.guest.anchors.anchor import Anchor, ShellStartError
 from sandboxes.guest.anchors.programs import start_anchor
 from sandboxes.guest.anchors.starter import AnchorLostError
-from sandboxes.guest.shell import Shell
-from sandboxes.guest.shell_pool import READY_S, Shells
-from sandboxes.guest.users import ROOT, User, has_several
+from sandboxes.guest.users import User, has_several
 from sandboxes.linux import processes
 from sandboxes.linux.live_state import passed_on, settings
 from sandboxes.linux.spawn import BASH
-from sandboxes.shell_text import ShellSession
 
+READY_S = 10.0
+"""How long a shell may take to its first dump. It takes milliseconds on an idle machine. The value is an estimate."""
 MAX_KILL_S = 10.0
 """Longest wait for a killed shell. One that does not end in that time is stuck in the kernel."""
 _REPARENTED_S = 0.001
@@ -27,34 +26,25 @@ _REPARENTED_S = 0.001
 StartedT = TypeVar("StartedT")
 
 
-class AnchoredShells(Shells):
-    """The shells of a local sandbox as far as their anchor goes.
+def known(status: int | None) -> int:
+    """Return an exit code, or raise `ShellStartError` for one that is not known: the call has no result then."""
+    if status is None:
+        raise ShellStartError("the process that had collected an exit code was killed before it reported the code")
+    return status
+
+
+class AnchoredProcesses:
+    """The processes of a sandbox as far as their anchor goes.
 
     Attributes:
-        user: The user of the sandbox's processes.
-        anchor: The anchor; None until the first shell is started, and after the agent has killed it.
+        anchor: The anchor; None until the first process is started, and after the agent has killed it.
     """
 
-    def __init__(
-        self,
-        environment: dict[str, str],
-        workdir: str,
-        sessions: dict[str, ShellSession],
-        pristine: ShellSession | None,
-        user: User = ROOT,
-    ) -> None:
-        super().__init__(environment, workdir, sessions, pristine)
+    def __init__(self, user: User) -> None:
         self.user = user
         self.anchor: Anchor | None = None
         self._anchor_runs: dict[processes.Process, int] = {}
         self._ended: dict[int, int] = {}
-        # Shells that the anchor was asked for, by session. Each function waits for one.
-        self._begun: dict[str, Callable[[], Shell]] = {}
-
-    @property
-    def program(self) -> str:
-        """The path of the shell's program."""
-        return BASH
 
     @property
     def anchor_pids(self) -> set[int]:
@@ -63,7 +53,7 @@ class AnchoredShells(Shells):
 
     @property
     def hidden_pids(self) -> set[int]:
-        """The same processes as `anchor_pids` if the anchor hides, and none otherwise."""
+        """Those of `anchor_pids` into which no process of the sandbox can look: their descriptors stay closed to it."""
         return self.anchor_pids if self.anchor is not None and self.anchor.hidden else set()
 
     def reap(self) -> None:
@@ -75,12 +65,11 @@ class AnchoredShells(Shells):
         """Kill all processes but the spared ones; see `processes.kill_except`."""
         self._ended |= processes.kill_except(spared, first=first)
 
-    def status(self, shell: Shell) -> int | None:
-        """Return how a shell ended, which it has or is about to; None as in `status_of`."""
-        return self.status_of(shell.pid)
-
     def status_of(self, pid: int) -> int | None:
-        """Return how a process that the anchor has started ended, which it has or is about to; None: unknown."""
+        """Return how a process ended that the anchor has started; it has or is about to.
+
+        None if the process that had collected it was killed before it reported the code.
+        """
         parents = {os.getpid()}
         if self.anchor is not None:
             try:
@@ -127,21 +116,13 @@ class AnchoredShells(Shells):
 
     @property
     def changes_users(self) -> bool:
-        """Whether the anchor can start a process as another user.
-
-        Raises:
-            ShellStartError: No process can be started.
-        """
+        """Whether the anchor can start a process as another user; `ShellStartError` if no process can be started."""
         return self._ready_anchor().forks and has_several()
 
     def launch(
         self, environment: dict[str, str], fds: dict[int, int], program: str, user: User | None = None, folder: str = ""
     ) -> int:
-        """Start a program under the anchor; see `Anchor.start_on`.
-
-        Raises:
-            ShellStartError: No process can be started, or bash is gone.
-        """
+        """Start a program under the anchor; see `Anchor.start_on`. If that fails, raise `ShellStartError`."""
         return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program, user, folder))
 
     def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:

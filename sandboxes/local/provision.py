@@ -2,18 +2,19 @@
 
 import asyncio
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import orjson
 
-from sandboxes.calls import Execution, ToolCall
+from sandboxes.calls import ToolCall
 from sandboxes.errors import SpecError
-from sandboxes.host.guest import Guest
 from sandboxes.ipc.messages import FileOutcome, RunFileOperation
 from sandboxes.linux.plain_files import open_plain
+from sandboxes.local.sandbox import LocalSandbox
+from sandboxes.local.services import shared
 from sandboxes.shell_text import quote
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
@@ -23,19 +24,29 @@ UNPACK_S = 3600.0
 SETUP_SESSION = "set-up"
 """The session of set-up commands, which is never an agent's."""
 
-
-class Provisioned(Guest, Protocol):
-    """A sandbox that runs calls, and whose supervisor takes an archive as a descriptor."""
-
-    async def execute(self, call: ToolCall) -> Execution:
-        """Run a call."""
+_PREPARE = (
+    'for p in chroot env sleep touch; do command -v $p >/dev/null || { echo "the image has no $p" >&2; exit 1; }; done'
+)
+"""Checks that the main image has the programs that start services."""
 
 
-async def furnish(sandbox: Provisioned, spec: EnvironmentSpec, sources: SourceRules) -> None:
-    """Bring archives and files into a sandbox, and run set-up commands in a session that is then forgotten.
+async def prepare_services(sandbox: LocalSandbox, spec: EnvironmentSpec) -> None:
+    """Make the directories that services share, in a sandbox whose root state is being built.
 
-    Raises SpecError if one of them fails.
+    `SpecError` says that the main image cannot start services, or that a path of a volume cannot be used.
     """
+    if not spec.services:
+        return
+    await run_set_up(sandbox, spec, "services", _PREPARE)
+    for pair in shared(spec):
+        for path in map(shlex.quote, pair):
+            # A link on the way would lead to another directory in here than in the service.
+            check = f'mkdir -p -- {path} && cd -P -- {path} && [ "$(pwd -P)" = {path} ]'
+            await run_set_up(sandbox, spec, f"volume {path}", check)
+
+
+async def furnish(sandbox: LocalSandbox, spec: EnvironmentSpec, sources: SourceRules) -> None:
+    """Bring archives and files into a sandbox, and run set-up commands in a session that is then forgotten."""
     # First, because archives and files may lie below it.
     await run_set_up(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.directory)}")
     for archive in spec.archives:
@@ -55,8 +66,8 @@ async def furnish(sandbox: Provisioned, spec: EnvironmentSpec, sources: SourceRu
         await run_set_up(sandbox, spec, command, f"cd -- {quote(spec.directory)}\n{command}")
 
 
-async def run_set_up(sandbox: Provisioned, spec: EnvironmentSpec, what: str, command: str) -> None:
-    """Run a command of set-up, which errors call `what`. Raises SpecError if its exit code is not 0."""
+async def run_set_up(sandbox: LocalSandbox, spec: EnvironmentSpec, what: str, command: str) -> None:
+    """Run a command of set-up, which `what` names in errors; `SpecError` if its exit code is not 0."""
     arguments = {"command": command, "timeout_s": spec.limits.timeout_s, "session": SETUP_SESSION}
     answer = orjson.loads((await sandbox.execute(ToolCall("shell", "exec", arguments))).result.body)
     if answer["exit_code"] != 0:
@@ -76,7 +87,7 @@ def _opened(source: str, spec: EnvironmentSpec, sources: SourceRules) -> Iterato
         yield path
 
 
-async def _bring(sandbox: Provisioned, source: Path, opened: Path, path: Path) -> None:
+async def _bring(sandbox: LocalSandbox, source: Path, opened: Path, path: Path) -> None:
     """Copy a database file of the proxy's machine into the sandbox."""
     if await asyncio.to_thread(_has_log, source):
         raise SpecError(
@@ -94,7 +105,7 @@ def _has_log(source: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-async def _unpack(sandbox: Provisioned, source: str, opened: Path, target: str) -> None:
+async def _unpack(sandbox: LocalSandbox, source: str, opened: Path, target: str) -> None:
     """Stream a tarball, or a directory as a tarball, into the sandbox, which unpacks it inside its own root."""
     # In a thread: the path may be on a slow network disk.
     folder = await asyncio.to_thread(opened.is_dir)
@@ -102,11 +113,10 @@ async def _unpack(sandbox: Provisioned, source: str, opened: Path, target: str) 
     await _stream(sandbox, source, opened, packing, target)
 
 
-async def _stream(sandbox: Provisioned, source: str, opened: Path, packing: tuple[str, ...], target: str) -> None:
-    """Stream a source into a directory of the sandbox. Errors name the source as the spec does.
+async def _stream(sandbox: LocalSandbox, source: str, opened: Path, packing: tuple[str, ...], target: str) -> None:
+    """Stream a tarball, or what `tar` packs with some options, into the sandbox, which unpacks it in the target.
 
-    `opened` is a tarball, or what `tar` packs, as a path of a descriptor. `packing` are options for `tar`; empty if the
-    source is a tarball already.
+    The source is the path in the spec, for errors; it was opened as a path of a descriptor.
     """
     process: asyncio.subprocess.Process | None = None
     if packing:
@@ -125,7 +135,7 @@ async def _stream(sandbox: Provisioned, source: str, opened: Path, packing: tupl
     unpack = RunFileOperation("unpack", {"target": target}, UNPACK_S)
     try:
         # The descriptor crosses to the supervisor, so the archive is never held in memory.
-        done = await sandbox.ask(unpack, b"", UNPACK_S, [reading])
+        done = await sandbox.guest.ask(unpack, b"", UNPACK_S, [reading])
     finally:
         # Ours is closed in every case; if the supervisor failed, tar then ends by a broken pipe.
         os.close(reading)

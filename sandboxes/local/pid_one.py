@@ -1,9 +1,8 @@
-"""The platform of a local sandbox: the supervisor's steps in pid 1, and freezing by layers."""
+"""Pid 1 of a sandbox that has started: it answers requests, and freezes states by layers."""
 
 import os
-import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sandboxes.guest import terminal
@@ -15,22 +14,17 @@ from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta
 from sandboxes.guest.files.changes import Changes
 from sandboxes.guest.files.state_rows import StateRows
-from sandboxes.guest.local_shells import LocalShells
-from sandboxes.guest.platform import Performed, not_started
-from sandboxes.guest.process_io import death_of
-from sandboxes.guest.shell import Shell
+from sandboxes.guest.process_call import background_process
+from sandboxes.guest.shells import Shells
 from sandboxes.guest.supervisor import CallRequest, Supervisor
 from sandboxes.guest.tool_servers import Servers
-from sandboxes.ipc.codec import with_members
+from sandboxes.ipc.codec import Envelope, IpcMessage, with_members
 from sandboxes.ipc.fork_pages import own_pages
 from sandboxes.ipc.messages import (
-    CallDone,
     DescribeState,
     Done,
     ExpectOrder,
     OpenTerminal,
-    RunCommand,
-    RunProcess,
     StateSummary,
 )
 from sandboxes.ipc.server_messages import StartServers
@@ -47,19 +41,15 @@ from sandboxes.ipc.state_messages import (
     SandboxStarted,
     StartSandbox,
 )
-from sandboxes.linux import confine, outlet, processes
+from sandboxes.linux import outlet, processes
 from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.processes import death_of
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.trees import TOO_DEEP
-from sandboxes.local.call_process import LocalProcess, background_process, start
 
 
 class Switches:
-    """The socket on which switches of layers are reported, and the mounts that came with the last report.
-
-    Attributes:
-        link: The socket.
-    """
+    """The socket on which switches of layers are reported, and the mounts that came with the last report."""
 
     def __init__(self, link: DriverLink, mounts: list[int]) -> None:
         self.link, self._mounts = link, mounts
@@ -73,8 +63,8 @@ class Switches:
         close_all(before)
 
 
-class LocalPlatform:
-    """The platform of a local sandbox."""
+class PidOne:
+    """Answers the requests of one sandbox: calls through the supervisor, and what concerns its state here."""
 
     def __init__(
         self,
@@ -84,27 +74,25 @@ class LocalPlatform:
         order: StartSandbox,
         rows: StateRows,
         sockets: SocketQueues | None,
-        shells: LocalShells,
+        shells: Shells,
     ) -> None:
         self._link, self._switches, self._seals = link, switches, order.seals
         self._shells = shells
         self._changes, self._background = Changes(roots, order, rows), BackgroundProcesses(order.output_bytes)
         self._servers = Servers(shells)
-        self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, self, sockets)
+        self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, sockets)
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
         self._held_from = 0.0
 
     def serve(self, handed_over: list[int], *, begun: bool, broken: str | None = None) -> None:
         """Report that the sandbox has started, then answer requests until the proxy is gone.
 
-        Args:
-            handed_over: Descriptors that are closed here: the mount namespace, by which the launcher will switch
-                layers, and with egress the listening socket.
-            begun: Whether the first shell was begun. Then only the first call waits for it.
-            broken: Why no shell can be started; None if one can.
+        The descriptors that are handed over are closed here: the mount namespace, by which the launcher will switch
+        layers, and with egress the listening socket. If the first shell was begun, only the first call waits for it.
+        `broken` says why no shell can be started.
         """
         if not (begun or broken):
-            broken = self._shells.begin_first("main")
+            broken = self._begin_first()
         started = SandboxStarted(broken, self._supervisor.state(), self._shells.pristine)
         self._link.hand_over(started, handed_over)
         if begun:
@@ -122,69 +110,27 @@ class LocalPlatform:
                 case OpenTerminal():
                     self._open_terminal(request)
                 case _ if isinstance(request, CallRequest):
-                    self._supervisor.call(request, envelope)
+                    self._call(request, envelope)
 
-    # -- the platform ------------------------------------------------------------------------------------------------
-
-    def living(self, ours: Collection[int] = (), *, collects: bool = True) -> set[processes.Process]:
-        """Return all processes of the sandbox but `ours`; see `Platform.living`."""
-        if collects:
-            self._shells.reap()
-        return processes.list_processes(ours)
-
-    def ipc_objects(self) -> int:
-        """Return the number of System V objects and POSIX message queues."""
-        return processes.ipc_objects() + len(os.listdir("/dev/mqueue"))  # noqa: PTH208 - pathlib is not loaded in pid 1
-
-    def run_command(self, request: RunCommand, command: bytes) -> Performed:
-        """Run a command in a session's shell."""
-        # After a timeout everything is killed but what was there before: survivors, and the other sessions' shells.
-        spared = processes.list_processes() if self._survivors else set()
+    def _begin_first(self) -> str | None:
+        """Start the main shell; return why it does not start if a command, or the base, has broken it."""
         try:
-            shell = self._shells.for_command(request.session)
+            self._shells.ready("main")
         except ShellStartError as error:
-            return not_started(error)
-        self._shells.watch_anchor()
-        # Idle shells of other sessions are no part of the command.
-        others = {other.pid for other in self._shells if other is not shell}
-        if spared or others:
-            # The anchor goes together with its shells, unless others have to stay.
-            others |= self._shells.anchor_pids
-            spared |= {process for process in processes.list_processes() if process[0] in others}
-        shell.run(command)
-        return self._supervisor.finish_command(
-            shell, request.timeout_s, lambda: self._shells.kill_except(spared, first=shell.pid)
-        )
+            if not error.broken:
+                raise
+            return str(error)
+        return None
 
-    def start_process(self, request: RunProcess, stdin: bytes, to: socket.socket) -> LocalProcess:
-        """Start a process of its own under the anchor."""
-        return start(self._shells, request, stdin, to)
-
-    def become_agent(self) -> None:
-        """Become the user of the sandbox's processes, in a child, with the rights that these have."""
-        user = self._shells.user
-        if user.is_root:
-            confine.stop_looking()
-        else:
-            confine.become_user(user.uid, user.gid, user.groups)
-
-    def end_servers(self) -> None:
-        """Kill everything in the sandbox but this process."""
-        self._shells.kill_except(set())
-
-    def forget_shell(self, shell: Shell, ending: str) -> None:
-        """Give up a shell; one whose dump was malformed still runs."""
-        if ending == "malformed":
-            self._shells.kill(shell)
-        else:
-            self._shells.forget(shell)
-
-    def finish_call(self, answer: CallDone, body: bytes, fresh: list[str]) -> None:
-        """Send the answer; if something was written, say at once what becomes of the upper layer.
+    def _call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
+        """Run a call and send the answer; if something was written, say at once what becomes of the upper layer.
 
         An upper layer in which nothing differs from what lies below is thrown away, so that the sandbox is as
         recorded. Another one becomes a layer. With hard links, or nested too deeply, it cannot and stays as it is.
         """
+        if (done := self._supervisor.call(request, envelope)) is None:
+            return
+        answer, body, fresh = done
         written = self._seals and self._changes.written and not self._survivors
         discard = written and self._changes.undone
         seal = written and not discard and not self._changes.linked and not self._changes.too_deep
@@ -219,12 +165,8 @@ class LocalPlatform:
 
         1. With survivors, and a checkpoint possible: everything stays as it is; the answer names the tree to dump.
         2. With survivors otherwise, with hard links, or with directories that are nested too deeply: the answer is the
-           reason why the state cannot be frozen.
+           reason why the state cannot be frozen. Hard links count in no root state: there they break for all sandboxes.
         3. Otherwise the shells end, because no process may hold files of the layers that are about to change.
-
-        Args:
-            root: Whether the state becomes a root state. Hard links then break for all sandboxes alike.
-            checkpoint: Whether CRIU is available.
         """
         surviving = bool(self._survivors)
         if surviving and (not checkpoint or root or (reason := self._outside_the_tree())):
@@ -286,11 +228,14 @@ class LocalPlatform:
         if outlet.connected():
             self._link.send(NotFreezable(outlet.CONNECTED))
             return
+        anchor = self._shells.anchor
+        assert anchor is not None
         self._send_layer_state(
             self._supervisor.state(),
             paths,
             {
-                **self._shells.remember(),
+                "anchor": anchor.remember(),
+                "shells": [shell.remember() for shell in self._shells],
                 "restless": self._stillness.restless,
                 "servers": [server.remember() for server in self._servers],
                 "left": [process.remember() for process in self._background],

@@ -12,15 +12,15 @@ import pytest
 
 from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
+from sandboxes.guest.anchored_processes import known
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.anchors.programs import start_anchor
 from sandboxes.guest.anchors.shell_kit import ShellKit
-from sandboxes.guest.local_shell import LocalShell
-from sandboxes.guest.local_shells import LocalShells
-from sandboxes.guest.shell_pool import known
+from sandboxes.guest.shell import Shell
+from sandboxes.guest.shells import Shells
 from sandboxes.guest.users import ROOT
 from sandboxes.linux import processes, spawn
-from sandboxes.local.platform import LocalPlatform
+from sandboxes.local.pid_one import PidOne
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import in_sandbox, run
 from tests.sandboxes.guest import forking_anchor
@@ -67,7 +67,7 @@ def test_a_touched_anchor_changes_no_later_call(data_dir: Path, name: str) -> No
 
 @pytest.mark.parametrize("lost", [False, True], ids=["it runs", "its anchor is lost"])
 def test_a_shell_that_was_begun_is_taken_over(lost: bool) -> None:
-    shells = LocalShells({"PATH": os.environ["PATH"], "GIVEN": "x"}, "/", {}, None)
+    shells = Shells({"PATH": os.environ["PATH"], "GIVEN": "x"}, "/", {}, None)
     shells.anchor = begun = start_anchor(ROOT)
     if lost:
         # Otherwise it may have started the shell before it is killed.
@@ -89,7 +89,7 @@ def test_an_exit_code_that_nobody_knows_is_no_result() -> None:
     """The process has been collected by one that was killed then. Any code would be made up."""
     ended = subprocess.Popen(["/bin/true"])
     ended.wait()
-    status = LocalShells({}, "/", {}, None).status_of(ended.pid)
+    status = Shells({}, "/", {}, None).status_of(ended.pid)
     assert status is None
     with pytest.raises(ShellStartError, match="exit code"):
         known(status)
@@ -98,17 +98,17 @@ def test_an_exit_code_that_nobody_knows_is_no_result() -> None:
 def test_an_orphan_is_waited_for() -> None:
     """It becomes a child of this process a moment after its parent's end, and is collected then."""
     orphan = subprocess.Popen(["/bin/sh", "-c", "sleep 0.2; exit 4"])
-    assert LocalShells({}, "/", {}, None).status_of(orphan.pid) == 4
+    assert Shells({}, "/", {}, None).status_of(orphan.pid) == 4
     orphan.returncode = 4
 
 
 def test_a_template_ends_with_its_anchor(shell_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command kills all processes, and the anchor is found lost before its shells have ended."""
     monkeypatch.setattr(processes, "list_processes", lambda _=(): set[processes.Process]())
-    shells = LocalShells({"PATH": "/usr/bin:/bin"}, "/", {}, None)
+    shells = Shells({"PATH": "/usr/bin:/bin"}, "/", {}, None)
     shells.anchor = first = forking_anchor.start(shell_folder)
     shell = shells.for_command("main")
-    assert isinstance(shell, LocalShell)
+    assert isinstance(shell, Shell)
     assert shell.forked
     assert len(shells.anchor_pids) == 2
     os.kill(first.pid, signal.SIGKILL)
@@ -126,10 +126,10 @@ def test_a_template_ends_with_its_anchor(shell_folder: Path, monkeypatch: pytest
 def test_halted_shells_run_nothing_more(shell_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is reported before they are waited for, and a shell that runs on could change it."""
     monkeypatch.setattr(processes, "list_processes", lambda _=(): set[processes.Process]())
-    shells = LocalShells({"PATH": "/usr/bin:/bin"}, "/", {}, None)
+    shells = Shells({"PATH": "/usr/bin:/bin"}, "/", {}, None)
     shells.anchor = forking_anchor.start(shell_folder)
     shell = shells.for_command("main")
-    assert isinstance(shell, LocalShell)
+    assert isinstance(shell, Shell)
     assert shell.forked
     shells.halt()
     assert select.select([shell.death], [], [], 10.0)[0]
@@ -152,7 +152,7 @@ def test_a_state_is_reported_when_no_shell_runs_any_more() -> None:
         _send_layer_state=lambda _: order.append("state"),
         _await_switch=lambda: order.append("switch"),
     )
-    LocalPlatform._move(cast("Any", platform), cast("Any", None))
+    PidOne._move(cast("Any", platform), cast("Any", None))
     assert order == ["halt", "state", "end", "switch"]
 
 

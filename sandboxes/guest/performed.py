@@ -1,0 +1,55 @@
+"""What came of a call, as the supervisor knows it before the call's effects are measured."""
+
+from dataclasses import dataclass, replace
+
+from sandboxes.guest.anchors.anchor import ShellStartError
+from sandboxes.guest.files.disk_watch import limit_note
+from sandboxes.guest.files.operations import problem
+from sandboxes.guest.process_io import OVER_DISK
+from sandboxes.ipc.codec import with_members
+from sandboxes.ipc.messages import CommandOutcome, FileOutcome, Outcome
+
+
+@dataclass(frozen=True)
+class Performed:
+    """What came of a call, before its effects are known.
+
+    Attributes:
+        session_changed: Whether the shell session differs from before.
+        read: Whether the caller knows that the call changed nothing in a server's memory.
+        awaited: Whether the processes that it started are known to be ready.
+        host_full: Whether it was killed because the machine's disk was nearly full, or because the sandbox holds what
+            all sandboxes share and the machine has none left of; see `linux.user_counts`.
+    """
+
+    outcome: Outcome
+    body: bytes = b""
+    session_changed: bool = False
+    read: bool = False
+    awaited: bool = False
+    host_full: bool = False
+
+    def nested_too_deep(self, disk_bytes: int) -> "Performed":
+        """Return what came of a call that leaves directories nested too deeply: the agent gets a line about it.
+
+        Such a state can be neither digested nor frozen. A process has received that line on its stderr already.
+        """
+        note = limit_note("depth", disk_bytes)
+        match self.outcome:
+            case CommandOutcome() as outcome:
+                return replace(self, outcome=with_members(outcome, exit_code=OVER_DISK), body=self.body + note)
+            case FileOutcome():
+                status, media_type, body = problem(507, "File operation failed", note.decode().strip("\n[]"))
+                return replace(self, outcome=FileOutcome(status, media_type), body=body)
+        return self
+
+
+def not_started(error: ShellStartError) -> Performed:
+    """Return what came of a command whose shell does not start, because an earlier command has broken it.
+
+    Any other failure is ours or the machine's. It is raised again, ends the sandbox, and the call has no answer.
+    """
+    if not error.broken:
+        raise error
+    # 127 is the shell's exit code for "command not found" (POSIX, 2.8.2), so agents see an ordinary failure.
+    return Performed(CommandOutcome(127, timed_out=False, truncated=False, stdout_bytes=0), f"{error}\n".encode())
