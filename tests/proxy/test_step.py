@@ -325,6 +325,9 @@ def test_answers_beside_processes_expire(tmp_path: Path) -> None:
             async def arrive_and_poll(rollout: Rollout, thinks_s: float) -> Outcome:
                 await ask(running, rollout, "sleep 9 &")
                 rollout.live_from -= thinks_s
+                for slot in running.pool.roster.slots:
+                    # Each has started the processes in a sandbox of its own, because the state cannot be kept.
+                    slot.live_from -= thinks_s * (slot.owner == rollout.id)
                 return (await ask(running, rollout, "pwd"))[1]
 
             assert await arrive_and_poll(hasty, 0.5) is Outcome.MISS
