@@ -44,13 +44,11 @@ class Stepper:
         """Return the record that answers a call, or None. No step is taken: `take` follows, without an await. O(1)."""
         if self.order.busy(rollout, but_for=expected) or not rollout.cached:
             return None
-        if rollout.node.state is None:
-            key = key_for(rollout, key, time.monotonic())
-        record = rollout.node.records.get(key)
-        # A hit leads only where there is a way back. The regular path makes one, or executes the call again.
-        if record is None or not has_way_back(record, rollout.tree):
-            return None
-        return record if self._gate is None or self._gate.may_hit(rollout, record) else None
+        own = key if rollout.node.state is not None else key_for(rollout, key, time.monotonic())
+        record = rollout.node.records.get(own)
+        if record is not None and has_way_back(record, rollout.tree):
+            return record if self._gate is None or self._gate.may_hit(rollout, record) else None
+        return None  # Without a way back, the regular path makes one, or executes the call again.
 
     def take(self, rollout: Rollout, record: Record) -> None:
         """Take the step of a record that `find` returned and whose answer was read. 2 us with the journal."""
@@ -65,9 +63,8 @@ class Stepper:
         return None
 
     async def run(self, rollout: Rollout, call: AnyCall, key: CallKey, listener: Listener | None = None) -> Answer:
-        """Answer a call; the listener receives its output meanwhile."""
+        """Answer a call; the listener receives its output meanwhile. A cancelled caller ends no execution."""
         self.detach(rollout)
-        # If the caller is cancelled, the execution continues, and its result is recorded.
         return await asyncio.shield(self.begin(rollout, call, key, listener))
 
     async def poll(self, rollout: Rollout, call: AnyCall, key: CallKey) -> Answer | None:
