@@ -43,7 +43,9 @@ async def furnish(sandbox: Provisioned, spec: EnvironmentSpec, sources: SourceRu
         SpecError: One of them fails.
     """
     # First, because archives and files may lie below it.
-    await run_set_up(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.directory)}")
+    directory = quote(spec.directory)
+    # An image without `mkdir` may have the directory.
+    await run_set_up(sandbox, spec, "workdir", f"[ -d {directory} ] || mkdir -p -- {directory}")
     for archive in spec.archives:
         with _opened(archive.source, spec, sources) as opened:
             await _unpack(sandbox, archive.source, opened, archive.target)

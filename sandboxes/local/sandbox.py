@@ -95,7 +95,8 @@ class LocalSandbox(MachineSandbox):
         self._given = {**({} if base.image is None else base.image.environment), **variables(spec)}
         super().__init__(
             spare.id, spare.channel, spec, machine.data_dir, machine.read_only,
-            server_environment={**ENVIRONMENT, **self._given}, process_environment=self._given,
+            server_environment={**ENVIRONMENT, **self._given},
+            process_environment={"HOSTNAME": base.hostname, **self._given},
         )  # fmt: skip
         self._seals = seals
         self.begun_at: StateDigest | None = None
@@ -135,8 +136,8 @@ class LocalSandbox(MachineSandbox):
             SpecError: The base cannot run a shell.
             SandboxError: The sandbox or the machine failed.
         """
-        user = "" if self._base.image is None else self._base.image.user
-        if self._machine.shell is None and (user or not self._base.own_bash):
+        other_user = self._base.user not in {"", "0"}
+        if self._machine.shell is None and (other_user or not self._base.own_bash):
             raise SpecError(
                 f"base {self._spec.image or self._spec.base!r} has no /bin/bash, or another user than root, and this "
                 "machine's bash cannot be used for it: `forkpoint doctor` says why."
@@ -170,7 +171,7 @@ class LocalSandbox(MachineSandbox):
             egress=self._spec.egress is not None,
             cpus=None if limits.cpus is None else math.ceil(limits.cpus),
             hostname=self._base.hostname,
-            user=user,
+            user=self._base.user,
             services=self._base.services,
         )
         try:

@@ -19,12 +19,12 @@ from tests.sandboxes.image_archives import PATH, saved, write_archive
 
 MUSL_BUSYBOX = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "forkpoint-clients/busybox-musl/busybox")
 """What `.ci/musl` builds."""
-RHEL_COMMANDS = (
-    "awk basename bash cat chgrp chmod chown cp cut date dd df dirname du echo env expr false find flock getent grep head"
-    " hostname id install kill ldconfig ln locale login logger ls mkdir mkfifo mknod mktemp mount mv nice nohup nproc od"
-    " printenv printf prlimit ps pwd readlink realpath rm rmdir rpm sed seq setpriv setsid sh sleep sort stat stty su sync"
-    " tail tar tee test timeout touch tr true truncate tty umount uname uniq unshare wc whoami xargs"
-).split()
+RHEL_COMMANDS = """
+awk basename bash cat chgrp chmod chown cp cut date dd df dirname du echo env expr false find flock getent grep head
+hostname id install kill ldconfig ln locale login logger ls mkdir mkfifo mknod mktemp mount mv nice nohup nproc od
+printenv printf prlimit ps pwd readlink realpath rm rmdir rpm sed seq setpriv setsid sh sleep sort stat stty su sync
+tail tar tee test timeout touch tr true truncate tty umount uname uniq unshare wc whoami xargs
+"""
 _FACTS_C = r"""
 #include <errno.h>
 #include <grp.h>
@@ -130,13 +130,18 @@ def rhel_image() -> str:
 
 @functools.cache
 def _archive(name: str, **config: Any) -> str:
+    return write_archive(f"{name}.tar", saved([packed(KINDS[name].make)], config))
+
+
+def packed(make: Callable[[Path], None]) -> bytes:
+    """Return a tar of the root that a function writes."""
     folder = Path(tempfile.mkdtemp(prefix="forkpoint-test-root-", dir="/var/tmp"))
+    folder.chmod(0o755)
     try:
-        KINDS[name].make(folder)
-        packed = subprocess.run(["tar", "-c", "-C", folder, "."], capture_output=True, check=True).stdout
+        make(folder)
+        return subprocess.run(["tar", "-c", "-C", folder, "."], capture_output=True, check=True).stdout
     finally:
         remove_tree(folder)
-    return write_archive(f"{name}.tar", saved([packed], config))
 
 
 def make_musl(root: Path) -> None:
@@ -178,7 +183,7 @@ def make_rhel(root: Path) -> None:
     for name in ("bin", "sbin", "lib", "lib64"):
         (root / name).symlink_to(f"usr/{name}")
     needed: set[str] = set()
-    for name in RHEL_COMMANDS:
+    for name in RHEL_COMMANDS.split():
         if program := shutil.which(name, path=PATH):
             place = "usr/sbin" if "/sbin/" in program else "usr/bin"
             shutil.copy2(Path(program).resolve(), root / place / name)
@@ -209,8 +214,8 @@ def make_rhel(root: Path) -> None:
             "root/.bashrc": "[ -f /etc/bashrc ] && . /etc/bashrc\n",
             "etc/ld.so.conf": "include ld.so.conf.d/*.conf\n/usr/lib64\n",
             "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
-            "etc/pam.d/su": "auth sufficient pam_rootok.so\nauth required pam_unix.so\naccount sufficient pam_rootok.so\n"
-            "account required pam_unix.so\nsession required pam_permit.so\n",
+            "etc/pam.d/su": "auth sufficient pam_rootok.so\nauth required pam_unix.so\n"
+            "account sufficient pam_rootok.so\naccount required pam_unix.so\nsession required pam_permit.so\n",
             "etc/rpm/macros": "%_dbpath /var/lib/rpm\n",
         },
     )
