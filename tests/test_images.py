@@ -79,4 +79,5 @@ def test_commands_in_six_kinds_of_images() -> None:
     if not os.environ.get("FORKPOINT_BUILD_IMAGES"):
         pytest.skip("makes two Debians and runs for ten minutes: FORKPOINT_BUILD_IMAGES=1 runs it")
     require_docker()
-    run([sys.executable, "-m", "bench.images"], within_s=2 * WITHIN_S)
+    done = subprocess.run([sys.executable, "-m", "bench.images"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -307,7 +307,7 @@ def _texts(root: Path, texts: Mapping[str, str]) -> None:
 
 
 def _compile(compiler: str, target: Path, *options: str) -> None:
-    command = [compiler, *options, "-w", "-O1", "-x", "c", "-", "-o", target, "-pthread"]
+    command = [compiler, *options, "-w", "-O1", "-x", "c", "-", "-o", str(target), "-pthread"]
     subprocess.run(command, input=_FACTS_C, capture_output=True, text=True, check=True)
 
 

@@ -28,7 +28,7 @@ def test_session_and_rollouts(data_dir: Path, image: Callable[[], str], user: st
     steps = (
         ("echo $(whoami) $(id); pwd; echo $HOME $KIND $MINE", f"{user}\n/home/{name}\n/home/{name} {{}} spec's\n"),
         ("f() { echo \"$1 of $(whoami) in $PWD\"; }; A=(1 2); mkdir -p /tmp/w && cd /tmp/w; export E=e", ""),
-        (f"f call; echo ${{A[1]}} $(printenv E); ls /root /etc/shadow >/dev/null; grep ^{name}: /etc/passwd | cut -d: -f7",
+        (f"f call; echo ${{A[1]}} $(printenv E); grep ^{name}: /etc/passwd | cut -d: -f7",
          f"call of {name} in /tmp/w\n2 e\n{shell}\n"),
     )  # fmt: skip
 
