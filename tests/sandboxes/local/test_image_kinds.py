@@ -8,7 +8,7 @@ import pytest
 from sandboxes.effects import Effect
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import ran, run
+from tests.sandboxes.box import file, ran, run
 from tests.sandboxes.docker import driven
 from tests.sandboxes.image_archives import busybox_image, configured, saved
 from tests.sandboxes.image_kinds import make_tiny, musl_image, packed, rhel_image
@@ -97,6 +97,9 @@ def test_root_has_the_groups_of_the_image(data_dir: Path) -> None:
         sandbox = await driver.start(spec)
         assert (await run(sandbox, command)).out == expected
         assert (await ran(sandbox, "sh", "-c", command)).out.decode() == expected
+        # File operations have no more rights than its processes.
+        status, body = await file(sandbox, "get", "/proc/1/maps")
+        assert status == 409, body
 
     driven(LocalDriver(data_dir), test)
 
