@@ -197,7 +197,7 @@ def refusal(argv: object, env: object) -> str:
     return ""
 
 
-def environment(base: Mapping[str, str], given: Mapping[str, str], host: str, *, tty: bool) -> dict[str, str]:
+def environment(base: Mapping[str, str], given: Mapping[str, str], *, tty: bool) -> dict[str, str]:
     """Return the variables of a process without HOME, in Docker's order: defaults, the image's, the call's."""
-    defaults = {"PATH": PATH, "HOSTNAME": host} | ({"TERM": "xterm"} if tty else {})
+    defaults = {"PATH": PATH, "HOSTNAME": base["HOSTNAME"]} | ({"TERM": "xterm"} if tty else {})
     return {**defaults, **base, **given}

@@ -1,4 +1,4 @@
-"""The POSIX shell script that becomes a process of its own, as `docker exec` starts one."""
+"""The script for bash that becomes a process of its own, as `docker exec` starts one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ PROGRAM = f". /proc/self/fd/{TEXT_FD}"
 
 
 def text(fields: Mapping[str, Any], env: Mapping[str, str], *, redirections: str, terminal: str = "") -> bytes:
-    """Return a script with which a POSIX shell becomes a process, or reports in Docker's words why it cannot.
+    """Return a script with which bash becomes a process, or reports in Docker's words why it cannot.
 
     The shell runs as the process's user already, and the redirections make its streams. `env` has all of its variables,
     and `terminal` is the path of its controlling terminal; empty for none.
@@ -29,7 +29,8 @@ def text(fields: Mapping[str, Any], env: Mapping[str, str], *, redirections: str
         # The anchor is protected from the OOM killer and its children inherit that, so the process takes an ordinary
         # score first.
         "printf 0 2>/dev/null >/proc/self/oom_score_adj", f"exec {redirections}", *known,
-        f"PATH={quote(env['PATH'])}", f"set -- {words}", _LOOK, f'set -- "$fp_env" -i {given} "$@"', _RUN,
+        f"PATH={quote(env['PATH'])}", f"set -- {words}", _LOOK, f"fp_given=({given})", _BECOME,
+        _RUN,
     )  # fmt: skip
     return ("\n".join(lines) + "\n").encode("latin-1")
 
@@ -43,7 +44,7 @@ def _bytes(word: str) -> str:
     return word.encode(errors="surrogateescape").decode("latin-1")
 
 
-# The names begin with `fp_`, and `env -i` starts the program, so none of these variables reaches it.
+# The names begin with `fp_`, and none of these variables is exported, so none reaches the program.
 # Only built-ins of the shell are used: an image may have no other program, and PATH is the agent's.
 _LOOK = r"""
 fp_fail() {
@@ -77,6 +78,17 @@ if [ ! -x "$fp_env" ]; then fp_env=/bin/env; fi
 
 Texts and the exit code equal Docker 20.10 with runc 1.1.
 """
+
+
+_BECOME = r"""
+if [ -x "$fp_env" ]; then
+    set -- "$fp_env" -i "${fp_given[@]}" "$@"
+else
+    unset $(compgen -e)
+    export "${fp_given[@]}" 2>/dev/null
+fi
+"""
+"""Sets the variables. Without `env` in the image, those that bash can have: names of letters, digits and `_`."""
 
 
 # The subshell forks, because setsid(2) fails for the leader of a process group. The parent passes the exit code on.

@@ -284,9 +284,8 @@ class Supervisor:
     def _become_agent(self) -> None:
         """Become the user of the sandbox's processes, in a child, with the rights that these have."""
         user = self.shells.user
-        if user.is_root:
-            confine.stop_looking()
-        else:
+        confine.stop_looking()
+        if not user.is_root:
             confine.become_user(user.uid, user.gid, user.groups)
 
     def _run_process(self, request: RunProcess, stdin: bytes) -> Performed:

@@ -23,8 +23,6 @@ from sandboxes.process_output import ERR, MEDIA_TYPE, OUT, Frames, Incoming, end
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
-HOST = "sandbox"
-"""The host name in every sandbox."""
 _CHUNK_BYTES = 1 << 16
 """How much output is read at once."""
 _BACKGROUND_TOOLS = frozenset({"list", "attend", "write", "close", "resize", "signal", "watch", "unwatch"})
@@ -73,7 +71,7 @@ class ProcessCalls:
     def _request(self, call: ToolCall, timeout_s: float) -> RunProcess:
         arguments = {**call.arguments, "cwd": call.arguments.get("cwd") or self._spec.directory}
         base, given = {**self._environment, **self._spec.env}, call.arguments.get("env") or {}
-        variables = environment(base, given, HOST, tty=bool(call.arguments.get("tty")))
+        variables = environment(base, given, tty=bool(call.arguments.get("tty")))
         # Clients may send numbers as values.
         return RunProcess(arguments, {name: str(value) for name, value in variables.items()}, timeout_s)
 

@@ -22,7 +22,9 @@ from sandboxes.linux.spawn import SHELL_FILES
 
 _PROC_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
 _DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
-_LINKS = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+_LINKS = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd"} | {
+    name: f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))
+}
 _MASKED_FILES = (
     "kcore", "keys", "key-users", "timer_list", "timer_stats", "sched_debug", "latency_stats", "kallsyms", "kmsg",
     "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo", "pagetypeinfo", "buddyinfo", "iomem",

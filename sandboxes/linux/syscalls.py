@@ -204,6 +204,7 @@ def overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
     context = syscall("fsopen", ctypes.c_char_p(b"overlay"), ctypes.c_uint(FSOPEN_CLOEXEC), about="overlay")
     before = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        _fsconfig(context, FSCONFIG_SET_STRING, "source", "overlay")
         # Whiteouts and opaque marks in user.* attributes can be read without CAP_SYS_ADMIN, by root and everybody.
         _fsconfig(context, FSCONFIG_SET_FLAG, "userxattr", None)
         # `stat -f` shows the number of the file system below. By default each overlay has a random one (overlayfs.rst).

@@ -7,11 +7,12 @@ image lies its *dress*, which holds what a container runtime adds (`image_dress`
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sandboxes.errors import SpecError
+from sandboxes.guest import users
 from sandboxes.host.root_states import root_key
 from sandboxes.host.source_digest import SourceDigests, raise_machine_error
 from sandboxes.host.source_watch import Watched
@@ -25,7 +26,7 @@ from sandboxes.linux.plain_files import open_plain
 from sandboxes.linux.spawn import BASH
 from sandboxes.local import host_base as hostbase
 from sandboxes.local import image_dress
-from sandboxes.local.lower_view import has_file
+from sandboxes.local.lower_view import has_file, lines_of
 from sandboxes.local.service_commands import SERVICES
 from sandboxes.local.services import mounts_of
 from sandboxes.sources import SourceRules
@@ -45,6 +46,7 @@ class Base:
         own_bash: Whether it has a bash. Otherwise sandboxes have one of this machine's.
         images: The ids of the images that it has files of.
         image: The configuration of the main image; None for a base that is none.
+        user: The user of its sandboxes; empty for a root with the usual home and no further groups.
         bare: Those of its directories that the spec names, without services; none for the host.
     """
 
@@ -56,6 +58,7 @@ class Base:
     own_bash: bool = True
     images: tuple[str, ...] = ()
     image: ImageConfig | None = None
+    user: str = ""
     hostname: str = "sandbox"
     services: ServiceMounts = ServiceMounts([], [])  # noqa: RUF009 - a frozen value
     service_images: Mapping[str, ImageConfig] = field(default_factory=dict)
@@ -202,12 +205,12 @@ class Bases:
         identity = "image:" + " ".join([image.id, *(f"{name}={service.id}" for name, service in services.items())])
         dress = image_dress.Dress(hostname_of(spec, image.id), tuple(services), spec.aliases, tuple(volumes))
         digest = hashlib.blake2b(f"{identity} {dress}".encode(), digest_size=16).hexdigest()
-        layer = self._trees.make(f"dress-1-{digest}", lambda target: image_dress.build(dress, lowers, target))
+        layer = self._trees.make(f"dress-2-{digest}", lambda target: image_dress.build(dress, lowers, target))
         return Base(
             identity, (str(layer), *lowers), own_bash=has_file(image.lowers, BASH),
             images=(image.id, *(service.id for service in services.values())), image=image.config,
             foreign=tuple(lower for lower in lowers if not Path(lower).is_relative_to(self._data)),
-            hostname=dress.hostname, services=mounts_of(spec),
+            user=image.config.user or _root_user(image.lowers), hostname=dress.hostname, services=mounts_of(spec),
             service_images={name: service.config for name, service in services.items()}, bare=image.lowers,
         )  # fmt: skip
 
@@ -249,6 +252,12 @@ class Bases:
 
     def _base(self, identity: str, lowers: tuple[str, ...]) -> Base:
         return Base(identity, lowers, own_bash=has_file(lowers, BASH), bare=lowers[:1])
+
+
+def _root_user(lowers: Sequence[str]) -> str:
+    """Return what names an image's root: nothing, or 0 if its files give root another home, or further groups."""
+    passwd, group = (lines_of(lowers, f"etc/{name}") for name in ("passwd", "group"))
+    return "" if users.resolve("", passwd, group) == users.ROOT else "0"
 
 
 def name_of(spec: EnvironmentSpec) -> str:

@@ -41,7 +41,7 @@ class Dress:
         # All services and the main image share one loopback, so each name is another name of it.
         names = [*(["main"] if self.services else []), *self.services, *self.aliases]
         more = f"127.0.0.1 {' '.join(names)}\n" if names else ""
-        hosts = f"127.0.0.1 localhost {self.hostname}\n::1 localhost\n{more}"
+        hosts = f"127.0.0.1 localhost {self.hostname}\n::1 localhost ip6-localhost ip6-loopback\n{more}"
         return {"hostname": f"{self.hostname}\n", "hosts": hosts, "resolv.conf": ""}
 
 

@@ -53,6 +53,9 @@ class Launcher:
         """Remember the namespaces to come back to. If the driver is root, no user namespace is involved."""
         self.driver = driver
         self.privileged = privileged
+        if privileged:
+            # Root's in each sandbox, as in containers. The proxy's own groups are no sandbox's.
+            os.setgroups([0])
         # What this process writes to between two forks, and what pid 1s write to, by address and bytes.
         self._written, self._pages = list[tuple[int, int]](), list[tuple[int, int]]()
         # Descriptors, not paths: in another mount namespace /proc is another one.

@@ -48,7 +48,9 @@ async def prepare_services(sandbox: LocalSandbox, spec: EnvironmentSpec) -> None
 async def furnish(sandbox: LocalSandbox, spec: EnvironmentSpec, sources: SourceRules) -> None:
     """Bring archives and files into a sandbox, and run set-up commands in a session that is then forgotten."""
     # First, because archives and files may lie below it.
-    await run_set_up(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.directory)}")
+    directory = quote(spec.directory)
+    # An image without `mkdir` may have the directory.
+    await run_set_up(sandbox, spec, "workdir", f"[ -d {directory} ] || mkdir -p -- {directory}")
     for archive in spec.archives:
         with _opened(archive.source, spec, sources) as opened:
             await _unpack(sandbox, archive.source, opened, archive.target)

@@ -108,7 +108,7 @@ class LocalSandbox:
         self.link = self.guest.link
         self._spec = spec
         servers, server_environment = ServerCalls(self.guest), {**ENVIRONMENT, **self._given}
-        self._processes = ProcessCalls(self.guest, spec, self._given)
+        self._processes = ProcessCalls(self.guest, spec, {"HOSTNAME": base.hostname, **self._given})
         self._tools = ToolCalls(servers, spec, server_environment, machine.data_dir)
         self._mcp = McpCalls(self.guest, servers, spec, server_environment, machine.read_only)
         self._closing: asyncio.Task[None] | None = None
@@ -140,8 +140,8 @@ class LocalSandbox:
         The state is the sessions and what a checkpoint stored, and `images` the checkpoint whose processes are restored
         in it; None starts fresh shells. `SpecError` says that the base cannot run a shell.
         """
-        user = "" if self._base.image is None else self._base.image.user
-        if self._machine.shell is None and (user or not self._base.own_bash):
+        other_user = self._base.user not in {"", "0"}
+        if self._machine.shell is None and (other_user or not self._base.own_bash):
             raise SpecError(
                 f"base {self._spec.image or self._spec.base!r} has no /bin/bash, or another user than root, and this "
                 "machine's bash cannot be used for it: `forkpoint doctor` says why."
@@ -175,7 +175,7 @@ class LocalSandbox:
             egress=self._spec.egress is not None,
             cpus=None if limits.cpus is None else math.ceil(limits.cpus),
             hostname=self._base.hostname,
-            user=user,
+            user=self._base.user,
             services=self._base.services,
         )
         try:

@@ -120,6 +120,13 @@ def saved(layers: Sequence[bytes], config: Mapping[str, Any]) -> bytes:
     return _files(contents | dict(zip(names, layers, strict=True)))
 
 
+def write_archive(name: str, content: bytes) -> str:
+    """Return the path of a new file, which the end of the tests removes."""
+    target = _FOLDER() / name
+    target.write_bytes(content)
+    return str(target)
+
+
 @functools.cache
 def _FOLDER() -> Path:  # noqa: N802 - a constant that is made when it is first needed
     folder = Path(tempfile.mkdtemp(prefix="forkpoint-test-images-", dir="/var/tmp"))
@@ -134,9 +141,8 @@ def _archive(shell: str, commands: Sequence[str]) -> str:
 
 @functools.cache
 def _made(shell: str, commands: tuple[str, ...]) -> str:
-    target = _FOLDER() / f"{shell or 'busybox'}-{len(commands)}.tar"
-    target.write_bytes(saved([root_tar(shell, commands)], {"Env": [f"PATH={PATH}"], "Cmd": ["/bin/sh"]}))
-    return str(target)
+    content = saved([root_tar(shell, commands)], {"Env": [f"PATH={PATH}"], "Cmd": ["/bin/sh"]})
+    return write_archive(f"{shell or 'busybox'}-{len(commands)}.tar", content)
 
 
 def root_tar(shell: str, commands: Sequence[str]) -> bytes:

@@ -62,7 +62,9 @@ def test_host_environment_and_files_stay_outside(data_dir: Path, monkeypatch: py
         assert str(data_dir) not in result.out
         assert (await run(sandbox, "cat /etc/resolv.conf")).outcome[:2] == ("", "")
         host = (await run(sandbox, "hostname")).out.strip()
-        assert (await run(sandbox, "cat /etc/hosts")).out == f"127.0.0.1 localhost {host}\n::1 localhost\n"
+        assert (
+            await run(sandbox, "cat /etc/hosts")
+        ).out == f"127.0.0.1 localhost {host}\n::1 localhost ip6-localhost ip6-loopback\n"
 
     in_image(data_dir, test)
 

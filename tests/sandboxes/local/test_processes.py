@@ -56,14 +56,14 @@ ACCOUNTS = {
     "/etc/group": "root:x:0:\nusers:x:100:\nstaff:x:50:ann\nwheel:x:51:ann,bob\n",
 }
 USERS: dict[str | None, str] = {
-    None: "0:0 /root",
+    None: "0:0 0 /root",
     "ann": "1000:100 50 51 100 /tmp/ann",
     "1000": "1000:100 50 51 100 /tmp/ann",
     "ann:wheel": "1000:51 51 /tmp/ann",
     "1000:7": "1000:7 7 /tmp/ann",
     "nohome": "1001:101 101 /",
     "4000": "4000:0 0 /",
-    "root": "0:0 /root",
+    "root": "0:0 0 /root",
 }
 """What processes of these users show of themselves."""
 WHO = """while read -r name ids; do
