@@ -154,8 +154,9 @@ class Reason:
 REASONS = (
     Reason(
         "Shared memory is part of a state: /dev/shm leads to the directory /run/shm, so /run exists.",
-        ("modes", "root", "no directory", "at last"),
+        ("modes", "root", "no directory"),
     ),
+    Reason("The same: `ls` of the root, which is the home, shows /run.", ("at last",), ("tiny",)),
     Reason("No process may make device nodes (CAP_MKNOD): a state has files only.", ("mknod", "block device")),
     Reason("Hosts: the host name is a name of the loopback; no names of IPv6 multicast.", ("hosts",)),
     Reason(
@@ -170,16 +171,16 @@ REASONS = (
     Reason(
         "Sessions export USER, TERM, LANG and what avoids noise; HOSTNAME is not exported.", ("env",), ways=(SESSION,)
     ),
-    Reason("Sessions have LANG=C.UTF-8.", ("locale", "C library", "denied"), ways=(SESSION,)),
+    Reason("Sessions have LANG=C.UTF-8.", ("locale", "C library"), ways=(SESSION,)),
+    Reason("Sessions have LANG=C.UTF-8, so quotes are others.", ("denied",), ("debian",), (SESSION,)),
     Reason("Commands of a session are evaluated by a live bash.", ("syntax error",), ways=(SESSION,)),
     Reason("The spec limits files to disk_mb; 1,024 open files, whatever the daemon's limit is.", ("limits",)),
+    Reason("The user of the container may signal its own pid 1; here that is root's.", ("denied",), ("ubuntu",)),
     Reason(
         "/dev is read-only; more of /proc and /sys is masked; /etc/hosts and others are no mounts.",
         ("mounts", "mount options"),
     ),
-    Reason(
-        "Pid 1 is Forkpoint's, runs as root and shows nothing of itself.", ("proc", "first process", "ps", "denied")
-    ),
+    Reason("Pid 1 is Forkpoint's, runs as root and shows nothing of itself.", ("proc", "first process", "ps")),
 )
 
 
