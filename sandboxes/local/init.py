@@ -73,6 +73,7 @@ def run(
     # After the groups were joined: they become the root of what the sandbox sees of control groups.
     kernel.unshare(kernel.CLONE_NEWCGROUP)
     kernel.bring_up_loopback()
+    kernel.keep_no_ended_connections()
     os.umask(0o022)
     mounts.prepare(devices_from_host=not privileged, shell_files=shell_files)
     # The proxy's own output may be a file of the host, and a process with all rights in the sandbox could write to it.

@@ -30,6 +30,8 @@ from sandboxes.sql.results import Failure, RowCollector, failure, other, success
 
 READS = {"SELECT", "SHOW", "EXPLAIN", "VALUES", "TABLE"}
 """First words of the command tags of statements that may only have read."""
+_OF_THE_MOMENT = ("53", "57", "58", "XX", "40001", "40P01")
+"""Begins of SQLSTATEs (PostgreSQL's manual, appendix A) of what the server lacks now, or of what other sessions do."""
 
 
 _SESSION = """SELECT
@@ -86,8 +88,14 @@ class CallFacts:
 
     volatile: bool = False  # Whether another run of it may give something else.
     timed_out: bool = False  # Whether its time limit stopped it.
+    circumstantial: bool = False  # Whether it failed because of what else runs on the server.
     uncommitted: bool = False  # Whether it changed the session.
     name: str | None = None  # Names the call in the session's history; None if it only read.
+
+    def note_failure(self, failure: Failure | None) -> None:
+        """Note whether a failure says something of the moment, and not of the statement."""
+        self.timed_out = failure is not None and failure.kind == "timeout"
+        self.circumstantial = failure is not None and (failure.code or "").startswith(_OF_THE_MOMENT)
 
 
 class WriteAttemptError(Exception):
@@ -220,7 +228,7 @@ def answer_reading(link: PostgresLink, call: PostgresCall) -> tuple[CallFacts, b
     except ValueError as error:
         return facts, refused(call, str(error))
     outcome = link.read(text, call, parameters)
-    facts.timed_out = timed_out(outcome)
+    facts.note_failure(outcome.failure)
     return facts, answer_of(link, outcome, call)
 
 
@@ -251,11 +259,6 @@ def refused(call: PostgresCall, why: str) -> bytes:
     if call.tool == "compare":
         return other({"match": False, "why": why, "error": error.to_json()})
     return failure(error, shape=call.shape)
-
-
-def timed_out(outcome: PostgresOutcome) -> bool:
-    """Return whether the time limit stopped a statement."""
-    return outcome.failure is not None and outcome.failure.kind == "timeout"
 
 
 def only(tags: list[str], kinds: set[str]) -> bool:

@@ -39,6 +39,7 @@ class StatementDone(IpcMessage, op="statement_done"):
     seconds: Number
     volatile: bool  # Whether another run of it may give something else.
     timed_out: bool
+    circumstantial: bool = False  # Whether the server failed it for want of something that all sessions share.
     private: PrivateState | None = None  # The private database after it; None on a shared one.
 
 

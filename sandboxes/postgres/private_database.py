@@ -36,7 +36,6 @@ from sandboxes.postgres.connection import (
     only,
     parameters_of,
     refused,
-    timed_out,
 )
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.messages import PrivateState
@@ -182,7 +181,7 @@ class PrivateDatabase:
         if moves and outcome.failure is None:
             self._history.cursor_moves.append(call.text)
             facts.uncommitted = True
-        facts.timed_out = timed_out(outcome)
+        facts.note_failure(outcome.failure)
         return facts, answer_of(self.link, outcome, call)
 
     def _write(self, call: PostgresCall, parameters: Any) -> PostgresOutcome:
@@ -299,7 +298,9 @@ class PrivateDatabase:
             # Savepoints and cursors cannot be read back, so every statement of another kind counts as a change.
             uncommitted = uses or self._position() != before or not only(outcome.tags, READS)
             self._in_transaction += [name] if uncommitted else []
-        return CallFacts(volatile, timed_out(outcome), uncommitted, name), answer_of(self.link, outcome, call)
+        facts = CallFacts(volatile, uncommitted=uncommitted, name=name)
+        facts.note_failure(outcome.failure)
+        return facts, answer_of(self.link, outcome, call)
 
     def _changed_since_begin(self) -> tuple[bool, set[str]]:
         """Return whether the agent's open transaction, unless it failed, changed large tables, and system tables."""

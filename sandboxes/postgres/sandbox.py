@@ -140,6 +140,7 @@ class PostgresSandbox:
 
     def _execution(self, done: StatementDone, body: bytes, effect: Effect) -> Execution:
         once = (done.volatile and self._spec.volatile == "never") or (done.timed_out and not self._spec.shares_timeouts)
+        once = once or done.circumstantial
         return Execution(
             ToolResult(200, "application/json", body), effect, done.seconds, self._state(), self._witness(),
             shareable=not once, volatile=done.volatile,

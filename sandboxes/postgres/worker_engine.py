@@ -79,7 +79,8 @@ class PostgresEngine:
             return MustWrite(), b""
         except PostgresServerLostError as error:
             return ServerLost(error.cause, str(error)), b""
-        return StatementDone(time.perf_counter() - started, facts.volatile, facts.timed_out, state), result
+        seconds = time.perf_counter() - started
+        return StatementDone(seconds, facts.volatile, facts.timed_out, facts.circumstantial, state), result
 
     def close(self) -> None:
         """Close all connections."""

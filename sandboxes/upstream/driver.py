@@ -20,7 +20,8 @@ with without("pygments"):
 
 VERSION = "http-1"
 """The identity of every root state: it consists of nothing."""
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0)
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+"""A connection for each request: bytes that a server sends behind a response must not answer another rollout's call."""
 
 
 class HttpDriver:

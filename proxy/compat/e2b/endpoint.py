@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from proxy.compat.e2b import requests, responses
@@ -33,6 +34,8 @@ StreamRequest = ProcessStart | ProcessRequest | WatchRequest
 """Requests whose response may be a stream."""
 _ENVD_VERBS = ("health", "envs", "init")
 """REST requests that go to envd in the sandbox, not to the control plane."""
+_READ_BYTES = 1 << 18
+"""Bodies above this are read in a thread: other requests wait for no more than a millisecond."""
 
 
 class SandboxGoneError(Exception):
@@ -73,7 +76,10 @@ class E2bEndpoint:
         None if there was no problem, or if the error is the recorded result of a call.
         """
         try:
-            parsed = requests.read(request, self._engine.tasks.spec(task))
+            # A small body may unpack to a large one, and its files are digested.
+            big = len(request.body) > _READ_BYTES or request.header("content-encoding")
+            read = partial(requests.read, request, self._engine.tasks.spec(task))
+            parsed = await asyncio.to_thread(read) if big else read()
             if isinstance(parsed, ControlRequest) and parsed.verb not in _ENVD_VERBS:
                 await _respond(send, await self._control.answer(task, parsed, request, grant))
                 return None

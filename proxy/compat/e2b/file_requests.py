@@ -16,8 +16,8 @@ from sandboxes.calls import ToolCall
 
 MAX_ENTRY_DEPTH = 64
 """Largest depth of a directory listing."""
-MAX_UNZIPPED_BYTES = 256 << 20
-"""Largest size of a gzipped upload after decompression. Limits what a small body can make the proxy allocate."""
+MAX_UNZIPPED_BYTES = 64 << 20
+"""Largest size of a gzipped upload after decompression: that of other bodies (`max_body_bytes`, by default)."""
 
 
 @dataclass(frozen=True, slots=True)

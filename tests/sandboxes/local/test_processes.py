@@ -121,3 +121,18 @@ def test_hostile_files_of_users_stop_no_process(data_dir: Path) -> None:
             assert (await ran(sandbox, "true", user="ann")).ending.exit_code == 126, make
 
     in_sandbox(data_dir, test, files=ACCOUNTS)
+
+
+def test_a_closed_port_is_free(data_dir: Path) -> None:
+    """A server that closed a connection first leaves no TIME_WAIT: the next call can listen at its port."""
+    serve = (
+        'python3 -c \'import socket; s = socket.socket(); s.bind(("127.0.0.1", 8080)); s.listen();'
+        ' c = socket.create_connection(("127.0.0.1", 8080)); s.accept()[0].close(); c.recv(1); c.close()\'; echo $?'
+    )
+
+    async def test(sandbox: Sandbox) -> None:
+        for _ in range(3):
+            answer = await run(sandbox, serve)
+            assert (answer.out, answer.err) == ("0\n", "")
+
+    in_sandbox(data_dir, test)

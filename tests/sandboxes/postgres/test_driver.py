@@ -55,6 +55,20 @@ def responses_to(tmp_path: Path, shop: Cluster, *statements: str, **spec: Any) -
     return answers
 
 
+@pytest.mark.parametrize("state", ["53200", "57P03", "58030", "XX000", "40001", "40P01", "22012"])
+def test_what_the_server_lacks_is_no_shared_answer(tmp_path: Path, shop: Cluster, state: str) -> None:
+    """The memory that another session took, a deadlock with it: such a failure is its own rollout's."""
+
+    async def test(driver: PostgresDriver) -> None:
+        sandbox = await driver.start(shop.spec("shop"))
+        raises = f"DO $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '{state}'; END $$"
+        response = await ask(sandbox, raises)
+        assert response.error is not None
+        assert (response.error["code"], response.shareable) == (state, state == "22012")
+
+    driven(tmp_path, test)
+
+
 READS = [
     "SELECT 1",
     "SELECT * FROM item WHERE id < 3",

@@ -1,6 +1,7 @@
 """What every driver promises, kept by one whose sandboxes are connections to a server elsewhere."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,37 @@ def test_stateless_call_keeps_the_root_state(tmp_path: Path) -> None:
         assert answer.state == (await sandbox.freeze()).state
 
     driven(tmp_path, test)
+
+
+def test_bytes_behind_a_response_answer_no_other_call(tmp_path: Path) -> None:
+    """A server sends a second response behind its first. The next call, of another sandbox, does not get it."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        poisoned = response(b"own") + response(b"POISONED") if not served else response(b"own")
+        served.append(True)
+        writer.write(poisoned)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+            await reader.read()
+        writer.close()
+
+    def response(body: bytes) -> bytes:
+        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+    served: list[bool] = []
+
+    async def go() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        spec = EnvironmentSpec.model_validate(
+            {"driver": "http", "servers": {"api": {"upstream": f"http://127.0.0.1:{port}"}}}
+        )
+        async with server, opened(HttpDriver(tmp_path)) as driver:
+            bodies = [(await ask(await driver.start(spec), "/balance", stateless=True)).result.body for _ in range(3)]
+            assert bodies == [b"own"] * 3
+
+    asyncio.run(go())
 
 
 def test_equal_specs_have_one_identity(tmp_path: Path) -> None:
