@@ -22,7 +22,7 @@ from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing, Timings
 from proxy.tree.keys import CallKey, private_key
 from proxy.tree.restore_plan import has_way_back
-from proxy.tree.rollout import Outcome, Rollout, is_moving
+from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record, Tree, doubtful
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import execute
@@ -179,7 +179,7 @@ class Executor:
         async with self._restorer.lease_at(rollout, node, timing) as slot:
             assert slot.sandbox is not None
             # Taken before the call runs: the answer shows the sandbox as it was after this long.
-            age_s = max(0.0, time.monotonic() - slot.live_from) if is_moving(node) else 0.0
+            age_s = rollout.age_s(time.monotonic())
             execution = await execute(slot.sandbox, call, listener)
             self._counts.egress.note(execution.exchanges, rollout.tree.id, node.id, rollout.name, time.time())
             timing.tool_s = execution.seconds

@@ -41,13 +41,6 @@ class ReplayResult(Enum):
     """A call reached another state, possibly by chance, for the first time. The sandbox is closed."""
 
 
-def follow(pool: Pool, slot: Slot, record: Record) -> None:
-    """Note that a sandbox has run a record's call, and since when its processes run."""
-    if not is_moving(record.source):
-        slot.live_from = time.monotonic()
-    pool.roster.move(slot, record.target)
-
-
 class Replayer:
     """Replays recorded calls in leased sandboxes."""
 
@@ -128,7 +121,9 @@ class Replayer:
                 proven.append(record)
             # After each call and not at the end, so that a failure in between leaves the slot at the node where its
             # sandbox really was.
-            follow(self._pool, slot, record)
+            if not is_moving(record.source):
+                slot.live_from = time.monotonic()
+            self._pool.roster.move(slot, record.target)
         return ReplayResult.REACHED
 
     async def _run(self, slot: Slot, record: Record, tree: Tree, timing: Timing, *, patient: bool) -> str:

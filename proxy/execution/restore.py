@@ -26,7 +26,7 @@ from functools import partial
 import structlog
 
 from proxy.execution.errors import StateLostError
-from proxy.execution.replay import Replayer, ReplayResult, follow
+from proxy.execution.replay import Replayer, ReplayResult
 from proxy.execution.root_state import driver_of
 from proxy.execution.sandbox_maker import Owner, SandboxMaker, is_rollout
 from proxy.execution.snapshot_value import SnapshotValue
@@ -106,8 +106,9 @@ class Restorer:
         await self._give_back(slot, rollout.tree)
 
     def moved(self, slot: Slot, record: Record) -> None:
-        """Note that a leased sandbox has run a record's call."""
-        follow(self._pool, slot, record)
+        """Note that a leased sandbox has run a record's call. What the call waited for the proxy is no age."""
+        slot.live_from = time.monotonic() - arrival_age_s(record)
+        self._pool.roster.move(slot, record.target)
 
     @property
     def has_spare_room(self) -> bool:

@@ -91,9 +91,11 @@ def arrival_age_s(record: Record) -> float:
 def has_way_back(record: Record, tree: Tree) -> bool:
     """Return whether a rollout that is answered from a record can go on from its target, whatever becomes of others.
 
-    There must be a snapshot of the target, or a replay that was proven from a snapshot above it or from the root. Live
-    processes in the snapshot must be as old as those that the rollout would find alone. An observation leads nowhere.
-    O(1) where states are kept, else O(calls since the last kept state).
+    There must be a snapshot of the target, or a replay from a snapshot above it or from the root, each call of which is
+    proven. Beside live processes a proof is not needed where the driver could not save them, or the call left nothing
+    random (`tree.doubtful`): without checkpoints, no state behind a server could be shared otherwise. Live processes in
+    the snapshot must be as old as those that the rollout would find alone. An observation leads nowhere. O(1) where
+    states are kept, else O(calls since the last kept state).
     """
     node = record.target
     if node is record.source or tree.spec.driver in _DECLARED:
@@ -104,7 +106,8 @@ def has_way_back(record: Record, tree: Tree) -> bool:
         origin = node.origin
         if origin is None:
             return not node.detached
-        if not (origin.proven and origin.reproducible):
+        unsaved = node.state is None and (node.unfreezable != "" or not origin.doubtful)
+        if not (origin.reproducible and (origin.proven or unsaved)):
             return False
         node = origin.source
     return True

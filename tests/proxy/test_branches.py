@@ -50,7 +50,8 @@ def proxied(data: Path, *, checkpoints: bool) -> Iterator[Running]:
 @pytest.fixture(scope="module", params=[True, False], ids=["checkpoints", "no checkpoints"])
 def proxy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     require_criu() if request.param else require_sandboxes()
-    with proxied(tmp_path_factory.mktemp("proxy"), checkpoints=request.param) as running:
+    name = "checkpoints" if request.param else "none"
+    with proxied(tmp_path_factory.mktemp(name), checkpoints=request.param) as running:
         yield running
 
 
@@ -58,6 +59,8 @@ def proxy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_every_node_can_be_left(proxy: Running, title: str) -> None:
     """After each call of one rollout, another one that made the same calls goes another way."""
     task, walk = title.replace(" ", "-"), WALKS[title]
+    if title.startswith("a pid") and "no" in proxy.engine.settings.data.name:
+        pytest.skip("without checkpoints a replay may get other pids")
     proxy.client.put(f"/api/v1/tasks/{task}", json={}).raise_for_status()
     for call in walk:
         assert proxy.exec("first", call, task=task).status_code == 200
