@@ -46,9 +46,10 @@ class Stepper:
             return None
         own = key if rollout.node.state is not None else key_for(rollout, key, time.monotonic())
         record = rollout.node.records.get(own)
-        if record is not None and has_way_back(record, rollout.tree):
-            return record if self._gate is None or self._gate.may_hit(rollout, record) else None
-        return None  # Without a way back, the regular path makes one, or executes the call again.
+        if self._gate is not None:
+            return record if record is not None and self._gate.may_hit(rollout, record) else None
+        # Without a way back, the regular path makes one, or executes the call again.
+        return record if record is not None and has_way_back(record, rollout.tree) else None
 
     def take(self, rollout: Rollout, record: Record) -> None:
         """Take the step of a record that `find` returned and whose answer was read. 2 us with the journal."""

@@ -92,7 +92,8 @@ class Executor:
     async def _safe_record(self, tree: Tree, node: Node, key: CallKey) -> Record | None:
         """Return the record of a call, if there is a way back to its target or one can be made now; else None."""
         record = node.records.get(key)
-        if record is None or has_way_back(record, tree):
+        # In a cluster, the next owner has a task's records before it has their states.
+        if record is None or self._gate is not None or has_way_back(record, tree):
             return record
         await self._restorer.secure(tree, record)
         # It may have been replaced meanwhile.
@@ -212,7 +213,7 @@ class Executor:
         A record that differs, and that has no way back, makes way for that of this execution. Its own rollout goes on.
         """
         known, tree = node.records.get(key), rollout.tree
-        if known is None or has_way_back(known, tree) or key in node.quarantined:
+        if known is None or self._gate is not None or has_way_back(known, tree) or key in node.quarantined:
             return None
         if not (rollout.cached and execution.shareable and current):
             return None
@@ -227,8 +228,7 @@ class Executor:
                 self._records.save_proven([known])
             if same_answer:
                 return known
-        # The log of a cluster has the record already, so that of this execution is private there.
-        elif self._gate is None:
+        else:
             self._withdraw(tree, known)
         return None
 

@@ -182,7 +182,7 @@ class Restorer:
                 return
 
     async def secure(self, tree: Tree, record: Record) -> None:
-        """Keep the state to which a record leads, or fetch it, if that is possible now, so that it may answer calls."""
+        """Keep the state to which a record leads, if that is possible now, so that the record may answer calls."""
         # In a task of its own: an interrupted freeze closes its sandbox.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SECURE_S):
@@ -202,8 +202,6 @@ class Restorer:
             except (NotFreezableError, SandboxError, OSError) as error:
                 log.warning("a state that other rollouts come to is not kept", node=node.id, error=str(error))
         await self._capture.arrival(node)
-        if node.snapshot is None and self.fetch is not None:
-            await self.fetch(tree, node, None)
 
     async def drain(self) -> None:
         """Wait until no state is being kept for a rollout that comes to it."""
