@@ -1,7 +1,7 @@
 """The product on one screen: how a tool call is answered.
 
-1. Hit. The tree has a record of the call at the rollout's node. Its answer is read first, so that a step is never
-   taken for an answer that cannot be sent. Then `take` writes the step to the journal. Nothing here awaits.
+1. Hit. The tree has a record of the call at the rollout's node, and a way back to its target; else the call is a miss.
+   The answer is read before the step is taken: it can be sent. `take` writes the step to the journal. Nothing awaits.
 2. Miss. `run` waits for the rollout's turn and executes the call in a sandbox in the node's state, once for all
    rollouts that make it there (`executor`). The result is recorded before it is answered.
 3. Either way the rollout moves to the record's target node, and `notes` passes the step on.
@@ -48,7 +48,6 @@ class Stepper:
         record = rollout.node.records.get(own)
         if self._gate is not None:
             return record if record is not None and self._gate.may_hit(rollout, record) else None
-        # Without a way back, the regular path makes one, or executes the call again.
         return record if record is not None and has_way_back(record, rollout.tree) else None
 
     def take(self, rollout: Rollout, record: Record) -> None:
