@@ -57,6 +57,12 @@ END"""
 
 
 READS = {
+    "connection that was closed": python("""
+server, client = socket.socket(), socket.socket()
+server.bind(("127.0.0.1", 5557)); server.listen()
+client.connect(("127.0.0.1", 5557))
+accepted = server.accept()[0]
+accepted.close(); client.close()"""),
     "cat": "cat /root/sleeper.py",
     "ls": "ls -la /root /proc/$P/fd",
     "ps": "ps aux | grep -c python3",
@@ -122,12 +128,6 @@ assert libc.ptrace(17, P, 0, 0) == 0"""),
     "system v queue": python("assert libc.msgget(4713, 0o1600) >= 0"),
     "a message": python("assert libc.msgsnd(libc.msgget(4713, 0), struct.pack('l4s', 1, b'text'), 4, 0) == 0"),
     "removal of the queue": python("assert libc.msgctl(libc.msgget(4713, 0), 0, None) == 0"),
-    "lingering connection": python("""
-server, client = socket.socket(), socket.socket()
-server.bind(("127.0.0.1", 5557)); server.listen()
-client.connect(("127.0.0.1", 5557))
-accepted = server.accept()[0]
-accepted.close(); client.close()"""),
     "session": "variable=1",
     "file": "echo x > /root/file",
 }
