@@ -108,11 +108,14 @@ def test_bytes_behind_a_response_answer_no_other_call(tmp_path: Path) -> None:
             await writer.drain()
             await reader.read()
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        ended.release()
 
     def response(body: bytes) -> bytes:
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
 
-    served: list[bool] = []
+    served, ended = list[bool](), asyncio.Semaphore(0)
 
     async def go() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -123,6 +126,8 @@ def test_bytes_behind_a_response_answer_no_other_call(tmp_path: Path) -> None:
         async with server, opened(HttpDriver(tmp_path)) as driver:
             bodies = [(await ask(await driver.start(spec), "/balance", stateless=True)).result.body for _ in range(3)]
             assert bodies == [b"own"] * 3
+            for _ in bodies:
+                await ended.acquire()
 
     asyncio.run(go())
 
