@@ -122,9 +122,15 @@ def _lines(root: int, path: bytes) -> list[str]:
     except OSError:
         return []
     with Opened(fd):
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return []
-        # Latin-1 has a character for each byte. Not `splitlines`, which ends lines at more characters than one.
-        lines = os.pread(fd, _MAX_BYTES, 0).decode("latin-1").split("\n")
-        # A line that was cut would have another number.
-        return lines if os.fstat(fd).st_size < _MAX_BYTES else lines[:-1]
+        return lines_in(fd)
+
+
+def lines_in(file: int) -> list[str]:
+    """Return the lines of an open file, up to 1 MiB; none if it is no file."""
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        return []
+    # Latin-1 has a character for each byte. Not `splitlines`, which ends lines at more characters than one.
+    lines = os.pread(file, _MAX_BYTES, 0).decode("latin-1").split("\n")
+    # A line that was cut would have another number.
+    return lines if status.st_size < _MAX_BYTES else lines[:-1]

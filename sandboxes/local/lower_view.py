@@ -5,14 +5,13 @@ import os
 import stat
 from collections.abc import Sequence
 
+from sandboxes.guest.users import lines_in
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.file_copy import is_whiteout
 
 _MAX_LINKS = 40
 """Limits the links that one path leads through, as the kernel does (path_resolution(7))."""
-_MAX_BYTES = 1 << 20
-"""What `lines_of` reads of a file."""
 _NO_LINKS = kernel.open_how(os.O_PATH | os.O_NOFOLLOW, kernel.RESOLVE_NO_SYMLINKS | kernel.RESOLVE_BENEATH)
 """No path in a base leads out of it."""
 
@@ -27,13 +26,16 @@ def status_of(lowers: Sequence[str], name: str) -> os.stat_result | None:
 
 
 def lines_of(lowers: Sequence[str], name: str) -> list[str]:
-    """Return the lines of a small file, with a character for each byte; none if there is no such file."""
+    """Return the lines of a small file, as `users.lines_in` reads them; none if a base has no file there."""
     found = _open(lowers, name)
     if found is None:
         return []
-    with Opened(found), Opened(os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
-        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-        return os.pread(fd, _MAX_BYTES, 0).decode("latin-1").split("\n") if is_file else []
+    with Opened(found):
+        # Looked at before it is opened: a link cannot be, and a device must not be.
+        if not stat.S_ISREG(os.fstat(found).st_mode):
+            return []
+        with Opened(os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)) as file:
+            return lines_in(file)
 
 
 def has_file(lowers: Sequence[str], name: str) -> bool:
