@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from proxy.dialects.rule_schema import steady
-from proxy.execution.divergence import divergence
+from proxy.execution.divergence import divergence, same_answer
 from proxy.execution.errors import RolloutGoneError
 from proxy.execution.gate import Gate
 from proxy.execution.restore import Restorer
@@ -196,8 +196,12 @@ class Executor:
             current = await self._roots.is_usable(rollout.tree, looks=False)
             # 3. Recorded while the sandbox is still leased: no other call can change the state between the call and
             # its node.
-            if (record := self._repeated(rollout, node, call, key, execution, current=current)) is None:
-                record = self._record(rollout, node, call, key, execution, age_s, packed, current=current)
+            # The answer holds for this rollout alone (a time limit, a volatile rule, a base that changed), or an audit
+            # has found the call to differ.
+            own = not (rollout.cached and execution.shareable and current) or key in node.quarantined
+            record = None if own else self._repeated(rollout.tree, node, call, key, execution)
+            if record is None:
+                record = self._record(rollout, node, call, key, execution, age_s, packed, own=own)
             # The sandbox follows the call to its target, where the end of the lease may freeze it.
             self._restorer.moved(slot, record)
             # A response that was passed on while it arrived may be too large for the memory.
@@ -205,32 +209,25 @@ class Executor:
                 self._keep_answer(record, execution.result)
             return record
 
-    def _repeated(
-        self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, execution: Execution, *, current: bool
-    ) -> Record | None:
+    def _repeated(self, tree: Tree, node: Node, call: ToolCall, key: CallKey, execution: Execution) -> Record | None:
         """Return the record that this execution has repeated, as a replay would have: it answers the call.
 
         A record that differs, and that has no way back, makes way for that of this execution. Its own rollout goes on.
         """
-        known, tree = node.records.get(key), rollout.tree
-        if known is None or self._gate is not None or has_way_back(known, tree) or key in node.quarantined:
-            return None
-        if not (rollout.cached and execution.shareable and current):
+        known = node.records.get(key)
+        if known is None or self._gate is not None or has_way_back(known, tree):
             return None
         try:
             told = self._records.result(known)
             differs = divergence(known, execution, lambda: told, partial(steady, tree.spec, call))
-            same_answer = told.status == execution.result.status and told.body == execution.result.body
         except DamagedError as error:
-            differs, same_answer = str(error), False
-        if not differs:
-            if known.repeated(time.time()):
-                self._records.save_proven([known])
-            if same_answer:
-                return known
-        else:
+            differs = str(error)
+        if differs:
             self._withdraw(tree, known)
-        return None
+            return None
+        if known.repeated(time.time()):
+            self._records.save_proven([known])
+        return known if same_answer(execution.result, told, bytes) else None
 
     def _withdraw(self, tree: Tree, record: Record) -> None:
         """Let a record answer no more calls. It stays a step of the path to its target, where its rollouts go on."""
@@ -249,16 +246,14 @@ class Executor:
         age_s: float,
         packed: PackedCall | None,
         *,
-        current: bool,
+        own: bool,
     ) -> Record:
         # The tree has removed this node. A record from it would have no path from the root, in memory or on disk.
         if node.detached:
             raise RolloutGoneError(f"the state n{node.id} was forgotten while its call ran. Start another rollout.")
         tree = rollout.tree
-        # Private: the answer holds for this rollout alone (a time limit, a volatile rule, a base that changed), or an
-        # audit has found the call to differ. Or another rollout, which executed the call beside this one, has recorded
-        # it meanwhile.
-        own = not (rollout.cached and execution.shareable and current) or key in node.quarantined
+        # Private: its own rollout's, or another rollout, which executed the call beside this one, has recorded it
+        # meanwhile.
         private = own or key in node.records
         # A rollout that shares nothing has a private key already (`polling.key_for`).
         if rollout.cached and private:

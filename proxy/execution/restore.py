@@ -35,7 +35,7 @@ from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
 from proxy.tree.polling import agree
 from proxy.tree.restore_plan import RestorePlan, Way, arrival_age_s, plan_restore
-from proxy.tree.rollout import Rollout
+from proxy.tree.rollout import Rollout, is_moving
 from proxy.tree.tree import Node, Record, Tree, path
 from sandboxes.driver import Driver, Sandbox, rest
 from sandboxes.errors import LeftRunningError, NotFreezableError, SandboxError, SpecError
@@ -304,7 +304,7 @@ class Restorer:
 
     @staticmethod
     def _is_as_old(node: Node, age_s: float | None, slot: Slot) -> bool:
-        if node.state is not None or node.origin is None:
+        if node.origin is None or not is_moving(node):
             return True
         expected_s = arrival_age_s(node.origin) if age_s is None else age_s
         return agree(time.monotonic() - slot.live_from, expected_s)

@@ -100,7 +100,7 @@ def has_way_back(record: Record, tree: Tree) -> bool:
     node = record.target
     if node is record.source or tree.spec.driver in _DECLARED:
         return True
-    if node.snapshot is not None and node.state is None and node.origin is not None:
+    if node.snapshot is not None and is_moving(node):
         return agree(node.kept_age_s, arrival_age_s(record))
     while node.snapshot is None:
         origin = node.origin
