@@ -148,9 +148,14 @@ def test_kill_under_load_loses_no_answer(folder: Path) -> None:
             assert received.count(None) <= KILLS
         with httpx.Client(base_url=proxy.url, timeout=60) as client:
             for number, received in enumerate(load.answers_of):
-                again = [exec_(client, f"again{number}", command) for command in trajectory(number)]
-                assert {answer.headers["cache-status"] for answer in again} == {"forkpoint; hit"}
-                assert all(before in (None, answer.json()) for before, answer in zip(received, again, strict=True))
+                # A state that died with the proxy before it was kept has no way back: its call is repeated once.
+                for walk, expected in (
+                    ("repeats", {"forkpoint; hit", "forkpoint; fwd=miss; stored"}),
+                    ("hits", {"forkpoint; hit"}),
+                ):
+                    again = [exec_(client, f"{walk}{number}", command) for command in trajectory(number)]
+                    assert {answer.headers["cache-status"] for answer in again} <= expected
+                    assert all(before in (None, answer.json()) for before, answer in zip(received, again, strict=True))
         processes |= proxy.processes()
         groups += proxy.groups()
         proxy.stop()
