@@ -48,7 +48,7 @@ def commit(layers: Layers, files: Mapping[str, bytes]) -> str:
         (top / path).write_bytes(content)
     stamp(top)
     table = row_table.pack([], 0, 0, complete=False)
-    return layers.freeze(upper, LayerMeta(4096, read_manifest(upper.path, contents=True)), table)
+    return layers.freeze(upper, LayerMeta(4096, read_manifest(upper.path, contents=True), links=""), table)
 
 
 def stamp(top: Path) -> None:

@@ -47,12 +47,14 @@ class LayerStack(IpcRecord):
         upper: The directory that takes what is written.
         work: The work directory that overlayfs needs beside it.
         root: The lower directories of the root state, to be shown as well; None if they are not needed.
+        links: Whether hard links of the directories below stay links when one of their names is written.
     """
 
     lowers: list[str]
     upper: str
     work: str
     root: list[str] | None = None
+    links: bool = False
 
 
 class ServiceMounts(IpcRecord):
@@ -82,6 +84,19 @@ class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
     stack: LayerStack
 
 
+class LinksTried(IpcMessage, op="links_tried"):
+    """Why the kernel keeps no index of some layers; empty if it does."""
+
+    refusal: str
+
+
+# Asked once for each base: the kernel tells only by a mount that was made.
+class TryLinks(IpcRequest[LinksTried], op="try_links"):
+    """Mount a stack with `links`, and let it go."""
+
+    stack: LayerStack
+
+
 # The namespace crosses as a descriptor, because a number could belong to another process by then.
 class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
     """Put a sandbox on other layers, and tell its pid 1 with `LayersSwitched`, or with `Failed`.
@@ -91,15 +106,12 @@ class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
     Attributes:
         binds: Directories of the host that are visible in the sandbox, read-only.
         added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
-        same_below: Whether the sandbox's present root shows exactly what the layers below the new upper hold. Then it
-            serves as the view of them, and no other overlay has to be mounted.
     """
 
     stack: LayerStack
     binds: list[str]
     services: ServiceMounts
     added_bytes: int
-    same_below: bool
 
 
 # All of CRIU's files are opened by the proxy; the launcher passes them on.

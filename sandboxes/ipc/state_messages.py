@@ -4,7 +4,7 @@ A checkpoint is the record that `guest.checkpoint_restore` makes of running proc
 is part of a snapshot on disk, so its members are a disk format: they are carried here as plain JSON.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sandboxes.ipc.codec import IpcMessage, IpcRecord, IpcRequest, plain_json
 from sandboxes.ipc.launch_messages import ServiceMounts
@@ -73,6 +73,10 @@ class RestoreStarted(IpcMessage, op="restore_started"):
     """CRIU was started, and the proxy may tell it to restore."""
 
 
+Links = Literal["", "regular", "other"]
+"""What kind of hard links a layer has: none, such as stay links over it, or others."""
+
+
 # One descriptor is the complete table of the state's rows; a restore from a checkpoint adds `ns_last_pid` and CRIU's
 # files. The body is the tables of the layers above that one. The mounts come from the launcher (`Mounted`).
 class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(1, 6)):
@@ -89,6 +93,10 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
         born_ns: When the root state was made, on the clock of file times.
         reserve_bytes: With less free disk than this, failures are the machine's.
         seals: Whether what a call wrote becomes a layer after each call.
+        keeps_links: Whether hard links of regular files stay links over frozen layers.
+        regular_below: Whether only regular files have several names in the base, as far as is known.
+        linked_below: Whether the layers have hard links.
+        linked_root: Whether those of the root state have some.
         sessions: The shell sessions of the state that it begins with, by name.
         pristine: A new shell's session, if it is known.
         checkpoint: The running processes to restore; None for none.
@@ -111,6 +119,10 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     born_ns: int
     reserve_bytes: int
     seals: bool
+    keeps_links: bool
+    regular_below: bool
+    linked_below: bool
+    linked_root: bool
     sessions: dict[str, ShellSession]
     pristine: ShellSession | None
     # Plain JSON here: its members are a disk format and outlive this version of the vocabulary.
@@ -151,6 +163,7 @@ class LayerState(IpcMessage, op="layer_state"):
         differing: Which of the paths of `InspectHeld` differ from the root state.
         size_bytes: The bytes on disk of the upper layer.
         empty: Whether nothing was written into the upper layer.
+        links: Whether some of its paths are hard links to one file: `other` if these would break over it.
         checkpoint: What must be known of the running processes; None if none run.
     """
 
@@ -160,6 +173,7 @@ class LayerState(IpcMessage, op="layer_state"):
     differing: list[str]
     size_bytes: int
     empty: bool
+    links: Links
     state: StateSummary
     checkpoint: ReportedCheckpoint | None
 
@@ -187,6 +201,8 @@ class LayersSwitched(IpcMessage, op="layers_switched", descriptors=(3, 3)):
 
     Attributes:
         added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
+        linked_below: Whether the layers below have hard links.
     """
 
     added_bytes: int
+    linked_below: bool

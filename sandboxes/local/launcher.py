@@ -13,12 +13,14 @@ which is why an unprivileged launcher is pid 1 of a pid namespace of its own.
 """
 
 import contextlib
+import errno
 import gc
 import os
 import signal
 import socket
 import stat
 import sys
+import time
 
 from sandboxes.guest.criu_launch import CriuFiles, operate
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prepare
@@ -30,10 +32,12 @@ from sandboxes.ipc.launch_messages import (
     ForkSandbox,
     ForkServerReady,
     LayerStack,
+    LinksTried,
     Mounted,
     MountLayers,
     RunCriu,
     SwitchLayers,
+    TryLinks,
     WritePages,
 )
 from sandboxes.ipc.messages import Done, Failed
@@ -44,6 +48,9 @@ from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened, close_all
 from sandboxes.linux.plain_paths import plain_descriptor
 from sandboxes.local import init
+
+_BUSY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+"""How long to wait for the end of a mount. The kernel ends one some milliseconds after its last user."""
 
 
 class Launcher:
@@ -82,6 +89,8 @@ class Launcher:
                 case SwitchLayers():
                     self._switch(request, *envelope.fds)
                     return
+                case TryLinks():
+                    answer = LinksTried(_refusal(request.stack))
                 case RunCriu():
                     self._run_criu(request, envelope.fds)
         # One request has failed, such as a mount with a missing layer. The launcher goes on, because all sandboxes
@@ -150,7 +159,7 @@ class Launcher:
 
     def _switch(self, request: SwitchLayers, namespace: int, pid_1: int, table: int) -> None:
         """Move a sandbox, named by its mount namespace, to new layers, and report to its pid 1; see `SwitchLayers`."""
-        report: IpcMessage = LayersSwitched(request.added_bytes)
+        report: IpcMessage = LayersSwitched(request.added_bytes, request.stack.links)
         mounts: list[int] = []
         try:
             overlay = self._move(request, namespace, mounts)
@@ -165,19 +174,17 @@ class Launcher:
     def _move(self, request: SwitchLayers, namespace: int, mounts: list[int]) -> int:
         """Move a sandbox to new layers; return its overlay, and add mounts of the upper and of what is below it."""
         stack = request.stack
-        overlay = _overlay(stack.lowers, stack.upper, stack.work)
+        overlay = _writable(stack)
         upper = os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             mounts.append(kernel.clone_mount(stack.upper, kernel.SEALED))
-            if not request.same_below:
-                mounts.append(_overlay(stack.lowers, None, None))
+            # Not the old root, which shows the same: its upper is a layer now, and the kernel takes no mount's upper
+            # below an overlay with an index.
+            mounts.append(_overlay(stack.lowers, None, None))
             # setns into a mount namespace needs a process that shares its root and directory with no other (setns(2));
             # this one has a single thread.
             kernel.setns(namespace, kernel.CLONE_NEWNS)
             try:
-                if request.same_below:
-                    # The old root shows what is below the new upper. It stays mounted for pid 1 alone, read-only.
-                    mounts.append(kernel.clone_mount("/", kernel.SEALED))
                 _copy_top(mounts[1], upper)
                 rootfs.switch(overlay, request.binds)
                 rootfs.mount_for_services(request.services.roots, request.services.shared)
@@ -230,7 +237,7 @@ def _mount(stack: LayerStack) -> list[int]:
     layers below the upper. If the stack names the root state's layers, a mount of these comes fourth. Pid 1 holds them
     in the sandbox, so none of them leads further up on the host.
     """
-    fds = [_overlay(stack.lowers, stack.upper, stack.work)]
+    fds = [_writable(stack)]
     upper = os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fds.append(kernel.clone_mount(stack.upper, kernel.SEALED))
@@ -248,7 +255,38 @@ def _mount(stack: LayerStack) -> list[int]:
     return fds
 
 
-def _overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
+def _writable(stack: LayerStack) -> int:
+    """Return a descriptor of the detached overlay mount of a stack."""
+    if not stack.links:
+        return _overlay(stack.lowers, stack.upper, stack.work)
+    for pause_s in _BUSY_S:
+        try:
+            overlay = _overlay(stack.lowers, stack.upper, stack.work, index=True)
+            break
+        except OSError as error:
+            # A mount whose upper is one of the layers by now is about to end.
+            if error.errno != errno.EBUSY:
+                raise
+            time.sleep(pause_s)
+    else:
+        raise OSError(errno.EBUSY, "a layer is still another mount's upper directory")
+    # Without file handles in a file system below, the kernel goes on without an index, and says so in its log only.
+    if not os.path.isdir(f"{stack.work}/index"):  # noqa: PTH112
+        os.close(overlay)
+        raise OSError(errno.EOPNOTSUPP, "hard links would break: the kernel keeps no index of these layers")
+    return overlay
+
+
+def _refusal(stack: LayerStack) -> str:
+    """Return why a stack cannot be mounted; empty if it can."""
+    try:
+        os.close(_writable(stack))
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _overlay(lowers: list[str], upper: str | None, work: str | None, *, index: bool = False) -> int:
     """Return a descriptor of an overlay whose base is opened without following links; see `syscalls.overlay`.
 
     A base may be a directory in which another user can put a link after its path was checked. All other directories
@@ -256,7 +294,7 @@ def _overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
     """
     # The base is the last but one, above the skeleton or the host's root (`Base.lowers`).
     with Opened(plain_descriptor(lowers[-2])) as base:
-        return kernel.overlay([*lowers[:-2], f"/proc/self/fd/{base}", lowers[-1]], upper, work)
+        return kernel.overlay([*lowers[:-2], f"/proc/self/fd/{base}", lowers[-1]], upper, work, index=index)
 
 
 def _copy_top(mount: int, upper: int) -> None:
@@ -314,15 +352,22 @@ def _show_host(mount_point: str) -> None:
     in the host's root, but not in this view of it. The root of a container is an overlay already, and the kernel stacks
     no more than two. Our layers are not in it, because it cannot hold them.
     """
-    kernel.mount("tmpfs", mount_point, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=16k,nr_inodes=8")
-    for name in ("empty", "root"):
+    kernel.mount("tmpfs", mount_point, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=64k,nr_inodes=32")
+    for name in ("empty", "root", "upper", "work"):
         os.mkdir(f"{mount_point}/{name}")  # noqa: PTH102
-    # An overlay without an upper needs two lower layers (overlayfs.rst), so an empty one comes below.
-    mounted = (
-        kernel.clone_mount("/") if _root_is_overlay() else kernel.overlay(["/", f"{mount_point}/empty"], None, None)
-    )
+    mounted = kernel.clone_mount("/") if _root_is_overlay() else _view_of_root(mount_point)
     kernel.attach(mounted, f"{mount_point}/root")
     os.close(mounted)
+
+
+def _view_of_root(folder: str) -> int:
+    # An overlay without an upper needs two lower layers (overlayfs.rst), so an empty one comes below.
+    lowers = ["/", f"{folder}/empty"]
+    # Nothing writes to the upper. It gives the view an identity of its own, without which the kernel makes no file
+    # handles of what lies below, and so keeps no hard links over it. Before Linux 6.6 it does neither.
+    with contextlib.suppress(OSError):
+        return kernel.overlay(lowers, f"{folder}/upper", f"{folder}/work", handles=True)
+    return kernel.overlay(lowers, None, None)
 
 
 def _root_is_overlay() -> bool:

@@ -26,11 +26,13 @@ from sandboxes.errors import NotFreezableError
 from sandboxes.guest.files import delta, manifest, row_table
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.guest.files.scan import USER_MARKS
+from sandboxes.ipc.state_messages import Links
 from sandboxes.linux import trees
 from sandboxes.linux.descriptors import Opened
-from sandboxes.linux.file_flags import spread_below
+from sandboxes.linux.file_copy import copy_facts
+from sandboxes.linux.file_flags import copy_flags, spread_below
 from sandboxes.linux.files import remove_tree, sync_path, write_file
-from sandboxes.local.layer_merge import has_entry, lay_over
+from sandboxes.local.layer_merge import MARKS, has_entry, lay_over
 from sandboxes.local.layer_tables import LayerTables
 from sandboxes.task_owner import TaskOwner
 
@@ -74,10 +76,15 @@ class Upper(NamedTuple):
 
 
 class LayerMeta(NamedTuple):
-    """What is known of a layer besides its files: bytes on disk, and the digests by which damage of them is noticed."""
+    """What is known of a layer besides its files: bytes on disk, and the digests by which damage of them is noticed.
+
+    Attributes:
+        links: Whether some of its paths are hard links to one file.
+    """
 
     size_bytes: int
     manifest: Manifest
+    links: Links
 
 
 class Layers:
@@ -93,6 +100,7 @@ class Layers:
         self.frozen = data_dir / "layers"
         self.intact: set[str] = set()
         self._sizes: dict[str, int] = {}
+        self._links: dict[str, Links] = {}
         # Texts and not paths for what each call needs: putting a `Path` together takes 5 us, as long as a system call.
         self._layers = f"{self.frozen}/"
         self.tables = LayerTables(self._layers)
@@ -125,23 +133,29 @@ class Layers:
 
     def freeze(self, upper: Upper, meta: LayerMeta, table: bytes) -> str:
         """Make an upper a layer; return its id. A sandbox may have it mounted, but must not write to it any more."""
-        self.place(upper, meta.size_bytes, table)
+        self.place(upper, meta, table)
         self.describe(upper.id, meta, table)
         return upper.id
 
-    def place(self, upper: Upper, size_bytes: int, table: bytes) -> None:
-        """Put an upper where its layer will be, so that it can be mounted as such; `describe` completes it."""
+    def place(self, upper: Upper, meta: LayerMeta, table: bytes, *, apart: bool = False) -> None:
+        """Put an upper where its layer will be, so that it can be mounted as such; `describe` completes it.
+
+        `apart` moves its files out of the directory that some sandbox has mounted, and so below an overlay with an
+        index; see `syscalls.overlay`.
+        """
+        if apart:
+            _move_apart(upper)
         complete = row_table.RowTable(memoryview(table)).complete
         write_file(f"{upper.folder}/{'table' if complete else 'rows'}", table)
         os.rename(upper.folder, self._layers + upper.id)  # noqa: PTH104
-        # A layer never changes, so its size is read from the disk at most once.
-        self._sizes[upper.id] = size_bytes
+        # A layer never changes, so what is known of it is read from the disk at most once.
+        self._sizes[upper.id], self._links[upper.id] = meta.size_bytes, meta.links
 
     def describe(self, layer: str, meta: LayerMeta, table: bytes) -> None:
         """Write what is known of a layer that was placed. From then on it exists."""
         stored = {
             "size_bytes": meta.size_bytes, "stats": meta.manifest.stats.hex(), "contents": meta.manifest.contents.hex(),
-            "rows": hashlib.sha256(table).hexdigest(),
+            "rows": hashlib.sha256(table).hexdigest(), **({"links": meta.links} if meta.links else {}),
         }  # fmt: skip
         write_file(f"{self._layers}{layer}/meta.json", json.dumps(stored, separators=(",", ":")).encode())
         self.intact.add(layer)
@@ -168,6 +182,16 @@ class Layers:
                 return 0
         return self._sizes[layer]
 
+    def links(self, ids: Iterable[str]) -> Links:
+        """Return what kind of hard links the layers have; `other` if one of them has such."""
+        kinds = set(map(self._links_of, ids))
+        return "other" if "other" in kinds else "regular" if "regular" in kinds else ""
+
+    def _links_of(self, layer: str) -> Links:
+        if layer not in self._links:
+            self._links[layer] = self.meta(layer).get("links", "")
+        return self._links[layer]
+
     def all(self) -> set[str]:
         """Return the ids of all layers."""
         return {path.name for path in self.frozen.iterdir()}
@@ -185,6 +209,7 @@ class Layers:
         self.disown(ids)
         for layer in ids:
             self._sizes.pop(layer, None)
+            self._links.pop(layer, None)
             self.intact.discard(layer)
         return [self.frozen / layer for layer in ids]
 
@@ -238,7 +263,8 @@ class Layers:
         with Opened(os.open(upper.diff, _FOLDER)) as top:
             # Not the sum: what was written again and again is there once.
             size_bytes = delta.size_bytes(top)
-        return self.freeze(upper, LayerMeta(size_bytes, read_manifest(upper.path, contents=True)), table)
+        manifest = read_manifest(upper.path, contents=True)
+        return self.freeze(upper, LayerMeta(size_bytes, manifest, self.links(ids)), table)
 
 
 class ReadyUppers:
@@ -278,6 +304,29 @@ class ReadyUppers:
             await asyncio.wait([self._filling])
         left, self._ready = [*self._ready], deque()
         return left
+
+
+def _move_apart(upper: Upper) -> None:
+    """Move an upper's files into a new directory, and remove overlayfs' index of them, which has a name of each.
+
+    A sandbox still has the old directory mounted, but runs nothing that could look.
+    """
+    mounted = f"{upper.folder}/mounted"
+    os.rename(upper.diff, mounted)  # noqa: PTH104
+    os.mkdir(upper.diff, 0o700)  # noqa: PTH102
+    with contextlib.ExitStack() as opened:
+        source, target = (os.open(path, _FOLDER) for path in (mounted, upper.diff))
+        opened.callback(os.close, source)
+        opened.callback(os.close, target)
+        status = os.fstat(source)
+        for name in os.listdir(source):  # noqa: PTH208
+            os.rename(name, name, src_dir_fd=source, dst_dir_fd=target)
+        copy_flags(source, target)
+        copy_facts(".", status, source, target, MARKS)
+    os.rmdir(mounted)  # noqa: PTH106
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(index := f"{upper.work}/index"):  # noqa: PTH208
+            os.unlink(f"{index}/{name}")  # noqa: PTH108
 
 
 def copy_upper(live: Upper, upper: Upper) -> None:

@@ -15,6 +15,7 @@ Spares die with the launcher. A spare whose channel is lost is thrown away; the 
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import signal
@@ -31,7 +32,7 @@ from sandboxes.host.guest_link import GuestLink
 from sandboxes.host.spare_demand import LEAST, SpareDemand
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
-from sandboxes.ipc.launch_messages import ForkSandbox, WritePages
+from sandboxes.ipc.launch_messages import ForkSandbox, LayerStack, TryLinks, WritePages
 from sandboxes.ipc.state_messages import ListPages, Ready
 from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layer_check import LayerCheck
@@ -40,6 +41,8 @@ from sandboxes.local.reaper import Reaper
 from sandboxes.open_sandboxes import Holding
 from sandboxes.shell_files import copies as shell_copies
 from sandboxes.task_owner import TaskOwner
+
+_log = logging.getLogger(__name__)
 
 START_S = 30.0
 """Longest wait for a sandbox to start; on an idle machine it takes milliseconds. The value is an estimate."""
@@ -118,6 +121,8 @@ class Machine:
             hint="Run `forkpoint doctor` to see why.",
             prepare=self.cgroups.put_behind,
         )
+        self._keeps_links: dict[tuple[str, ...], bool] = {}
+        self._regular: set[tuple[str, ...]] = set()
         self._spares: deque[Spare] = deque()
         self._demand = SpareDemand()
         self._starting = 0
@@ -152,6 +157,31 @@ class Machine:
         await self.egress.close()
         await self.background.wait()
         await asyncio.to_thread(self.cgroups.close)
+
+    async def keeps_links(self, lowers: tuple[str, ...]) -> bool:
+        """Return whether hard links can stay links over a base's directories: the file systems must have file handles.
+
+        And we must be root: nobody else can move a directory that an agent has made read-only (`Layers.place`).
+        """
+        if (known := self._keeps_links.get(lowers)) is not None:
+            return known
+        upper = await asyncio.to_thread(self.layers.allocate)
+        stack = LayerStack(list(lowers), upper.diff, upper.work, links=True)
+        try:
+            tried = (await self.launcher.ask(TryLinks(stack))).message
+        finally:
+            self.reaper.remove([upper.folder])
+        if tried.refusal:
+            _log.warning("states with hard links that agents make are not kept over %s: %s", lowers[0], tried.refusal)
+        return self._keeps_links.setdefault(lowers, os.geteuid() == 0 and not tried.refusal)
+
+    def is_regular(self, lowers: tuple[str, ...]) -> bool:
+        """Return whether a sandbox has looked that only regular files have several names in a base's directories."""
+        return lowers in self._regular
+
+    def note_regular(self, lowers: tuple[str, ...]) -> None:
+        """Take note of such a look, which takes a second for a large base."""
+        self._regular.add(lowers)
 
     async def spare(self) -> Spare:
         """Return a spare sandbox, or a new one if there is none. Call `restock` when the sandbox has started.

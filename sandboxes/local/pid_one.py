@@ -126,14 +126,15 @@ class PidOne:
         """Run a call and send the answer; if something was written, say at once what becomes of the upper layer.
 
         An upper layer in which nothing differs from what lies below is thrown away, so that the sandbox is as
-        recorded. Another one becomes a layer. With hard links, or nested too deeply, it cannot and stays as it is.
+        recorded. Another one becomes a layer. With hard links that would break, or nested too deeply, it cannot and
+        stays as it is.
         """
         if (done := self._supervisor.call(request, envelope)) is None:
             return
         answer, body, fresh = done
         written = self._seals and self._changes.written and not self._survivors
         discard = written and self._changes.undone
-        seal = written and not discard and not self._changes.linked and not self._changes.too_deep
+        seal = written and not discard and not self._changes.breaking and not self._changes.too_deep
         if self._survivors:
             self._shells.drop_templates()
         self._link.send(with_members(answer, discard=discard, seal=seal), body)
@@ -164,8 +165,9 @@ class PidOne:
         """Get ready to be frozen, and answer `Pause`.
 
         1. With survivors, and a checkpoint possible: everything stays as it is; the answer names the tree to dump.
-        2. With survivors otherwise, with hard links, or with directories that are nested too deeply: the answer is the
-           reason why the state cannot be frozen. Hard links count in no root state: there they break for all sandboxes.
+        2. With survivors otherwise, with hard links that would break, or with directories that are nested too deeply:
+           the answer is the reason why the state cannot be frozen. In the root state hard links may break: they do so
+           for all sandboxes.
         3. Otherwise the shells end, because no process may hold files of the layers that are about to change.
         """
         surviving = bool(self._survivors)
@@ -177,11 +179,10 @@ class PidOne:
         if self._changes.too_deep:
             self._link.send(NotFreezable(TOO_DEEP))
             return
-        linked = self._changes.linked
-        if linked and not root:
-            # Over a frozen layer, a write to one name of a file copies it up under that name alone: the other names
-            # keep the old content, and a later call would see the difference.
-            self._link.send(NotFreezable(f"hard links would not stay one file: {', '.join(linked[:4])}"))
+        if (linked := self._changes.breaking) and not root:
+            # Over a frozen layer without an index, a write to one name of a file copies it up under that name alone:
+            # the other names keep the old content, and a later call would see the difference.
+            self._link.send(NotFreezable(f"these hard links would not stay one file: {', '.join(linked[:4])}"))
             return
         if surviving and self._shells.anchor is not None:
             if not self._shells.begin_checkpoint():
@@ -213,7 +214,7 @@ class PidOne:
         state = LayerState(
             shells.sessions, shells.pristine, LayerManifest(stats, contents),
             [path for path in paths if changes.tracker.now.get(path.lstrip("/")) is not None],
-            changes.upper_bytes, not changes.written, summary, checkpoint,
+            changes.upper_bytes, not changes.written, changes.links, summary, checkpoint,
         )  # fmt: skip
         self._link.send(state, changes.tracker.table() if changes.written else b"")
 
@@ -278,7 +279,7 @@ class PidOne:
             self._link.send(report.message)
             return
         upper_mount, lower, table = report.fds
-        self._changes.switched(opened_root(upper_mount), lower, table, report.message.added_bytes)
+        self._changes.switched(opened_root(upper_mount), lower, table, report.message)
         self._link.send(Done())
         self._shells.renew(list(self._shells.sessions) or ["main"])
         self._switches.keep([upper_mount, lower])

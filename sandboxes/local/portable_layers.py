@@ -8,15 +8,18 @@ machine's file system lost no attribute. Contents are hashed as they are written
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from sandboxes.driver import FrozenState
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.host import layer_tar
+from sandboxes.ipc.state_messages import Links
 from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.layers import LayerMeta, Layers, Upper, read_manifest
@@ -107,7 +110,7 @@ class LayerUnpacking:
         with Opened(os.open(upper.path / "diff", os.O_RDONLY | os.O_DIRECTORY)) as folder:
             # Measured here, not taken from the file: budgets count it.
             manifest = read_manifest(upper.path, contents=True, known=unpacked.contents)
-            return LayerMeta(delta.size_bytes(folder), manifest), table
+            return LayerMeta(delta.size_bytes(folder), manifest, _links(upper.path, unpacked.links)), table
 
     def state(self, frozen: FrozenState) -> FrozenState:
         """Return a state with the new names of its layers."""
@@ -124,6 +127,12 @@ class LayerUnpacking:
         size = sum(map(self._layers.size_bytes, set(layers) - self._counted))
         self._counted.update(layers)
         return replace(frozen, payload={**payload, "layers": list(layers)}, parts=layers, size_bytes=size)
+
+
+def _links(folder: Path, links: Mapping[str, str]) -> Links:
+    """Return what kind of hard links an unpacked layer has, given its further paths of files."""
+    regular = all(stat.S_ISREG((folder / path).lstat().st_mode) for path in links)
+    return ("regular" if regular else "other") if links else ""
 
 
 def _plain(payload: dict[str, Any]) -> bool:

@@ -168,6 +168,10 @@ class LocalSandbox:
             born_ns=self._born_ns,
             reserve_bytes=RESERVE_BYTES,
             seals=self._seals,
+            keeps_links=await self._layers.keep_links(),
+            regular_below=self._machine.is_regular(self._base.lowers),
+            linked_below=self._layers.linked,
+            linked_root=self._layers.linked_root,
             sessions=state["sessions"],
             pristine=state["pristine"],
             checkpoint=state["checkpoint"],
@@ -489,4 +493,4 @@ class LocalSandbox:
 
 
 def _meta(state: LayerState) -> LayerMeta:
-    return LayerMeta(state.size_bytes, Manifest(state.manifest.stats, state.manifest.contents))
+    return LayerMeta(state.size_bytes, Manifest(state.manifest.stats, state.manifest.contents), state.links)

@@ -54,8 +54,23 @@ class SandboxLayers:
         order = MountLayers(self._mounted(self._lowers(self._root_layers)))
         await self._machine.launcher.post(order, [self._switches.fileno()])
 
+    @property
+    def linked(self) -> bool:
+        """Whether the layers have hard links that stay links if something is written over them."""
+        return self._machine.layers.links(self.stack) == "regular"
+
+    @property
+    def linked_root(self) -> bool:
+        """Whether those of the root state have some."""
+        return self._machine.layers.links(self._root_layers) == "regular"
+
+    async def keep_links(self) -> bool:
+        """Return whether hard links stay links over frozen layers; see `Machine.keeps_links`."""
+        other = self._machine.layers.links(self._root_layers) == "other"
+        return not other and await self._machine.keeps_links(self._base.lowers)
+
     def _mounted(self, root: list[str] | None = None) -> LayerStack:
-        return LayerStack(self._lowers(self.stack), self.upper.diff, self.upper.work, root)
+        return LayerStack(self._lowers(self.stack), self.upper.diff, self.upper.work, root, self.linked)
 
     def _lowers(self, layers: tuple[str, ...]) -> list[str]:
         return [*self._machine.layers.lowers(layers), *self._base.lowers]
@@ -90,18 +105,18 @@ class SandboxLayers:
     async def _switch_in(self, namespace: int, meta: LayerMeta | None, table: bytes) -> None:
         layers, old = self._machine.layers, self.upper
         try:
-            same_below = False
             if meta is not None:
                 # The sandbox still has the upper mounted, but pid 1 has paused: nothing writes to it any more.
-                layers.place(old, meta.size_bytes, table)
+                layers.place(old, meta, table, apart=bool(meta.links) or self.linked)
+                if meta.links == "regular":
+                    self._machine.note_regular(self._base.lowers)
                 self.stack = (old.id, *self.stack)
                 self._unkept.add(old.id)
-                # The layers that a merge replaces may be deleted, so the old root, which has them, must go.
-                same_below = not await self._merge_when_deep()
+                await self._merge_when_deep()
             # A kill -9 from here on leaves an upper without a sandbox; the next `Layers.open` removes it.
             self.upper = self._machine.uppers.take()
             added = 0 if meta is None else meta.size_bytes
-            order = SwitchLayers(self._mounted(), list(self._base.binds), self._base.services, added, same_below)
+            order = SwitchLayers(self._mounted(), list(self._base.binds), self._base.services, added)
             with Opened(layers.tables.open_complete(() if meta is None else (old.id,))) as complete:
                 # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor, and
                 # reports to pid 1, which then answers here.
@@ -117,14 +132,14 @@ class SandboxLayers:
         # A layer keeps its `diff` only: overlayfs needs `work` just for the upper of a mount.
         self._machine.reaper.remove([old.folder if meta is None else f"{layers.frozen}/{old.id}/work"])
 
-    async def _merge_when_deep(self) -> bool:
-        """Merge small layers into one if there are many; return whether any were merged.
+    async def _merge_when_deep(self) -> None:
+        """Merge small layers into one if there are many.
 
         At once and not in the background: depth must depend on the calls alone.
         """
         above = self.above_root
         if len(above) <= MAX_DEPTH:
-            return False
+            return
         layers = self._machine.layers
         # A complete table ends what is read of a state, so it keeps its layer.
         sizes = {layer: layers.size_bytes(layer) for layer in above if not layers.tables.is_complete(layer)}
@@ -137,7 +152,6 @@ class SandboxLayers:
                 self._unkept.add(merged)
                 at = self.stack.index(run[0])
                 self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
-        return bool(run)
 
     async def close(self) -> None:
         """Close the descriptors. Pid 1 must be dead."""

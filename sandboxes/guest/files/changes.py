@@ -15,18 +15,19 @@
 # While processes run, files may change at any moment, so no digest names the state. It gets a *witness* instead: the
 # digest of the files that no running process has open for writing. A replay must reach the same witness.
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable
 
 from sandboxes.guest.bash import session as session_texts
-from sandboxes.guest.files import delta, row_table
+from sandboxes.guest.files import delta, link_groups, row_table
 from sandboxes.guest.files.disk_watch import DiskWatch, free_bytes
 from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.guest.files.tracker import Digests, FileTracker
 from sandboxes.ipc.messages import FileDelta
-from sandboxes.ipc.state_messages import StartSandbox
+from sandboxes.ipc.state_messages import LayersSwitched, Links, StartSandbox
 from sandboxes.linux import processes
 from sandboxes.linux.trees import TreeTooDeepError
 from sandboxes.shell_text import ShellSession
@@ -138,8 +139,11 @@ class Changes(WrittenFiles):
     """The files of one local sandbox. Its upper directory may become a layer, and then others lie below a new one."""
 
     def __init__(self, roots: delta.DeltaRoots, order: StartSandbox, rows: StateRows) -> None:
-        super().__init__(roots, FileTracker(USER_MARKS, order.born_ns, rows), order.disk_bytes, order.reserve_bytes)
+        links = {"linked_below": order.linked_below, "linked_root": order.linked_root}
+        tracker = FileTracker(USER_MARKS, order.born_ns, rows, **links)
+        super().__init__(roots, tracker, order.disk_bytes, order.reserve_bytes)
         self.below_bytes = order.below_bytes
+        self._keeps_links, self._regular_below = order.keeps_links, order.regular_below
 
     @property
     def written(self) -> bool:
@@ -152,9 +156,22 @@ class Changes(WrittenFiles):
         return not self.too_deep and self.tracker.undone
 
     @property
-    def linked(self) -> list[str]:
-        """The written paths that are hard links to one file."""
-        return self.tracker.scan.linked
+    def links(self) -> Links:
+        """What kind of hard links some of the written paths are."""
+        linked = self.tracker.scan.linked
+        return ("other" if self.breaking else "regular") if linked else ""
+
+    @property
+    def breaking(self) -> list[str]:
+        """The written paths that are hard links to one file, and would be files of their own over a frozen layer."""
+        scan = self.tracker.scan
+        return scan.linked if scan.linked and not (self._keeps_links and scan.links_regular and self._may_index) else []
+
+    @functools.cached_property
+    def _may_index(self) -> bool:
+        """Whether the kernel may keep an index of what lies below."""
+        # A second for a large base, so the proxy remembers it.
+        return self._regular_below or link_groups.only_regular(self.roots.lower)
 
     def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
         """Return the state's digest, or its witness if processes run."""
@@ -169,15 +186,15 @@ class Changes(WrittenFiles):
         """The bytes on disk of what was written over the layers below, as of the last look."""
         return self.tracker.scan.size_bytes if self.written and not self.too_deep else 0
 
-    def switched(self, upper: int, lower: int, table: int, added_bytes: int) -> None:
+    def switched(self, upper: int, lower: int, table: int, switched: LayersSwitched) -> None:
         """Go on over other layers: a new, empty upper directory, and what lies below it now.
 
-        The table is the complete one of the state, or an empty file; it is closed here. `added_bytes` are those of the
-        layer that the old upper became; 0 if it was thrown away.
+        The table is the complete one of the state, or an empty file; it is closed here.
         """
         # `look` would go on comparing the wrong directory. The mounts are the caller's.
         os.close(self.roots.upper)
         self.roots = delta.DeltaRoots(upper, lower, self.roots.root)
         mapped = row_table.mapped(table)
-        self.tracker.sealed(None if mapped is None else StateRows((), mapped))
-        self.below_bytes += added_bytes
+        rows = None if mapped is None else StateRows((), mapped)
+        self.tracker.sealed(rows, linked_below=switched.linked_below)
+        self.below_bytes += switched.added_bytes

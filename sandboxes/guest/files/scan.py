@@ -22,7 +22,7 @@ import struct
 import time
 from typing import NamedTuple
 
-from sandboxes.guest.files import facts
+from sandboxes.guest.files import facts, link_groups
 from sandboxes.guest.files.delta import DeltaRoots, bytes_on_disk
 from sandboxes.guest.files.manifest import OPAQUE, Item, Manifest, of_items
 from sandboxes.guest.files.row_table import CLOCKED, FIXED, GONE, Row
@@ -95,10 +95,18 @@ class UpperScan:
         """The paths that are hard links to one file with others."""
         return sorted(self._shared)
 
+    @property
+    def links_regular(self) -> bool:
+        """Whether these are regular files."""
+        return all(stat.S_ISREG(_facts(self.signatures[path])[0]) for path in self._shared)
+
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def update(self, roots: DeltaRoots, base: StateRows) -> bool:
-        """Read what changed since the last look; return whether anything did. 2 us an entry, and what is read."""
+    def update(self, roots: DeltaRoots, base: StateRows, top: int | None = None) -> bool:
+        """Read what changed since the last look; return whether anything did. 2 us an entry, and what is read.
+
+        With the root directory of the sandbox as `top`, all names of a hard link are copied up once one was.
+        """
         before, self.touched = self.signatures, set()
         # Most calls write nothing. This takes a third of a walk.
         if len(before) == 1 and before.get("") == _signature(os.fstat(roots.upper), 0) and not os.listdir(roots.upper):  # noqa: PTH208
@@ -107,6 +115,9 @@ class UpperScan:
         if now == before:
             return False
         changed = {path for path, signature in now.items() if before.get(path) != signature}
+        if top is not None and link_groups.copy_up_names(roots, top, changed, now, self._marks):
+            now, self.size_bytes = _signatures(roots.upper)
+            changed = {path for path, signature in now.items() if before.get(path) != signature}
         shared = _shared(now)
         # The path that stands for an inode may change without a change of the inode's other paths.
         changed |= {path for path in shared.keys() | self._shared.keys() if shared.get(path) != self._shared.get(path)}
@@ -291,11 +302,11 @@ def _facts(signature: bytes) -> tuple[int, int, int]:
 
 def _shared(signatures: dict[str, bytes]) -> dict[str, str]:
     """Return the paths whose inode has several, each with the first path of its inode."""
-    first: dict[int, str] = {}
-    shared = {}
+    names: dict[int, list[str]] = {}
     for path in sorted(path for path, signature in signatures.items() if _LINKS.unpack_from(signature)[1] > 1):
-        shared[path] = first.setdefault(_LINKS.unpack_from(signatures[path])[0], path)
-    return shared
+        names.setdefault(_LINKS.unpack_from(signatures[path])[0], []).append(path)
+    # The index of overlayfs has a name of each file too, so the kernel's count may be one more.
+    return {path: paths[0] for paths in names.values() if len(paths) > 1 for path in paths}
 
 
 def _is_timeless(status: os.stat_result) -> bool:

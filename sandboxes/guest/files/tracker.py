@@ -1,6 +1,5 @@
 """The state of a sandbox's files: the rows below its upper directory, those of the upper directory, and the digests."""
 
-import os
 import time
 from collections.abc import Callable, Iterable
 
@@ -9,6 +8,7 @@ from sandboxes.guest.files import write_order
 from sandboxes.guest.files.delta import DeltaRoots
 from sandboxes.guest.files.scan import UpperScan
 from sandboxes.guest.files.state_rows import StateRows
+from sandboxes.linux.descriptors import Opened
 
 Digests = tuple[StateDigest | None, bytes | None]
 """The digest of a state without running processes, or the witness of a state with some; None for the other."""
@@ -28,12 +28,20 @@ class FileTracker:
         now: The rows of the present state.
         order: The order in which the last call wrote; see `write_order`.
         expected: The order in which the next call has to write, because it is a replay; None for any other call.
+        linked_below: Whether the layers below have hard links, so that overlayfs keeps an index of them.
+        linked: Whether calls have made hard links that showed after a call. It is part of the state, also once they are
+            gone: with an index, the hard links of the base stay links too.
     """
 
-    def __init__(self, marks: str, born_ns: int, rows: StateRows) -> None:
-        """Start over an empty upper directory, with the rows of the state below; see `UpperScan`."""
+    def __init__(self, marks: str, born_ns: int, rows: StateRows, *, linked_below: bool, linked_root: bool) -> None:
+        """Start over an empty upper directory, with the rows of the state below; see `UpperScan`.
+
+        `linked_root` says whether the root state has hard links: then all states of the task have an index.
+        """
         self._marks, self._born_ns = marks, born_ns
         self.base = self.now = rows
+        self.linked_below, self._linked_root = linked_below, linked_root
+        self.linked = linked_below and not linked_root
         self.order: bytes | None = None
         self.expected: bytes | None = None
         self._begin()
@@ -49,7 +57,7 @@ class FileTracker:
         """
         expected, self.expected, self.order = self.expected, None, None
         changed = False
-        if self.scan.update(roots, self.base):
+        if self._update(roots, top):
             # Those of the state before this call: both change below.
             since_ns, before_ns = self._looked_ns, self.now.latest_ns
             rows = {path: self.scan.row(path, self.base) for path in self.scan.touched}
@@ -57,11 +65,8 @@ class FileTracker:
             rows = {path: row for path, row in rows.items() if row != self.now.get(path)}
             written = write_order.of_rows(rows, since_ns, before_ns)
             if expected is not None and (times := write_order.times_for(written, expected)):
-                opened = top()
-                try:
+                with Opened(top()) as opened:
                     write_order.give(opened, times)
-                finally:
-                    os.close(opened)
                 # Read again and not computed: what is recorded must be what is on disk.
                 self.scan.update(roots, self.base)
                 rows |= {path: self.scan.row(path, self.base) for path in self.scan.touched}
@@ -73,6 +78,15 @@ class FileTracker:
                     self.now = self.base.copy()
                 changed = self.now.update(rows)
         self._looked_ns = _coarse_ns()
+        return changed
+
+    def _update(self, roots: DeltaRoots, top: Callable[[], int]) -> bool:
+        if not self.linked_below:
+            changed = self.scan.update(roots, self.base)
+        else:
+            with Opened(top()) as opened:
+                changed = self.scan.update(roots, self.base, opened)
+        self.linked |= bool(self.scan.linked) and not self._linked_root
         return changed
 
     def forget(self) -> None:
@@ -103,13 +117,15 @@ class FileTracker:
             return None
         return {path: (row.what.hex() or "-", row.mtime_ns) for path, row in self.now.items() if not row.is_time_only}
 
-    def sealed(self, rows: StateRows | None) -> None:
+    def sealed(self, rows: StateRows | None, *, linked_below: bool) -> None:
         """Go on over an empty upper directory; without rows from a complete table, those known are kept."""
         self.base = self.now = self.now if rows is None else rows
+        self.linked_below = linked_below
         self._begin()
 
     def digests(self, sessions: bytes, written: Iterable[str] | None) -> Digests:
         """Return the state's digest; its witness if processes run, by the files that they have open for writing."""
+        sessions += b"linked" if self.linked else b""
         if written is None:
             return StateDigest(*self.now.digests(sessions)), None
         # A running process may go on writing to these files at any moment. Only the others say what the call did.

@@ -29,7 +29,7 @@ def layers(tmp_path: Path) -> Layers:
 
 
 def frozen(layers: Layers, upper: Upper) -> str:
-    return layers.freeze(upper, LayerMeta(1, Manifest(b"", b"")), row_table.pack([], 0, 0, complete=False))
+    return layers.freeze(upper, LayerMeta(1, Manifest(b"", b""), links=""), row_table.pack([], 0, 0, complete=False))
 
 
 def size_bytes(folder: Path) -> int:
@@ -58,7 +58,7 @@ def test_a_kill_before_its_description_leaves_no_layer(layers: Layers, tmp_path:
     upper = layers.allocate()
     (upper.path / "diff/file").touch()
     table = row_table.pack([], 0, 0, complete=False)
-    layers.place(upper, 1, table)
+    layers.place(upper, LayerMeta(1, Manifest(b"", b""), links=""), table)
     assert layers.missing([upper.id]) == [upper.id]
     Layers(tmp_path).open()
     assert not (layers.frozen / upper.id).exists()
@@ -114,7 +114,7 @@ def written(layers: Layers, paths: Mapping[str, str | None]) -> str:
         else:
             (upper.path / "diff" / path).write_text(text)
     rows = [(path.encode(), row_table.Row(row_table.FIXED, b"x" * 16)) for path in sorted(paths)]
-    return layers.freeze(upper, LayerMeta(1, Manifest(b"", b"")), row_table.pack(rows, 0, 0, complete=False))
+    return layers.freeze(upper, LayerMeta(1, Manifest(b"", b""), links=""), row_table.pack(rows, 0, 0, complete=False))
 
 
 def test_merging_copies_the_last_content_of_a_file_only(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_merging_trusts_no_table(layers: Layers) -> None:
     upper = layers.allocate()
     (upper.path / "diff/d").symlink_to("/etc")
     rows = [(path, row_table.Row(row_table.FIXED, b"x" * 16)) for path in (b"d", b"d/passwd", b"f")]
-    top = layers.freeze(upper, LayerMeta(1, Manifest(b"", b"")), row_table.pack(rows, 0, 0, complete=False))
+    top = layers.freeze(upper, LayerMeta(1, Manifest(b"", b""), links=""), row_table.pack(rows, 0, 0, complete=False))
     ids = [top, written(layers, {"f": "kept", "e": None})]
     merged = layers.frozen / layers.merge(ids, layers.allocate()) / "diff"
     assert (merged / "f").read_text() == "kept"

@@ -146,7 +146,7 @@ def test_merged_layers_have_links_as_they_were_written(tmp_path: Path) -> None:
     uppers = [layers.allocate(), layers.allocate()]
     (uppers[0].path / "diff" / "l").symlink_to("./d//")
     ids = [
-        layers.freeze(upper, LayerMeta(0, Manifest(b"", b"")), row_table.pack([], 0, 0, complete=False))
+        layers.freeze(upper, LayerMeta(0, Manifest(b"", b""), links=""), row_table.pack([], 0, 0, complete=False))
         for upper in uppers
     ]
     merged = layers.merge(ids, layers.allocate())
