@@ -18,7 +18,7 @@ from sandboxes.guest.files import row_table
 from sandboxes.host.root_states import RootStates
 from sandboxes.local.driver import RootLayers
 from sandboxes.local.layer_check import LayerCheck, fault_of
-from sandboxes.local.layers import LayerMeta, Layers, read_manifest
+from sandboxes.local.layers import LayerMeta, Layers, drop, read_manifest
 from snapshots import store as snapshot_module
 from snapshots.store import SnapshotStore
 from tests.power_cuts import tell
@@ -99,7 +99,7 @@ async def scenario(data: Path) -> None:
     keep((merged,))
     for snapshot in list(snapshots)[:2]:
         snapshots.drop(snapshot)
-    layers.drop([first, second])
+    drop(layers, [first, second])
 
 
 def verify(data: Path, answered: Mapping[str, int]) -> Counter[str]:

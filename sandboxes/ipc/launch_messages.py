@@ -106,12 +106,15 @@ class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
     Attributes:
         binds: Directories of the host that are visible in the sandbox, read-only.
         added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
+        same_below: Whether the sandbox's present root shows exactly what the layers below the new upper hold. Then it
+            serves as the view of them, and no other overlay has to be mounted.
     """
 
     stack: LayerStack
     binds: list[str]
     services: ServiceMounts
     added_bytes: int
+    same_below: bool
 
 
 # All of CRIU's files are opened by the proxy; the launcher passes them on.

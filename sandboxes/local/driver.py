@@ -29,6 +29,7 @@ from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import DirLock
 from sandboxes.local.bases import Base, Bases
+from sandboxes.local.layers import drop
 from sandboxes.local.machine import START_S, Machine, Spare
 from sandboxes.local.portable_layers import LayerPorter
 from sandboxes.local.provision import furnish, prepare_services
@@ -278,7 +279,7 @@ class LocalDriver:
         # Without an await in between: a restore that begins while the thread deletes must find the layers missing, not
         # half deleted.
         self.machine.layers.disown(unneeded)
-        self.machine.reaper.retry(await asyncio.to_thread(self.machine.layers.drop, unneeded))
+        self.machine.reaper.retry(await asyncio.to_thread(drop, self.machine.layers, unneeded))
         await asyncio.to_thread(checkpointer.drop, unneeded)
         # Each state lies over a root state. An image that is removed too early is unpacked again.
         images = {image for root in roots for image in root.images}

@@ -178,13 +178,15 @@ class Launcher:
         upper = os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             mounts.append(kernel.clone_mount(stack.upper, kernel.SEALED))
-            # Not the old root, which shows the same: its upper is a layer now, and the kernel takes no mount's upper
-            # below an overlay with an index.
-            mounts.append(_overlay(stack.lowers, None, None))
+            if not request.same_below:
+                mounts.append(_overlay(stack.lowers, None, None))
             # setns into a mount namespace needs a process that shares its root and directory with no other (setns(2));
             # this one has a single thread.
             kernel.setns(namespace, kernel.CLONE_NEWNS)
             try:
+                if request.same_below:
+                    # The old root shows what is below the new upper. It stays mounted for pid 1 alone, read-only.
+                    mounts.append(kernel.clone_mount("/", kernel.SEALED))
                 _copy_top(mounts[1], upper)
                 rootfs.switch(overlay, request.binds)
                 rootfs.mount_for_services(request.services.roots, request.services.shared)

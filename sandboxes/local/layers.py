@@ -213,10 +213,6 @@ class Layers:
             self.intact.discard(layer)
         return [self.frozen / layer for layer in ids]
 
-    def drop(self, ids: Iterable[str]) -> list[Path]:
-        """Delete layers; milliseconds for a thousand files. Return the directories of which something is left."""
-        return [path for path in self.detach(ids) if not remove_tree(path)]
-
     def sync(self, ids: Iterable[str]) -> None:
         """Wait until layers are on disk, which takes from 1 ms to minutes, depending on their size."""
         for layer in ids:
@@ -340,11 +336,23 @@ def copy_upper(live: Upper, upper: Upper) -> None:
         raise NotFreezableError(str(error)) from error
 
 
+def copied(layers: Layers, layer: str, upper: Upper) -> str:
+    """Make a copy of a layer, of an empty upper; return its id. 50 us a file, and the time for its bytes."""
+    lay_over(layers.frozen / layer / "diff", upper.path / "diff")
+    meta = LayerMeta(layers.size_bytes(layer), read_manifest(upper.path, contents=True), layers.links([layer]))
+    return layers.freeze(upper, meta, layers.tables.of(layer))
+
+
+def drop(layers: Layers, ids: Iterable[str]) -> list[Path]:
+    """Delete layers; milliseconds for a thousand files. Return the directories of which something is left."""
+    return [path for path in layers.detach(ids) if not remove_tree(path)]
+
+
 def undo(layers: Layers, uppers: Iterable[Upper]) -> None:
     """Delete uppers that were to become layers, whether or not they already have."""
     for upper in uppers:
         remove_tree(upper.path)
-        layers.drop([upper.id])
+        drop(layers, [upper.id])
 
 
 def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:

@@ -123,6 +123,8 @@ class Machine:
         )
         self._keeps_links: dict[tuple[str, ...], bool] = {}
         self._regular: set[tuple[str, ...]] = set()
+        # The layers that are the upper directory of a mount that some sandbox still looks at.
+        self.viewed = set[str]()
         self._spares: deque[Spare] = deque()
         self._demand = SpareDemand()
         self._starting = 0

@@ -201,6 +201,10 @@ class PidOne:
         """Report the state of the files, which were just looked at, and go on over other layers."""
         # The sessions are dumps already, so a fresh shell on the new layers continues each of them.
         self._shells.halt()
+        if self._changes.links:
+            # The kernel takes no mount's upper directory below an overlay with an index, and the old view of what lies
+            # below is a mount of one.
+            self._switches.keep([])
         self._send_layer_state(state)
         # The kernel takes half a millisecond to end a shell, in which the proxy and the launcher work.
         self._shells.end()

@@ -14,7 +14,7 @@ from sandboxes.ipc.launch_messages import LayerStack, MountLayers, SwitchLayers
 from sandboxes.ipc.messages import Done
 from sandboxes.linux.descriptors import Opened
 from sandboxes.local.bases import Base
-from sandboxes.local.layers import MAX_DEPTH, LayerMeta, Upper, copy_upper, mergeable
+from sandboxes.local.layers import MAX_DEPTH, LayerMeta, Upper, copied, copy_upper, mergeable
 from sandboxes.local.machine import Machine
 
 
@@ -39,6 +39,8 @@ class SandboxLayers:
         self._switches = switches
         self.upper: Upper = machine.uppers.take()
         self._namespace: int | None = None
+        # The layer that was the upper directory of the mount which serves as the view of what lies below the upper.
+        self._view: tuple[str, ...] = ()
         self._unkept: set[str] = set()
         # Held while the descriptors of the sandbox are in use for a move to other layers; `close` takes it before it
         # closes them.
@@ -105,18 +107,26 @@ class SandboxLayers:
     async def _switch_in(self, namespace: int, meta: LayerMeta | None, table: bytes) -> None:
         layers, old = self._machine.layers, self.upper
         try:
+            same_below = False
+            self._look_away()
             if meta is not None:
+                linked = meta.links == "regular" or self.linked
                 # The sandbox still has the upper mounted, but pid 1 has paused: nothing writes to it any more.
-                layers.place(old, meta, table, apart=bool(meta.links) or self.linked)
-                if meta.links == "regular":
-                    self._machine.note_regular(self._base.lowers)
+                layers.place(old, meta, table, apart=linked)
                 self.stack = (old.id, *self.stack)
                 self._unkept.add(old.id)
-                await self._merge_when_deep()
+                # The layers that a merge replaces may be deleted, so the old root, which has them, must go.
+                same_below = not await self._merge_when_deep() and not linked
+                if linked:
+                    self._machine.note_regular(self._base.lowers)
+                    await self._copy_viewed()
+            if same_below:
+                self._view = (old.id,)
+                self._machine.viewed.update(self._view)
             # A kill -9 from here on leaves an upper without a sandbox; the next `Layers.open` removes it.
             self.upper = self._machine.uppers.take()
             added = 0 if meta is None else meta.size_bytes
-            order = SwitchLayers(self._mounted(), list(self._base.binds), self._base.services, added)
+            order = SwitchLayers(self._mounted(), list(self._base.binds), self._base.services, added, same_below)
             with Opened(layers.tables.open_complete(() if meta is None else (old.id,))) as complete:
                 # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor, and
                 # reports to pid 1, which then answers here.
@@ -132,14 +142,33 @@ class SandboxLayers:
         # A layer keeps its `diff` only: overlayfs needs `work` just for the upper of a mount.
         self._machine.reaper.remove([old.folder if meta is None else f"{layers.frozen}/{old.id}/work"])
 
-    async def _merge_when_deep(self) -> None:
-        """Merge small layers into one if there are many.
+    def _look_away(self) -> None:
+        """Take note that the sandbox's view of what lies below its upper ends: a mount whose upper is a layer now."""
+        self._machine.viewed.difference_update(self._view)
+        self._view = ()
+
+    async def _copy_viewed(self) -> None:
+        """Replace layers by copies that are the upper directory of no sandbox's view; see `syscalls.overlay`.
+
+        Few are: each sandbox looks at one layer at most, of its own last change.
+        """
+        machine = self._machine
+        for layer in self.stack:
+            if layer in machine.viewed:
+                upper = machine.layers.allocate()
+                with machine.holding((upper.id,)):
+                    await asyncio.to_thread(copied, machine.layers, layer, upper)
+                    self._unkept.add(upper.id)
+                    self.stack = tuple(upper.id if other == layer else other for other in self.stack)
+
+    async def _merge_when_deep(self) -> bool:
+        """Merge small layers into one if there are many; return whether any were merged.
 
         At once and not in the background: depth must depend on the calls alone.
         """
         above = self.above_root
         if len(above) <= MAX_DEPTH:
-            return
+            return False
         layers = self._machine.layers
         # A complete table ends what is read of a state, so it keeps its layer.
         sizes = {layer: layers.size_bytes(layer) for layer in above if not layers.tables.is_complete(layer)}
@@ -152,12 +181,14 @@ class SandboxLayers:
                 self._unkept.add(merged)
                 at = self.stack.index(run[0])
                 self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
+        return bool(run)
 
     async def close(self) -> None:
         """Close the descriptors. Pid 1 must be dead."""
         # A move to another upper in flight fails soon, because its pid 1 is dead. Until then it uses the descriptors: a
         # number that is closed now could name another sandbox's namespace a moment later.
         async with self._switching:
+            self._look_away()
             self._switches.close()
             if self._namespace is not None:
                 os.close(self._namespace)

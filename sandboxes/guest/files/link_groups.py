@@ -81,18 +81,18 @@ def _hides(upper: int, path: str, marks: str) -> bool:
         return is_opaque(folder, marks)
 
 
-class _Entry(NamedTuple):
+class _Name(NamedTuple):
     path: str
     stat: os.stat_result
 
 
-def _files(top: int) -> Iterator[_Entry]:
+def _files(top: int) -> Iterator[_Name]:
     """Yield what is below a directory of layers and is no directory."""
     for folder in trees.folders(top):
         for entry in folder.entries:
             status = entry.stat(follow_symlinks=False)
             if not stat.S_ISDIR(status.st_mode):
-                yield _Entry(folder.path + entry.name, status)
+                yield _Name(folder.path + entry.name, status)
 
 
 def _names(lower: int, wanted: dict[_File, int], around: Iterable[str]) -> Iterator[str]:

@@ -23,7 +23,9 @@ from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
+
 from sandboxes.local.host_base import in_sight
+from sandboxes.local.layers import drop
 from sandboxes.spec import Archive, EnvironmentSpec
 from tests.machine import wait_until
 from tests.sandboxes.box import Answer, file, local_driver, needs_root, opened, run
@@ -249,7 +251,7 @@ def test_rebuilt_root_state_must_be_equal(data_dir: Path) -> None:
             second = await driver.start(spec)
             assert (await run(second, "md5sum random")).outcome == result, "built once for all"
             await second.close()
-            driver.machine.layers.drop(driver.machine.layers.all())
+            drop(driver.machine.layers, driver.machine.layers.all())
             with pytest.raises(SpecError, match="gave another one than its tree was"):
                 await driver.start(spec)
 
