@@ -270,6 +270,10 @@ def _writable(stack: LayerStack) -> int:
             if error.errno != errno.EBUSY:
                 raise
             time.sleep(pause_s)
+            # The mark of a volatile mount, over which none is made.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{stack.work}/work/incompat/volatile/dirty")  # noqa: PTH108
+                os.rmdir(f"{stack.work}/work/incompat/volatile")  # noqa: PTH106
     else:
         raise OSError(errno.EBUSY, "a layer is still another mount's upper directory")
     # Without file handles in a file system below, the kernel goes on without an index, and says so in its log only.

@@ -188,7 +188,6 @@ class SandboxLayers:
         # A move to another upper in flight fails soon, because its pid 1 is dead. Until then it uses the descriptors: a
         # number that is closed now could name another sandbox's namespace a moment later.
         async with self._switching:
-            self._look_away()
             self._switches.close()
             if self._namespace is not None:
                 os.close(self._namespace)
@@ -196,5 +195,6 @@ class SandboxLayers:
 
     def remove(self) -> None:
         """Delete what only this sandbox has, in the background."""
+        self._look_away()
         # No frozen state has the layers in `_unkept`, so nothing else can refer to them.
         self._machine.reaper.remove([self.upper.path, *self._machine.layers.detach(self._unkept)])
