@@ -6,9 +6,12 @@ deadline, because machines are noisy; in CI it draws the same examples every tim
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.turns import turn
 
 # Failed assertions in modules that tests share are explained like those in tests.
 pytest.register_assert_rewrite("tests.sandboxes", "tests.proxy", "tests.agents", "tests.machine", "tests.storm")
@@ -84,6 +87,12 @@ LONGEST = (
     "tests/proxy/test_transparency", "tests/test_run.py",
 )  # fmt: skip
 """Tests that begin first, so that no worker process waits for them at the end."""
+
+
+@pytest.fixture(autouse=True)
+def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    with turn(alone=request.node.get_closest_marker("alone") is not None):
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

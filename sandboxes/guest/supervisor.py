@@ -115,7 +115,7 @@ class Supervisor:
         """End this process, and so the sandbox, if what runs between calls holds too much: no call could end it."""
         ending = self.changes.over_disk(self._pids)
         is_hidden = ending == "host" and deleted_files.are_hidden(self._pids())
-        if ending in ("disk", "depth") or is_hidden or self._takes_too_much():
+        if ending in ("disk", "depth") or is_hidden or (user_counts.are_exhausted() and self._holds_too_much()):
             sys.exit(1)
 
     @property
@@ -183,9 +183,9 @@ class Supervisor:
         living = self.living(collects=False)
         return [pid for pid, _ in living if pid not in self.shells.hidden_pids]
 
-    def _takes_too_much(self) -> bool:
-        """Return whether what survives holds what the machine has none left of."""
-        return user_counts.are_exhausted() and user_counts.held(self._pids()) > user_counts.SHARE
+    def _holds_too_much(self) -> bool:
+        """Return whether what survives holds a large part of what the machine has none left of."""
+        return user_counts.held(self._pids()) > user_counts.SHARE
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,8 @@ class Supervisor:
         seconds = time.perf_counter() - began_at
         # Before files are looked at: processes that are about to end may still be writing.
         self.survivors.settle()
-        host_full = performed.host_full or (bool(self.survivors) and self._takes_too_much())
+        short = user_counts.are_exhausted()
+        host_full = performed.host_full or (short and bool(self.survivors) and self._holds_too_much())
         # Compared as a whole: a process that ended and one that came in its place are a change.
         came_or_went = self.survivors.now != before
         changed, fresh = came_or_went, [] if session is None else [session]
@@ -241,6 +242,7 @@ class Supervisor:
             changed_files=wrote_files,
             settling=self.survivors.moving and came_or_went and not performed.awaited,
             host_full=host_full or disk_low,
+            short=short,
             state=self.state(),
             order=None if self.survivors else self.changes.order,
         )

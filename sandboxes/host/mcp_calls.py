@@ -73,7 +73,8 @@ class McpCalls:
         response, done = await ask(names, method, dict(params), listener, read=read)
         body = orjson.dumps({"notifications": response.notifications, **response.payload})
         # A result that may depend on a refused reverse request is for this rollout only.
-        return replace(execution(done, ToolResult(200, MCP_TYPE, body)), shareable=response.shareable)
+        ran = execution(done, ToolResult(200, MCP_TYPE, body))
+        return replace(ran, shareable=ran.shareable and response.shareable)
 
     async def _list_all(self, method: str, params: dict[str, Any], names: list[str]) -> Execution:
         """Return one list of what several servers have; a tool's name gets its server's name in front."""

@@ -126,7 +126,7 @@ def _ran(call: ToolCall, frames: Frames, done: Envelope[CallDone], spec: Environ
     body = frames.end(outcome.exit_code, timed_out=outcome.timed_out)
     ran = execution(done, ToolResult(200, MEDIA_TYPE, body))
     # What was typed at a terminal, and when, shows in its output: it holds for this rollout alone.
-    steady = frames.whole and not ("process" in call.arguments and call.arguments.get("tty"))
+    steady = ran.shareable and frames.whole and not ("process" in call.arguments and call.arguments.get("tty"))
     if outcome.kept and outcome.exit_code is None:
         # A replay leaves the process when as much output has come as now.
         until = {str(stream): len(output(body, stream)) for stream in (OUT, ERR)}
@@ -150,7 +150,7 @@ def _used(call: ToolCall, done: Envelope[CallDone]) -> Execution:
         return ran
     if call.tool != "attend":
         # What happens in a watched directory depends on the moment, so it is for this rollout alone.
-        return replace(ran, effect=ran.effect | Effect.PROCESSES, shareable=call.tool != "watch")
+        return replace(ran, effect=ran.effect | Effect.PROCESSES, shareable=ran.shareable and call.tool != "watch")
     exit_code = ending(ran.result.body).exit_code
     # Sizes and not bytes: a replay reads until as much has come, whatever the pieces were.
     sizes = {str(stream): len(output(ran.result.body, stream)) for stream in (OUT, ERR)}

@@ -74,8 +74,8 @@ class ToolCalls:
                 # Before the result is read: the supervisor compares states at this moment.
                 done = await self._servers.finish(read=server_orders.reads(call))
                 # A response of which only the digest is kept cannot be given to another client.
-                shareable = spool.whole and not server_orders.volatile(call)
-                return replace(execution(done, spool.result()), shareable=shareable)
+                ran = execution(done, spool.result())
+                return replace(ran, shareable=ran.shareable and spool.whole and not server_orders.volatile(call))
         finally:
             spool.close()
 
@@ -93,7 +93,8 @@ class ToolCalls:
                 await connection.shake_hands(call, silence_s=silence_s)
             messages = await connection.exchange(call, silence_s=silence_s)
             done = await self._servers.finish(read=server_orders.reads(call))
-        return replace(execution(done, messages.result()), shareable=not server_orders.volatile(call))
+        ran = execution(done, messages.result())
+        return replace(ran, shareable=ran.shareable and not server_orders.volatile(call))
 
     def _socket(
         self, call: ToolCall, name: str, connected: Envelope[ServerConnected], port: int, max_bytes: int

@@ -79,7 +79,7 @@ def sql_execution(done: Envelope[CallDone], call: ToolCall, spec: EnvironmentSpe
     # An answer that depends on the load of the machine, or on chance, is not for other rollouts.
     volatile = facts is not None and facts.volatile and spec.volatile != "frozen"
     once = facts is None or (facts.timed_out and not spec.shares_timeouts) or (volatile and spec.volatile == "never")
-    return replace(ran, effect=effect, result=result, shareable=not once, volatile=volatile)
+    return replace(ran, effect=effect, result=result, shareable=ran.shareable and not once, volatile=volatile)
 
 
 def command_execution(done: Envelope[CallDone], spec: EnvironmentSpec) -> Execution:
@@ -116,6 +116,8 @@ def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Exe
         message.state.digest,
         # An empty witness and none are the same: no process runs.
         message.state.witness or None,
+        # Others would get the failure as an answer, long after what was short is there again.
+        shareable=not message.short,
         restless=message.state.restless,
         order=message.order,
     )

@@ -41,6 +41,7 @@ Between the proxy and the launcher, and the process that runs CRIU:
 | fork_server_ready | launcher, unasked | | |
 | fork | proxy | forked | the new pid 1's two sockets; forked: its process |
 | write_pages | proxy | done | |
+| try_links | proxy | links_tried | |
 | mount | proxy | none; mounted or failed go to pid 1 | pid 1's second socket |
 | switch | proxy | none; layers_switched or failed go to pid 1 | the sandbox's mount namespace, pid 1's second socket, \
 the table |
@@ -180,6 +181,7 @@ class CallDone(IpcMessage, op="call_done"):
         changed_files: Whether files differ from before.
         settling: Whether it left processes running that may still be starting.
         host_full: Whether the machine's disk was nearly full, so that the result cannot be trusted.
+        short: Whether the machine had none left of what all sandboxes share (`linux.user_counts`).
         order: The order in which it wrote files (`guest.files.write_order`); None if there is none.
         discard: The upper layer makes no difference; it is to be replaced by an empty one.
         seal: The upper layer is to become a frozen layer.
@@ -194,6 +196,7 @@ class CallDone(IpcMessage, op="call_done"):
     settling: bool
     # Read by `host.guest.Guest.conclude`: the sandbox dies, so that the result is never recorded.
     host_full: bool
+    short: bool
     state: StateSummary
     order: bytes | None = None
     # At most one of the two: an upper layer is thrown away or kept.

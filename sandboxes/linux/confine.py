@@ -10,7 +10,8 @@ checks in this order:
 
 1. The architecture, because the same number is another call in another instruction set.
 2. The x32 bit, which on x86_64 marks yet another table of numbers.
-3. clone3, whose flags lie in memory that a filter cannot read. ENOSYS makes libc fall back to clone.
+3. clone3, whose flags lie in memory that a filter cannot read, and io_setup, whose requests one counter of the machine
+   bounds for everybody. ENOSYS makes programs fall back to clone, and to other input and output.
 4. Calls that are newer than this list, which fail with ENOSYS like on an older kernel.
 5. The refused calls, which fail with EPERM.
 6. The flags of clone, which must not make namespaces: in a new user namespace a process has every capability again.
@@ -61,6 +62,7 @@ uid 0. The machine's own limit is higher, and leaves the rest to the machine's r
 _RLIMIT_SIGPENDING = 11
 """Python 3.11 has no name for it (asm-generic/resource.h)."""
 _CLONE3 = 435
+_IO_SETUP = {"x86_64": 206, "aarch64": 0}
 _X32_BIT = 0x40000000
 _QUEUE_BYTES = 819_200
 """The most bytes of POSIX message queues that one user may hold: the kernel's default, which containers have."""
@@ -156,7 +158,8 @@ def program(machine: str) -> bytes:
     instructions += [_instruction(_LOAD, _NUMBER_OFFSET)]
     if machine == "x86_64":
         instructions += [_instruction(_AT_LEAST, _X32_BIT, 0, 1), unknown]
-    instructions += [_instruction(_EQUAL, _CLONE3, 0, 1), unknown]
+    for number in (_CLONE3, _IO_SETUP[machine]):
+        instructions += [_instruction(_EQUAL, number, 0, 1), unknown]
     instructions += [_instruction(_AT_LEAST, _LAST_CALL + 1, 0, 1), unknown]
     for number in numbers:
         instructions += [_instruction(_EQUAL, number or 0, 0, 1), refused]

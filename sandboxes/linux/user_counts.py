@@ -1,30 +1,47 @@
 """What the kernel counts for each user, and so for all sandboxes of that user together.
 
-A sandbox can take all inotify instances of the machine's user, or fill sockets with descriptors until no process
-of that user may send another one. There is no limit for a part of a user's processes. So each supervisor checks now and
-then whether anything is left. Only if nothing is, it counts what its own sandbox holds, which takes milliseconds.
+A sandbox can take all inotify instances of the machine's user, fill sockets with descriptors until no process of that
+user may send another one, or hold so much memory in pipes that new ones are small. There is no limit for a part of a
+user's processes. So each supervisor checks now and then, and after each call, whether anything is left. If nothing is,
+the call's answer may show it, and is its rollout's own. Only then it counts what its own sandbox holds, which takes
+milliseconds: one that holds a large part ends.
 """
 
 import errno
+import fcntl
 import os
 import socket
 import time
 from collections.abc import Callable, Iterable
 
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import Opened, close_all
 
 SHARE = 48
-"""How many inotify instances and descriptors under way one sandbox may hold where the machine has none left. Programs
-have one to five; the kernel's default for all of a user is 128 instances, and a soft limit of 1,024 descriptors."""
+"""How many inotify instances, descriptors under way and pieces of pipes one sandbox may hold where the machine has none
+left. Programs have one to five; the kernel's defaults for all of a user are 128 instances, a soft limit of 1,024
+descriptors, and 16,384 pages in pipes."""
+_PIECE = 64 * os.sysconf("SC_PAGESIZE")
+"""The bytes of pipes that count as one. A new pipe has a quarter of it."""
+_PIPE_BYTES = 16 * os.sysconf("SC_PAGESIZE")
+"""The capacity of a new pipe (pipe(7)), while its user may have pages."""
 
 WATCH_S = 0.05
 """The shortest interval between two checks; a check takes 20 us."""
 
 
 def are_exhausted() -> bool:
-    """Return whether this user can have no further inotify instance, or send no further descriptor. 20 us."""
+    """Return whether this user can have no further inotify instance, whole pipe, or descriptor under way. 25 us.
+
+    The kernel exempts root with its rights from the limit of pipes, and pid 1 has given these up.
+    """
     try:
         os.close(kernel.inotify())
+        pipe = os.pipe()
+        capacity = fcntl.fcntl(pipe[0], fcntl.F_GETPIPE_SZ)
+        close_all(pipe)
+        if capacity < _PIPE_BYTES:
+            return True
         ours, theirs = socket.socketpair()
         with ours, theirs:
             socket.send_fds(ours, [b"x"], [ours.fileno()])
@@ -33,12 +50,12 @@ def are_exhausted() -> bool:
     return False
 
 
-def held(pids: Iterable[int]) -> int:
-    """Return how many inotify instances and descriptors under way some processes hold; 10 us a descriptor.
+def held(pids: Iterable[int]) -> float:
+    """Return how much of what `SHARE` bounds some processes hold; 10 us a descriptor.
 
     A process that hides its descriptors from others (PR_SET_DUMPABLE) counts as one that holds too many.
     """
-    count = 0
+    count, pipes = 0.0, dict[str, float]()
     for pid in pids:
         try:
             for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
@@ -46,12 +63,20 @@ def held(pids: Iterable[int]) -> int:
                 count += link == "anon_inode:inotify"
                 if link.startswith("socket:"):
                     count += _under_way(f"/proc/{pid}/fdinfo/{name}")
+                elif link.startswith("pipe:") and link not in pipes:
+                    pipes[link] = _capacity(f"/proc/{pid}/fd/{name}") / _PIECE
         except PermissionError:
             count += SHARE + 1
         except OSError:
             # The process or the descriptor is gone.
             continue
-    return count
+    return count + sum(pipes.values())
+
+
+def _capacity(path: str) -> int:
+    """Return the capacity of a pipe in bytes."""
+    with Opened(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as end:
+        return fcntl.fcntl(end, fcntl.F_GETPIPE_SZ)
 
 
 def _under_way(path: str) -> int:

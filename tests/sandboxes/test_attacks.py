@@ -4,6 +4,8 @@ import asyncio
 import os
 from pathlib import Path
 
+import pytest
+
 from bench import attacks, attacks_on_data
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import local_driver
@@ -19,12 +21,14 @@ def through(outcomes: list[attacks_on_data.Outcome]) -> list[attacks_on_data.Out
     return [outcome for outcome in outcomes if not outcome.contained and outcome.name not in KNOWN]
 
 
+@pytest.mark.alone
 def test_nothing_gets_out_of_local_sandboxes(data_dir: Path) -> None:
     require_sandboxes()
     ground = attacks.Ground("local", local_driver, {})
     assert through(asyncio.run(attacks.attack_machine(ground, data_dir))) == []
 
 
+@pytest.mark.alone
 def test_nothing_gets_out_of_images(data_dir: Path) -> None:
     require_sandboxes()
     folder = data_dir / "attacked-image"

@@ -106,7 +106,8 @@ def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
 
 DONE = messages.CallDone(
     messages.FileOutcome(200, "text/plain"), 0.5, changed_session=False, changed_processes=False, changed_files=True,
-    settling=False, host_full=False, state=messages.StateSummary(StateDigest(b"\0", b"\xff"), None, restless=False),
+    settling=False, host_full=False, short=False,
+    state=messages.StateSummary(StateDigest(b"\0", b"\xff"), None, restless=False),
 )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from sandboxes.linux import user_counts
 HOLD = {
     "inotify": "import ctypes; [ctypes.CDLL(None).inotify_init() for _ in range(60)]",
     "descriptors in a socket": "import socket; a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [0] * 60)",
+    "pipes": "import fcntl, os; [fcntl.fcntl(os.pipe()[1], 1031, 1 << 20) for _ in range(13)]",
+    "small pipes": "import os; [os.pipe() for _ in range(100)]",
     "hidden": "import ctypes; ctypes.CDLL(None).prctl(4, 0)",
     "few": "import ctypes; [ctypes.CDLL(None).inotify_init() for _ in range(5)]",
 }
@@ -31,7 +33,8 @@ def holder(what: str) -> Iterator[int]:
             process.kill()
 
 
-@pytest.mark.parametrize(("what", "too_many"), [("inotify", True), ("descriptors in a socket", True), ("few", False)])
+@pytest.mark.parametrize(("what", "too_many"), [("inotify", True), ("descriptors in a socket", True), ("few", False),
+                                               ("pipes", True), ("small pipes", False)])  # fmt: skip
 def test_held_counts_what_processes_hold(what: str, too_many: bool) -> None:
     with holder(what) as pid:
         assert (user_counts.held([pid]) > user_counts.SHARE) is too_many

@@ -23,7 +23,6 @@ from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
-
 from sandboxes.local.host_base import in_sight
 from sandboxes.local.layers import drop
 from sandboxes.spec import Archive, EnvironmentSpec

@@ -1,0 +1,46 @@
+"""While the machine has none left of what all sandboxes share, an answer is its rollout's own."""
+
+import asyncio
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from sandboxes.calls import ToolCall
+from sandboxes.driver import Sandbox
+from sandboxes.linux.descriptors import close_all
+from sandboxes.spec import EnvironmentSpec
+from tests.sandboxes.box import local_driver, opened
+
+_LARGE = 1 << 20
+_ALLOWED = int(Path("/proc/sys/fs/pipe-user-pages-soft").read_text()) * os.sysconf("SC_PAGESIZE")
+"""The bytes that the pipes of a user without rights may have."""
+READ = "python3 -c 'import fcntl, os; print(fcntl.fcntl(os.pipe()[0], 1032))'"
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may hold more in pipes than it may")
+def test_answers_of_a_shortage_are_their_rollouts_own(data_dir: Path) -> None:
+    """A new pipe is smaller then: a write that fits otherwise does not, and a program that tests it fails."""
+
+    async def told(sandbox: Sandbox) -> tuple[bytes, bool]:
+        execution = await sandbox.execute(ToolCall("shell", "exec", {"command": READ, "session": "main"}))
+        return execution.result.body, execution.shareable
+
+    async def go() -> None:
+        async with opened(local_driver(data_dir)) as driver:
+            sandbox = await driver.start(EnvironmentSpec())
+            assert (whole := await told(sandbox))[1]
+            pipes: list[int] = []
+            try:
+                for _ in range(_ALLOWED // _LARGE + 1):
+                    pipes += os.pipe()
+                    fcntl.fcntl(pipes[-1], fcntl.F_SETPIPE_SZ, _LARGE)
+                small, shared = await told(sandbox)
+            finally:
+                close_all(pipes)
+            assert (small != whole[0], shared) == (True, False)
+            assert await told(sandbox) == whole
+
+    asyncio.run(go())
