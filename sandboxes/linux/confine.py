@@ -158,8 +158,8 @@ def program(machine: str) -> bytes:
     instructions += [_instruction(_LOAD, _NUMBER_OFFSET)]
     if machine == "x86_64":
         instructions += [_instruction(_AT_LEAST, _X32_BIT, 0, 1), unknown]
-    for number in (_CLONE3, _IO_SETUP[machine]):
-        instructions += [_instruction(_EQUAL, number, 0, 1), unknown]
+    for absent in (_CLONE3, _IO_SETUP[machine]):
+        instructions += [_instruction(_EQUAL, absent, 0, 1), unknown]
     instructions += [_instruction(_AT_LEAST, _LAST_CALL + 1, 0, 1), unknown]
     for number in numbers:
         instructions += [_instruction(_EQUAL, number or 0, 0, 1), refused]
