@@ -118,7 +118,7 @@ class Settings(BaseSettings):
         default=2_000_000, ge=0, description="Most nodes and records in memory, about 1 kB each."
     )
     audit_share: float = Field(
-        default=0.0,
+        default=0.01,
         ge=0,
         le=1,
         description="The share of hits that audits check in the background by running their calls again; 0 for none.",

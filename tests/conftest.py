@@ -16,6 +16,9 @@ from tests.turns import turn
 # Failed assertions in modules that tests share are explained like those in tests.
 pytest.register_assert_rewrite("tests.sandboxes", "tests.proxy", "tests.agents", "tests.machine", "tests.storm")
 
+# Audits in the background would execute calls that tests count. Tests of them set a share of their own.
+os.environ.setdefault("FORKPOINT_AUDIT_SHARE", "0")
+
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")

@@ -16,6 +16,7 @@ Theory of operation:
 """
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
@@ -26,7 +27,7 @@ from typing import Literal
 import structlog
 
 from proxy.audit.noise_masks import Masks, masked
-from proxy.audit.sampling import ReplayPath, cover, sample_calls
+from proxy.audit.sampling import ReplayPath, cover, reaches_outside, sample_calls
 from proxy.dialects.rule_schema import steady
 from proxy.execution.divergence import ANSWER_DIFFERS, divergence, gap_s, require_conclusive, same_answer
 from proxy.execution.errors import StateLostError
@@ -117,15 +118,19 @@ class Auditor:
 
     # On demand
 
-    def begin(self, task: str, tree: Tree, top: Node, sample: int | None, seed: int | None) -> Tally:
+    def begin(
+        self, task: str, tree: Tree, top: Node, sample: int | None, seed: int | None, before: float = math.inf
+    ) -> Tally:
         """Start to check a sample of the calls recorded at the node `top` of a task's tree and below it.
 
-        A sample of None checks all calls. A seed draws the same sample again; None draws another each time. The
-        returned tally grows while the audit runs. Raises RefusalError (409) if an audit of this tree is running.
+        A sample of None checks all calls. A seed draws the same sample again; None draws another each time. Only calls
+        are checked that were recorded `before` a time, in seconds since 1970. The returned tally grows while the audit
+        runs. Raises RefusalError (409) if an audit of this tree is running.
         """
         if tree.id in self._running:
             raise RefusalError(409, "audit-runs", f"an audit of {task!r} is running. Wait for it, or DELETE it.")
-        records = sample_calls(top, sample, self._random if seed is None else random.Random(seed))  # noqa: S311
+        draw = self._random if seed is None else random.Random(seed)  # noqa: S311 - a sample, no secret
+        records = sample_calls(top, sample, draw, before)
         tally = Tally(of=len(records))
         running = self._owner.spawn("audit", self._run(tree, records, self.masks(task), tally))
         self._running[tree.id] = running, tally
@@ -183,8 +188,9 @@ class Auditor:
             node = None if tree is None or origin is None else tree.nodes.get(origin[1])
             records = () if node is None else tuple(node.records.values())
             record = next((record for record in records if record.id == number and not record.private), None)
-            if tree is None or record is None:
-                # The record was forgotten, or its tree is not in memory: reading it back is not worth one check.
+            if tree is None or record is None or reaches_outside(tree.spec):
+                # The record was forgotten, or its tree is not in memory: reading it back is not worth one check. Or the
+                # call would reach a real server once more, which only who asks for an audit may want.
                 continue
             tally = Tally(of=1)
             masks = self.masks(self._store.trees.task_of(tree.id))

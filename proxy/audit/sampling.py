@@ -1,11 +1,13 @@
 """Which recorded calls an audit runs again, and along which paths of the tree (pure)."""
 
+import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from proxy.tree.tree import Node, Record, path
+from sandboxes.spec import EnvironmentSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +34,27 @@ class ReplayPath:
                 yield step
 
 
-def sample_calls(top: Node, count: int | None, randomness: random.Random) -> list[Record]:
+def reaches_outside(spec: EnvironmentSpec) -> bool:
+    """Return whether a task's calls may reach servers or clients outside of its sandboxes."""
+    return spec.egress is not None or spec.driver in {"http", "client"}
+
+
+def sample_calls(top: Node, count: int | None, randomness: random.Random, before: float = math.inf) -> list[Record]:
     """Return a uniform sample of the calls that led to a node, or were recorded there or below.
 
-    Private calls and everything below them are left out: their answers are given to no other rollout. A count of None
-    returns all of the calls.
+    Private calls and everything below them are left out: their answers are given to no other rollout. Calls are left
+    out that were recorded at `before` or later, in seconds since 1970. A count of None returns all of the calls.
     """
     led = top.origin
-    records = [] if led is None or led.private or led.differs else [led]
+    records = [] if led is None or led.private or led.differs or led.recorded_at >= before else [led]
     stack = [top]
     while stack:
         node = stack.pop()
         for record in node.records.values():
             if record.private or record.differs:
                 continue
-            records.append(record)
+            if record.recorded_at < before:
+                records.append(record)
             if record.target.origin is record:
                 stack.append(record.target)
     if count is None or count >= len(records):

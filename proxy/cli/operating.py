@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,17 +11,22 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from proxy.cli.client import LONG_S, ControlClient, fail, given
+from proxy.cli.completion import complete_task
 from proxy.cli.options import FileToWrite, JsonOption, NodeArgument, RootOption, SnapshotsOption, TaskArgument
 from proxy.cli.output import print_json, show
 from proxy.cli.progress import CHUNK, bytes_bar, download, progress_bar
 
+_TIMES = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S"]
 _POLL_S = 0.5
 """Interval at which the progress of an audit is polled."""
 
 
 def verify(
     proxy: ControlClient,
-    task: TaskArgument,
+    task: Annotated[
+        str | None,
+        typer.Argument(help="Only this task.", metavar="TASK", show_default="all tasks", autocompletion=complete_task),
+    ] = None,
     sample: Annotated[
         int, typer.Option(help="Number of recorded calls to check, drawn evenly.", min=1, max=1_000_000)
     ] = 100,
@@ -28,16 +34,32 @@ def verify(
     node: Annotated[str | None, typer.Option(help="Check only the calls at this node and below.")] = None,
     root: RootOption = None,
     seed: Annotated[int | None, typer.Option(help="The same seed draws the same sample.", min=0)] = None,
+    before: Annotated[
+        datetime | None,
+        typer.Option(formats=_TIMES, help="Check only calls that were recorded before this time, in UTC."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Run recorded calls again in fresh sandboxes and compare the results. Exits with 1 if a call differs."""
+    tasks = [item["name"] for item in proxy.items("tasks")] if task is None else [task]
+    if task is None and (node or root):
+        fail("Name the task of this node.")
+    until = None if before is None else before.replace(tzinfo=UTC).isoformat()
+    body = {"sample": None if everything else sample, "seed": seed, "before": until}
+    if any([_differs(proxy, name, node, root, body, json=json) for name in tasks]):  # noqa: C419 - each is verified
+        raise typer.Exit(1)
+
+
+def _differs(
+    proxy: ControlClient, task: str, node: str | None, root: str | None, body: dict[str, Any], *, json: bool
+) -> bool:
+    """Verify one task, show what came of it, and return whether a call differs."""
     from proxy.cli.rendering.views import render_audit
 
     which = given(root=node or root)
     # --root may be any node of the tree, but the audit is to cover the whole tree: ask for its root.
     top = node or (root and proxy.request("GET", "tasks", task, "audit", params=which)["root"])
-    body = {"sample": None if everything else sample, "node": top, "seed": seed}
-    begun = proxy.request("POST", "tasks", task, "verify", json=body)
+    begun = proxy.request("POST", "tasks", task, "verify", json={**body, "node": top})
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[differing]} differ"), TimeElapsedColumn(),
@@ -51,8 +73,7 @@ def verify(
             time.sleep(_POLL_S)
         progress.update(bar, completed=begun["of"])
     show(view, render_audit, json=json)
-    if view["findings"]:
-        raise typer.Exit(1)
+    return bool(view["findings"])
 
 
 class ClusterAction(StrEnum):

@@ -1,10 +1,11 @@
 """Routes of audits: show the findings, set the noise masks, start and stop an audit."""
 
+import math
 from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Response
-from pydantic import BaseModel, Field
+from pydantic import AwareDatetime, BaseModel, Field
 
 from proxy.audit.auditor import SampleSource, Tally
 from proxy.audit.confidence import CONFIDENCE, clopper_pearson
@@ -116,11 +117,13 @@ class AuditRequest(BaseModel):
         node: Checks only this node and its subtree; null for the current tree. The root of another tree selects that
             tree.
         seed: Draws the same sample again; null for a random one.
+        before: Checks only calls that were recorded before this time; null for all.
     """
 
     sample: int | None = Field(default=100, ge=1, le=1_000_000)
     node: NodeName | None = None
     seed: int | None = Field(default=None, ge=0, le=1 << 62, description="The same seed draws the same sample.")
+    before: AwareDatetime | None = None
 
 
 def bounds(rows: list[tuple[str, int, int, int, float]]) -> list[Bound]:
@@ -160,7 +163,8 @@ async def verify(
     """Start an audit: recorded calls run again in fresh sandboxes. GET …/audit shows its progress."""
     audit = audit or AuditRequest()
     tree, top = (task.tree, task.tree.root) if audit.node is None else position_of(engine, task, audit.node)
-    return _progress(engine.audit.begin(task.name, tree, top, audit.sample, audit.seed))
+    before = math.inf if audit.before is None else audit.before.timestamp()
+    return _progress(engine.audit.begin(task.name, tree, top, audit.sample, audit.seed, before))
 
 
 @router.delete("/tasks/{task}/verify", status_code=204, response_class=Response, name="stop_audit")

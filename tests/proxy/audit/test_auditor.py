@@ -13,6 +13,7 @@ import orjson
 from proxy.audit.auditor import Tally
 from proxy.audit.confidence import clopper_pearson
 from proxy.audit.noise_masks import Masks
+from proxy.audit.sampling import reaches_outside
 from proxy.engine import Engine
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.task import Task
@@ -243,3 +244,22 @@ def test_masked_noise_is_no_difference(tmp_path: Path) -> None:
             assert (await verified(running, task, sample=None)).differing == 0
 
     asyncio.run(go())
+
+
+def test_an_audit_before_a_time_leaves_out_what_came_later(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with recorded(tmp_path, calls=20) as (running, task):
+            times = sorted(record.recorded_at for node in task.tree.nodes.values() for record in node.records.values())
+            middle = times[len(times) // 2]
+            tally = running.audit.begin(task.name, task.tree, task.tree.root, None, 0, middle)
+            assert tally.of == sum(time < middle for time in times)
+            await running.audit.stop(task.tree)
+
+    asyncio.run(go())
+
+
+def test_calls_to_servers_outside_are_not_repeated_in_the_background() -> None:
+    assert reaches_outside(
+        EnvironmentSpec.model_validate({"driver": "http", "servers": {"api": {"upstream": "http://127.0.0.1:1"}}})
+    )
+    assert not reaches_outside(EnvironmentSpec())
