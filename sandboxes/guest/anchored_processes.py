@@ -59,7 +59,11 @@ class AnchoredProcesses:
     def reap(self) -> None:
         """Collect processes that ended as children of pid 1, because their anchor was gone."""
         # The kernel gives orphans to pid 1, which has to wait for them (wait(2)). Their codes are kept for `status_of`.
-        self._ended |= processes.reap()
+        ended = processes.reap()
+        self._ended |= ended
+        if self.anchor is not None and self.anchor.pid in ended:
+            # Now, because another process may get its pid.
+            self._drop_anchor()
 
     def kill_except(self, spared: set[processes.Process], first: int | None = None) -> None:
         """Kill all processes but the spared ones; see `processes.kill_except`."""

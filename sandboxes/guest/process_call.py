@@ -58,12 +58,13 @@ def run(
     watch: Callable[[], str | None],
     client_detached: Callable[[], bool],
     files: Changes,
+    deaths: int,
 ) -> tuple[ProcessOutcome, bool]:
     """Run a process until it ends, its time is up, or its client leaves it.
 
     `watch` says, called again and again, that the disk has run out. `client_detached` takes a message from the proxy
-    and returns whether the client has left the process. Return how it ended, and whether it was killed because the
-    machine's disk was nearly full.
+    and returns whether the client has left the process. `deaths` is readable when `watch` has to be called at once.
+    Return how it ended, and whether it was killed because the machine's disk was nearly full.
     """
     # A socket of its own for output: frames of a long output must not delay answers on the main socket.
     proxys, ours = socket.socketpair()
@@ -80,7 +81,7 @@ def run(
             return ProcessOutcome(126, timed_out=False), False
         until, detached = time.monotonic() + request.timeout_s, bool(request.arguments.get("detach"))
         # The deadline is a moment and not a duration, because a process that is left in the background keeps it.
-        ending = process.running.pump(until, link.fileno(), watch, client_detached, detach=detached)
+        ending = process.running.pump(until, link.fileno(), deaths, watch, client_detached, detach=detached)
         # A process can nest directories faster than the watch looks, and output cannot follow its end.
         if ending == "ended" and files.nests_too_deep():
             ending = "depth"

@@ -28,6 +28,7 @@ from sandboxes.guest.anchored_processes import known
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcesses, PendingOutput
 from sandboxes.guest.bash.session import MalformedDumpError, is_lost
+from sandboxes.guest.child_deaths import ChildDeaths
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import child as file_child
 from sandboxes.guest.files import deleted_files
@@ -95,6 +96,7 @@ class Supervisor:
         self.survivors = Survivors(shells, background, self.living)
         self.stillness = Stillness()
         self._sockets, self._looks = sockets, ShellLooks(shells)
+        self._deaths = ChildDeaths()
         self._live: LiveState | None = None
 
     # -- waiting -----------------------------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ class Supervisor:
             outputs = self._outputs if self.survivors else {}
             if not self._listen(outputs, self.background.within_ms if self.survivors else None):
                 return None
-            self.shells.reap()
+            self._collect()
             self.background.drain()
             if self.survivors:
                 self._require_bounds()
@@ -126,7 +128,7 @@ class Supervisor:
     def _listen(self, outputs: Mapping[int, Output | Log | PendingOutput], within_ms: int | None) -> bool:
         """Wait for the proxy or for output, for at most within_ms; return False if the proxy is gone."""
         waiting = poll()
-        for fd in (self.link.fileno(), *outputs):
+        for fd in (self.link.fileno(), self._deaths.fileno(), *outputs):
             waiting.register(fd, POLLIN)
         events = waiting.poll(within_ms)
         for fd, event in events:
@@ -139,6 +141,11 @@ class Supervisor:
             elif fd == self.link.fileno():
                 return self.link.receive()
         return True
+
+    def _collect(self) -> None:
+        """Collect the children of this process that have ended; what they ended with is kept for `status_of`."""
+        self._deaths.clear()
+        self.shells.reap()
 
     def _require_peers(self, readable: set[int]) -> None:
         """End this process if the proxy has hung up: no request comes from it during a call but `Detach`."""
@@ -155,11 +162,13 @@ class Supervisor:
     def _call_watch(self) -> Callable[[], str | None]:
         """Return a function to be called again and again during a call; it says which limit of disk is exceeded.
 
-        It also drains servers and background processes: they run during the call, and a full pipe would stop them.
+        It also collects orphans, as the parent that they have now, and it drains servers and background processes: they
+        run during the call, and a full pipe would stop them.
         """
         takes_too_much = user_counts.watch(self._pids)
 
         def watch() -> str | None:
+            self._collect()
             self.background.look()
             for log in self.servers.outputs.values():
                 log.drain()
@@ -168,20 +177,13 @@ class Supervisor:
 
         return watch
 
-    def living(self, ours: Collection[int] = (), *, collects: bool = True) -> set[Process]:
-        """Return all processes of the sandbox but some.
-
-        Children that have ended are collected first, which takes their exit status from others, unless `collects` is
-        false.
-        """
-        if collects:
-            self.shells.reap()
+    def living(self, ours: Collection[int] = ()) -> set[Process]:
+        """Return all processes of the sandbox but some. Children that have ended are collected first."""
+        self.shells.reap()
         return list_processes(ours)
 
     def _pids(self) -> list[int]:
-        # During a call the starter of a child collects it, and may still signal it.
-        living = self.living(collects=False)
-        return [pid for pid, _ in living if pid not in self.shells.hidden_pids]
+        return [pid for pid, _ in self.living() if pid not in self.shells.hidden_pids]
 
     def _takes_too_much(self) -> bool:
         """Return whether what survives holds what the machine has none left of."""
@@ -291,7 +293,7 @@ class Supervisor:
     def _run_process(self, request: RunProcess, stdin: bytes) -> Performed:
         outcome, host_full = process_call.run(
             self.link, self.shells, self.background, self.servers, request, stdin,
-            self._call_watch(), self._client_detached, self.changes,
+            self._call_watch(), self._client_detached, self.changes, self._deaths.fileno(),
         )  # fmt: skip
         return Performed(outcome, host_full=host_full)
 
@@ -392,6 +394,7 @@ class Supervisor:
             waiting.register(fd, POLLIN)
         # Not POLLIN: the proxy sends no request during a command, so only its hanging up matters.
         waiting.register(self.link, POLLHUP | POLLRDHUP)
+        waiting.register(self._deaths, POLLIN)
         while (remaining_s := deadline - time.monotonic()) > 0:
             events = {fd for fd, _ in waiting.poll(max(1, min(remaining_s, WATCH_S) * 1000))}
             for fd in events & outputs.keys():
