@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from sandboxes.oom_scores import BECOME_AGENT
 from sandboxes.shell_text import quote
 
 TEXT_FD = 29
@@ -26,9 +27,7 @@ def text(fields: Mapping[str, Any], env: Mapping[str, str], *, redirections: str
     words = " ".join(quote(_bytes(word)) for word in fields["argv"])
     given = " ".join(quote(_bytes(f"{name}={value}")) for name, value in env.items())
     lines = (
-        # The anchor is protected from the OOM killer and its children inherit that, so the process takes an ordinary
-        # score first.
-        "printf 0 2>/dev/null >/proc/self/oom_score_adj", f"exec {redirections}", *known,
+        BECOME_AGENT, f"exec {redirections}", *known,
         f"PATH={quote(env['PATH'])}", f"set -- {words}", _LOOK, f"fp_given=({given})", _BECOME,
         _RUN,
     )  # fmt: skip

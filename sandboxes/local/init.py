@@ -65,9 +65,6 @@ def run(
     for path in cgroups:
         with open(path, "w") as file:  # noqa: PTH123
             file.write("0")
-    # If a command takes all memory, the OOM killer should end the command and not the process that reports it.
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
-        file.write("-900")
     # The pid namespace is not in this list: the launcher's fork was born in it.
     kernel.unshare(NAMESPACES)
     # After the groups were joined: they become the root of what the sandbox sees of control groups.

@@ -477,3 +477,23 @@ def _running_below(data_dir: Path) -> list[str]:
         except OSError:
             continue
     return results
+
+
+SCORES = "cat /proc/self/oom_score_adj /proc/1/oom_score_adj; echo 0 >/proc/self/oom_score_adj && echo lowered"
+
+
+def test_oom_scores_are_equal_in_all_sandboxes(data_dir: Path) -> None:
+    """Agents' processes are ended first, and can be on a level with pid 1 at most, however their sandbox began."""
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "x=1; echo x > x")
+        files = await sandbox.freeze()
+        await run(sandbox, "sleep 1000 &")
+        live = await sandbox.freeze()
+        for box in (await driver.start(SPEC), await driver.restore(SPEC, files), await driver.restore(SPEC, live), sandbox):
+            assert (await run(box, SCORES)).out == "500\n0\nlowered\n"
+            assert (await run(box, SCORES, session="other")).out == "500\n0\nlowered\n"
+            assert (await ran(box, "bash", "-c", SCORES, cwd="/")).out == b"500\n0\nlowered\n"
+
+    driven(data_dir, test)
