@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sandboxes.oom_scores import BECOME_AGENT
-from sandboxes.shell_text import quote
+from sandboxes.shell_text import BECOME_AGENT, quote
 
 TEXT_FD = 29
 """The descriptor from which bash reads the script."""

@@ -22,6 +22,7 @@ from sandboxes.ipc.messages import ProcessOutcome, ProcessStarted, RunProcess
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.processes import death_of
+from sandboxes.linux.user_counts import PidsLimit
 from sandboxes.process_output import OUT, frame
 
 
@@ -59,6 +60,7 @@ def run(
     client_detached: Callable[[], bool],
     files: Changes,
     deaths: int,
+    limit: PidsLimit,
 ) -> tuple[ProcessOutcome, bool]:
     """Run a process until it ends, its time is up, or its client leaves it.
 
@@ -85,9 +87,11 @@ def run(
         # A process can nest directories faster than the watch looks, and output cannot follow its end.
         if ending == "ended" and files.nests_too_deep():
             ending = "depth"
+        if ending == "ended" and limit.reached() is not None:
+            ending = "pids"
         kept = "process" in request.arguments
         # A process that its client has left goes on; every other ending but its own is a kill.
-        if ending in {"timeout", "disk", "depth", "host"}:
+        if ending in {"timeout", "disk", "depth", "pids", "host"}:
             process.kill()
         elif ending == "detached" and kept:
             # The time limit goes on counting in the background.

@@ -89,7 +89,7 @@ class Running:
         *,
         detach: bool,
     ) -> str:
-        """Pass input and output on; return "ended", "timeout", "disk", "depth", "host" or "detached".
+        """Pass input and output on; return "ended", "timeout", "disk", "depth", "pids", "host" or "detached".
 
         The process's time is up at `until`, by `time.monotonic`. `over_disk` says, called again and again, that the
         disk has run out, and at once when `deaths` is readable. When `driver`, the proxy's socket, is readable, `client_detached` returns whether the client

@@ -26,8 +26,7 @@ from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import Opened, close_all, read_available, write_out
 from sandboxes.linux.processes import death_of
-from sandboxes.oom_scores import BECOME_AGENT
-from sandboxes.shell_text import quote
+from sandboxes.shell_text import BECOME_AGENT, quote
 
 TAIL_BYTES = 1 << 14
 """How much of a server's log is kept, from its end. It is only quoted in errors."""

@@ -1,11 +1,26 @@
-"""Reads and writes OOM scores (proc_pid_oom_score_adj(5)); `sandboxes.oom_scores` says which process has which."""
+"""The OOM scores of Forkpoint's processes: which of them the kernel ends first when memory runs out."""
+
+# Theory of operation. The kernel adds a score to the share of memory that a process holds, and ends the process with
+# the largest sum (proc_pid_oom_score_adj(5)).
+#
+# 1. A writer with CAP_SYS_RESOURCE sets two numbers: the score, and the lowest score that the process can give itself
+#    later. Every fork inherits both. So a sheltered process would let all that descend from it shelter themselves.
+# 2. The proxy is sheltered. The launcher gives itself 0 again while it has the capability, so 0 is the lowest score in a
+#    sandbox. Pid 1 and the anchor keep it.
+# 3. Each process that runs what an agent asked for raises itself before, which takes no right. So do the zygotes.
+# 4. CRIU has the capability when it writes the scores of restored processes. `let_lower` then sets their lowest
+#    score to 0 again.
 
 import contextlib
 from collections.abc import Iterable
 
-from sandboxes import oom_scores
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.processes import shown
+
+PROXY = -500
+"""The score of the proxy: it loses against any process unless it holds half of the memory itself."""
+SANDBOX = 0
+"""The score of pid 1 and of the anchor of a sandbox, and the lowest that an agent's processes can have."""
 
 
 def write(score: int, process: int | str = "self") -> None:
@@ -21,8 +36,8 @@ def read(process: int | str = "self") -> int:
 
 def shelter() -> None:
     """Give this process the score of the proxy, unless it has a lower one already."""
-    if read() > oom_scores.PROXY:
-        write(oom_scores.PROXY)
+    if read() > PROXY:
+        write(PROXY)
 
 
 def let_lower(pids: Iterable[int]) -> None:
@@ -36,8 +51,8 @@ def let_lower(pids: Iterable[int]) -> None:
     scores = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            scores[pid] = max(read(pid), oom_scores.SANDBOX)
-            write(oom_scores.SANDBOX, pid)
+            scores[pid] = max(read(pid), SANDBOX)
+            write(SANDBOX, pid)
     # Without the capability, which stays permitted, a write changes the score alone.
     kernel.capset(1 << kernel.CAP_DAC_OVERRIDE, permitted)
     try:

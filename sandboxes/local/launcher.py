@@ -20,7 +20,6 @@ import socket
 import stat
 import sys
 
-from sandboxes import oom_scores
 from sandboxes.guest.criu_launch import CriuFiles, operate
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
@@ -335,7 +334,7 @@ def main() -> None:
     """Run the launcher. Arguments: the socket's descriptor, and the directory for the host's view."""
     driver = connect()
     # Before the first fork, and with the right to it: no process of a sandbox can get a lower score then.
-    oom_score.write(oom_scores.SANDBOX)
+    oom_score.write(oom_score.SANDBOX)
     # The kernel reaps children; the driver watches them by their process descriptors.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     privileged = os.geteuid() == 0

@@ -20,13 +20,13 @@ import socket
 import sys
 from pathlib import Path
 
-from sandboxes import oom_scores
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
 from sandboxes.ipc.launch_messages import ForkServerReady
 from sandboxes.ipc.messages import Failed
 from sandboxes.linux import confine, landlock, oom_score
 from sandboxes.linux import syscalls as kernel
+from sandboxes.shell_text import AGENT_SCORE
 from sandboxes.workers import worker
 from sandboxes.workers.engine import module_of
 from sandboxes.workers.messages import EndWorker, ForkWorker, WorkerEnded, WorkerForked
@@ -116,7 +116,7 @@ def main() -> None:
     """Serve the driver: argv is its descriptor, the engine, the data directory, and "network" or "alone"."""
     driver = connect()
     # The workers hold what an agent's calls take, and inherit the score.
-    oom_score.write(oom_scores.AGENT)
+    oom_score.write(AGENT_SCORE)
     engine, data_dir, network = sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "network"
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -8,8 +8,7 @@ does not take the rest along.
 import re
 
 from sandboxes.guest.bash.session import BEGIN_DUMP, DECLARE, FUNCTIONS, KEPT, NEEDED, split_unquoted, wary_run
-from sandboxes.oom_scores import BECOME_AGENT
-from sandboxes.shell_text import ShellSession, quote
+from sandboxes.shell_text import BECOME_AGENT, ShellSession, quote
 
 _DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
 _DEFAULT_SHOPTS = [

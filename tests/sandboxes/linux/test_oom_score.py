@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from sandboxes import oom_scores
 from sandboxes.linux import oom_score
 from sandboxes.linux import syscalls as kernel
 
@@ -66,7 +65,7 @@ def test_without_the_right_scores_stay(on: Callable[[int, int], Kernel]) -> None
     assert model.processes[2] == (500, 500)
 
 
-@pytest.mark.parametrize(("own", "expected"), [(0, oom_scores.PROXY), (300, oom_scores.PROXY), (-997, -997)])
+@pytest.mark.parametrize(("own", "expected"), [(0, oom_score.PROXY), (300, oom_score.PROXY), (-997, -997)])
 def test_the_proxy_is_sheltered(on: Callable[[int, int], Kernel], own: int, expected: int) -> None:
     """A proxy that was given a lower score keeps it."""
     model = on(own, ALL)
