@@ -28,7 +28,7 @@ from sandboxes.guest import dir_watch, process_call
 from sandboxes.guest.anchored_processes import ChildDeaths, known
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcesses, PendingOutput
-from sandboxes.guest.bash.session import MalformedDumpError, is_lost
+from sandboxes.guest.bash.session import MalformedDumpError, is_lost, without_loss
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import child as file_child
 from sandboxes.guest.files import deleted_files
@@ -73,8 +73,8 @@ from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.user_counts import PidsLimit
 
 _NO_DESCRIPTORS = (
-    "the command left its session's shell too few file descriptors (ulimit -n). Lower the limit in a subshell, "
-    "or to 64 at least"
+    b"\n[forkpoint: the session stays as it was before this call: the command has closed all descriptors up to 1000, or "
+    b"left its shell too few of them (ulimit -n)]\n"
 )
 CallRequest = RunCommand | RunFileOperation | RunProcess | UseBackgroundProcess | UseServer
 """Requests that are calls: their effects are measured and reported."""
@@ -406,11 +406,12 @@ class Supervisor:
         # The writers are gone or idle now: what is still in the pipes is the last of the command's output.
         for output in (shell.out, shell.err):
             output.drain(self.background.max_bytes)
-        if ending == "died" and is_lost(code, *(bytes(output.end or output.data) for output in (shell.out, shell.err))):
-            # One bash would go on. Not its session but our access to it is gone, so there is no result.
-            raise ShellStartError(_NO_DESCRIPTORS)
+        lost = ending == "died" and is_lost(code, *(bytes(output.end or output.data) for output in (shell.out, shell.err)))
         truncated = bool(shell.out.dropped or shell.err.dropped)
         out, err = shell.out.take(), shell.err.take()
+        if lost:
+            # One bash would go on. Not its session but our access to it is gone.
+            code, notes, (out, err) = 1, _NO_DESCRIPTORS, without_loss(out, err)
         if ending != "dump":
             # One whose dump was malformed still runs.
             (self.shells.kill if ending == "malformed" else self.shells.forget)(shell)
