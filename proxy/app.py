@@ -31,6 +31,7 @@ from proxy.workers.division import claim, settings_of
 from proxy.workers.supervisor import WorkerFailedError, supervise
 from proxy.workers.worker import Worker
 from sandboxes.driver import Driver
+from sandboxes.linux import oom_score
 from sandboxes.plugins import CheckpointerFactory, DriverContext, PluginError, make_driver, no_checkpointer
 from snapshots.criu.checkpoints import CriuCheckpointer
 
@@ -105,6 +106,8 @@ def run(settings: Settings, inherited: int | None = None) -> None:
                 "tasks without a base of their own run on this machine's system (base: host), which is for trying out: "
                 "each change of the machine begins new trees. See docs/tasks.md."
             )
+        # Before the first process is started: workers inherit it.
+        oom_score.shelter()
         if settings.workers == 1:
             _serve(settings, listener)
         else:

@@ -8,6 +8,11 @@ ShellSession = dict[str, Any]
 Jobs = tuple[str, ...]
 """The jobs of a shell: `[2]+ 31` and ` 32` for the processes of job 2, `$! 32` for the last background process."""
 
+AGENT_SCORE = 500
+"""The OOM score of processes that run what an agent asked for; see `linux.oom_score`."""
+BECOME_AGENT = f"\\builtin printf {AGENT_SCORE} 2>/dev/null >/proc/self/oom_score_adj"
+"""What a shell runs to get that score. Without /proc it keeps its own."""
+
 
 def quote(text: str) -> str:
     """Return text without NUL as a single-quoted word of any POSIX shell; line breaks stay part of it.

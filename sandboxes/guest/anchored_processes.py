@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TypeVar
 
 from sandboxes.guest.anchors.anchor import Anchor, ShellStartError
@@ -14,6 +14,7 @@ from sandboxes.guest.anchors.programs import start_anchor
 from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.users import User, has_several
 from sandboxes.linux import processes
+from sandboxes.linux.descriptors import read_available
 from sandboxes.linux.live_state import passed_on, settings
 from sandboxes.linux.spawn import BASH
 
@@ -24,6 +25,30 @@ MAX_KILL_S = 10.0
 _REPARENTED_S = 0.001
 """How often a look is taken whether an orphan has become a child of pid 1. It takes microseconds on an idle machine."""
 StartedT = TypeVar("StartedT")
+
+
+class ChildDeaths:
+    """Wakes a `poll` for each child of this process that ends.
+
+    In a sandbox that a checkpoint brought back, pid 1 can be the parent of a daemon: CRIU makes the leader of the
+    daemon's session again, and the daemon is an orphan when that leader ends. Then pid 1 has to collect the daemon as
+    promptly as the anchor does, because programs look whether the pid is gone.
+    """
+
+    def __init__(self) -> None:
+        """Begin to wake. A process can have one such object only."""
+        self._reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # The signal has to have a handler, or the interpreter writes nothing to the pipe.
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def fileno(self) -> int:
+        """Return the descriptor, for `select.poll`."""
+        return self._reading
+
+    def clear(self) -> None:
+        """Forget what came, before the children are collected."""
+        read_available(self._reading)
 
 
 def known(status: int | None) -> int:
@@ -38,11 +63,13 @@ class AnchoredProcesses:
 
     Attributes:
         anchor: The anchor; None until the first process is started, and after the agent has killed it.
+        make_room: Called when no process can be started. It returns whether it has ended some that were too many.
     """
 
     def __init__(self, user: User) -> None:
         self.user = user
         self.anchor: Anchor | None = None
+        self.make_room: Callable[[], bool] = lambda: False
         self._anchor_runs: dict[processes.Process, int] = {}
         self._ended: dict[int, int] = {}
 
@@ -59,9 +86,13 @@ class AnchoredProcesses:
     def reap(self) -> None:
         """Collect processes that ended as children of pid 1, because their anchor was gone."""
         # The kernel gives orphans to pid 1, which has to wait for them (wait(2)). Their codes are kept for `status_of`.
-        self._ended |= processes.reap()
+        ended = processes.reap()
+        self._ended |= ended
+        if self.anchor is not None and self.anchor.pid in ended:
+            # Now, because another process may get its pid.
+            self._drop_anchor()
 
-    def kill_except(self, spared: set[processes.Process], first: int | None = None) -> None:
+    def kill_except(self, spared: Set[processes.Process], first: int | None = None) -> None:
         """Kill all processes but the spared ones; see `processes.kill_except`."""
         self._ended |= processes.kill_except(spared, first=first)
 
@@ -126,6 +157,17 @@ class AnchoredProcesses:
         return self._under_the_anchor(lambda anchor: anchor.start_on(environment, fds, program, user, folder))
 
     def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
+        try:
+            return self._start_under_the_anchor(start)
+        except (ShellStartError, BlockingIOError) as error:
+            # What the agent runs has taken the last place. Once it is gone, the call can be answered.
+            if self.make_room():
+                return self._start_under_the_anchor(start)
+            if isinstance(error, BlockingIOError):
+                raise ShellStartError(f"no process can be started in this sandbox: {error.strerror}") from error
+            raise
+
+    def _start_under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
         # The agent may have killed the anchor at any time, even just now. Another loss has another cause.
         for _ in range(2):
             with contextlib.suppress(AnchorLostError):
@@ -156,7 +198,11 @@ class AnchoredProcesses:
 
 def _runs() -> bool:
     """Return whether the sandbox's bash can be executed. Called only after a failure."""
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except BlockingIOError:
+        # No answer: there are too many processes.
+        return True
     if pid == 0:
         try:
             os.execve(BASH, ["bash", "--noprofile", "--norc", "-c", "exit 42"], {})  # noqa: S606

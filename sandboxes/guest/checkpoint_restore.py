@@ -28,7 +28,7 @@ from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_start import adopt
 from sandboxes.guest.tool_servers import new_pipes as new_server_pipes
 from sandboxes.ipc.state_messages import Checkpoint
-from sandboxes.linux import processes
+from sandboxes.linux import oom_score, processes
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
 
@@ -94,6 +94,7 @@ class Restoring:
         processes.reap()
         set_last_pid(self._last_pid, checkpoint["last_pid"])
         os.close(self._last_pid)
+        oom_score.let_lower(checkpoint["pids"])
         shells = zip(checkpoint["shells"], self._shell_ends, strict=True)
         return Restored(
             adopted_anchor(checkpoint["anchor"], self._anchor_ends),

@@ -1,14 +1,19 @@
 """The script for bash that becomes a process of its own, as `docker exec` starts one."""
 
-from collections.abc import Mapping
+import resource
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sandboxes.shell_text import quote
+from sandboxes.guest.bash.session import OURS
+from sandboxes.shell_text import BECOME_AGENT, quote
 
-TEXT_FD = 29
+TEXT_FD = OURS
 """The descriptor from which bash reads the script."""
+_MOST_STACK_BYTES, _POINTER_BYTES = 6 << 20, 8
+"""The most that arguments and variables may take of any stack, and what each of them takes beside its text (execve(2))."""
 
 
+OCI_FAILED = "OCI runtime exec failed: exec failed"
 PROGRAM = f". /proc/self/fd/{TEXT_FD}"
 """The text for `bash -c`. The script may be longer than an argument can be, so bash reads it from a descriptor."""
 
@@ -19,6 +24,9 @@ def text(fields: Mapping[str, Any], env: Mapping[str, str], *, redirections: str
     The shell runs as the process's user already, and the redirections make its streams. `env` has all of its variables,
     and `terminal` is the path of its controlling terminal; empty for none.
     """
+    if is_too_long([*fields["argv"], *(f"{name}={value}" for name, value in env.items())]):
+        start = f"exec {fields['argv'][0]}"
+        return refusal(f"{OCI_FAILED}: unable to start container process: {start}: argument list too long: unknown", redirections)
     facts = {"cwd": fields["cwd"], "terminal": terminal, "quiet": "yes" if fields.get("detach") else ""}
     # Bytes as latin-1 characters: quoting then sees one character for each byte, whatever the encoding is.
     known = (f"fp_{name}={quote(_bytes(value))}" for name, value in facts.items())
@@ -26,13 +34,19 @@ def text(fields: Mapping[str, Any], env: Mapping[str, str], *, redirections: str
     words = " ".join(quote(_bytes(word)) for word in fields["argv"])
     given = " ".join(quote(_bytes(f"{name}={value}")) for name, value in env.items())
     lines = (
-        # The anchor is protected from the OOM killer and its children inherit that, so the process takes an ordinary
-        # score first.
-        "printf 0 2>/dev/null >/proc/self/oom_score_adj", f"exec {redirections}", *known,
+        BECOME_AGENT, f"exec {redirections}", *known,
         f"PATH={quote(env['PATH'])}", f"set -- {words}", _LOOK, f"fp_given=({given})", _BECOME,
         _RUN,
     )  # fmt: skip
     return ("\n".join(lines) + "\n").encode("latin-1")
+
+
+def is_too_long(words: Sequence[str]) -> bool:
+    """Return whether the kernel takes no such arguments and variables: one is too long, or all together (execve(2))."""
+    sizes = [len(_bytes(word)) + 1 for word in words]
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    room = _MOST_STACK_BYTES if stack == resource.RLIM_INFINITY else min(stack // 4, _MOST_STACK_BYTES)
+    return max(sizes) > 32 * resource.getpagesize() or sum(sizes) + _POINTER_BYTES * len(sizes) > room
 
 
 def refusal(reason: str, redirections: str) -> bytes:

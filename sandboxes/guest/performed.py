@@ -7,7 +7,7 @@ from sandboxes.guest.files.disk_watch import limit_note
 from sandboxes.guest.files.operations import problem
 from sandboxes.guest.process_io import OVER_DISK
 from sandboxes.ipc.codec import with_members
-from sandboxes.ipc.messages import CommandOutcome, FileOutcome, Outcome
+from sandboxes.ipc.messages import CommandOutcome, FileOutcome, Outcome, ProcessOutcome
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,19 @@ class Performed:
             case FileOutcome():
                 status, media_type, body = problem(507, "File operation failed", note.decode().strip("\n[]"))
                 return replace(self, outcome=FileOutcome(status, media_type), body=body)
+        return self
+
+    def out_of_processes(self) -> "Performed":
+        """Return what came of a call during which no further process could be started: the agent gets a line about it.
+
+        A process of its own has its output already.
+        """
+        match self.outcome:
+            case CommandOutcome() as outcome:
+                note = limit_note("pids", 0)
+                return replace(self, outcome=with_members(outcome, exit_code=OVER_DISK), body=self.body + note)
+            case ProcessOutcome(exit_code=int()) as outcome:
+                return replace(self, outcome=with_members(outcome, exit_code=OVER_DISK))
         return self
 
 

@@ -22,6 +22,7 @@ from sandboxes.ipc.messages import ProcessOutcome, ProcessStarted, RunProcess
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.processes import death_of
+from sandboxes.linux.user_counts import PidsLimit
 from sandboxes.process_output import OUT, frame
 
 
@@ -58,12 +59,14 @@ def run(
     watch: Callable[[], str | None],
     client_detached: Callable[[], bool],
     files: Changes,
+    deaths: int,
+    limit: PidsLimit,
 ) -> tuple[ProcessOutcome, bool]:
     """Run a process until it ends, its time is up, or its client leaves it.
 
     `watch` says, called again and again, that the disk has run out. `client_detached` takes a message from the proxy
-    and returns whether the client has left the process. Return how it ended, and whether it was killed because the
-    machine's disk was nearly full.
+    and returns whether the client has left the process. `deaths` is readable when `watch` has to be called at once.
+    Return how it ended, and whether it was killed because the machine's disk was nearly full.
     """
     # A socket of its own for output: frames of a long output must not delay answers on the main socket.
     proxys, ours = socket.socketpair()
@@ -80,13 +83,15 @@ def run(
             return ProcessOutcome(126, timed_out=False), False
         until, detached = time.monotonic() + request.timeout_s, bool(request.arguments.get("detach"))
         # The deadline is a moment and not a duration, because a process that is left in the background keeps it.
-        ending = process.running.pump(until, link.fileno(), watch, client_detached, detach=detached)
+        ending = process.running.pump(until, link.fileno(), deaths, watch, client_detached, detach=detached)
         # A process can nest directories faster than the watch looks, and output cannot follow its end.
         if ending == "ended" and files.nests_too_deep():
             ending = "depth"
+        if ending == "ended" and limit.reached() is not None:
+            ending = "pids"
         kept = "process" in request.arguments
         # A process that its client has left goes on; every other ending but its own is a kill.
-        if ending in {"timeout", "disk", "depth", "host"}:
+        if ending in {"timeout", "disk", "depth", "pids", "host"}:
             process.kill()
         elif ending == "detached" and kept:
             # The time limit goes on counting in the background.

@@ -22,7 +22,7 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sandboxes.guest.files.disk_watch import WATCH_S, limit_note
@@ -83,15 +83,16 @@ class Running:
         self,
         until: float,
         driver: int,
+        deaths: int,
         over_disk: Callable[[], str | None],
         client_detached: Callable[[], bool],
         *,
         detach: bool,
     ) -> str:
-        """Pass input and output on; return "ended", "timeout", "disk", "depth", "host" or "detached".
+        """Pass input and output on; return "ended", "timeout", "disk", "depth", "pids", "host" or "detached".
 
         The process's time is up at `until`, by `time.monotonic`. `over_disk` says, called again and again, that the
-        disk has run out. When `driver`, the proxy's socket, is readable, `client_detached` returns whether the client
+        disk has run out, and at once when `deaths` is readable. When `driver`, the proxy's socket, is readable, `client_detached` returns whether the client
         has detached. The streams of a process that was started detached lead nowhere, so the pump is over once they are
         closed, unless they have reported that the process could not start.
         """
@@ -105,7 +106,7 @@ class Running:
             if now > until and ended_at is None:
                 return "timeout"
             within_s = WATCH_S if ended_at is not None else min(WATCH_S, max(0.001, until - now))
-            events = self._poll(driver, within_s, watch_death=ended_at is None)
+            events = self._poll((driver, deaths), within_s, watch_death=ended_at is None)
             if driver in events and client_detached():
                 return "detached"
             self._pass_on(events)
@@ -156,10 +157,11 @@ class Running:
         if self._death >= 0:
             os.close(self._death)
 
-    def _poll(self, driver: int, within_s: float, *, watch_death: bool) -> dict[int, int]:
+    def _poll(self, others: Sequence[int], within_s: float, *, watch_death: bool) -> dict[int, int]:
         """Wait for whatever can go on; each descriptor is registered only while its event would be acted on."""
         poll = select.poll()
-        poll.register(driver, select.POLLIN | select.POLLRDHUP)
+        for fd in others:
+            poll.register(fd, select.POLLIN | select.POLLRDHUP)
         if watch_death:
             poll.register(self._death, select.POLLIN)
         reads = len(self._waiting) < _HELD_BYTES

@@ -39,7 +39,7 @@ def begin(
 
     The kit must not be lent, and the anchor may be asked for nothing else meanwhile.
     """
-    ours = kit.lend(script)
+    ours = kit.lend(_whole(anchor, script))
     template = template and anchor.forks
 
     def started() -> Shell:
@@ -61,12 +61,17 @@ def begin(
     return started
 
 
+def _whole(anchor: Anchor, script: bytes) -> bytes:
+    # A fork hides our descriptors before it is a shell.
+    return script if anchor.forks else f"{session_texts.HIDE}\n".encode() + script
+
+
 def _start_on_own(
     anchor: Anchor, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str]
 ) -> Shell:
     ours, theirs = new_pipes()
     theirs |= {number: new_text() for number in TEXTS}
-    write_texts(theirs, script)
+    write_texts(theirs, _whole(anchor, script))
     # Commands inherit this stdin. One that reads it meets its end at once, and does not wait for input that never
     # comes.
     theirs[0] = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)

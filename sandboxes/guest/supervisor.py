@@ -19,15 +19,16 @@
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import replace
 from select import POLLHUP, POLLIN, POLLRDHUP, poll
 
 from sandboxes.effects import StateDigest
 from sandboxes.guest import dir_watch, process_call
-from sandboxes.guest.anchored_processes import known
+from sandboxes.guest.anchored_processes import ChildDeaths, known
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcesses, PendingOutput
-from sandboxes.guest.bash.session import MalformedDumpError, is_lost
+from sandboxes.guest.bash.session import MalformedDumpError, is_lost, without_loss
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import child as file_child
 from sandboxes.guest.files import deleted_files
@@ -69,10 +70,11 @@ from sandboxes.linux import confine, outlet, user_counts
 from sandboxes.linux.live_state import LiveState, inherited
 from sandboxes.linux.processes import Process, list_processes, ran_between, run_counts
 from sandboxes.linux.socket_queues import SocketQueues
+from sandboxes.linux.user_counts import PidsLimit
 
 _NO_DESCRIPTORS = (
-    "the command left its session's shell too few file descriptors (ulimit -n). Lower the limit in a subshell, "
-    "or to 64 at least"
+    b"\n[forkpoint: the session stays as it was before this call: the command has closed all descriptors up to 1000, or "
+    b"left its shell too few of them (ulimit -n)]\n"
 )
 CallRequest = RunCommand | RunFileOperation | RunProcess | UseBackgroundProcess | UseServer
 """Requests that are calls: their effects are measured and reported."""
@@ -89,12 +91,15 @@ class Supervisor:
         background: BackgroundProcesses,
         changes: Changes,
         sockets: SocketQueues | None,
+        pids: PidsLimit,
     ) -> None:
         self.link, self.shells, self.servers = link, shells, servers
         self.background, self.changes = background, changes
         self.survivors = Survivors(shells, background, self.living)
         self.stillness = Stillness()
         self._sockets, self._looks = sockets, ShellLooks(shells)
+        self._deaths, self._limit = ChildDeaths(), pids
+        shells.make_room = self._make_room
         self._live: LiveState | None = None
 
     # -- waiting -----------------------------------------------------------------------------------------------------
@@ -105,7 +110,7 @@ class Supervisor:
             outputs = self._outputs if self.survivors else {}
             if not self._listen(outputs, self.background.within_ms if self.survivors else None):
                 return None
-            self.shells.reap()
+            self._collect()
             self.background.drain()
             if self.survivors:
                 self._require_bounds()
@@ -126,7 +131,7 @@ class Supervisor:
     def _listen(self, outputs: Mapping[int, Output | Log | PendingOutput], within_ms: int | None) -> bool:
         """Wait for the proxy or for output, for at most within_ms; return False if the proxy is gone."""
         waiting = poll()
-        for fd in (self.link.fileno(), *outputs):
+        for fd in (self.link.fileno(), self._deaths.fileno(), *outputs):
             waiting.register(fd, POLLIN)
         events = waiting.poll(within_ms)
         for fd, event in events:
@@ -139,6 +144,11 @@ class Supervisor:
             elif fd == self.link.fileno():
                 return self.link.receive()
         return True
+
+    def _collect(self) -> None:
+        """Collect the children of this process that have ended; what they ended with is kept for `status_of`."""
+        self._deaths.clear()
+        self.shells.reap()
 
     def _require_peers(self, readable: set[int]) -> None:
         """End this process if the proxy has hung up: no request comes from it during a call but `Detach`."""
@@ -155,33 +165,30 @@ class Supervisor:
     def _call_watch(self) -> Callable[[], str | None]:
         """Return a function to be called again and again during a call; it says which limit of disk is exceeded.
 
-        It also drains servers and background processes: they run during the call, and a full pipe would stop them.
+        "pids" is the limit of processes. It also collects orphans, as the parent that they have now, and it drains servers and background processes: they
+        run during the call, and a full pipe would stop them.
         """
         takes_too_much = user_counts.watch(self._pids)
 
         def watch() -> str | None:
+            self._collect()
             self.background.look()
             for log in self.servers.outputs.values():
                 log.drain()
+            if (reached := self._limit.reached()) is not None:
+                return reached
             # The machine's failure and not the call's: whether it happens depends on what other sandboxes hold.
             return "host" if takes_too_much() else self.changes.over_disk(self._pids)
 
         return watch
 
-    def living(self, ours: Collection[int] = (), *, collects: bool = True) -> set[Process]:
-        """Return all processes of the sandbox but some.
-
-        Children that have ended are collected first, which takes their exit status from others, unless `collects` is
-        false.
-        """
-        if collects:
-            self.shells.reap()
+    def living(self, ours: Collection[int] = ()) -> set[Process]:
+        """Return all processes of the sandbox but some. Children that have ended are collected first."""
+        self.shells.reap()
         return list_processes(ours)
 
     def _pids(self) -> list[int]:
-        # During a call the starter of a child collects it, and may still signal it.
-        living = self.living(collects=False)
-        return [pid for pid, _ in living if pid not in self.shells.hidden_pids]
+        return [pid for pid, _ in self.living() if pid not in self.shells.hidden_pids]
 
     def _holds_too_much(self) -> bool:
         """Return whether what survives holds a large part of what the machine has none left of."""
@@ -194,7 +201,9 @@ class Supervisor:
 
         The sessions count only if nothing survives. None if a tool server failed: then the answer has been sent.
         """
+        self._limit.begin()
         before, free = self.survivors.now, self.changes.free_bytes()
+        there = set(self.survivors.processes)
         session = request.session if isinstance(request, RunCommand) else None
         self.shells.reap()
         self.shells.ready_all()
@@ -212,6 +221,8 @@ class Supervisor:
         seconds = time.perf_counter() - began_at
         # Before files are looked at: processes that are about to end may still be writing.
         self.survivors.settle()
+        if (reached := self._limit.reached()) is not None:
+            performed = self._end_at_limit(performed, there, reached)
         short = user_counts.are_exhausted()
         host_full = performed.host_full or (short and bool(self.survivors) and self._holds_too_much())
         # Compared as a whole: a process that ended and one that came in its place are a change.
@@ -247,6 +258,27 @@ class Supervisor:
             order=None if self.survivors else self.changes.order,
         )
         return answer, performed.body, fresh
+
+    def _end_at_limit(self, performed: Performed, there: Set[Process], reached: str) -> Performed:
+        """End what a call has started, because a process could not be started during it; return what came of the call.
+
+        What was there before goes on, unless it holds most of the processes that may be.
+        """
+        if reached == "host":
+            return replace(performed, host_full=True)
+        idle = self.shells.idle_pids
+        self.shells.kill_except(there | {process for process in list_processes() if process[0] in idle})
+        if self._limit.is_crowded:
+            self.shells.kill_except(set())
+        self.survivors.settle()
+        return performed.out_of_processes()
+
+    def _make_room(self) -> bool:
+        """End all processes if the limit of processes is why one of ours does not start; return whether it is."""
+        if self._limit.reached() != "pids":
+            return False
+        self.shells.kill_except(set())
+        return True
 
     def _touched(self, session: str | None, live: LiveState | None) -> bool:
         """Return whether a call has changed another shell, or what survives. Both looks serve the next call too."""
@@ -293,7 +325,7 @@ class Supervisor:
     def _run_process(self, request: RunProcess, stdin: bytes) -> Performed:
         outcome, host_full = process_call.run(
             self.link, self.shells, self.background, self.servers, request, stdin,
-            self._call_watch(), self._client_detached, self.changes,
+            self._call_watch(), self._client_detached, self.changes, self._deaths.fileno(), self._limit,
         )  # fmt: skip
         return Performed(outcome, host_full=host_full)
 
@@ -356,6 +388,9 @@ class Supervisor:
     def _finish_command(self, shell: Shell, timeout_s: float, kill: Callable[[], None]) -> Performed:
         """Wait for the command that a shell has begun, and return what came of it; `kill` ends all that it started."""
         ending = self._wait(shell, timeout_s)
+        if ending in {"dump", "died"}:
+            # A command can end before the watch looks.
+            ending = self._limit.reached() or ending
         code, changed, notes = 0, False, b""
         if ending == "dump":
             try:
@@ -369,16 +404,16 @@ class Supervisor:
             # Everything goes, not only the shell: the command's children would go on otherwise.
             kill()
             code = TIMED_OUT if ending == "timeout" else OVER_DISK
-            if ending == "disk":
-                notes = limit_note(ending, self.changes.disk_bytes)
+            notes = limit_note(ending, self.changes.disk_bytes) if ending == "disk" else b""
         # The writers are gone or idle now: what is still in the pipes is the last of the command's output.
         for output in (shell.out, shell.err):
             output.drain(self.background.max_bytes)
-        if ending == "died" and is_lost(code, *(bytes(output.end or output.data) for output in (shell.out, shell.err))):
-            # One bash would go on. Not its session but our access to it is gone, so there is no result.
-            raise ShellStartError(_NO_DESCRIPTORS)
+        lost = ending == "died" and is_lost(code, *(bytes(output.end or output.data) for output in (shell.out, shell.err)))
         truncated = bool(shell.out.dropped or shell.err.dropped)
         out, err = shell.out.take(), shell.err.take()
+        if lost:
+            # One bash would go on. Not its session but our access to it is gone.
+            code, notes, (out, err) = 1, _NO_DESCRIPTORS, without_loss(out, err)
         if ending != "dump":
             # One whose dump was malformed still runs.
             (self.shells.kill if ending == "malformed" else self.shells.forget)(shell)
@@ -386,7 +421,7 @@ class Supervisor:
         return Performed(outcome, out + err + notes, session_changed=changed, host_full=ending == "host")
 
     def _wait(self, shell: Shell, timeout_s: float) -> str:
-        """Wait for a shell's dump; return "dump", "died", "timeout", "disk", "depth" or "host"."""
+        """Wait for a shell's dump; return "dump", "died", "timeout", "disk", "depth", "pids" or "host"."""
         deadline, watch = time.monotonic() + timeout_s, self._call_watch()
         waiting = poll()
         outputs = {output.fd: output for output in (shell.out, shell.err)}
@@ -394,6 +429,7 @@ class Supervisor:
             waiting.register(fd, POLLIN)
         # Not POLLIN: the proxy sends no request during a command, so only its hanging up matters.
         waiting.register(self.link, POLLHUP | POLLRDHUP)
+        waiting.register(self._deaths, POLLIN)
         while (remaining_s := deadline - time.monotonic()) > 0:
             events = {fd for fd, _ in waiting.poll(max(1, min(remaining_s, WATCH_S) * 1000))}
             for fd in events & outputs.keys():

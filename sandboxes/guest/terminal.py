@@ -16,8 +16,8 @@ from sandboxes.guest.shells import Shells
 from sandboxes.ipc.messages import TerminalFailed, TerminalOpened
 from sandboxes.linux import confine
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import set_size
 from sandboxes.linux.spawn import BASH, SHELL_FILES
-from sandboxes.linux.tty import set_size
 
 INTERACTIVE = (
     session_texts.DEFINE.encode()

@@ -26,7 +26,7 @@ from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import Opened, close_all, read_available, write_out
 from sandboxes.linux.processes import death_of
-from sandboxes.shell_text import quote
+from sandboxes.shell_text import BECOME_AGENT, quote
 
 TAIL_BYTES = 1 << 14
 """How much of a server's log is kept, from its end. It is only quoted in errors."""
@@ -292,7 +292,7 @@ class Servers:
         streams = {0: os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 1: theirs[0], 2: theirs[0]}
         log = Log(ours[0])
         try:
-            pid = self._shells.launch({}, streams, f"printf 0 >/proc/self/oom_score_adj; {order.health}", ROOT)
+            pid = self._shells.launch({}, streams, f"{BECOME_AGENT}; {order.health}", ROOT)
         except ShellStartError as error:
             raise ToolServerError("crashed", str(error)) from error
         finally:
@@ -337,12 +337,11 @@ def is_open(port: int) -> bool:
 
 
 def _program(order: ServerOrder) -> str:
-    # The supervisor is sheltered from the OOM killer, and a server must not inherit that.
     change_folder = f"cd -- {quote(order.workdir)} || cd /"
     # In an image without bash its own shell runs it, because the server's program is the image's.
     shell = "s=/bin/sh; [ ! -x /bin/bash ] || s='/bin/bash --noprofile --norc'"
     become = f"exec $s -c {quote(order.command)}"
-    return f"printf 0 >/proc/self/oom_score_adj; {change_folder}; {shell}; {become}"
+    return f"{BECOME_AGENT}; {change_folder}; {shell}; {become}"
 
 
 def _answers(connection: socket.socket, path: str, deadline: float) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sandboxes.linux.tty import set_size
+from sandboxes.linux.descriptors import set_size
 
 _CHUNK = 1 << 16
 """How much output is read at once."""

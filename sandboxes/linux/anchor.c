@@ -10,7 +10,7 @@
  *
  * A request is two 32-bit numbers, the bytes of its texts and their number, and then the texts, each ending with NUL.
  * The first character of a text is its kind:
- *   < or >  a descriptor of the new process, with its number in two digits, and the path to open for it
+ *   < or >  a descriptor of the new process, with its number in four digits, and the path to open for it
  *   d       the directory that the new process begins in, which its user need not be able to enter; / if there is none
  *   u       the user of the new process: its number, that of its group, and those of all its groups, each with a blank
  *           before it but the first
@@ -42,7 +42,7 @@
 #define ANY_LIBRARY ((void *)0) /* RTLD_DEFAULT and RTLD_NEXT of dlsym(3). */
 #define NEXT_LIBRARY ((void *)-1L)
 #define EXPORTED __attribute__((visibility("default")))
-enum { REQUESTS = 3, REPLIES = 4, KIT = 40, MAX_TEXTS = 1 << 20, MAX_BYTES = 1 << 28, STARTED = 4096, FIELDS = 52, GROUPS = 1024 };
+enum { REQUESTS = 3, REPLIES = 4, KIT = 40, OURS = 1000, DIGITS = 4, MAX_TEXTS = 1 << 20, MAX_BYTES = 1 << 28, STARTED = 4096, FIELDS = 52, GROUPS = 1024 };
 #define NOT_FOUND 127 /* The exit code of a process that could not become a shell. */
 #define UNKNOWN 256   /* Told in place of the exit code of a process that this anchor has not started, or not collected. */
 
@@ -115,11 +115,18 @@ static unsigned next_number(const char **text) {
     return number;
 }
 
-static unsigned target_of(const char *text) { return 10 * (unsigned)(text[1] - '0') + (unsigned)(text[2] - '0'); }
+static unsigned target_of(const char *text) {
+    unsigned target = 0;
+    for (unsigned i = 1; i <= DIGITS; i++) target = 10 * target + (unsigned)(text[i] - '0');
+    return target;
+}
 
 static int is_descriptor(const char *text) { return *text == '<' || *text == '>'; }
 
 static unsigned number_at(const char *text) { return next_number(&text); }
+
+/* The flags of a descriptor. No program that the agent starts gets those of ours. */
+static int sharing(unsigned fd) { return fd >= OURS ? O_CLOEXEC : 0; }
 
 /* In the child: lead a process group, and open its descriptors; return whether all could be opened. */
 static int open_descriptors(char **texts) {
@@ -127,10 +134,10 @@ static int open_descriptors(char **texts) {
     CALL(setpgid, 0, 0, 0, 0);
     for (char **text = texts; is_descriptor(*text); text++) {
         /* Each is opened again, so the process shares no flags, offsets or locks with what is opened here. */
-        long fd = CALL(openat, AT_FDCWD, *text + 3, **text == '<' ? O_RDONLY : O_WRONLY, 0);
+        long fd = CALL(openat, AT_FDCWD, *text + 1 + DIGITS, **text == '<' ? O_RDONLY : O_WRONLY, 0);
         if (fd < 0) return 0;
         if (fd == target_of(*text)) continue;
-        if (CALL(dup3, fd, target_of(*text), 0, 0) < 0) return 0;
+        if (CALL(dup3, fd, target_of(*text), sharing(target_of(*text)), 0) < 0) return 0;
         CALL(close, fd, 0, 0, 0);
     }
     return 1;
@@ -253,7 +260,7 @@ static struct { const char *begin, *end; } own_arguments, own_variables; /* As a
  * number: the new process, or 0 if it cannot be as wanted. The first line says that this is a template, and the second
  * one comes when it can fork: 1, or 0 if it cannot stand for new shells.
  */
-enum { GO = 32, ITS_REQUESTS = 34, ITS_REPLIES = 35, FOR_TEMPLATE = KIT + 8, MAX_MAPS = 1 << 16, PAGE = 4096 };
+enum { GO = OURS + 3, ITS_REQUESTS = OURS + 5, ITS_REPLIES = OURS + 6, WORD = 8 * sizeof(long), FOR_TEMPLATE = KIT + 8, MAX_MAPS = 1 << 16, PAGE = 4096 };
 #define OWN_FILES "/dev/.shell/"
 
 struct timeval_of_bash { long seconds, microseconds; };
@@ -350,12 +357,15 @@ static int hold_no_file(void) {
 
 /* In the fork: open a descriptor of the template again, so that the two share no flags, offsets or locks. */
 static int open_again(int fd) {
-    char path[] = "/proc/self/fd/00", *number = path + sizeof path - 3;
-    if (fd >= 10) *number++ = (char)('0' + fd / 10);
-    number[0] = (char)('0' + fd % 10), number[1] = 0;
+    char path[] = "/proc/self/fd/0000", *number = path + sizeof path - 1;
+    for (int rest = fd, i = 0; i < DIGITS; i++, rest /= 10) *--number = (char)('0' + rest % 10);
+    /* The names in that directory have no zero at the beginning. */
+    while (*number == '0' && number[1]) {
+        for (char *at = number; *at; at++) at[0] = at[1];
+    }
     int writes = fd == 1 || fd == 2 || fd == GO + 1;
     long opened = CALL(openat, AT_FDCWD, fd ? path : "/dev/null", writes ? O_WRONLY : O_RDONLY, 0);
-    int done = opened >= 0 && CALL(dup3, opened, fd, 0, 0) == fd;
+    int done = opened >= 0 && CALL(dup3, opened, fd, sharing((unsigned)fd), 0) == fd;
     if (opened >= 0) CALL(close, opened, 0, 0, 0);
     return done;
 }
@@ -412,7 +422,7 @@ static void serve_as_template(void) {
 
 /* bash waits for a line by this function of libc, which a template stops in when it waits for its next command. */
 EXPORTED int pselect(int count, unsigned long *in, void *out, void *except, const void *limit, const void *signals) {
-    if (is_template && count == GO + 1 && in && *in >> GO & 1) serve_as_template();
+    if (is_template && count == GO + 1 && in && in[GO / WORD] >> GO % WORD & 1) serve_as_template();
     return inside.pselect(count, in, out, except, limit, signals);
 }
 

@@ -1,6 +1,9 @@
 """File descriptors as plain numbers: opening and closing, writing all of something, reading what is there."""
 
+import fcntl
 import os
+import struct
+import termios
 from collections.abc import Iterable
 
 _CHUNK = 1 << 16
@@ -75,3 +78,8 @@ def read_available(fd: int) -> bytes | None:
         return os.read(fd, _CHUNK)
     except BlockingIOError:
         return None
+
+
+def set_size(fd: int, columns: int, rows: int) -> None:
+    """Set the size of a terminal's window. The kernel sends SIGWINCH to the processes in it."""
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

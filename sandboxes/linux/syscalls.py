@@ -34,6 +34,8 @@ MS_REC = 16384
 MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 
+CAP_DAC_OVERRIDE = 1
+CAP_SYS_RESOURCE = 24
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_NAME = 15
@@ -155,11 +157,20 @@ def prctl(option: int, value: int = 0, third: object = 0) -> None:
     )
 
 
-def capset(mask: int) -> None:
-    """Set the effective and permitted capabilities of this thread to a mask of bits; none are inheritable."""
-    header = struct.pack("=Ii", 0x20080522, 0)
-    low, high = mask & 0xFFFFFFFF, mask >> 32
-    syscall("capset", ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", low, low, 0, high, high, 0)))
+def permitted() -> int:
+    """Return the capabilities that this thread may have in effect, as a mask of bits."""
+    with open("/proc/thread-self/status") as status:  # noqa: PTH123
+        return next(int(line.split()[1], 16) for line in status if line.startswith("CapPrm:"))
+
+
+def capset(effective: int, permitted: int | None = None) -> None:
+    """Set the effective and permitted capabilities of this thread to masks of bits, equal ones if only one is given.
+
+    None are inheritable.
+    """
+    header, permitted = struct.pack("=Ii", 0x20080522, 0), effective if permitted is None else permitted
+    sets = [mask >> shift & 0xFFFFFFFF for shift in (0, 32) for mask in (effective, permitted, 0)]
+    syscall("capset", ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", *sets)))
 
 
 def openat2(folder: int, path: bytes, how: ctypes.Array[ctypes.c_char]) -> int:

@@ -35,6 +35,7 @@ from sandboxes.ipc.state_messages import (
 from sandboxes.linux import confine, mounts, outlet
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.socket_queues import SocketQueues
+from sandboxes.linux.user_counts import PidsLimit
 from sandboxes.local.pid_one import PidOne, Switches, opened_root
 
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
@@ -65,9 +66,7 @@ def run(
     for path in cgroups:
         with open(path, "w") as file:  # noqa: PTH123
             file.write("0")
-    # If a command takes all memory, the OOM killer should end the command and not the process that reports it.
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
-        file.write("-900")
+    pids = PidsLimit(os.path.dirname(path) for path in cgroups)  # noqa: PTH120
     # The pid namespace is not in this list: the launcher's fork was born in it.
     kernel.unshare(NAMESPACES)
     # After the groups were joined: they become the root of what the sandbox sees of control groups.
@@ -84,10 +83,10 @@ def run(
     link, reports = DriverLink(socket.socket(fileno=channel)), DriverLink(socket.socket(fileno=switches))
     write_pages(pages)
     link.send(Ready())
-    _start(link, reports)
+    _start(link, reports, pids)
 
 
-def _start(link: DriverLink, switches: DriverLink) -> None:
+def _start(link: DriverLink, switches: DriverLink, pids: PidsLimit) -> None:
     """Wait for a spec and its layers, move into them, confine this process, and serve."""
     order, tables, (table, *files) = link.wait()
     assert isinstance(order, StartSandbox), "nothing else is sent to a spare sandbox"
@@ -133,7 +132,7 @@ def _start(link: DriverLink, switches: DriverLink) -> None:
         shells.begin("main")
     rows = StateRows(row_table.split(tables), row_table.mapped(table))
     roots = delta.DeltaRoots(opened_root(upper_mount), lower, root)
-    pid_one = PidOne(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets, shells)
+    pid_one = PidOne(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets, pids, shells)
     if restored is not None:
         pid_one.adopt(restored)
     pid_one.serve([namespace, *listening], begun=begun, broken=unknown)

@@ -42,7 +42,7 @@ from sandboxes.ipc.launch_messages import (
 )
 from sandboxes.ipc.messages import Done, Failed
 from sandboxes.ipc.state_messages import LayersSwitched
-from sandboxes.linux import confine
+from sandboxes.linux import confine, oom_score
 from sandboxes.linux import mounts as rootfs
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened, close_all
@@ -384,6 +384,8 @@ def _root_is_overlay() -> bool:
 def main() -> None:
     """Run the launcher. Arguments: the socket's descriptor, and the directory for the host's view."""
     driver = connect()
+    # Before the first fork, and with the right to it: no process of a sandbox can get a lower score then.
+    oom_score.write(oom_score.SANDBOX)
     # The kernel reaps children; the driver watches them by their process descriptors.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     privileged = os.geteuid() == 0

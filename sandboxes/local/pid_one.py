@@ -46,6 +46,7 @@ from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.processes import death_of
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.trees import TOO_DEEP
+from sandboxes.linux.user_counts import PidsLimit
 
 
 class Switches:
@@ -74,13 +75,14 @@ class PidOne:
         order: StartSandbox,
         rows: StateRows,
         sockets: SocketQueues | None,
+        pids: PidsLimit,
         shells: Shells,
     ) -> None:
         self._link, self._switches, self._seals = link, switches, order.seals
         self._shells = shells
         self._changes, self._background = Changes(roots, order, rows), BackgroundProcesses(order.output_bytes)
         self._servers = Servers(shells)
-        self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, sockets)
+        self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, sockets, pids)
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
         self._held_from = 0.0
 

@@ -24,14 +24,12 @@ from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prep
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
 from sandboxes.ipc.launch_messages import ForkServerReady
 from sandboxes.ipc.messages import Failed
-from sandboxes.linux import confine, landlock
+from sandboxes.linux import confine, landlock, oom_score
 from sandboxes.linux import syscalls as kernel
+from sandboxes.shell_text import AGENT_SCORE
 from sandboxes.workers import worker
 from sandboxes.workers.engine import module_of
 from sandboxes.workers.messages import EndWorker, ForkWorker, WorkerEnded, WorkerForked
-
-CAP_DAC_OVERRIDE = 1
-"""The one capability that workers of root keep (`linux/capability.h`): it bypasses permission checks on files."""
 
 
 class Zygote:
@@ -100,8 +98,9 @@ def drop_privileges(data_dir: Path, *, network: bool) -> bool:
             # Older kernels have fewer capabilities and refuse the higher numbers.
             with contextlib.suppress(OSError):
                 kernel.prctl(kernel.PR_CAPBSET_DROP, capability)
+        # The one that they keep bypasses permission checks on files.
         # The data directory may lie below a directory that only another user may search.
-        kernel.capset(1 << CAP_DAC_OVERRIDE)
+        kernel.capset(1 << kernel.CAP_DAC_OVERRIDE)
     if network:
         # A client library reads certificates, password files and resolver settings from many directories.
         return False
@@ -116,6 +115,8 @@ def drop_privileges(data_dir: Path, *, network: bool) -> bool:
 def main() -> None:
     """Serve the driver: argv is its descriptor, the engine, the data directory, and "network" or "alone"."""
     driver = connect()
+    # The workers hold what an agent's calls take, and inherit the score.
+    oom_score.write(AGENT_SCORE)
     engine, data_dir, network = sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "network"
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

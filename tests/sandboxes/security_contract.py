@@ -108,7 +108,7 @@ class SecurityContract:
         self._require_root()
 
         async def test(sandbox: Sandbox) -> None:
-            assert (await run(sandbox, "bomb() { bomb | bomb & }; bomb; sleep 30", timeout_s=1.5)).timed_out
+            assert (await run(sandbox, "bomb() { bomb | bomb & }; bomb; sleep 30")).code == 137
             assert int((await run(sandbox, "ps -e | wc -l")).out) <= self.max_processes
 
         inside(test, limits=SMALL)

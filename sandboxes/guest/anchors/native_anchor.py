@@ -78,7 +78,7 @@ def _packed_start(
     template: bool = False,
 ) -> bytes:
     """Return the request for a bash. It is kept, because each call starts a shell on the same kit."""
-    files = [f"{sign(number)}{number:02}{path}" for number, path in paths]
+    files = [f"{sign(number)}{number:04}{path}" for number, path in paths]
     # No path has a zero byte, which would begin another text.
     begins = [f"d{folder}"] if folder and "\0" not in folder else []
     # Root needs no change: in a user namespace the kernel refuses to set groups.

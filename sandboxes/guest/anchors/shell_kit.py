@@ -25,7 +25,7 @@ EXPORTS = -1
 """Stands for the text that exports the variables which the shell is born with. The shell itself does not open it."""
 PIPES = (1, 2, session_texts.DUMP_FD, session_texts.GO_FD)
 """The shell's descriptors of pipes."""
-TEMPLATE_REQUESTS, TEMPLATE_REPLIES = 34, 35
+TEMPLATE_REQUESTS, TEMPLATE_REPLIES = session_texts.OURS + 5, session_texts.OURS + 6
 """A template's descriptors of the two pipes to it (`linux/anchor.c`). No shell has them."""
 PLACES = {
     number: 40 + index

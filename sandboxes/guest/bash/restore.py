@@ -8,7 +8,7 @@ does not take the rest along.
 import re
 
 from sandboxes.guest.bash.session import BEGIN_DUMP, DECLARE, FUNCTIONS, KEPT, NEEDED, split_unquoted, wary_run
-from sandboxes.shell_text import ShellSession, quote
+from sandboxes.shell_text import BECOME_AGENT, ShellSession, quote
 
 _DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
 _DEFAULT_SHOPTS = [
@@ -82,8 +82,7 @@ def restore_script(session: ShellSession | None, workdir: str, pristine: ShellSe
     The session's functions are defined afterwards, by `session.DEFINE`. `pristine` is a new session of this sandbox;
     None for the first.
     """
-    # Pid 1 is sheltered from the OOM killer, and the shell must not inherit that.
-    lines = ["\\builtin printf 0 >/proc/self/oom_score_adj"]
+    lines = [BECOME_AGENT]
     if session is None:
         # An image's user may not enter the directory; then the root state has another. A later session never gets
         # another one, because its commands would work on files that they do not mean.

@@ -28,8 +28,14 @@ import re
 
 from sandboxes.shell_text import Jobs, ShellSession
 
-RESTORE_FD, LOOP_FD, COMMAND_FD, GO_FD, DUMP_FD = 29, 30, 31, 32, 33
-"""The shell's descriptors: high, so that commands do not meet them by chance."""
+OURS = 1000
+"""The first of our descriptors in a shell, as in `linux/anchor.c`.
+
+Commands use descriptors up to some hundred, and close all of those. The lowest usual limit is 1,024, which is also how
+many bash can wait for (select(2)). Ours are close-on-exec, so no program has them.
+"""
+RESTORE_FD, LOOP_FD, COMMAND_FD, GO_FD, DUMP_FD = range(OURS, OURS + 5)
+"""The shell's descriptors."""
 END = b"session-end-of-dump\0"
 """The end of every dump."""
 KEPT = "kept"
@@ -47,29 +53,32 @@ MAX_DUMP_BYTES = 16 << 20
 BEGIN_DUMP = " ".join(
     line.strip()
     for line in r"""
-    { \builtin printf '%s\0' "$?" "$0" "$-" "$SHELLOPTS" >&33; \builtin shopt -q expand_aliases ||
-    \builtin printf 'off\n' >&33; \builtin trap -p >&33; \builtin trap - DEBUG ERR RETURN EXIT;
-    \builtin set +abefkmnptuvxCEHPT -hB +o pipefail; \builtin shopt -u expand_aliases; } >&29 2>&29
+    { __session=("$?" "$0" "$-" "$SHELLOPTS"); \builtin set +x; \builtin trap -p >&1004;
+    \builtin trap - DEBUG ERR RETURN EXIT; \builtin printf '\0%s' "${__session[@]}" '' >&1004;
+    \builtin shopt -q expand_aliases || \builtin printf off >&1004;
+    \builtin set +abefkmnptuvxCEHPT -hB +o pipefail; \builtin shopt -u expand_aliases;
+    \builtin eval '[[ x ]]'; } >&1000 2>&1000
     """.strip().splitlines()
 )
 """The beginning of a dump, right after the command.
 
 It reads $?, options and traps first, and then turns traps, options and aliases off, so that the rest of the dump is
-read and runs as in a new shell. `shopt` also brings $BASHOPTS up to date, which the POSIX mode does not. What they
-print before that goes to a descriptor that takes no output: a restricted shell (`set -r`) may not open /dev/null for
-writing.
+read and runs as in a new shell. A trace goes on for two commands, which show where BASH_XTRACEFD leads. After a command
+with an unfinished `[[`, bash fails at the next one, so there is one that is meant for that. `shopt` also brings
+$BASHOPTS up to date, which the POSIX mode does not. What they print before that goes to a descriptor that takes no
+output: a restricted shell (`set -r`) may not open /dev/null for writing.
 """
 LOST_STATUS = 144
 LOST_MARK = "session-lost-its-descriptors"
 _LOST = rf"{{ \builtin printf {LOST_MARK}; \builtin exit {LOST_STATUS}; }}"
 """Ends a shell that has lost our descriptors.
 
-Bash closes them for a command, and opens them again only below the limit of open files, which the command may have
-lowered. The mark goes to stdout without a redirection, since none works then.
+A command can close them. Under a low limit of open files bash cannot redirect anything. The mark goes to stdout without
+a redirection, since none works then.
 """
-RUN = r'\builtin eval "$(</proc/self/fd/31)" 29<&- 30<&- 31<&- 32<&- 33>&-'
-"""Runs the command. Our descriptors are closed for it and its children."""
-AGAIN = r'\builtin eval "$(</proc/self/fd/30)"; ' + _LOST
+RUN = r'\builtin eval "$(</proc/self/fd/1002)"'
+"""Runs the command. Bash would keep copies from 10 on of descriptors that it closed for this, and commands use those."""
+AGAIN = r'\builtin eval "$(</proc/self/fd/1001)"; ' + _LOST
 NEEDED = {
     "alias", "builtin", "declare", "enable", "eval", "exit", "hash", "jobs", "printf", "pwd", "read", "set", "shopt",
     "trap", "umask", "unset",
@@ -77,11 +86,11 @@ NEEDED = {
 """The builtins that our lines use, which a command may disable (`enable -n printf`)."""
 _BUILTINS_BACK = (
     r"; { __session_off=$(\builtin enable -n) || { __session_off=$(\enable -n); \enable builtin; }; "
-    rf"\builtin enable {' '.join(sorted(NEEDED))}; }} >&29 2>&29"
+    rf"\builtin enable {' '.join(sorted(NEEDED))}; }} >&1000 2>&1000"
 )
 """Notes which builtins are disabled, and enables those that the dump needs."""
 _FUNCTION_AWAY = (
-    r"; { \declare -f builtin >&33 || \unset -f builtin; \unset -f builtin; \builtin printf '\0' >&33; } >&29 2>&29"
+    r"; { \declare -f builtin >&1004 || \unset -f builtin; \unset -f builtin; \builtin printf '\0' >&1004; } >&1000 2>&1000"
 )
 """Writes the text of a function that replaces `builtin` before the dump, and removes it."""
 
@@ -108,9 +117,9 @@ _CALL = (
     \builtin umask; \builtin printf '\0'; \builtin pwd; [[ . -ef ${DIRSTACK[0]} && -x . ]];
     \builtin printf '\0%s' "$?" "${#DIRSTACK[@]}" "${DIRSTACK[@]}" ''; \builtin enable -n;
     \builtin printf '%s\0' "${__session_off-}"; \builtin unset -v __session_off; \builtin jobs -l;
-    \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' session-end-of-dump; } >&33 &&
-    \builtin hash -r && [[ @READ@ && '' =~ ^ ]] && \builtin set +o posix; } >&29 2>&29 || @LOST@;
-    \builtin read -t 2147483647 -r -u 32 __session || \builtin exit;
+    \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' session-end-of-dump; } >&1004 &&
+    \builtin hash -r && [[ @READ@ && '' =~ ^ ]] && \builtin set +o posix; } >&1000 2>&1000 || @LOST@;
+    \builtin read -t 2147483647 -r -u 1003 __session || \builtin exit;
     \builtin eval "\builtin unset -v __session; \builtin shopt -s expand_aliases; \builtin : ''; $__session";
     """.replace("@LOST@", _LOST)
         .replace("@READ@", _READ)
@@ -121,7 +130,7 @@ _CALL = (
 )
 """One turn of the loop: finish a dump, wait, take on options, run the command, begin the next dump."""
 _ONCE = (
-    rf"__session=$(</proc/self/fd/30) || {_LOST}; "
+    rf"__session=$(</proc/self/fd/1001) || {_LOST}; "
     r'\builtin eval "\builtin unset -v __session; ${__session:0:%d}"' % len(_CALL)
 )
 """Runs the loop's first part, which is one call. To find its end by a pattern takes bash 0.1 ms longer."""
@@ -142,14 +151,26 @@ It is one line, so bash reads it whole before any of it runs. The copies of desc
 close-on-exec. A shell that cannot write its dump, because a command has closed our descriptors, exits: nothing waits
 for a dump that cannot come. The limit of `read` overrides TMOUT.
 """
+_CLOSE_COPIES = " ".join(f"{40 + number}<&-" for number in range(5))
+HIDE = (
+    f"exec {' '.join(f'{40 + number}<&{OURS + number} {OURS + number}<&-' for number in range(5))}; "
+    f"{{ exec {' '.join(f'{OURS + number}<&{11 + number}' for number in range(5))}; }} {_CLOSE_COPIES}; "
+    f"exec {_CLOSE_COPIES}"
+)
+"""Makes our descriptors close-on-exec in a bash that was executed with them and sources this (`START`).
+
+To open a descriptor again after a redirection, bash keeps a copy of it, which is close-on-exec, as its own copies are.
+The first number of such a copy is 10, which `START` has taken. It has to be `exec` itself: what `builtin` runs makes
+no copy close-on-exec.
+"""
 FUNCTIONS = "__session_functions"
 """The variable in which the restoring script leaves the statements that define the session's functions."""
 DEFINE = f'\\builtin eval "${{{FUNCTIONS}-}}"'
 """Defines the functions, outside of any file that is sourced: bash names that file in a function's errors."""
-START = f'. /proc/self/fd/29 2>/dev/null; {DEFINE}; \\builtin eval "$(</proc/self/fd/30)"'
+START = f'. /proc/self/fd/1000 2>/dev/null; {DEFINE}; \\builtin eval "$(</proc/self/fd/1001)"'
 """The text for `bash -c`. It is short, because `ps` shows it to the agent."""
 
-_FIELDS = 18
+_FIELDS = 19
 """The number of fields in a whole dump, without the directory stack and the arguments."""
 _VOLATILE = frozenset(
     [
@@ -192,8 +213,8 @@ _VOLATILE = frozenset(
 )
 _OWN = "__session"
 """The beginning of the names of our own variables."""
-_OFF = "off\n"
-"""What comes before the traps if aliases are not expanded: no write of its own in the usual case."""
+_OFF = "off"
+"""What a dump says if aliases are not expanded: no write of its own in the usual case."""
 _DYNAMIC = {
     "BASHPID": "i", "BASH_COMMAND": "", "BASH_SUBSHELL": "", "COMP_WORDBREAKS": "", "DIRSTACK": "", "FUNCNAME": "",
     "GROUPS": "", "HISTCMD": "i", "LINENO": "", "RANDOM": "i", "SECONDS": "",
@@ -210,7 +231,17 @@ def is_lost(status: int, out: bytes, err: bytes) -> bool:
 
     Bash writes on its standard error that it cannot open the loop; a command may have redirected that.
     """
-    return status == LOST_STATUS and (out.endswith(LOST_MARK.encode()) or b": /proc/self/fd/30: " in err)
+    return status == LOST_STATUS and (out.endswith(LOST_MARK.encode()) or b": /proc/self/fd/1001: " in err)
+
+
+def without_loss(out: bytes, err: bytes) -> tuple[bytes, bytes]:
+    """Return the output of a shell that has lost our descriptors without what bash and our lines say about them."""
+    return out.removesuffix(LOST_MARK.encode()), _LOSS.sub(b"", err)
+
+
+_LOSS = re.compile(
+    rb"(?:^[^\n]*: (?:(?:1000|/proc/self/fd/1001): |redirection error: cannot duplicate fd: )[^\n]*\n)+\Z", re.MULTILINE
+)
 
 
 class MalformedDumpError(ValueError):
@@ -253,20 +284,19 @@ def _parse(data: bytes) -> tuple[int, ShellSession, Jobs]:
     # The last field is empty: a separator precedes the end mark.
     fields = fields[:-1]
     # After a wary run there is one field more: the text of a function that replaces `builtin`.
-    builtin = "" if fields[0].isdigit() else fields.pop(0)
-    if len(fields) < _FIELDS or (depth := number(fields[13])) is None or len(fields) < _FIELDS + depth:
+    builtin = fields.pop(0) if fields[1:] and number(fields[1]) is None else ""
+    if len(fields) < _FIELDS or (depth := number(fields[14])) is None or len(fields) < _FIELDS + depth:
         raise MalformedDumpError(f"{len(fields)} fields")
-    status, name, flags, options, traps, shopts = fields[:6]
-    printed, functions, marks, aliases, umask, cwd, here, _, *dirs = fields[6 : 14 + depth]
-    disabled, jobs, last, _, *arguments = fields[14 + depth :]
+    traps, status, name, flags, options, off, shopts = fields[:7]
+    printed, functions, marks, aliases, umask, cwd, here, _, *dirs = fields[7 : 15 + depth]
+    disabled, jobs, last, _, *arguments = fields[15 + depth :]
     cwd = cwd.removesuffix("\n")
     if (code := exit_status(status)) is None or not (re.fullmatch(r"[0-7]{4}\n", umask) and cwd.startswith("/")):
         raise MalformedDumpError("status, umask or directory")
     variables, unset = _statements(printed)
     # Only to see that it can be split, when the traps are set again.
     split_unquoted(traps)
-    expanding = set() if traps.startswith(_OFF) else {"expand_aliases"}
-    traps = traps.removeprefix(_OFF)
+    expanding = set() if off == _OFF else {"expand_aliases"}
     running = [f"{match[1]} {match[2]}" for match in _JOB.finditer(jobs)]
     restricted = {"restricted"} if "r" in flags else set()
     session: ShellSession = {

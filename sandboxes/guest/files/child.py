@@ -18,7 +18,7 @@ from sandboxes.guest.files import operations
 from sandboxes.guest.files.disk_watch import WATCH_S
 from sandboxes.guest.shell import Output
 from sandboxes.ipc.messages import FileOutcome, RunFileOperation
-from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.descriptors import Opened, close_all
 
 
 def run(
@@ -48,14 +48,17 @@ def run(
         _operate(request, body, fds, enter, writing)
     # The child has the last writing end then, so its death shows as the end of the pipe.
     close_all((writing, *fds))
-    # Not `waitpid`: a child that is stuck would keep the supervisor waiting.
-    data, whole = _read_all(reading, request.timeout_s, over_disk)
-    os.close(reading)
-    # The child alone: file operations start no processes, and others may have started some meanwhile.
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    # After SIGKILL this waits for milliseconds at most, unless the kernel itself is stuck.
-    os.waitpid(pid, 0)
+    # Before the supervisor, which collects all that has ended (`over_disk`), can have collected it.
+    with Opened(os.pidfd_open(pid)) as child:
+        # Not `waitid`: a child that is stuck would keep the supervisor waiting.
+        data, whole = _read_all(reading, request.timeout_s, over_disk)
+        os.close(reading)
+        # The child alone: file operations start no processes, and others may have started some meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child, signal.SIGKILL)
+        # After SIGKILL this waits for milliseconds at most, unless the kernel itself is stuck.
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, child, os.WEXITED)
     return operations.parse_result(data, whole=whole)
 
 

@@ -28,12 +28,14 @@ def free_of(folder: int) -> tuple[int, int]:
 
 
 def limit_note(ending: str, disk_bytes: int) -> bytes:
-    """Return the line that tells the agent which limit of files, as a watch returned it, has ended its call (pure)."""
+    """Return the line that tells the agent which limit, as a watch returned it, has ended its call (pure)."""
     if ending == "depth":
         text = f"the sandbox may nest directories {MAX_DEPTH} deep, with paths of {MAX_PATH_BYTES} bytes: remove them"
     elif ending == "disk":
         smallest = delta.ENTRY_BYTES >> 10
         text = f"killed: the sandbox may hold {disk_bytes >> 20} MB of new files, each of {smallest} kB at least"
+    elif ending == "pids":
+        text = "killed: the sandbox may run no more processes and threads at once (limits.pids)"
     else:
         return b""
     return f"\n[forkpoint: {text}]\n".encode()

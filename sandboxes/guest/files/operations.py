@@ -19,7 +19,9 @@ from typing import Any, NoReturn
 from sandboxes.guest.files import docker_archive, shared_sqlite, user_files
 from sandboxes.ipc.codec import decode_bytes, encode
 from sandboxes.ipc.messages import FileOutcome
+from sandboxes.linux import oom_score
 from sandboxes.linux.files import remove_path
+from sandboxes.shell_text import AGENT_SCORE
 
 FileAnswer = tuple[int, str, bytes]
 """HTTP status, media type and body of an answer."""
@@ -264,10 +266,8 @@ def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, sourc
             os.dup2(archive, _SOURCE_FD)
         # `confine` limits descriptors to 65,536, so none is above this range.
         os.closerange(_RESULT_FD + 1, 1 << 16)
-        # The supervisor is sheltered from the OOM killer; its child must not be. Without root it never was, and this
-        # file cannot be written.
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
-            file.write("0")
+        # Without root this file cannot be written, and the child has the score of pid 1.
+        oom_score.write(AGENT_SCORE)
         done = _as_user if tool in user_files.TOOLS else perform
         try:
             outcome, answer = outcome_of(done(tool, fields, body))

@@ -110,7 +110,7 @@ def test_process_has_what_it_was_given_and_no_more(anchor: Anchor, way: str) -> 
     assert odd in shown
     *_, numbers, command = shown.splitlines()
     # 3 is the directory of the pattern itself.
-    assert set(numbers.split()) - {"3"} == {"0", "1", "2"} | ({"30"} if way == DESCRIPTOR else set())
+    assert set(numbers.split()) - {"3"} == {"0", "1", "2"} | ({str(session_texts.LOOP_FD)} if way == DESCRIPTOR else set())
     argument = session_texts.START if way == DESCRIPTOR else program
     assert command == f"bash --noprofile --norc -c {argument} bash "
     assert "f ()" not in printed(anchor, "declare -f", given, way)
@@ -137,9 +137,12 @@ os.execve({!r}, {!r}, {!r})"""
 )
 @pytest.mark.parametrize("way", [ARGUMENT, DESCRIPTOR])
 def test_a_fork_shows_what_an_executed_shell_does(forking: NativeAnchor, given: Mapping[str, str], way: str) -> None:
-    shows = f"{PROGRAM}; {SHOWN}"
+    # A fork hides the descriptor that it reads this from, and an executed shell is started with it.
+    text = session_texts.LOOP_FD
+    shows = f"exec {text}<&-; {PROGRAM}; {SHOWN}"
     words = ["bash", "--noprofile", "--norc", "-c", shows if way == ARGUMENT else session_texts.START, "bash"]
     execute = f"exec {quote(sys.executable)} -ISc {quote(_EXECUTE.format(spawn.BASH, words, dict(given)))}"
+    execute += f" {text}</proc/self/fd/{text}" if way == DESCRIPTOR else ""
     forked, fork = printed(forking, shows, given, way).split("\n", 1)
     program, executed = printed(forking, shows, given, way, start=execute).split("\n", 1)
     assert (forked, program) == (FORK, EXECUTABLE)

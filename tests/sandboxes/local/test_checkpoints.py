@@ -16,7 +16,7 @@ from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
-from tests.sandboxes.box import local_driver, opened, run
+from tests.sandboxes.box import local_driver, opened, ran, run
 from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM
 
 if TYPE_CHECKING:
@@ -119,6 +119,39 @@ LIVES = {
     ),
     "a child that was replaced by exec": ("bash -c 'exec -a named sleep 1000' &", "ps -o args= -p $!", "named 1000\n"),
 }  # fmt: skip
+
+
+DAEMONS = {
+    "a new session": "setsid -f sleep 1000",
+    "two forks of a shell": "(setsid sleep 1000 >/dev/null 2>&1 &)",
+    "an orphan of a shell": "(sleep 1000 >/dev/null 2>&1 &)",
+    "a job": "nohup sleep 1000 >/dev/null 2>&1 &",
+    # The leader of its session has ended, so its parent is pid 1 after a restore.
+    "two forks of a program": (
+        "python3 -c \"import os; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
+        "os.execvp('sleep', ['sleep', '1000'])\" >/dev/null 2>&1"
+    ),
+}
+STOP = "PID=$(pgrep -x sleep); kill $PID; while kill -0 $PID 2>/dev/null; do sleep .01; done; echo gone"
+
+
+@pytest.mark.parametrize("way", DAEMONS)
+def test_a_stopped_daemon_is_gone_within_its_call(data_dir: Path, way: str) -> None:
+    """A call that stops a restored daemon and waits until its pid is gone ends, as it does beside the first daemon."""
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, DAEMONS[way])
+        frozen = await sandbox.freeze()
+        for box in (sandbox, await driver.restore(SPEC, frozen)):
+            stopped = await run(box, STOP)
+            assert (stopped.out, stopped.timed_out) == ("gone\n", False)
+        if way != "a job":
+            # A job's parent is its shell, which collects it during its own calls.
+            process = await ran(await driver.restore(SPEC, frozen), "bash", "-c", STOP, cwd="/")
+            assert process.out == b"gone\n"
+
+    driven(data_dir, test)
 
 
 @pytest.mark.parametrize("name", LIVES)
@@ -443,3 +476,23 @@ def _running_below(data_dir: Path) -> list[str]:
         except OSError:
             continue
     return results
+
+
+SCORES = "cat /proc/self/oom_score_adj /proc/1/oom_score_adj; echo 0 >/proc/self/oom_score_adj && echo lowered"
+
+
+def test_oom_scores_are_equal_in_all_sandboxes(data_dir: Path) -> None:
+    """Agents' processes are ended first, and can be on a level with pid 1 at most, however their sandbox began."""
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "x=1; echo x > x")
+        files = await sandbox.freeze()
+        await run(sandbox, "sleep 1000 &")
+        live = await sandbox.freeze()
+        for box in (await driver.start(SPEC), await driver.restore(SPEC, files), await driver.restore(SPEC, live), sandbox):
+            assert (await run(box, SCORES)).out == "500\n0\nlowered\n"
+            assert (await run(box, SCORES, session="other")).out == "500\n0\nlowered\n"
+            assert (await ran(box, "bash", "-c", SCORES, cwd="/")).out == b"500\n0\nlowered\n"
+
+    driven(data_dir, test)

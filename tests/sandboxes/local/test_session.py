@@ -1,7 +1,9 @@
 """What a session keeps, and what a call may do to its shell."""
 
 import asyncio
+import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from sandboxes.calls import ToolCall
 from sandboxes.driver import Driver, Sandbox
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezableError, SandboxError
+from sandboxes.errors import NotFreezableError
 from sandboxes.process_output import ending
 from sandboxes.spec import EnvironmentSpec, Limits
 from tests.sandboxes.box import in_sandbox, local_driver, needs_forks, opened, ran, reads, run
@@ -426,8 +428,8 @@ def test_a_lost_shell_is_noticed_behind_a_long_output(data_dir: Path) -> None:
     """The line by which it is known is beyond the limit of what is kept."""
 
     async def test(sandbox: Sandbox) -> None:
-        with pytest.raises(SandboxError, match="too few file descriptors"):
-            await run(sandbox, "head -c 3000 /dev/zero; ulimit -n 33")
+        answer = await run(sandbox, "head -c 3000 /dev/zero; ulimit -n 4")
+        assert (answer.code, LOST in answer.err) == (1, True)
 
     in_sandbox(data_dir, test, limits=Limits(output_bytes=1000))
 
@@ -443,6 +445,98 @@ def test_invalid_utf8_becomes_replacement_characters(data_dir: Path) -> None:
     in_sandbox(data_dir, test)
 
 
+def printed_by_bash(dialogue: list[str], folder: Path) -> list[tuple[str, str]]:
+    """Return what one bash in a directory prints to each stream for each command of a dialogue."""
+    script = 'for command; do eval "$command"; printf "\\0"; printf "\\0" >&2; done'
+    printed = subprocess.run(
+        ["bash", "-c", script, "bash", *dialogue], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return list(zip(printed.stdout.split("\0")[:-1], printed.stderr.split("\0")[:-1], strict=True))
+
+
+OPENED = {
+    "one of ours before": ["exec 29>f; echo a >&29", "echo b >&29; cat f"],
+    "where bash keeps copies": [
+        'for n in {10..14}; do eval "exec $n>f$n"; done', 'for n in {10..14}; do eval "echo $n >&$n"; done', "cat f??",
+    ],
+    "writes to all": ['for n in {3..200}; do eval "echo $n >&$n" 2>/dev/null; done; x=2', "echo $x"],
+    "closes all": ['for n in {3..255}; do eval "exec $n>&-"; done; x=2', "echo $x"],
+    "a low limit": ["ulimit -n 20; x=2; (exit 3)", "ulimit -n; echo $x"],
+    "a reading end": ["seq 3 >f; exec 12<f; read -u 12 x", "read -u 12 y; echo $x $y"],
+    "a copy of stdout": ["exec 11>&1; echo a >&11", "exec 11>&-; echo b"],
+}
+
+
+@pytest.mark.usefixtures("shells")
+@pytest.mark.parametrize("name", OPENED)
+def test_descriptors_are_those_of_one_bash(data_dir: Path, tmp_path: Path, name: str) -> None:
+    """Ours are out of the way, and break no dump."""
+
+    async def test(sandbox: Sandbox) -> None:
+        outs = [(await run(sandbox, command)).out for command in OPENED[name]]
+        assert outs == [out for out, _ in printed_by_bash(OPENED[name], tmp_path)]
+
+    in_sandbox(data_dir, test)
+
+
+@needs_forks
+def test_programs_have_no_descriptor_of_ours(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        for command in ("ls /proc/self/fd", "x=$(ls /proc/self/fd); echo \"$x\"", "bash -c 'exec ls /proc/self/fd'"):
+            assert (await run(sandbox, command)).out == "0\n1\n2\n3\n"
+
+    in_sandbox(data_dir, test)
+
+
+UNFINISHED = [
+    "x=5\n[[", "[[ a", "[[ a &&", "[[ ( a", "if [[ a", "f() { [[", "[[ a =~ (", "((", "(( 1 +", "echo $((", "case a in",
+    "case a in b", "echo 'a", 'echo "a', "echo `a", "echo $(a", "echo ${a", "f() {", "for i in 1", "a=(1", "echo a |",
+    "fi", "cat <<E\nx",
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("shells")
+@pytest.mark.parametrize("command", UNFINISHED)
+def test_errors_of_unfinished_words_are_bash_s_own(data_dir: Path, tmp_path: Path, command: str) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        for leave in ("true", "sleep 1000 &"):
+            # In a shell that is replaced, and in one that stays.
+            await run(sandbox, leave)
+            answer = await run(sandbox, command)
+            assert [(answer.out, answer.err)] == printed_by_bash([command], tmp_path)
+            assert (await run(sandbox, "[[ a == a ]] && echo fine")).out == "fine\n"
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_trace_in_a_file_shows_two_lines_of_ours(data_dir: Path) -> None:
+    """Bash has no way to end a trace unseen, and no option tells afterwards whether there was one."""
+
+    async def test(sandbox: Sandbox) -> None:
+        for command in ("exec 7>/tmp/t; BASH_XTRACEFD=7; set -x; echo a", "echo b", "set +x"):
+            assert (await run(sandbox, command)).err == ""
+        lines = (await run(sandbox, "cat /tmp/t")).out.splitlines()
+        ours = [line for line in lines if "__session" in line or "builtin" in line]
+        assert [line.lstrip("+ ") for line in lines if line not in ours] == ["echo a", "echo b", "set +x"]
+        assert len(ours) == 4
+
+    in_sandbox(data_dir, test)
+
+
+def test_arguments_that_are_too_long_are_refused_in_docker_s_words(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        for argv in (("bash", "-c", "echo " + 200_000 * "a"), ("true", *(1000 * ["b" * 10_000]))):
+            refused = await ran(sandbox, *argv, cwd="/")
+            assert refused.out.decode() == (
+                "OCI runtime exec failed: exec failed: unable to start container process: "
+                f"exec {argv[0]}: argument list too long: unknown\r\n"
+            )
+            assert (refused.err, refused.ending.exit_code) == (b"", 126)
+        assert (await ran(sandbox, "echo", 100_000 * "a", cwd="/")).out == 100_000 * b"a" + b"\n"
+
+    in_sandbox(data_dir, test)
+
+
 @pytest.mark.parametrize(
     "hostile",
     [
@@ -454,11 +548,12 @@ def test_invalid_utf8_becomes_replacement_characters(data_dir: Path) -> None:
         "set -n",
         "set -o posix",
         "enable -n printf declare",
-        "BASH_XTRACEFD=33; set -x",
-        "exec 33>&-",
-        "exec 30<&- 31<&- 32<&-",
+        "BASH_XTRACEFD=1004; set -x",
+        *(f"exec {fd}>&-" for fd in range(1000, 1005)),
+        "exec 1001<&- 1002<&- 1003<&-",
+        "exec 1001</dev/zero",
         "readonly __session=1",
-        "for fd in 10 11 12 13 14; do echo forged >&$fd; done 2>/dev/null",
+        "for fd in {1000..1004}; do echo forged >&$fd; done 2>/dev/null",
         "unset -f $(compgen -A function); unset $(compgen -v) 2>/dev/null",
         "POSIXLY_CORRECT=1",
         "PS4='$(touch /tmp/ps4)'; set -x",
@@ -547,13 +642,24 @@ def test_a_session_goes_on_after(data_dir: Path, call: str) -> None:
     in_sandbox(data_dir, test)
 
 
-@pytest.mark.parametrize("command", ["ulimit -n 33", "exec >/tmp/out; ulimit -n 20", "set -a; ulimit -n 1"])
-def test_a_shell_that_lost_its_descriptors_is_no_result(data_dir: Path, command: str) -> None:
-    """One bash would go on. A recorded end of the shell would be false, so the call is an error."""
+CLOSE_ALL = "for fd in /proc/$$/fd/*; do fd=${fd##*/}; [ $fd -lt 3 ] || eval \"exec $fd>&-\"; done"
+LOST = "[forkpoint: the session stays as it was before this call: the command has closed all descriptors"
+
+
+@pytest.mark.usefixtures("shells")
+@pytest.mark.parametrize(
+    "command", ["ulimit -n 4", f"exec >/tmp/out; {CLOSE_ALL}", "set -a; ulimit -n 1", CLOSE_ALL], ids=range(4)
+)
+def test_a_shell_that_lost_our_descriptors_keeps_its_session(data_dir: Path, command: str) -> None:
+    """One bash would go on. The answer says so, and shows nothing of our script."""
 
     async def test(sandbox: Sandbox) -> None:
-        with pytest.raises(SandboxError, match="too few file descriptors"):
-            await run(sandbox, command)
+        await run(sandbox, "x=kept")
+        answer = await run(sandbox, f"x=lost; echo said; {command}")
+        assert (answer.code, answer.out) == (1, "said\n")
+        assert LOST in answer.err
+        assert not re.search(r"session-lost|/proc/self/fd|1000: ", answer.err)
+        assert (await run(sandbox, "echo $x")).out == "kept\n"
 
     in_sandbox(data_dir, test)
 

@@ -184,8 +184,8 @@ def test_a_touched_template_changes_no_later_call(data_dir: Path, name: str, way
 
 
 ENTRIES = [
-    ": >>/proc/{pid}/mem", "head -c 1 /proc/{pid}/maps", "head -c 1 /proc/{pid}/environ", "readlink /proc/{pid}/fd/34",
-    "readlink /proc/{pid}/exe", "readlink /proc/{pid}/cwd", ": >/proc/{pid}/fd/33", "ls /proc/{pid}/map_files/",
+    ": >>/proc/{pid}/mem", "head -c 1 /proc/{pid}/maps", "head -c 1 /proc/{pid}/environ", "readlink /proc/{pid}/fd/1005",
+    "readlink /proc/{pid}/exe", "readlink /proc/{pid}/cwd", ": >/proc/{pid}/fd/1004", "ls /proc/{pid}/map_files/",
     "python3 -c 'import ctypes; exit(ctypes.CDLL(None).ptrace(16, {pid}, 0, 0) < 0)'",
 ]  # fmt: skip
 """What must fail."""
@@ -326,7 +326,7 @@ def assert_holds_no_file(template: int) -> None:
     mapped = re.findall(r"^\S+ \S+ \S+ \S+ \S+ +(/.*)$", (process / "maps").read_text(), re.MULTILINE)
     assert [path for path in mapped if not path.startswith("/dev/.shell/")] == []
     held = {int(path.name): str(path.readlink()).partition(":")[0] for path in (process / "fd").iterdir()}
-    assert held.keys() == {0, 1, 2, *range(29, 36)}
+    assert held.keys() == {0, 1, 2, *range(1000, 1007)}
     assert {*held.values()} == {"/dev/null", "pipe", "/memfd"}
     # The anchor has the root of the present layers.
     root = Path(f"/proc/{processes.parent(template)}/root").stat()

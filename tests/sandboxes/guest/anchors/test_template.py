@@ -298,7 +298,7 @@ def test_only_a_shell_that_was_asked_to_be_one_is_a_template(anchor: NativeAncho
     pid = anchor.started()
     assert not ShellTemplate.is_one(anchor.kit)
     held = {path.name for path in Path(f"/proc/{pid}/fd").iterdir()}
-    assert not held & {"34", "35"}
+    assert not held & {"1005", "1006"}
     os.kill(pid, signal.SIGKILL)
     for fd in ends.values():
         os.close(fd)
