@@ -6,6 +6,7 @@
 # restored from the dump. Only beside survivors is a shell kept, because it may have jobs.
 
 import contextlib
+import os
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,11 @@ class Shells(AnchoredProcesses):
         if shell.baseline is None:
             self._await_first_dump(shell)
         return shell
+
+    def folder(self, name: str) -> str:
+        """Return the directory in which the next command of an idle session runs."""
+        session = self.sessions.get(name) or self.pristine
+        return self.workdir if session is None else os.fsdecode(session["cwd"].encode("latin-1"))
 
     def for_command(self, name: str) -> Shell:
         """Return a session's shell once it can be given a command; see `ready`."""

@@ -279,6 +279,11 @@ class Supervisor:
                 return Performed(FileOutcome(status, media_type), body)
             case RunFileOperation():
                 enter, over_disk = self._become_agent, self._call_watch()
+                if "session" in request.arguments:
+                    # A path is relative to the directory in which the session's next command would run.
+                    folder = self.shells.folder(request.arguments["session"])
+                    arguments = {**request.arguments, "path": f"{folder}/{request.arguments['path']}"}
+                    request = RunFileOperation(request.tool, arguments, request.timeout_s)
                 return Performed(*file_child.run(request, envelope.body, envelope.fds, enter, over_disk))
 
     def _become_agent(self) -> None:
