@@ -96,11 +96,6 @@ class Shells(AnchoredProcesses):
             self._await_first_dump(shell)
         return shell
 
-    def folder(self, name: str) -> str:
-        """Return the directory in which the next command of an idle session runs."""
-        session = self.sessions.get(name) or self.pristine
-        return self.workdir if session is None else os.fsdecode(session["cwd"].encode("latin-1"))
-
     def for_command(self, name: str) -> Shell:
         """Return a session's shell once it can be given a command; see `ready`."""
         for _ in range(2):
@@ -460,6 +455,12 @@ class Shells(AnchoredProcesses):
         for shell in shells:
             self._shells[shell.name] = shell
             self.born = shell.born
+
+
+def folder_of(shells: Shells, name: str) -> str:
+    """Return the directory in which the next command of an idle session runs."""
+    session = shells.sessions.get(name) or shells.pristine
+    return shells.workdir if session is None else os.fsdecode(session["cwd"].encode("latin-1"))
 
 
 @contextlib.contextmanager
