@@ -168,7 +168,11 @@ class Dispatch:
         if not call.existing:
             # Without `existing` the name is the client's own, so an unknown one is simply a new rollout.
             return await self._engine.tasks.rollout(task, call.rollout or name, labels)
-        rollout = await self._engine.tasks.running(task, call.rollout)
+        return await self._running(task, call.rollout)
+
+    async def _running(self, task: str, name: str) -> Rollout:
+        """Return the running rollout of a name that only the proxy gives."""
+        rollout = await self._engine.tasks.running(task, name)
         if rollout is None:
             raise RefusalError(404, "session", "this session has ended or never existed. Begin another session.")
         return rollout
@@ -180,6 +184,8 @@ class Dispatch:
         calls do not wait for one another.
         """
         engine = self._engine
+        if call.existing:
+            await self._running(task, call.rollout)
         # Keyed by tree: another environment of the task lists other tools.
         key = ((await engine.tasks.open(task)).tree.id, call.key)
         answer = self._constants.get(key)
@@ -211,6 +217,8 @@ class Dispatch:
         tasks = self._engine.tasks
         match meaning:
             case Local():
+                if meaning.within:
+                    await self._running(task, meaning.within)
                 await exchange.local(meaning)
             case Close():
                 rollout = rollout or tasks.rollouts.running.get((task, meaning.rollout))
@@ -298,6 +306,7 @@ class Dispatch:
 def _require_own(grant: Grant, meaning: Meaning) -> None:
     """Raise RefusalError (403) if a request names another rollout in its body than its token stands for."""
     if isinstance(meaning, Local):
+        grant.require_rollout(meaning.within)
         return
     grant.require_rollout(meaning.rollout)
     if isinstance(meaning, Open):

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from typing_extensions import override
 
 from proxy.dialects import shell, sql
-from proxy.dialects.base import Call, Dialect, Request
+from proxy.dialects.base import Call, Dialect, Local, Request
 from proxy.dialects.rule_based import Declared
 from proxy.dialects.rule_schema import rules_of
 from proxy.names import ONLY
@@ -37,9 +37,12 @@ class BuiltIn(Dialect):
         self._parse, self._spec = parse, spec
 
     @override
-    def read(self, request: Request) -> Call:
+    def read(self, request: Request) -> Call | Local:
         path = unquote(request.path).removeprefix("/")
-        call = self._parse(request.method, path, request.query, request.body, self._spec)
+        try:
+            call = self._parse(request.method, path, request.query, request.body, self._spec)
+        except shell.UnrunnableCommandError as error:
+            return Local(200, error.result())
         return Call(call, call_key(call))
 
 

@@ -3,6 +3,8 @@
 A dialect reads a `Request` and returns its `Meaning`; later it brings a recorded response into the client's form.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,11 +58,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A reply of the proxy's own, which changes no rollout."""
+    """A reply of the proxy's own, which changes no rollout.
+
+    `within` names the rollout that must be running, because only the proxy gives such names; empty for none.
+    """
 
     status: int
     body: bytes = b""
     headers: Headers = (("content-type", "application/json"),)
+    within: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +209,42 @@ def json_object(body: bytes, hint: str = "", *, slug: str = "json", status: int 
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise RefusalError(400, "json", f"the body is not JSON: {error}.{example}") from None
+        if (replaced := _without_surrogates(body)) is not None:
+            raise LoneSurrogateError(replaced) from None
+        raise MalformedJsonError(400, "json", f"the body is not JSON: {error}.{example}") from None
     if not isinstance(value, dict):
         raise RefusalError(status, slug, f"the body must be a JSON object.{example}")
     return value
+
+
+class MalformedJsonError(RefusalError):
+    """A body is not JSON."""
+
+
+class LoneSurrogateError(RefusalError):
+    """A text in a JSON object has half of a surrogate pair, which is no character. `value` is the object without it."""
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        super().__init__(
+            400,
+            "json",
+            "a text has half of a surrogate pair (\\ud800 to \\udfff), which is no character: leave it out.",
+        )
+        self.value = value
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _without_surrogates(body: bytes) -> dict[str, Any] | None:
+    """Return the object in a body whose only fault is half of a surrogate pair; None for any other body."""
+    if _SURROGATE.search(body) is None:
+        return None
+    try:
+        value = orjson.loads(json.dumps(json.loads(body), ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def checked_arguments(tool: str, kind: type[BaseModel], given: dict[str, Any], *, strict: bool) -> dict[str, Any]:

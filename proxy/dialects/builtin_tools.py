@@ -54,12 +54,20 @@ def _exec(arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
 
 
 def _read_file(arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
-    return shell.parse("GET", f"files/{_text(arguments, 'path', {'path'})}", "", b"", spec)
+    return _file("GET", _text(arguments, "path", {"path"}), b"", spec)
 
 
 def _write_file(arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
     content = _text(arguments, "content", {"path", "content"})
-    return shell.parse("PUT", f"files/{_text(arguments, 'path', {'path', 'content'})}", "", content.encode(), spec)
+    return _file("PUT", _text(arguments, "path", {"path", "content"}), content.encode(), spec)
+
+
+def _file(method: str, path: str, body: bytes, spec: EnvironmentSpec) -> ToolCall:
+    if path.startswith("/"):
+        return shell.parse(method, f"files{path}", "", body, spec)
+    if not path:
+        raise RefusalError(422, "file-path", "the path is empty. Give the path of a file.")
+    return shell.in_session(shell.parse(method, "files/", "", body, spec), path)
 
 
 def _text(arguments: dict[str, Any], name: str, known: set[str]) -> str:
@@ -84,7 +92,9 @@ def _command_text(value: dict[str, Any]) -> str:
 
 
 _TEXT: Schema = {"type": "string"}
-_PATH: dict[str, Schema] = {"path": {"type": "string", "description": "absolute"}}
+_PATH: dict[str, Schema] = {
+    "path": {"type": "string", "description": "absolute, or relative to the directory of the shell session main"}
+}
 _SECONDS: Schema = {"type": "number", "exclusiveMinimum": 0}
 _SHELL = (
     McpTool(
@@ -186,7 +196,24 @@ def result_of(tool: McpTool, response: Response) -> Result:
     if result is not None:
         return result
     text = response.body.decode(errors="replace")
-    return {"content": [{"type": "text", "text": text}], "isError": response.status >= 400}
+    return refused(_detail(text)) if response.status >= 400 else {"content": [_text_item(text)], "isError": False}
+
+
+def refused(why: str) -> Result:
+    """Return the MCP result of a call that was not carried out, for a model that may correct it."""
+    return {"content": [_text_item(why)], "isError": True}
+
+
+def _detail(text: str) -> str:
+    """Return the sentence in problem details (RFC 9457); any other text as it is."""
+    try:
+        return str(orjson.loads(text)["detail"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return text
+
+
+def _text_item(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _object(response: Response, members: set[str]) -> dict[str, Any] | None:
@@ -197,4 +224,4 @@ def _object(response: Response, members: set[str]) -> dict[str, Any] | None:
 
 
 def _structured(value: dict[str, Any], text: str, *, failed: bool) -> Result:
-    return {"content": [{"type": "text", "text": text}], "structuredContent": value, "isError": failed}
+    return {"content": [_text_item(text)], "structuredContent": value, "isError": failed}

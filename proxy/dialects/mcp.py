@@ -17,7 +17,20 @@ import orjson
 from typing_extensions import override
 
 from proxy.dialects import builtin_tools, video
-from proxy.dialects.base import Call, Cancel, Close, Eventful, Local, Meaning, Open, Request, Response, json_object
+from proxy.dialects.base import (
+    Call,
+    Cancel,
+    Close,
+    Eventful,
+    Local,
+    LoneSurrogateError,
+    MalformedJsonError,
+    Meaning,
+    Open,
+    Request,
+    Response,
+    json_object,
+)
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
@@ -37,7 +50,7 @@ _LISTS = {
 _READS = frozenset({"resources/read", "prompts/get", "completion/complete"})
 _STATUS = {-32700: 400, -32600: 400, -32602: 400, -32601: 404, -32022: 400}
 """HTTP statuses of error codes in the modern version. In older ones every JSON-RPC error has status 200."""
-_NOT_FOUND, _INVALID, _UNSUPPORTED = -32601, -32602, -32022
+_MALFORMED, _NOT_FOUND, _INVALID, _UNSUPPORTED = -32700, -32601, -32602, -32022
 _NO_SUCH = dict.fromkeys(
     ("resources/subscribe", "resources/unsubscribe", "subscriptions/listen"),
     "subscriptions are not supported behind Forkpoint: a resource is read at the rollout's state, with resources/read.",
@@ -54,6 +67,7 @@ class _Message:
     method: str  # Empty for a response, which the proxy never asks for.
     params: dict[str, Any]  # `_meta` is always there.
     id: Any  # None for a notification.
+    fault: str  # What is wrong with its texts; empty for nothing.
     modern: bool  # Whether the client speaks the version without sessions.
 
 
@@ -86,9 +100,9 @@ class Mcp(Eventful):
             case "server/discover":
                 return _result(message, {"supportedVersions": [MODERN, *HANDSHAKES], **self._about(server)})
             case "ping" | "logging/setLevel":
-                return _result(message, {})
+                return replace(_result(message, {}), within=_session_of(request))
             case "tools/call":
-                return self._tool(message, request, server)
+                return self._checked(message, request, server)
             case method if method in _LISTS:
                 return self._list(message, request, server)
             case method if method in _READS:
@@ -99,7 +113,8 @@ class Mcp(Eventful):
 
     def _notification(self, message: _Message, request: Request) -> Meaning:
         """Return the meaning of a notification: a cancellation goes to the call, all others are only accepted."""
-        accepted, rollout = Local(202, headers=()), request.rollout or request.header(_SESSION)
+        accepted = Local(202, headers=(), within=_session_of(request))
+        rollout = request.rollout or _session_of(request)
         if message.method != "notifications/cancelled" or not rollout:
             return accepted
         return Cancel(rollout, _cancel_name(message.params.get("requestId")), accepted)
@@ -152,25 +167,35 @@ class Mcp(Eventful):
         if message.params.get("cursor") is not None:
             raise _McpError(_INVALID, "lists are complete and have no cursor. Leave the cursor out.")
         if not (server or self._names):
-            return _result(message, {_LISTS[message.method]: self._listed() if message.method == "tools/list" else []})
+            items = self._listed() if message.method == "tools/list" else []
+            return replace(_result(message, {_LISTS[message.method]: items}), within=_session_of(request))
         servers = ",".join([server] if server else self._names)
         return self._forward(message, request, servers, {}, constant=True)
 
     def _listed(self) -> list[dict[str, Any]]:
         return [tool.listed() for tool in self._tools.values()]
 
-    def _tool(self, message: _Message, request: Request, server: str) -> Call:
+    def _checked(self, message: _Message, request: Request, server: str) -> Call | Local:
+        """Return what a call of a tool means: a model reads what is wrong with its arguments, as the tool's result."""
         name, arguments = message.params.get("name"), message.params.get("arguments") or {}
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise _McpError(_INVALID, "tools/call takes a name, and arguments as an object.")
+        self._rollout(request)
+        try:
+            return self._tool(message, request, server, name, arguments)
+        except _ArgumentsError as error:
+            return replace(_result(message, builtin_tools.refused(str(error))), within=_session_of(request))
+
+    def _tool(self, message: _Message, request: Request, server: str, name: str, arguments: dict[str, Any]) -> Call:
+        if message.fault:
+            raise _ArgumentsError(message.fault)
         if not server and name in self._tools:
             try:
                 # Null stands for an argument that is not given: `tools/list` says so of all optional ones.
                 given = {member: value for member, value in arguments.items() if value is not None}
-                call = self._tools[name].call(given, self._spec)
+                call = video.for_rollout(self._tools[name].call(given, self._spec), self._rollout(request), self._spec)
             except RefusalError as error:
-                raise _McpError(_INVALID, str(error)) from error
-            call = video.for_rollout(call, self._rollout(request), self._spec)
+                raise _ArgumentsError(str(error)) from error
             return replace(self._named(request, call), events=True)
         if not server and len(self._names) > 1:
             server, _, name = name.partition("__")
@@ -193,10 +218,10 @@ class Mcp(Eventful):
         return self._named(request, call, constant=constant)
 
     def _named(self, request: Request, call: ToolCall, *, constant: bool = False) -> Call:
-        rollout = "" if constant else self._rollout(request)
+        rollout = _session_of(request) if constant else self._rollout(request)
         return Call(
             call, call_key(call), rollout=rollout, bound=True, constant=constant,
-            existing=not request.rollout and not constant,
+            existing=bool(rollout) and not request.rollout,
         )  # fmt: skip
 
     # -- answers -----------------------------------------------------------------------------------------------------
@@ -240,7 +265,7 @@ class Mcp(Eventful):
         try:
             message = _message_of(request)
         except RefusalError:
-            message = _Message("", {}, None, modern=False)
+            message = _NOTHING
         code = problem.code or (-32603 if problem.status >= 500 or problem.status == 429 else -32600)
         data: dict[str, Any] = {"type": f"urn:forkpoint:{problem.slug}", "status": problem.status}
         if code == _UNSUPPORTED:
@@ -264,8 +289,29 @@ class _McpError(RefusalError):
         self.code = code
 
 
+class _ArgumentsError(Exception):
+    """The arguments of a tool do not fit it."""
+
+
+_NOTHING = _Message("", {}, None, "", modern=False)
+
+
+def _session_of(request: Request) -> str:
+    """Return the session that a request names, which must be running; empty if the URL names the rollout."""
+    return "" if request.rollout else request.header(_SESSION)
+
+
 def _message_of(request: Request) -> _Message:
-    value = json_object(request.body, "one JSON-RPC 2.0 message", status=400)
+    fault = ""
+    try:
+        value = json_object(request.body, "one JSON-RPC 2.0 message", status=400)
+    except MalformedJsonError as error:
+        error.code = _MALFORMED
+        raise
+    except LoneSurrogateError as error:
+        if error.value.get("method") != "tools/call":
+            raise
+        value, fault = error.value, str(error)
     if value.get("jsonrpc") != "2.0":
         raise RefusalError(400, "json", "the body must be one JSON-RPC 2.0 message.")
     if _LONG_NUMBER.search(request.body) and _exceeds_64_bits(json.loads(request.body)):
@@ -275,12 +321,13 @@ def _message_of(request: Request) -> _Message:
         raise RefusalError(400, "json", "params must be an object, and an id a string or an integer.")
     if "method" not in value:
         # A response. The proxy sends clients no requests, so the response is accepted and dropped.
-        return _Message("", {}, None, modern=False)
+        return _NOTHING
     meta = params.get("_meta")
     version = request.header("mcp-protocol-version") or (meta.get(_VERSION_META) if isinstance(meta, dict) else "")
     if version and version != MODERN and version not in HANDSHAKES:
         raise _UnsupportedError(str(version))
-    return _Message(str(value["method"]), {**params, "_meta": meta or {}}, value.get("id"), modern=version == MODERN)
+    params = {**params, "_meta": meta or {}}
+    return _Message(str(value["method"]), params, value.get("id"), fault, modern=version == MODERN)
 
 
 def _exceeds_64_bits(value: Any) -> bool:

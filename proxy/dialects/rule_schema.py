@@ -103,6 +103,7 @@ class Rules(BaseModel):
     unsteady: tuple[str, ...] = Field(
         default=(), description="fields of JSON answers in which a replay may differ: durations, tracebacks"
     )
+    results: tuple[int, ...] = Field(default=(), description="statuses above 499 that are results like any other")
     retry_status: int | None = Field(default=None, ge=500, le=599, description="answered to trouble of ours")
     trouble: Any = Field(
         default=None, description="sent on a WebSocket when a message cannot be answered, with {slug} and {detail}"

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 from urllib.parse import parse_qs
 
 import orjson
 
-from proxy.dialects.base import json_object
+from proxy.dialects.base import LoneSurrogateError, json_object
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.server_spec import USER
@@ -44,6 +45,22 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
     raise RefusalError(404, "no-such-tool", "the shell endpoint has POST exec and PUT|GET|DELETE files/{path}.")
 
 
+class UnrunnableCommandError(RefusalError):
+    """A command that no shell can run. A model wrote it, so the response is a result that the model can read."""
+
+    def result(self) -> bytes:
+        """Return the body of the response: bash's exit code for a command that cannot be executed, and the reason."""
+        value = {"stdout": "", "stderr": f"{self}\n", "exit_code": 126, "timed_out": False, "truncated": False}
+        return orjson.dumps(value)
+
+
+def in_session(call: ToolCall, path: str) -> ToolCall:
+    """Return a call on a file whose path is relative to the directory of the main session, as it is for a command."""
+    if "\0" in path or len(path.encode()) > 4095:
+        raise RefusalError(422, "file-path", "a file's path has no NUL, and at most 4095 bytes.")
+    return replace(call, arguments={**call.arguments, "path": path, "session": "main"})
+
+
 def exit_code(result: ToolResult) -> int | None:
     """Return the exit code in an answer; None if the answer has none."""
     if result.media_type != "application/json":
@@ -59,7 +76,10 @@ def exit_code(result: ToolResult) -> int | None:
 
 
 def _exec(body: bytes, spec: EnvironmentSpec) -> ToolCall:
-    value = json_object(body, '{"command": "ls"}', slug="exec")
+    try:
+        value = json_object(body, '{"command": "ls"}', slug="exec")
+    except LoneSurrogateError as error:
+        raise UnrunnableCommandError(422, "command", str(error)) from None
     if not value.keys() <= {"command", "timeout_s", "session", "service", "user"}:
         raise RefusalError(
             422, "exec", 'exec takes "command", and optionally "timeout_s", "session", "service" and "user".'
@@ -80,8 +100,8 @@ def _command(command: Any) -> str:
             413, "command", f"the command is longer than {MAX_COMMAND_BYTES} bytes. Upload a script and run it."
         )
     if "\0" in command:
-        raise RefusalError(
-            422, "command", "the command holds a NUL, which no shell can run. Upload binary data as a file."
+        raise UnrunnableCommandError(
+            422, "command", "the command has a NUL character, which no shell can run. Upload binary data as a file."
         )
     return command
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from proxy.dialects.rule_schema import steady
+from proxy.dialects.tool_failures import as_shared
 from proxy.execution.divergence import divergence, same_answer
 from proxy.execution.errors import RolloutGoneError
 from proxy.execution.gate import Gate
@@ -181,7 +182,7 @@ class Executor:
             assert slot.sandbox is not None
             # Taken before the call runs: the answer shows the sandbox as it was after this long.
             age_s = rollout.age_s(time.monotonic())
-            execution = await execute(slot.sandbox, call, listener)
+            execution = as_shared(rollout.tree.spec, call, await execute(slot.sandbox, call, listener))
             self._counts.egress.note(execution.exchanges, rollout.tree.id, node.id, rollout.name, time.time())
             timing.tool_s = execution.seconds
             slot.calls += 1

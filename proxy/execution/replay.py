@@ -12,6 +12,7 @@ from functools import partial
 import structlog
 
 from proxy.dialects.rule_schema import steady
+from proxy.dialects.tool_failures import as_shared
 from proxy.execution.divergence import divergence, gap_s, require_conclusive
 from proxy.storage.errors import DamagedError
 from proxy.storage.records import RecordStore
@@ -137,7 +138,7 @@ class Replayer:
         call = self._records.call(record)
         # A second run may write in another order, which later calls could see.
         await expect_order(slot.sandbox, self._records.order(record))
-        execution = await slot.sandbox.execute(call)
+        execution = as_shared(tree.spec, call, await slot.sandbox.execute(call))
         self._counts.egress.note(execution.exchanges, tree.id, record.source.id, None, time.time())
         # What the replay costs beside the tool itself: plans add it for each call of a suffix.
         overhead_s = max(0.0, time.perf_counter() - start - execution.seconds)

@@ -6,6 +6,7 @@
 # restored from the dump. Only beside survivors is a shell kept, because it may have jobs.
 
 import contextlib
+import os
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -454,6 +455,12 @@ class Shells(AnchoredProcesses):
         for shell in shells:
             self._shells[shell.name] = shell
             self.born = shell.born
+
+
+def folder_of(shells: Shells, name: str) -> str:
+    """Return the directory in which the next command of an idle session runs."""
+    session = shells.sessions.get(name) or shells.pristine
+    return shells.workdir if session is None else os.fsdecode(session["cwd"].encode("latin-1"))
 
 
 @contextlib.contextmanager

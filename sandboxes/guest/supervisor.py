@@ -38,7 +38,7 @@ from sandboxes.guest.performed import Performed, not_started
 from sandboxes.guest.process_io import OVER_DISK, TIMED_OUT
 from sandboxes.guest.shell import Output, Shell
 from sandboxes.guest.shell_looks import ShellLooks
-from sandboxes.guest.shells import Shells
+from sandboxes.guest.shells import Shells, folder_of
 from sandboxes.guest.survivors import Survivors
 from sandboxes.guest.tool_servers import Log, Servers, ToolServerError
 from sandboxes.ipc.codec import Envelope, IpcMessage
@@ -313,6 +313,11 @@ class Supervisor:
                 return Performed(FileOutcome(status, media_type), body)
             case RunFileOperation():
                 enter, over_disk = self._become_agent, self._call_watch()
+                if "session" in request.arguments:
+                    # A path is relative to the directory in which the session's next command would run.
+                    folder = folder_of(self.shells, request.arguments["session"])
+                    arguments = {**request.arguments, "path": f"{folder}/{request.arguments['path']}"}
+                    request = RunFileOperation(request.tool, arguments, request.timeout_s)
                 return Performed(*file_child.run(request, envelope.body, envelope.fds, enter, over_disk))
 
     def _become_agent(self) -> None:

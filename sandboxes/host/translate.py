@@ -31,7 +31,7 @@ def refuse(call: ToolCall) -> tuple[int, str, bytes] | None:
         return None
     path = call.arguments.get("path")
     if call.tool in _WITH_PATHS.get(call.endpoint, ()) and not (
-        isinstance(path, str) and path.startswith("/") and "\0" not in path
+        isinstance(path, str) and (path.startswith("/") or "session" in call.arguments) and "\0" not in path
     ):
         return problem(400, "Bad path", "path must be absolute and without NUL")
     # Checked here, so that a damaged upload never reaches the sandbox's files.

@@ -1,25 +1,64 @@
 """Queries of the system catalogs: digests of the schema, the sequences and the tables' rows, and counts of changes.
 
+An agent can make relations, functions and operators with any name, and decides by `search_path` which one a name means.
+So all queries here run under `plain`. The driver's other queries name everything with its schema.
 `sandboxes.postgres.digest` says which tables are read whole, and which are digested by their changes.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
+
+from psycopg import pq
 
 SMALL_BYTES = 256 << 10
 """Tables up to this size are read whole after each change."""
 MAX_BYTES = 64 << 20
 """Of larger tables, only the numbers of changed rows are used: finding the rows takes a second for each GB."""
 
-PLAIN = """SET LOCAL search_path = pg_catalog; SET LOCAL DateStyle = 'ISO, MDY'; SET LOCAL TimeZone = 'UTC';
-SET LOCAL bytea_output = 'hex'; SET LOCAL extra_float_digits = 1; SET LOCAL IntervalStyle = 'postgres';
-SET LOCAL statement_timeout = 0; SET LOCAL role TO DEFAULT"""
-"""Settings under which digests are taken, whatever the agent has set. They end with the transaction."""
+EQUALS = "OPERATOR(pg_catalog.=)"
+"""Equality whatever operators the agent has made. `IN`, `<>` and `CASE x WHEN` have no such form."""
+
+PLAIN = """SET LOCAL search_path = pg_catalog, pg_temp; SET LOCAL role TO DEFAULT; SET LOCAL row_security = off;
+SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; SET LOCAL idle_in_transaction_session_timeout = 0;
+SET LOCAL client_encoding TO DEFAULT; SET LOCAL standard_conforming_strings = on;
+SET LOCAL quote_all_identifiers = off; SET LOCAL transform_null_equals = off;
+SET LOCAL DateStyle = 'ISO, MDY'; SET LOCAL TimeZone = 'UTC'; SET LOCAL IntervalStyle = 'postgres';
+SET LOCAL bytea_output = 'hex'; SET LOCAL extra_float_digits = 1; SET LOCAL lc_monetary = 'C';
+SET LOCAL enable_seqscan = on; SET LOCAL enable_indexscan = off; SET LOCAL enable_indexonlyscan = off;
+SET LOCAL enable_bitmapscan = off; SET LOCAL enable_tidscan = off; SET LOCAL synchronize_seqscans = off;
+SET LOCAL max_parallel_workers_per_gather = 0"""
+"""Settings under which the driver reads, whatever the agent has set. They end with the transaction.
+
+They decide which objects a name means (temporary ones come last), which rows are shown and in which order, and how
+values are written.
+"""
+
+
+@contextlib.contextmanager
+def plain(connection: "CatalogConnection") -> Iterator[None]:
+    """Apply `PLAIN` to queries of the driver, and restore the agent's settings. A transaction must not have failed."""
+    idle = connection.info.transaction_status == pq.TransactionStatus.IDLE
+    connection.execute("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY" if idle else "SAVEPOINT forkpoint")
+    try:
+        # A message of its own: the server reads the text of a message under the settings before it.
+        connection.execute(PLAIN)
+        yield
+    finally:
+        if idle:
+            connection.execute("ROLLBACK")
+        else:
+            connection.execute("ROLLBACK TO SAVEPOINT forkpoint; RELEASE SAVEPOINT forkpoint")
 
 
 class CatalogConnection(Protocol):
     """The part of `psycopg.Connection` that the queries need."""
+
+    @property
+    def info(self) -> Any:
+        """The state of the connection."""
+        ...
 
     def execute(self, query: str, params: Any = None) -> Any:
         """Run a query and return its cursor."""
@@ -40,43 +79,48 @@ _SCHEMA = (
         coalesce(c.reloptions::text, ''), {_ACL.format('c.relacl')},
         concat_ws(' ', c.relrowsecurity, c.relforcerowsecurity, c.relreplident, c.reloftype::regtype),
         coalesce(pg_get_partkeydef(c.oid), ''), coalesce(pg_get_expr(c.relpartbound, c.oid), '')
-    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMAS} AND c.relkind <> 'i'""",
+    FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+    WHERE {_USER_SCHEMAS} AND c.relkind <> 'i'""",
     f"""SELECT 'column', n.nspname, c.relname, a.attnum::text, a.attname, format_type(a.atttypid, a.atttypmod),
         concat_ws(' ', a.attnotnull, a.attidentity, a.attgenerated, a.attstorage, a.attcompression, a.attislocal,
             a.attinhcount, a.attcollation::regcollation),
         concat_ws(' ', a.attstattarget, a.attoptions, a.attfdwoptions),
         coalesce(pg_get_expr(d.adbin, d.adrelid), ''), {_ACL.format('a.attacl')}
-    FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace
-    LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+    FROM pg_catalog.pg_attribute a JOIN pg_catalog.pg_class c ON c.oid = a.attrelid
+    JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+    LEFT JOIN pg_catalog.pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
     WHERE {_USER_SCHEMAS} AND a.attnum > 0 AND NOT a.attisdropped""",
     f"""SELECT 'constraint', n.nspname, c.conname, c.conrelid::regclass::text, pg_get_constraintdef(c.oid),
         c.convalidated::text, '', '', '', ''
-    FROM pg_constraint c JOIN pg_namespace n ON n.oid = c.connamespace WHERE {_USER_SCHEMAS}""",
+    FROM pg_catalog.pg_constraint c JOIN pg_catalog.pg_namespace n ON n.oid = c.connamespace WHERE {_USER_SCHEMAS}""",
     f"""SELECT 'index', n.nspname, c.relname, pg_get_indexdef(c.oid), i.indisclustered::text, i.indisreplident::text,
-        i.indisvalid::text, '', '', '' FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
-    JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMAS}""",
+        i.indisvalid::text, '', '', '' FROM pg_catalog.pg_index i JOIN pg_catalog.pg_class c ON c.oid = i.indexrelid
+    JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMAS}""",
     f"""SELECT 'view', n.nspname, c.relname, pg_get_viewdef(c.oid), '', '', '', '', '', ''
-    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMAS} AND c.relkind IN ('v', 'm')""",
+    FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+    WHERE {_USER_SCHEMAS} AND c.relkind IN ('v', 'm')""",
     f"""SELECT 'function', n.nspname, p.proname, pg_get_function_identity_arguments(p.oid),
         coalesce(pg_get_function_result(p.oid), ''), p.prosrc, {_ACL.format('p.proacl')},
         CASE WHEN p.prokind IN ('f', 'p') THEN pg_get_functiondef(p.oid) ELSE p.provolatile::text END, '', ''
-    FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE {_USER_SCHEMAS}""",
+    FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_namespace n ON n.oid = p.pronamespace WHERE {_USER_SCHEMAS}""",
     """SELECT 'trigger', tgrelid::regclass::text, tgname, pg_get_triggerdef(oid), tgenabled::text, '', '', '', '', ''
-    FROM pg_trigger WHERE NOT tgisinternal""",
+    FROM pg_catalog.pg_trigger WHERE NOT tgisinternal""",
     f"""SELECT 'type', n.nspname, t.typname, t.typtype::text, format_type(t.typbasetype, t.typtypmod),
-        coalesce((SELECT string_agg(e.enumlabel, ',' ORDER BY e.enumsortorder) FROM pg_enum e
+        coalesce((SELECT string_agg(e.enumlabel, ',' ORDER BY e.enumsortorder) FROM pg_catalog.pg_enum e
             WHERE e.enumtypid = t.oid), ''), coalesce(t.typdefault, ''), '', '', ''
-    FROM pg_type t JOIN pg_namespace n ON n.oid = t.typnamespace WHERE {_USER_SCHEMAS} AND t.typtype <> 'c'""",
+    FROM pg_catalog.pg_type t JOIN pg_catalog.pg_namespace n ON n.oid = t.typnamespace
+    WHERE {_USER_SCHEMAS} AND t.typtype <> 'c'""",
     f"""SELECT 'schema', n.nspname, {_ACL.format('n.nspacl')}, '', '', '', '', '', '', ''
-    FROM pg_namespace n WHERE {_USER_SCHEMAS}""",
-    "SELECT 'extension', extname, extversion, '', '', '', '', '', '', '' FROM pg_extension",
-    """SELECT 'rule or policy', schemaname, tablename, rulename, definition, '', '', '', '', '' FROM pg_rules
+    FROM pg_catalog.pg_namespace n WHERE {_USER_SCHEMAS}""",
+    "SELECT 'extension', extname, extversion, '', '', '', '', '', '', '' FROM pg_catalog.pg_extension",
+    """SELECT 'rule or policy', schemaname, tablename, rulename, definition, '', '', '', '', '' FROM pg_catalog.pg_rules
     WHERE schemaname NOT IN ('pg_catalog', 'information_schema')""",
     """SELECT 'rule or policy', schemaname, tablename, policyname, coalesce(qual, ''), coalesce(with_check, ''), cmd,
-        roles::text, permissive, '' FROM pg_policies""",
-    """SELECT 'large object', md5(lo_get(oid)), '', '', '', '', '', '', '', '' FROM pg_largeobject_metadata""",
+        roles::text, permissive, '' FROM pg_catalog.pg_policies""",
+    """SELECT 'large object', md5(lo_get(oid)), '', '', '', '', '', '', '', ''
+    FROM pg_catalog.pg_largeobject_metadata""",
     """SELECT 'comment', t.type, t.identity, d.description, '', '', '', '', '', ''
-    FROM pg_description d, pg_identify_object(d.classoid, d.objoid, d.objsubid) t
+    FROM pg_catalog.pg_description d, pg_catalog.pg_identify_object(d.classoid, d.objoid, d.objsubid) t
     WHERE d.objoid >= 16384 AND d.classoid <> 'pg_extension'::regclass""",
 )  # fmt: skip
 
@@ -84,16 +128,21 @@ _SEQUENCES = """SELECT format('%I.%I', schemaname, sequencename), schemaname || 
     data_type::text, start_value, min_value, max_value, increment_by, cycle, cache_size, last_value
     FROM pg_catalog.pg_sequences WHERE schemaname !~ '^pg_temp' ORDER BY 2"""
 
-_TABLES = f"""SELECT format('%I.%I', n.nspname, c.relname), pg_relation_size(c.oid)
-    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+_SIZE = """CASE WHEN has_table_privilege(c.oid, 'SELECT') AND NOT row_security_active(c.oid)
+        THEN pg_relation_size(c.oid) ELSE 9223372036854775807 END"""
+"""The size of a table in bytes. One whose rows are kept from its owner counts as too large to read."""
+
+_TABLES = f"""SELECT format('%I.%I', n.nspname, c.relname), {_SIZE}
+    FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
     WHERE {_USER_SCHEMAS} AND c.relkind IN ('r', 'm') AND c.relpersistence <> 't' ORDER BY 1"""
 
-_COUNTS = f"""SELECT format('%I.%I', n.nspname, c.relname), pg_relation_size(c.oid),
+_COUNTS = f"""SELECT format('%I.%I', n.nspname, c.relname), {_SIZE},
         s.n_tup_ins, s.n_tup_upd, s.n_tup_del
-    FROM pg_stat_xact_user_tables s JOIN pg_class c ON c.oid = s.relid JOIN pg_namespace n ON n.oid = c.relnamespace
+    FROM pg_catalog.pg_stat_xact_user_tables s JOIN pg_catalog.pg_class c ON c.oid = s.relid
+    JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
     WHERE s.n_tup_ins + s.n_tup_upd + s.n_tup_del > 0 AND {_USER_SCHEMAS} AND c.relpersistence <> 't'"""
 
-_SYSTEM_COUNTS = """SELECT relname, n_tup_ins + n_tup_upd + n_tup_del FROM pg_stat_xact_sys_tables
+_SYSTEM_COUNTS = """SELECT relname, n_tup_ins + n_tup_upd + n_tup_del FROM pg_catalog.pg_stat_xact_sys_tables
     WHERE schemaname = 'pg_catalog' AND n_tup_ins + n_tup_upd + n_tup_del > 0"""
 STATISTICS = {"pg_statistic", "pg_statistic_ext_data"}
 """The system tables that ANALYZE writes."""
@@ -195,17 +244,20 @@ _NAMED = f"({_USER_SCHEMAS} OR n.oid = pg_catalog.pg_my_temp_schema())"
 """Schemas whose objects a statement may use: the users', and the session's own temporary ones."""
 _READ_OBJECTS = (
     f"""SELECT lower(p.proname), concat_ws(E'\\nset ', p.prosrc, array_to_string(p.proconfig, E'\\nset '))
-    FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
-    LEFT JOIN pg_depend d ON d.objid = p.oid AND d.deptype = 'e' WHERE {_NAMED} AND d.objid IS NULL""",
-    f"""SELECT lower(c.relname), pg_get_viewdef(c.oid) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_namespace n ON n.oid = p.pronamespace
+    LEFT JOIN pg_catalog.pg_depend d ON d.objid = p.oid AND d.deptype = 'e' WHERE {_NAMED} AND d.objid IS NULL""",
+    f"""SELECT lower(c.relname), pg_get_viewdef(c.oid) FROM pg_catalog.pg_class c
+    JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
     WHERE {_NAMED} AND c.relkind IN ('v', 'm')""",
 )
 _WRITE_OBJECTS = (
-    f"""SELECT lower(c.relname), pg_get_expr(d.adbin, d.adrelid) FROM pg_attrdef d JOIN pg_class c ON c.oid = d.adrelid
-    JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_NAMED}""",
-    """SELECT lower(c.relname), pg_get_triggerdef(t.oid) FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid
+    f"""SELECT lower(c.relname), pg_get_expr(d.adbin, d.adrelid) FROM pg_catalog.pg_attrdef d
+    JOIN pg_catalog.pg_class c ON c.oid = d.adrelid
+    JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE {_NAMED}""",
+    """SELECT lower(c.relname), pg_get_triggerdef(t.oid) FROM pg_catalog.pg_trigger t
+    JOIN pg_catalog.pg_class c ON c.oid = t.tgrelid
     WHERE NOT t.tgisinternal""",
-    """SELECT lower(tablename), definition FROM pg_rules
+    """SELECT lower(tablename), definition FROM pg_catalog.pg_rules
     WHERE schemaname NOT IN ('pg_catalog', 'information_schema')""",
 )
 

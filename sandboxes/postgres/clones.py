@@ -56,6 +56,7 @@ class Template:
     # What the session whose state this is knew of sequences.
     sequence_use: SequenceUse = field(default_factory=SequenceUse)
     size_bytes: int = 0  # Size on the server's disk.
+    root_bytes: int = 0  # Size of the root state that the rollout's writes began with.
     reader: str = ""  # Name of the clone for reading; empty until the first read.
     spares: deque[PrivateClone] = field(default_factory=deque)  # Private clones that wait for a sandbox.
     filling: bool = False  # A background task is creating spares.

@@ -21,6 +21,7 @@ import psycopg
 from psycopg import pq
 
 from sandboxes.postgres import catalog
+from sandboxes.postgres.catalog import EQUALS
 from sandboxes.postgres.session_history import UNSHOWN
 from sandboxes.postgres.statement import NOT_IN_TRANSACTION, READ_ONLY, SYNTAX_ERROR, PostgresOutcome, Statement
 from sandboxes.postgres.tools import EXPLAIN, MAX_COMPARED, compare, listing
@@ -34,21 +35,26 @@ _OF_THE_MOMENT = ("53", "57", "58", "XX", "40001", "40P01")
 """Begins of SQLSTATEs (PostgreSQL's manual, appendix A) of what the server lacks now, or of what other sessions do."""
 
 
-_SESSION = """SELECT
-    (SELECT string_agg(name || '=' || setting, ',' ORDER BY name) FROM pg_catalog.pg_settings
-     WHERE source = 'session' AND name NOT IN ('application_name', 'client_encoding')),
-    (SELECT string_agg((to_jsonb(s) - 'prepare_time')::text, ',' ORDER BY name)
-     FROM pg_catalog.pg_prepared_statements s WHERE from_sql),
-    (SELECT string_agg(name || '=' || statement, ',' ORDER BY name) FROM pg_catalog.pg_cursors WHERE name <> ''),
-    (SELECT string_agg(format('%s/%s/%s', classid, objid, mode), ',' ORDER BY classid, objid, mode)
-     FROM pg_catalog.pg_locks WHERE locktype = 'advisory' AND pid = pg_catalog.pg_backend_pid()),
-    (SELECT string_agg(c, ',' ORDER BY c) FROM pg_catalog.pg_listening_channels() c),
-    (SELECT 'yes' FROM pg_catalog.pg_depend WHERE refclassid = 'pg_catalog.pg_namespace'::pg_catalog.regclass
-     AND refobjid = pg_catalog.pg_my_temp_schema() LIMIT 1)"""
-"""Session state: settings, prepared statements, cursors, advisory locks, channels, and whether the session has
-temporary objects of any kind, such as tables, functions and types."""
-_READ_HAD_EFFECT = """SELECT pg_catalog.pg_current_xact_id_if_assigned() IS NOT NULL OR EXISTS (SELECT 1
-    FROM pg_catalog.pg_locks WHERE locktype = 'advisory' AND pid = pg_catalog.pg_backend_pid())"""
+_SESSION = f"""SELECT
+    (SELECT pg_catalog.string_agg(pg_catalog.concat(name, '=', setting), ',' ORDER BY name)
+     FROM pg_catalog.pg_settings WHERE source {EQUALS} 'session'
+     AND NOT (name {EQUALS} 'application_name' OR name {EQUALS} 'client_encoding')),
+    (SELECT pg_catalog.string_agg((pg_catalog.to_jsonb(s) OPERATOR(pg_catalog.-) 'prepare_time')::pg_catalog.text, ','
+         ORDER BY name) FROM pg_catalog.pg_prepared_statements s WHERE from_sql),
+    (SELECT pg_catalog.string_agg(pg_catalog.concat(name, '=', statement), ',' ORDER BY name)
+     FROM pg_catalog.pg_cursors WHERE NOT (name {EQUALS} '')),
+    (SELECT pg_catalog.string_agg(pg_catalog.concat_ws('/', classid, objid, mode), ',' ORDER BY classid, objid, mode)
+     FROM pg_catalog.pg_locks WHERE locktype {EQUALS} 'advisory' AND pid {EQUALS} pg_catalog.pg_backend_pid()),
+    (SELECT pg_catalog.string_agg(c, ',' ORDER BY c) FROM pg_catalog.pg_listening_channels() c),
+    (SELECT pg_catalog.string_agg(gid, ',' ORDER BY gid) FROM pg_catalog.pg_prepared_xacts
+     WHERE database {EQUALS} pg_catalog.current_database()),
+    (SELECT 'yes' FROM pg_catalog.pg_depend WHERE refclassid {EQUALS} 'pg_catalog.pg_namespace'::pg_catalog.regclass
+     AND refobjid {EQUALS} pg_catalog.pg_my_temp_schema() LIMIT 1)"""
+"""Session state: settings, prepared statements, cursors, advisory locks, channels, prepared transactions, and whether
+the session has temporary objects of any kind, such as tables, functions and types. It shows the agent's settings, so
+it cannot run under `catalog.plain`."""
+_READ_HAD_EFFECT = f"""SELECT pg_catalog.pg_current_xact_id_if_assigned() IS NOT NULL OR EXISTS (SELECT 1
+    FROM pg_catalog.pg_locks WHERE locktype {EQUALS} 'advisory' AND pid {EQUALS} pg_catalog.pg_backend_pid())"""
 """Whether a read-only transaction got a transaction id, or took an advisory lock."""
 
 
@@ -70,6 +76,12 @@ class PostgresCall:
     def text(self) -> str:
         """The statement or script."""
         return str(self.arguments["sql"])
+
+    @property
+    def words(self) -> str:
+        """The statement with its parameters: equal ones do the same in equal states."""
+        params = self.arguments.get("params")
+        return self.text if params is None else f"{self.text}\n{params!r}"
 
     @property
     def shape(self) -> str:
@@ -110,7 +122,7 @@ class PostgresLink:
         self.connection = psycopg.connect(dsn, autocommit=True, prepare_threshold=None, application_name=name)
         self._definitions: dict[bool, dict[str, str]] = {}
         self._types: dict[int, str] = {}
-        if self.query_row("SELECT current_user = session_user")[0]:
+        if self.query_row(f"SELECT current_user {EQUALS} session_user")[0]:
             raise psycopg.OperationalError("the login of a clone may not act as the agents' role")
 
     @property
@@ -140,7 +152,8 @@ class PostgresLink:
     def meaning(self, text: str, *, writing: bool) -> str:
         """Return a text with the definitions of all objects that it may use (see `volatile.reach`)."""
         if writing not in self._definitions:
-            self._definitions[writing] = catalog.definitions(self.connection, writing=writing)
+            with catalog.plain(self.connection):
+                self._definitions[writing] = catalog.definitions(self.connection, writing=writing)
         return reach(text, self._definitions[writing])
 
     def forget_definitions(self) -> None:

@@ -5,9 +5,9 @@ Reading everything after each statement would be too slow, so tables are treated
 
 1. *Small tables* (`catalog.SMALL_BYTES`) are read whole after each change. The digest depends on the content only, and
    undoing a change gives the earlier digest.
-2. *Large tables* share one `chain`: a hash of their initial content, extended by what each transaction did (the rows
-   that it wrote, and how many it deleted). The digest depends on history: equal statements give equal digests, but an
-   undone change does not. That costs a hit, never a wrong one.
+2. *Large tables* share one `chain`: a hash of their initial content, extended by what each transaction did: the rows
+   that it wrote, and the statement if rows are gone. The digest depends on history: equal statements give equal
+   digests, but an undone change does not. That costs a hit, never a wrong one.
 3. A table that was once large stays in the chain. Moving it back would make its history disappear.
 4. The schema and the sequences are read from the catalogs.
 
@@ -86,17 +86,17 @@ def after_transaction(
     """Return the digest that a transaction will leave when it commits. It is complete, but still open.
 
     `changed` has the size and the numbers of inserted, updated and deleted rows of each table. `schema` says whether
-    the transaction changed system tables too. `statement` stands for changes of large tables that rows do not show.
+    the transaction changed system tables too. `statement` names the call with its parameters, and stands for changes of
+    large tables that their rows do not show.
     """
     if schema:
         return _read_again(connection, before, statement, changed, transaction)
     tables, folds, chained = dict(before.tables), [], set(before.chained)
-    for table, (size, *rows) in sorted(changed.items()):
+    for table, (size, *_) in sorted(changed.items()):
         if table in chained or size > catalog.SMALL_BYTES:
+            folds.append(_fold(connection, before, statement, table, changed[table], transaction))
             tables.pop(table, None)
             chained.add(table)
-            # Deleted rows leave no trace in the table, so their number is part of the change.
-            folds.append([table, rows, _rows(connection, table, size, transaction)])
         else:
             tables[table] = catalog.table_digest(connection, table)
     now = replace(before, tables=tables, chained=frozenset(chained), sequences=catalog.sequences(connection))
@@ -121,18 +121,28 @@ def _read_again(
     for table, size in catalog.tables(connection):
         if table in before.chained or size > catalog.SMALL_BYTES:
             chained.add(table)
-            if transaction is not None and table in changed:
-                folds.append([table, list(changed[table][1:]), _rows(connection, table, size, transaction)])
+            if table in before.tables or (transaction is not None and table in changed):
+                counts = changed.get(table, (size, 0, 0, 0))
+                folds.append(_fold(connection, before, statement, table, counts, transaction))
         else:
             tables[table] = catalog.table_digest(connection, table)
     schema, sequences = catalog.schema_digest(connection), catalog.sequences(connection)
     now = DatabaseDigest(schema, sequences, tables, before.chain, frozenset(chained | before.chained))
     # Without large tables the whole state has been read, and the statement adds nothing.
-    return now.extended(statement, folds) if statement and (chained or before.chained) else now
+    return now.extended(statement, folds) if folds or (statement and (chained or before.chained)) else now
 
 
-def _rows(connection: CatalogConnection, table: str, size: int, transaction: int) -> str:
-    return "" if size > catalog.MAX_BYTES else catalog.rows_since(connection, table, transaction)
+def _fold(
+    connection: CatalogConnection, before: DatabaseDigest, statement: str, table: str, counts: tuple[int, ...],
+    transaction: int | None,
+) -> list[Any]:  # fmt: skip
+    """Return what a transaction did to a large table, and its content if it was a small one before."""
+    size, inserted, *replaced = counts
+    read = transaction is not None and size <= catalog.MAX_BYTES
+    rows = catalog.rows_since(connection, table, transaction) if read and transaction is not None else ""
+    # The inserted rows say all that an INSERT did. Which rows are gone is known by the statement alone.
+    named = "" if read and not any(replaced) else statement
+    return [table, inserted, replaced, rows, named, before.tables.get(table, [])]
 
 
 def _hash(value: Any) -> bytes:

@@ -26,7 +26,7 @@ from sandboxes.workers.pool import WorkerPool
 
 log = structlog.get_logger()
 
-VERSION = 4
+VERSION = 5
 """Part of every identity. Raise it when a change of the driver gives equal calls other results or other digests."""
 SPARES = 2
 """Clones that wait for each template in use. Rollouts that first write at the same time take one each."""
@@ -130,8 +130,8 @@ class PostgresDriver:
         """Record a template. `source` is a root's source, fingerprint and behaviour; None for other states."""
         self._instance["servers"][template.server.dsn]["templates"][template.name] = {
             "digest": template.digest.to_json(), "settings": [list(pair) for pair in template.settings.own],
-            "sequence_use": template.sequence_use.to_json(), "size_bytes": template.size_bytes, "source": source,
-            "version": VERSION,
+            "sequence_use": template.sequence_use.to_json(), "size_bytes": template.size_bytes,
+            "root_bytes": template.root_bytes, "source": source, "version": VERSION,
         }  # fmt: skip
         self._save_instance()
 
@@ -143,6 +143,7 @@ class PostgresDriver:
             DatabaseSettings(tuple(map(tuple, record["settings"]))),
             SequenceUse.from_json(record["sequence_use"]),
             record["size_bytes"],
+            record["root_bytes"],
         )
         self._templates[name] = template
         if record["source"]:
@@ -185,7 +186,8 @@ class PostgresDriver:
                     await server.drop(name)
                     return template
             await server.freeze(name)
-            template = Template(server, name, digest, settings, size_bytes=await server.size_bytes(name))
+            size_bytes = await server.size_bytes(name)
+            template = Template(server, name, digest, settings, size_bytes=size_bytes, root_bytes=size_bytes)
         except BaseException:
             await server.drop(name)
             raise
@@ -237,7 +239,9 @@ class PostgresDriver:
         except BaseException:
             await origin.server.drop(name)
             raise
-        template = Template(origin.server, name, position.digest, origin.settings, position.sequence_use, size_bytes)
+        template = Template(
+            origin.server, name, position.digest, origin.settings, position.sequence_use, size_bytes, origin.root_bytes
+        )
         self._templates[name] = template
         self._record(template, None)
         return template

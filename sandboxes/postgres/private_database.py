@@ -25,6 +25,7 @@ from psycopg import pq
 
 from sandboxes.postgres import catalog, sequence_use
 from sandboxes.postgres import digest as digests
+from sandboxes.postgres.catalog import EQUALS
 from sandboxes.postgres.connection import (
     READS,
     CallFacts,
@@ -52,14 +53,19 @@ _ENDS = {"COMMIT", "ROLLBACK"}
 _CHANGES_ROWS = _ENDS | READS | {"BEGIN", "START", "INSERT", "UPDATE", "DELETE", "MERGE", "SAVEPOINT", "RELEASE", "SET"}
 """First words of the command tags of statements that change rows or nothing, but not the schema."""
 _ROWLESS = _ENDS | {
-    "SET", "RESET", "SHOW", "LISTEN", "UNLISTEN", "NOTIFY", "PREPARE", "DEALLOCATE", "DISCARD", "LOCK", "DECLARE",
+    "SET", "RESET", "SHOW", "LISTEN", "UNLISTEN", "NOTIFY", "PREPARE", "DEALLOCATE", "DISCARD", "LOCK",
     "CLOSE", "FETCH", "MOVE", "SAVEPOINT", "RELEASE", "VACUUM", "ANALYZE", "CHECKPOINT",
 }  # fmt: skip
-"""First words of the command tags of statements that change no rows."""
-_WRITTEN = """SELECT pg_catalog.pg_current_xact_id_if_assigned()::text, sum(n_tup_ins + n_tup_upd + n_tup_del)
+"""First words of the command tags of statements that change no rows. DECLARE runs the query of a cursor WITH HOLD."""
+_OF_PREPARED = {"PREPARE TRANSACTION", "COMMIT PREPARED", "ROLLBACK PREPARED"}
+"""Command tags that begin like others, of statements that end a transaction or commit another one."""
+_WRITTEN = """SELECT pg_catalog.sum(n_tup_ins), pg_catalog.sum(n_tup_upd), pg_catalog.sum(n_tup_del)
     FROM pg_catalog.pg_stat_xact_all_tables"""
-"""Whether the transaction has written, and how many rows of all tables, temporary ones among them."""
-_HAS_CURSORS = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_cursors WHERE name <> '')"
+"""How many rows of all tables the transaction has written, temporary ones among them."""
+_TRANSACTION = """SELECT pg_catalog.pg_current_xact_id_if_assigned()::pg_catalog.text,
+    EXISTS (SELECT 1 FROM pg_catalog.pg_cursors WHERE is_holdable)"""
+"""The transaction's ID if it has written, and whether its COMMIT runs the query of a cursor WITH HOLD."""
+_HAS_CURSORS = f"SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_cursors WHERE NOT (name {EQUALS} ''))"
 
 
 class PrivateDatabase:
@@ -75,7 +81,8 @@ class PrivateDatabase:
         # Texts since the session's use of sequences was last looked at, with all that they may run.
         self._meanings: list[str] = []
         self._in_transaction: list[str] = []
-        self._counts_at_begin: tuple[catalog.RowCounts, dict[str, int]] = ({}, {})
+        # Whether the agent's transaction may have written, and the system tables' counters at its start.
+        self._wrote, self._counts_at_begin = False, dict[str, int]()
         # Texts that changed what the digest does not describe, since the last commit.
         self._undescribed: list[str] = []
 
@@ -87,17 +94,13 @@ class PrivateDatabase:
     def warm_up(self) -> None:
         """Run the queries of a first write, so that the server has read its catalogs before it."""
         connection = self.link.connection
-        connection.execute("BEGIN READ ONLY")
-        try:
-            connection.execute(catalog.PLAIN)
+        with catalog.plain(connection):
             for query in (catalog.counts, catalog.system_counts, catalog.sequences):
                 query(connection)
             for table in list(self.digest.tables)[:1]:
                 catalog.table_digest(connection, table)
-            for writing in (False, True):
-                self.link.meaning("", writing=writing)
-        finally:
-            connection.execute("ROLLBACK")
+        for writing in (False, True):
+            self.link.meaning("", writing=writing)
         self.link.session()
 
     def run(self, call: PostgresCall) -> tuple[CallFacts, PrivateState, bytes]:
@@ -118,6 +121,10 @@ class PrivateDatabase:
                 facts.uncommitted = True
             self._temporary = temporary
             self._history.clear_gone(self._session, temporary=temporary)
+            shaped = self._history.note_shaped(facts.name, self._session, temporary=temporary)
+            if shaped and not (self._session or self._history):
+                self._history.shaped.clear()
+                self._reassess(shaped, large=True)
         use, self._use = self._use, self._look_at_sequences(before)
         session_state = repr((self._session, self._in_transaction, self._history, self._use)).encode()
         state = PrivateState(
@@ -157,7 +164,7 @@ class PrivateDatabase:
                 facts, result = answer_reading(self.link, call)
                 if self._history.seeded and facts.volatile:
                     meaning = self.link.meaning(call.text, writing=False)
-                    facts.uncommitted = self._history.note_settings(call.text, meaning)
+                    facts.uncommitted = self._history.note_settings(call.words, meaning)
                 return facts, result
         except WriteAttemptError:
             pass
@@ -169,69 +176,80 @@ class PrivateDatabase:
             return CallFacts(), refused(call, str(error))
         meaning = self.link.meaning(call.text, writing=True)
         self._meanings = [meaning]
+        unseen = self._history.note_settings(call.words, meaning)
+        name = self._history.name_of(call.words, meaning)
         # Its effect is outside of transactions, so a failure may have left a part of it.
         if UPKEEP.search(meaning):
-            self._undescribed.append(call.text)
-        unseen = self._history.note_settings(call.text, meaning)
-        name = self._history.name_of(call.text, meaning)
+            self._undescribed.append(name)
         facts = CallFacts(VOLATILE.search(meaning) is not None, uncommitted=unseen, name=name)
-        outcome = self._without_transaction(call, parameters) if moves else self._write(call, parameters)
+        # Until the counters are read, the transaction that the call may begin counts as one that has written.
+        self._wrote, self._counts_at_begin = True, {}
+        outcome = self._without_transaction(call, parameters, name) if moves else self._write(call, parameters, name)
         if self.link.status != pq.TransactionStatus.IDLE:
             self._in_transaction = [name]
         if moves and outcome.failure is None:
-            self._history.cursor_moves.append(call.text)
+            self._history.cursor_moves.append(name)
             facts.uncommitted = True
         facts.note_failure(outcome.failure)
         return facts, answer_of(self.link, outcome, call)
 
-    def _write(self, call: PostgresCall, parameters: Any) -> PostgresOutcome:
-        """Run a text as one transaction."""
+    def _write(self, call: PostgresCall, parameters: Any, name: str) -> PostgresOutcome:
+        """Run a text as one transaction. `name` names the call in digests."""
         connection = self.link.connection
         connection.execute("BEGIN")
         # The counters include earlier transactions. Their value now is the baseline of this one.
-        counts, system = catalog.counts(connection), catalog.system_counts(connection)
+        with catalog.plain(connection):
+            counts, system = catalog.counts(connection), catalog.system_counts(connection)
         outcome = self.link.send(call.text, call, parameters=parameters)
         if self.link.status == pq.TransactionStatus.IDLE:
             # The text ended our transaction itself, and may have run others after it.
-            self._reassess(call.text, large=not only(outcome.tags, _ENDS))
+            self._reassess(name, large=outcome.failure is not None or not only(outcome.tags, _ENDS))
             if not only(outcome.tags, _CHANGES_ROWS):
-                self._undescribed.append(call.text)
+                self._undescribed.append(name)
         elif outcome.failure is not None:
             connection.execute("ROLLBACK")
             if outcome.failure.code in NOT_IN_TRANSACTION:
-                return self._without_transaction(call, parameters)
+                return self._without_transaction(call, parameters, name)
             self._read_sequences()
         elif _begins(outcome.tags):
             # Our BEGIN has become the agent's. It stays open.
-            self._counts_at_begin = counts, system
+            self._wrote, self._counts_at_begin = any(self._transaction()), system
         elif len(outcome.tags) == 1 and only(outcome.tags, _TRANSACTION_SENSITIVE | _ENDS):
             connection.execute("ROLLBACK")
-            return self._without_transaction(call, parameters)
-        elif self.link.query_row("SELECT pg_catalog.pg_current_xact_id_if_assigned()")[0] is None:
-            # Without a transaction id nothing was written. Sequences are an exception: they need none.
-            connection.execute("COMMIT")
-            self._read_sequences()
+            return self._without_transaction(call, parameters, name)
         else:
-            self._commit(call, outcome, counts, system)
+            transaction, holds = self._transaction()
+            if transaction is None:
+                # Without a transaction id nothing was written. Sequences are an exception: they need none.
+                connection.execute("COMMIT")
+                self._read_sequences()
+            else:
+                self._commit(outcome, counts, system, int(transaction), name)
+            if holds:
+                self._reassess(name, large=True)
         return outcome
 
+    def _transaction(self) -> tuple[str | None, bool]:
+        """Return the open transaction's ID if it has written, and whether its COMMIT runs the query of a cursor."""
+        transaction, holds = self.link.query_row(_TRANSACTION)
+        return transaction, holds
+
     def _commit(
-        self, call: PostgresCall, outcome: PostgresOutcome, counts: catalog.RowCounts, system: dict[str, int]
+        self, outcome: PostgresOutcome, counts: catalog.RowCounts, system: dict[str, int], transaction: int, name: str
     ) -> None:
         """Compute the digest of what our transaction changed, and commit it."""
         connection = self.link.connection
         try:
             # Check deferred constraints now: their triggers may change rows, which must be counted.
             connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
-            connection.execute(catalog.PLAIN)
-            changed = _since(counts, catalog.counts(connection))
-            # DDL is a change of the system's tables.
-            moved = catalog.moved(system, catalog.system_counts(connection))
-            schema = bool(moved - catalog.STATISTICS)
-            transaction = int(self.link.query_row("SELECT pg_catalog.pg_current_xact_id_if_assigned()::text")[0])
-            digest = digests.after_transaction(
-                connection, self.digest, changed, transaction=transaction, schema=schema, statement=call.text
-            )
+            with catalog.plain(connection):
+                changed = _since(counts, catalog.counts(connection))
+                # DDL is a change of the system's tables.
+                moved = catalog.moved(system, catalog.system_counts(connection))
+                schema = bool(moved - catalog.STATISTICS)
+                digest = digests.after_transaction(
+                    connection, self.digest, changed, transaction=transaction, schema=schema, statement=name
+                )
             connection.execute("COMMIT")
         except psycopg.Error as error:
             if self.link.status != pq.TransactionStatus.IDLE:
@@ -242,18 +260,18 @@ class PrivateDatabase:
         if schema:
             self.link.forget_definitions()
         if moved - catalog.DESCRIBED or (schema and digest == self.digest):
-            self._undescribed.append(call.text)
+            self._undescribed.append(name)
         self.digest = digest
 
-    def _without_transaction(self, call: PostgresCall, parameters: Any) -> PostgresOutcome:
+    def _without_transaction(self, call: PostgresCall, parameters: Any, name: str) -> PostgresOutcome:
         """Run a statement that cannot, or should not, run in a transaction of ours: VACUUM, SET, LOCK."""
         outcome = self.link.send(call.text, call, parameters=parameters)
         if self.link.status == pq.TransactionStatus.IDLE:
             # A procedure may have committed before it failed.
             unknown = outcome.failure is not None or not only(outcome.tags, _ROWLESS)
-            self._reassess(call.text, large=unknown)
+            self._reassess(name, large=unknown or bool(_OF_PREPARED.intersection(outcome.tags)))
             if unknown and outcome.failure is None:
-                self._undescribed.append(call.text)
+                self._undescribed.append(name)
         return outcome
 
     # -- inside the agent's transaction ------------------------------------------------------------------------------
@@ -266,32 +284,33 @@ class PrivateDatabase:
             )
         # In a failed transaction no catalog can be read, and the server refuses the statement anyway.
         volatile = uses = False
-        name = call.text
+        name = call.words
         if self.link.status == pq.TransactionStatus.INTRANS:
             meaning = self.link.meaning(call.text, writing=True)
             self._meanings.append(meaning)
-            if UPKEEP.search(meaning):
-                self._undescribed.append(call.text)
             volatile = VOLATILE.search(meaning) is not None
             # Without defaults and triggers: their use of a sequence shows in the position.
             reading = self.link.meaning(call.text, writing=False)
             uses = any(names.search(reading) for names in (USES_SEQUENCES, SESSION, HELD))
-            uses |= self._history.note_settings(call.text, meaning)
-            name = self._history.name_of(call.text, meaning)
+            uses |= self._history.note_settings(call.words, meaning)
+            name = self._history.name_of(call.words, meaning)
+            if UPKEEP.search(meaning):
+                self._undescribed.append(name)
         before = self._position()
         # Read before the statement: it may be the COMMIT, after which the counters are gone.
-        large, moved = self._changed_since_begin()
+        moved = self._moved_since_begin()
         try:
             parameters = parameters_of(call)
         except ValueError as error:
             return CallFacts(), refused(call, str(error))
         outcome = self.link.send(call.text, call, parameters=parameters)
         if self.link.status == pq.TransactionStatus.IDLE:
-            texts = [*self._in_transaction, call.text]
-            self._reassess("\n".join(texts), large=large or bool(moved) or len(outcome.tags) > 1)
+            texts = [*self._in_transaction, name]
+            # A COMMIT runs triggers and the queries of cursors, whose changes no counter shows any more.
+            self._reassess("\n".join(texts), large=self._wrote or bool(moved) or len(outcome.tags) > 1)
             if moved or not only(outcome.tags, _CHANGES_ROWS):
                 self._undescribed += texts
-            name = "\n".join([*self._in_transaction, name])
+            name = "\n".join(texts)
             self._in_transaction = []
             uncommitted = True
         else:
@@ -302,39 +321,36 @@ class PrivateDatabase:
         facts.note_failure(outcome.failure)
         return facts, answer_of(self.link, outcome, call)
 
-    def _changed_since_begin(self) -> tuple[bool, set[str]]:
-        """Return whether the agent's open transaction, unless it failed, changed large tables, and system tables."""
+    def _moved_since_begin(self) -> set[str]:
+        """Return the system tables that the agent's open transaction changed, unless it failed."""
         if self.link.status != pq.TransactionStatus.INTRANS:
-            return False, set()
-        counts, system = self._counts_at_begin
-        changed = _since(counts, catalog.counts(self.link.connection))
-        large = (table in self.digest.chained or size[0] > catalog.SMALL_BYTES for table, size in changed.items())
-        return any(large), catalog.moved(system, catalog.system_counts(self.link.connection))
+            return set()
+        with catalog.plain(self.link.connection):
+            return catalog.moved(self._counts_at_begin, catalog.system_counts(self.link.connection))
 
     def _position(self) -> Any:
         """Return a value that changes with every write in the open transaction; None after a failure in it."""
         if self.link.status != pq.TransactionStatus.INTRANS:
             return None
-        connection = self.link.connection
-        return self.link.query_row(_WRITTEN), catalog.sequences(connection)
+        transaction = self._transaction()
+        self._wrote = self._wrote or any(transaction)
+        with catalog.plain(self.link.connection):
+            return transaction, self.link.query_row(_WRITTEN), catalog.sequences(self.link.connection)
 
     # -- digests -----------------------------------------------------------------------------------------------------
 
     def _read_sequences(self) -> None:
         """Update the digest's sequences, which advance even in a transaction that is rolled back."""
-        now = catalog.sequences(self.link.connection)
+        with catalog.plain(self.link.connection):
+            now = catalog.sequences(self.link.connection)
         if now != self.digest.sequences:
             self.digest = DatabaseDigest.from_json(self.digest.to_json() | {"sequences": now})
 
     def _reassess(self, statement: str, *, large: bool) -> None:
         """Compute the digest after a text whose changes were not observed."""
         connection = self.link.connection
-        connection.execute("BEGIN READ ONLY")
-        try:
-            connection.execute(catalog.PLAIN)
+        with catalog.plain(connection):
             self.digest = digests.after_unobserved(connection, self.digest, statement, large=large)
-        finally:
-            connection.execute("ROLLBACK")
         self.link.forget_definitions()
 
 

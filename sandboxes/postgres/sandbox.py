@@ -12,6 +12,7 @@ from sandboxes.postgres.clones import OPEN_S, Clones, PrivateClone, Template
 from sandboxes.postgres.connection import application_name
 from sandboxes.postgres.digest import DatabaseDigest, combined
 from sandboxes.postgres.messages import MustWrite, RunStatement, ServerLost, StatementDone
+from sandboxes.postgres.usage import ServerLimitError, WatchedSession
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.results import Failure, failure
 from sandboxes.workers.messages import CloseEngine, SetLimits
@@ -84,7 +85,7 @@ class PostgresSandbox:
                     return execution
                 position.clone = await self._clones.fork(position.template)
             return await self._write(position, position.clone, call)
-        except (WorkerStuckError, WorkerLostError) as error:
+        except (WorkerStuckError, WorkerLostError, ServerLimitError) as error:
             return self._aborted(position, call, error)
         except SpecError as error:
             self._why_dead = str(error)
@@ -99,31 +100,42 @@ class PostgresSandbox:
         database = await self._clones.reader(position.template)
         request = self._request(call, position.template.server.agent_dsn(database))
         async with self._worker_pool.reader() as worker:
+            # A state may have any size, and a read adds temporary files to it.
+            size_bytes = position.template.size_bytes
+            session = self._session(position, database, application_name(worker.pid), size_bytes)
             try:
-                answer = await self._run(worker, request)
+                async with session.watched():
+                    answer = await self._run(worker, request)
             except WorkerStuckError:
                 # The server still runs the statement for the killed worker.
-                await position.template.server.end(application_name(worker.pid))
+                await session.server.end(session.name)
                 raise
         if isinstance(answer.message, MustWrite):
             return None
         return self._execution(answer.message, answer.body, Effect.NONE)
 
     async def _write(self, position: DatabasePosition, clone: PrivateClone, call: ToolCall) -> Execution:
+        session = self._session(position, clone.database, str(clone.backend), position.template.root_bytes)
         try:
-            answer = await self._run(clone.worker, self._request(call))
+            async with session.watched():
+                answer = await self._run(clone.worker, self._request(call))
         except WorkerStuckError:
-            await position.template.server.end(str(clone.backend))
+            await session.server.end(session.name)
             raise
         done = answer.message
         assert isinstance(done, StatementDone), "a private database never refuses to write"
         state = done.private
         assert state is not None, "the worker has just run the call on its private database"
+        if (state.database_changed or state.session_changed) and (excess := await session.end_if_exceeding()):
+            raise ServerLimitError(excess)
         position.digest, position.sequence_use = state.digest, state.sequence_use
         position.has_session, position.witness = state.has_session, state.witness
         effect = Effect.DATABASE if state.database_changed else Effect.NONE
         effect |= Effect.SESSION if state.session_changed else Effect.NONE
         return self._execution(done, answer.body, effect)
+
+    def _session(self, position: DatabasePosition, database: str, name: str, root_bytes: int) -> WatchedSession:
+        return WatchedSession(position.template.server, database, name, root_bytes, self._spec.limits.disk_mb)
 
     async def _run(self, worker: PooledWorker, request: RunStatement) -> Envelope[StatementDone | MustWrite]:
         """Send a request to a worker. A worker that lost its connection is treated as a lost worker."""
@@ -147,21 +159,23 @@ class PostgresSandbox:
         )  # fmt: skip
 
     def _aborted(
-        self, position: DatabasePosition, call: ToolCall, error: WorkerStuckError | WorkerLostError
+        self, position: DatabasePosition, call: ToolCall, error: WorkerStuckError | WorkerLostError | ServerLimitError
     ) -> Execution:
-        """Return the result of a statement that ended its worker. Raises SandboxError if the statement is not to blame.
+        """Return the result of a statement that ended its session. Raises SandboxError if it is not to blame.
 
-        The server rolls its changes back.
+        The session's changes are lost: the server rolls them back, or the clone is dropped with them.
         """
         # "crashed" counts as out of memory: a C library may crash when it cannot allocate.
         if isinstance(error, WorkerLostError) and error.cause not in ("memory", "crashed"):
             self._why_dead = str(error)
             raise SandboxError(f"the worker of sandbox {self.id} ended: {error}") from error
         if position.clone is not None:
-            # The session is lost, but nothing was committed: other sandboxes may still restore the state before.
-            self._why_dead = f"a statement ended its worker: {error}"
+            # The session is lost, but no other one sees what it did: sandboxes may still restore the state before.
+            self._why_dead = f"a statement ended its session: {error}"
         if isinstance(error, WorkerStuckError):
             reason = Failure("the statement took longer than timeout_s, and was stopped", "timeout")
+        elif isinstance(error, ServerLimitError):
+            reason = Failure(str(error), "limit")
         else:
             reason = Failure("the answer needs more memory than limits.memory_mb allows", "limit")
         body = failure(reason, shape=str(call.arguments.get("format", "json")), sql=str(call.arguments.get("sql", "")))

@@ -18,15 +18,15 @@ from typing import Any
 
 import psycopg
 
-from sandboxes.postgres.catalog import CatalogConnection
+from sandboxes.postgres.catalog import EQUALS, CatalogConnection
 
 USES_SEQUENCES = re.compile(r"\b(?:nextval|setval|discard)\b", re.IGNORECASE)
 """Matches what may change `currval` or `lastval` and nothing else, such as `setval` to a sequence's own value."""
 _SETS = re.compile(r"\bsetval\b", re.IGNORECASE)
 _UNDEFINED = {"55000", "42P01"}
 """SQLSTATEs of `currval` and `lastval` where the session has no value, or the sequence was dropped."""
-_AT = """SELECT format('%%I.%%I', schemaname, sequencename), last_value FROM pg_catalog.pg_sequences
-    WHERE schemaname || '.' || sequencename = ANY(%s)"""
+_AT = f"""SELECT pg_catalog.format('%%I.%%I', schemaname, sequencename), last_value FROM pg_catalog.pg_sequences
+    WHERE pg_catalog.concat(schemaname, '.', sequencename) {EQUALS} ANY(%s)"""
 
 
 @dataclass(frozen=True, slots=True)

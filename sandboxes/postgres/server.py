@@ -34,7 +34,7 @@ _MAX_COPIES = 2
 _DETERMINISTIC = {"synchronize_seqscans": "off", "max_parallel_workers_per_gather": "0", "jit": "off"}
 """Settings with which a statement without ORDER BY returns its rows in the same order each time."""
 
-_ROLE_EXISTS = "SELECT 1 FROM pg_roles WHERE rolname = %s"
+_ROLE_EXISTS = "SELECT 1 FROM pg_catalog.pg_roles WHERE rolname = %s"
 _CREATE_AGENT = sql.SQL("CREATE ROLE {} NOLOGIN NOINHERIT NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION")
 _CREATE_LOGIN = sql.SQL("CREATE ROLE {} LOGIN PASSWORD {} NOINHERIT NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION")
 # Of a role that exists, only a superuser may name the other rights. No agent can give them to itself.
@@ -116,12 +116,15 @@ class PostgresServer:
         try:
             more = {"dbname": database} if database else {}
             dsn = make_conninfo(self.dsn, connect_timeout=CONNECT_S, application_name="forkpoint", **more)
-            return await psycopg.AsyncConnection.connect(dsn, autocommit=True, prepare_threshold=None)
+            connection = await psycopg.AsyncConnection.connect(dsn, autocommit=True, prepare_threshold=None)
+            # Names mean the server's objects, whatever a source defines.
+            await connection.execute("SET search_path = pg_catalog, pg_temp")
         except psycopg.Error as error:
             raise SpecError(
                 f"PostgreSQL at {self.where} cannot be reached: {str(error).strip()}. Check host, port, user, "
                 "password and pg_hba.conf."
             ) from error
+        return connection
 
     async def _make_role(self, connection: psycopg.AsyncConnection[Any]) -> None:
         """Create the role that agents' statements run as."""
@@ -130,7 +133,7 @@ class PostgresServer:
             exists = await (await connection.execute(_ROLE_EXISTS, (self.agent,))).fetchone()
             await connection.execute((_BAR if exists else _CREATE_AGENT).format(role))
             superuser = await (
-                await connection.execute("SELECT rolsuper FROM pg_roles WHERE rolname = user")
+                await connection.execute("SELECT rolsuper FROM pg_catalog.pg_roles WHERE rolname = user")
             ).fetchone()
             self._is_superuser = bool(superuser and superuser[0])
             if not self._is_superuser:
@@ -146,8 +149,9 @@ class PostgresServer:
     async def databases(self) -> list[str]:
         """Return the names of the databases that this instance created, and of logins whose databases are gone."""
         rows = await self.rows(
-            "SELECT datname FROM pg_database WHERE starts_with(datname, %(prefix)s) UNION "
-            "SELECT rolname FROM pg_roles WHERE starts_with(rolname, %(prefix)s) AND rolname <> %(agent)s ORDER BY 1",
+            "SELECT datname FROM pg_catalog.pg_database WHERE starts_with(datname, %(prefix)s) UNION "
+            "SELECT rolname FROM pg_catalog.pg_roles "
+            "WHERE starts_with(rolname, %(prefix)s) AND rolname <> %(agent)s ORDER BY 1",
             {"prefix": f"{self.prefix}_", "agent": self.agent},
         )
         return [str(row[0]) for row in rows]
@@ -241,7 +245,9 @@ class PostgresServer:
 
     async def size_bytes(self, database: str) -> int:
         """Return the size of a database on the server's disk; 0 if it does not exist."""
-        rows = await self.rows("SELECT pg_database_size(oid) FROM pg_database WHERE datname = %s", (database,))
+        rows = await self.rows(
+            "SELECT pg_database_size(oid) FROM pg_catalog.pg_database WHERE datname = %s", (database,)
+        )
         return int(rows[0][0]) if rows else 0
 
     async def end(self, name: str) -> None:
@@ -249,5 +255,6 @@ class PostgresServer:
         ours = "starts_with(datname, %s) AND (application_name = %s OR pid::text = %s)"
         with contextlib.suppress(psycopg.Error, SpecError):
             await self.rows(
-                f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}", (f"{self.prefix}_", name, name)
+                f"SELECT pg_terminate_backend(pid) FROM pg_catalog.pg_stat_activity WHERE {ours}",
+                (f"{self.prefix}_", name, name),
             )

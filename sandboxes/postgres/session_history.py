@@ -1,7 +1,7 @@
 """What a session keeps and no catalog shows: it is named by the statements that may have changed it (pure).
 
 Theory of operation. `PostgresLink.session` describes what the server shows of a session. It does not show four things.
-Each of them is named by a list of statements, so that equal histories have equal names:
+Each of them is named by a list of statements with their parameters, so that equal histories have equal names:
 
 1. *Settings without a row in `pg_settings`* (`UNSHOWN`): custom ones (`SET app.user = 'x'`), the seed of `random`, and
    those that the driver sets itself. They last as long as the session: a custom setting is empty after a reset.
@@ -30,6 +30,7 @@ be any name. A false match costs a replay. Words of which a text is put together
 HELD = re.compile(r"\b(?:lo_open|lo_creat|lo_lseek\w*|lo_close|loread|lowrite)\b", re.IGNORECASE)
 """Matches what opens, moves or closes a large object's descriptor, which lasts until the transaction ends."""
 _RESETS = re.compile(r"\b(?:reset|discard)\b", re.IGNORECASE)
+_DISCARDS = re.compile(r"\bdiscard\b", re.IGNORECASE)
 _SEEDS = re.compile(r"\bsetseed\b|\bset\b[^;]*\bseed\b", re.IGNORECASE)
 
 
@@ -42,6 +43,8 @@ class SessionHistory:
     # Those that ran while there were temporary objects, and did more than read.
     temporary: list[str] = field(default_factory=list)
     cursor_moves: list[str] = field(default_factory=list)
+    # Those that ran since names could mean other objects than in another session.
+    shaped: list[str] = field(default_factory=list)
     seeded: bool = False  # Whether random numbers follow from a seed.
 
     def __bool__(self) -> bool:
@@ -60,6 +63,16 @@ class SessionHistory:
         self.seeded = self.seeded or _SEEDS.search(meaning) is not None
         self.settings.append(self.name_of(text, meaning))
         return True
+
+    def note_shaped(self, text: str | None, session: str, *, temporary: bool) -> str:
+        """Note a call in a session that decides what names mean, and return all such calls; empty if there are none.
+
+        Temporary objects and `search_path` decide, and DISCARD ends both. Equal content does not make the state after
+        such a session an earlier one: the calls become part of the state's name. `text` is None for a call that read.
+        """
+        if text is not None and (self.shaped or temporary or "search_path=" in session or _DISCARDS.search(text)):
+            self.shaped.append(text)
+        return "\n".join(self.shaped)
 
     def name_of(self, text: str, meaning: str) -> str:
         """Return a name for what a statement left in the session. A replay does not repeat what it left by chance."""

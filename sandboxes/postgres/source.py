@@ -26,35 +26,36 @@ DECLARE
     o record;
 BEGIN
     FOR o IN
-        SELECT format('ALTER SCHEMA %I OWNER TO %I', nspname, owner) AS command FROM pg_namespace n
+        SELECT format('ALTER SCHEMA %I OWNER TO %I', nspname, owner) AS command FROM pg_catalog.pg_namespace n
         WHERE nspname !~ '^pg_' AND nspname <> 'information_schema'
           AND (nspname <> 'public' OR pg_has_role(nspowner, 'MEMBER'))
-          AND NOT EXISTS (SELECT 1 FROM pg_depend d WHERE d.objid = n.oid AND d.deptype = 'e')
+          AND NOT EXISTS (SELECT 1 FROM pg_catalog.pg_depend d WHERE d.objid = n.oid AND d.deptype = 'e')
         UNION ALL
         SELECT format('ALTER %s %I.%I OWNER TO %I', CASE relkind WHEN 'v' THEN 'VIEW' WHEN 'm' THEN
             'MATERIALIZED VIEW' WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END, nspname, relname, owner)
-        FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+        FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
         WHERE nspname !~ '^pg_' AND nspname <> 'information_schema' AND relkind IN ('r', 'p', 'v', 'm', 'S')
-          AND NOT EXISTS (SELECT 1 FROM pg_depend d WHERE d.objid = c.oid AND d.deptype IN ('e', 'a', 'i')
+          AND NOT EXISTS (SELECT 1 FROM pg_catalog.pg_depend d WHERE d.objid = c.oid AND d.deptype IN ('e', 'a', 'i')
                           AND (d.deptype = 'e' OR relkind = 'S') AND d.classid = 'pg_class'::regclass)
         UNION ALL
         SELECT format('ALTER ROUTINE %s OWNER TO %I', p.oid::regprocedure, owner)
-        FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+        FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_namespace n ON n.oid = p.pronamespace
         WHERE nspname !~ '^pg_' AND nspname <> 'information_schema'
-          AND NOT EXISTS (SELECT 1 FROM pg_depend d WHERE d.objid = p.oid AND d.deptype = 'e')
+          AND NOT EXISTS (SELECT 1 FROM pg_catalog.pg_depend d WHERE d.objid = p.oid AND d.deptype = 'e')
         UNION ALL
         SELECT format('ALTER TYPE %s OWNER TO %I', t.oid::regtype, owner)
-        FROM pg_type t JOIN pg_namespace n ON n.oid = t.typnamespace LEFT JOIN pg_class c ON c.oid = t.typrelid
+        FROM pg_catalog.pg_type t JOIN pg_catalog.pg_namespace n ON n.oid = t.typnamespace
+        LEFT JOIN pg_catalog.pg_class c ON c.oid = t.typrelid
         WHERE nspname !~ '^pg_' AND nspname <> 'information_schema' AND typelem = 0
           AND typtype IN ('b', 'd', 'e', 'r', 'c') AND (t.typrelid = 0 OR c.relkind = 'c')
-          AND NOT EXISTS (SELECT 1 FROM pg_depend d WHERE d.objid = t.oid AND d.deptype IN ('e', 'i'))
+          AND NOT EXISTS (SELECT 1 FROM pg_catalog.pg_depend d WHERE d.objid = t.oid AND d.deptype IN ('e', 'i'))
         UNION ALL
-        SELECT format('ALTER LARGE OBJECT %s OWNER TO %I', oid, owner) FROM pg_largeobject_metadata
+        SELECT format('ALTER LARGE OBJECT %s OWNER TO %I', oid, owner) FROM pg_catalog.pg_largeobject_metadata
         UNION ALL
-        SELECT format('DROP USER MAPPING FOR %I SERVER %I', usename, srvname) FROM pg_user_mappings
+        SELECT format('DROP USER MAPPING FOR %I SERVER %I', usename, srvname) FROM pg_catalog.pg_user_mappings
         UNION ALL
         SELECT format('REVOKE ALL ON %I.%I FROM PUBLIC', nspname, relname)
-        FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE relkind = 'f'
+        FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE relkind = 'f'
     LOOP
         EXECUTE o.command;
     END LOOP;
@@ -70,8 +71,8 @@ The schema `public` belongs to the owner of the database since PostgreSQL 15. Be
 async def settings_of(server: PostgresServer, source: str) -> DatabaseSettings:
     """Return the settings of a database."""
     rows = await server.rows(
-        "SELECT unnest(setconfig) FROM pg_db_role_setting s JOIN pg_database d ON d.oid = s.setdatabase "
-        "WHERE d.datname = %s AND s.setrole = 0",
+        "SELECT unnest(setconfig) FROM pg_catalog.pg_db_role_setting s "
+        "JOIN pg_catalog.pg_database d ON d.oid = s.setdatabase WHERE d.datname = %s AND s.setrole = 0",
         (source,),
     )
     pairs = (str(row[0]).partition("=") for row in rows)
@@ -87,15 +88,15 @@ async def fingerprint_of(server: PostgresServer, source: str) -> str:
     not exist, or the server cannot be reached.
     """
     sessions = await server.rows(
-        "SELECT pid, backend_start, state_change, query_start FROM pg_stat_activity "
+        "SELECT pid, backend_start, state_change, query_start FROM pg_catalog.pg_stat_activity "
         "WHERE datname = %s AND pid <> pg_backend_pid() ORDER BY pid",
         (source,),
     )
     # A user without pg_read_all_stats sees that other sessions exist, but not what they do: assume a change.
     unsure = secrets.token_hex(8) if any(session[1] is None for session in sessions) else ""
     counters = await server.rows(
-        "SELECT d.oid, s.tup_inserted, s.tup_updated, s.tup_deleted, pg_database_size(d.oid) FROM pg_database d "
-        "JOIN pg_stat_database s ON s.datid = d.oid WHERE d.datname = %s",
+        "SELECT d.oid, s.tup_inserted, s.tup_updated, s.tup_deleted, pg_database_size(d.oid) "
+        "FROM pg_catalog.pg_database d JOIN pg_catalog.pg_stat_database s ON s.datid = d.oid WHERE d.datname = %s",
         (source,),
     )
     if not counters:
@@ -106,14 +107,21 @@ async def fingerprint_of(server: PostgresServer, source: str) -> str:
 
 async def behaviour_of(server: PostgresServer, source: str) -> str:
     """Return a digest of the settings that decide how the server answers."""
-    settings = await server.rows("SELECT name, setting FROM pg_settings WHERE name = ANY(%s) ORDER BY 1", (_SETTINGS,))
+    settings = await server.rows(
+        "SELECT name, setting FROM pg_catalog.pg_settings WHERE name = ANY(%s) ORDER BY 1", (_SETTINGS,)
+    )
     own = (await settings_of(server, source)).own
     return hashlib.blake2b(repr((settings, own)).encode(), digest_size=16).hexdigest()
 
 
 async def read_digest(server: PostgresServer, database: str) -> DatabaseDigest:
-    """Read a whole database in a thread, and return its digest."""
-    return await asyncio.to_thread(_digest, make_conninfo(server.dsn, dbname=database))
+    """Read a whole database in a thread, and return its digest. Raises SpecError if a policy hides rows."""
+    try:
+        return await asyncio.to_thread(_digest, make_conninfo(server.dsn, dbname=database))
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise SpecError(
+            f"the database cannot be read as a whole: {str(error).strip()}. Use a superuser's DSN."
+        ) from error
 
 
 async def take_over(server: PostgresServer, database: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from decimal import Decimal
 
-from sandboxes.postgres.catalog import CatalogConnection
+from sandboxes.postgres.catalog import EQUALS, CatalogConnection
 from sandboxes.postgres.statement import PostgresOutcome
 from sandboxes.sql.compare import Row
 from sandboxes.sql.results import Failure, RowCollector, comparison, failure, other, success
@@ -14,22 +14,26 @@ EXPLAIN = "EXPLAIN "
 MAX_COMPARED = 100_000
 """Limit of rows that `compare` reads of each query, and `explain` of a plan."""
 
-_TABLES = """SELECT n.nspname, c.relname, CASE c.relkind WHEN 'r' THEN 'table' WHEN 'p' THEN 'partitioned table'
-        WHEN 'v' THEN 'view' WHEN 'm' THEN 'materialized view' ELSE 'foreign table' END
-    FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-    WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND n.nspname !~ '^pg_toast'
-      AND n.nspname NOT IN ('pg_catalog', 'information_schema') ORDER BY 1, 2"""
+_OF_USERS = f"""NOT (n.nspname {EQUALS} 'pg_catalog' OR n.nspname {EQUALS} 'information_schema'
+        OR pg_catalog.starts_with(n.nspname::pg_catalog.text, 'pg_toast'))
+      AND c.relkind {EQUALS} ANY ('{{r,p,v,m,f}}'::pg_catalog."char"[])"""
 
-_SCHEMA = """SELECT n.nspname, c.relname, a.attname, pg_catalog.format_type(a.atttypid, a.atttypmod),
+_TABLES = f"""SELECT n.nspname, c.relname, CASE WHEN c.relkind {EQUALS} 'r' THEN 'table'
+        WHEN c.relkind {EQUALS} 'p' THEN 'partitioned table' WHEN c.relkind {EQUALS} 'v' THEN 'view'
+        WHEN c.relkind {EQUALS} 'm' THEN 'materialized view' ELSE 'foreign table' END
+    FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid {EQUALS} c.relnamespace
+    WHERE {_OF_USERS} ORDER BY 1, 2"""
+
+_SCHEMA = f"""SELECT n.nspname, c.relname, a.attname, pg_catalog.format_type(a.atttypid, a.atttypmod),
         NOT a.attnotnull, pg_catalog.pg_get_expr(d.adbin, d.adrelid),
-        (SELECT string_agg(pg_catalog.pg_get_constraintdef(k.oid), '; ' ORDER BY k.conname)
-         FROM pg_catalog.pg_constraint k WHERE k.conrelid = c.oid AND a.attnum = ANY (k.conkey))
-    FROM pg_catalog.pg_attribute a JOIN pg_catalog.pg_class c ON c.oid = a.attrelid
-    JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-    LEFT JOIN pg_catalog.pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
-    WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND a.attnum > 0 AND NOT a.attisdropped
-      AND n.nspname !~ '^pg_toast' AND n.nspname NOT IN ('pg_catalog', 'information_schema')
-      AND (%s::text IS NULL OR c.relname = %s OR n.nspname || '.' || c.relname = %s) ORDER BY 1, 2, a.attnum"""
+        (SELECT pg_catalog.string_agg(pg_catalog.pg_get_constraintdef(k.oid), '; ' ORDER BY k.conname)
+         FROM pg_catalog.pg_constraint k WHERE k.conrelid {EQUALS} c.oid AND a.attnum {EQUALS} ANY (k.conkey))
+    FROM pg_catalog.pg_attribute a JOIN pg_catalog.pg_class c ON c.oid {EQUALS} a.attrelid
+    JOIN pg_catalog.pg_namespace n ON n.oid {EQUALS} c.relnamespace
+    LEFT JOIN pg_catalog.pg_attrdef d ON d.adrelid {EQUALS} a.attrelid AND d.adnum {EQUALS} a.attnum
+    WHERE {_OF_USERS} AND a.attnum OPERATOR(pg_catalog.>) 0 AND NOT a.attisdropped
+      AND (%s::pg_catalog.text IS NULL OR c.relname {EQUALS} %s
+        OR pg_catalog.concat(n.nspname, '.', c.relname) {EQUALS} %s) ORDER BY 1, 2, a.attnum"""
 
 COLUMNS = {
     "tables": ["schema", "name", "kind"],

@@ -61,6 +61,15 @@ class StatementGuard:
         """Stop guarding: the driver's own statements follow, and are not restricted."""
         self._on = False
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let a statement of the driver run between those of a block."""
+        on, self._on = self._on, False
+        try:
+            yield
+        finally:
+            self._on = on
+
     @property
     def needs_private(self) -> bool:
         """Whether the statement was denied because it needs a private connection."""
@@ -145,6 +154,7 @@ class SqliteConnection:
         allocate memory.
         """
         outcome = SqliteOutcome(rows=rows)
+        before = self.raw.total_changes
         try:
             cursor = self.raw.execute(sql, _parameters(params))
             outcome.columns = [column[0] for column in cursor.description or ()]
@@ -152,12 +162,24 @@ class SqliteConnection:
                 # A statement that changes rows and returns them (RETURNING) is complete only after its last row.
                 if not rows.add(list(map(encode, row))) and Act.ROWS not in self.guard.acts:
                     break
-            outcome.changed = None if outcome.columns else max(0, cursor.rowcount)
             cursor.close()
+            outcome.changed = None if outcome.columns else self._changes_since(before)
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
             outcome.error = self._failure(error)
             outcome.columns = []
         return outcome
+
+    def _changes_since(self, total: int) -> int:
+        """Return the rows that the last statement changed, if `total_changes` was `total` before it.
+
+        `Cursor.rowcount` counts those of statements that begin with INSERT, UPDATE, DELETE or REPLACE only. A statement
+        that changes no rows leaves `changes()` as it was.
+        """
+        if self.raw.total_changes == total:
+            return 0
+        with self.guard.off():
+            changes: int = self.raw.execute("SELECT changes()").fetchone()[0]
+        return changes
 
     def _failure(self, error: Exception) -> Failure:
         code = getattr(error, "sqlite_errorname", None)

@@ -22,7 +22,7 @@ from sandboxes.sqlite.sources import Sources
 from sandboxes.sqlite.store import DatabaseState, SqliteStore
 from sandboxes.workers.pool import WorkerPool
 
-VERSION = 1
+VERSION = 2
 """Part of every identity. Raise it when a change of the driver gives equal calls other results or other digests."""
 
 

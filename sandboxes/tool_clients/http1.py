@@ -1,4 +1,4 @@
-"""HTTP/1.1 with a tool server, over an open connection: one request, one response. The door to h11.
+"""HTTP/1.1 with a tool server, in a sandbox or elsewhere: a connection, one request, one response. The door to h11.
 
 Theory of operation. The head of the request was built by `sandboxes.http_message` and is sent as bytes, often by the
 guest before the connection reaches the proxy. h11 never writes here. It parses the response, and it needs the method
@@ -7,7 +7,8 @@ with the same method and discards the bytes.
 
 Three things end a response: its framing, the close of the connection where nothing frames it, or an error. Bytes after
 the end are not read, because each request has a connection of its own. Interim responses (1xx) and trailers are
-dropped.
+dropped. The head, with all interim responses before it, is bounded in number, bytes and time: a server that goes on
+sending heads never answers.
 
 h11 takes 0.1 ms for a small response and 0.9 ms for 1 MB (measured with uvloop, over a socket pair). The C parser of
 httptools takes 0.03 ms and 0.6 ms, but leaves the framing and the end of the body to its caller. A forwarded miss takes
@@ -16,6 +17,10 @@ about 2 ms.
 
 import asyncio
 import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
 
 import h11
 
@@ -23,7 +28,8 @@ from sandboxes.listener import Listener
 from sandboxes.task_owner import start
 
 MAX_HEADER_BYTES = 256 << 10
-"""Largest response head. Servers send a few hundred bytes; an agent that changed its server must not fill our memory.
+"""Largest response head, with the interim responses before it. Servers send a few hundred bytes; an agent that changed
+its server must not fill our memory.
 """
 _MAX_INTERIM_RESPONSES = 256
 """Most interim responses before a final one; a server that sends more never answers."""
@@ -35,36 +41,104 @@ class MalformedResponseError(Exception):
     """The response of a tool server breaks its protocol, or ends too early."""
 
 
+class Connection(Protocol):
+    """A connection to a tool server."""
+
+    async def send(self, data: bytes) -> None:
+        """Send all data. Raises OSError if the connection broke."""
+        ...
+
+    async def receive(self) -> bytes:
+        """Return the next bytes; none at the end of the connection. Raises OSError if it broke."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+class _SocketConnection:
+    def __init__(self, connection: socket.socket) -> None:
+        # `sock_sendall` and `sock_recv` require a non-blocking socket.
+        connection.setblocking(False)
+        self._socket, self._loop = connection, asyncio.get_running_loop()
+
+    async def send(self, data: bytes) -> None:
+        await self._loop.sock_sendall(self._socket, data)
+
+    async def receive(self) -> bytes:
+        return await self._loop.sock_recv(self._socket, _CHUNK_BYTES)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class _StreamConnection:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def receive(self) -> bytes:
+        return await self._reader.read(_CHUNK_BYTES)
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
+async def connect(host: str, port: int, context: ssl.SSLContext | None, *, within_s: float) -> Connection:
+    """Connect to a server elsewhere, with TLS if a context is given. Raises OSError; TimeoutError after `within_s`."""
+    async with asyncio.timeout(within_s):
+        return _StreamConnection(*await asyncio.open_connection(host, port, ssl=context))
+
+
 async def exchange(
     connection: socket.socket, head: bytes, body: bytes, listener: Listener, *, silence_s: float, sent: bool = False
 ) -> None:
+    """Send a request over a socket; see `converse`. `sent` says that head and body were sent already."""
+    await converse(_SocketConnection(connection), head, b"" if sent else body, listener, silence_s=silence_s, sent=sent)
+
+
+async def converse(
+    connection: Connection,
+    head: bytes,
+    body: bytes | AsyncIterator[bytes],
+    listener: Listener,
+    *,
+    silence_s: float,
+    sent: bool = False,
+) -> None:
     """Send a request and pass its response to the listener. The connection is closed in every case.
 
-    `sent` says that head and body were sent already. Raises MalformedResponseError if the response is not HTTP or is
-    incomplete, OSError if the connection broke, and TimeoutError if no byte arrived for `silence_s`.
+    Raises MalformedResponseError if the response is not HTTP or is incomplete, OSError if the connection broke, and
+    TimeoutError if the head was not complete `silence_s` after the last piece of the request, or no byte of the body
+    arrived for this long.
     """
-    loop = asyncio.get_running_loop()
-    # `sock_sendall` and `sock_recv` require a non-blocking socket.
-    connection.setblocking(False)
     # The method is the first word of the head; h11 needs nothing else of the request.
     response = _Response(head.partition(b" ")[0], listener)
+    limit = _TimeLimit(silence_s)
     sending: asyncio.Task[None] | None = None
     try:
-        if not sent and len(body) <= _CHUNK_BYTES:
+        if not sent and isinstance(body, bytes) and len(body) <= _CHUNK_BYTES:
             # A small body fits into the socket's buffer, so this returns before the server has to read.
-            await loop.sock_sendall(connection, head + body)
+            async with limit.running():
+                await connection.send(head + body)
         elif not sent:
             # A server may refuse a large body and hang up before it has read it: the response says why.
-            sending = start(_send(connection, head, body))
+            sending = start(_send(connection, head, body, limit))
         # A large body is still being sent meanwhile: a server that answers while it reads would otherwise wait for
         # us, and we for it.
         while not response.complete:
-            # The limit restarts with each piece: it bounds the server's silence and not the length of its
-            # response.
-            async with asyncio.timeout(silence_s):
+            if response.has_head:
+                # Each piece of the body restarts the limit: it bounds the server's silence and not the length of its
+                # response. No piece of a head does.
+                limit.restart()
+            async with limit.running():
                 # An empty result is the end of the connection, which frames a response without a length (RFC 9112,
                 # 6.3).
-                data = await loop.sock_recv(connection, _CHUNK_BYTES)
+                data = await connection.receive()
             await response.feed(data)
     finally:
         # The sending may still be under way after an early response; it must not write to a descriptor that is
@@ -75,19 +149,53 @@ async def exchange(
         connection.close()
 
 
-async def _send(connection: socket.socket, head: bytes, body: bytes) -> None:
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(connection, head)
-    await loop.sock_sendall(connection, body)
+class _TimeLimit:
+    """The time until something must have happened. What happens meanwhile restarts it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._loop = seconds, asyncio.get_running_loop()
+        self._until = self._loop.time() + seconds
+        self._timeout: asyncio.Timeout | None = None
+
+    def restart(self) -> None:
+        self._until = self._loop.time() + self._seconds
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(self._until)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Raise TimeoutError in the block once the time is up."""
+        try:
+            async with asyncio.timeout_at(self._until) as self._timeout:
+                yield
+        finally:
+            self._timeout = None
+
+
+async def _send(connection: Connection, head: bytes, body: bytes | AsyncIterator[bytes], limit: _TimeLimit) -> None:
+    await connection.send(head)
+    async for piece in _pieces(body):
+        await connection.send(piece)
+        limit.restart()
+
+
+async def _pieces(body: bytes | AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    if not isinstance(body, bytes):
+        async for piece in body:
+            yield piece
+        return
+    for at in range(0, len(body), _CHUNK_BYTES):
+        yield body[at : at + _CHUNK_BYTES]
 
 
 class _Response:
     """A response while it arrives."""
 
     def __init__(self, method: bytes, listener: Listener) -> None:
-        self.complete = False  # The response has ended.
+        # The head has come, and the response has ended.
+        self.has_head = self.complete = False
         self._listener = listener
-        self._interim_responses = 0
+        self._interim_responses = self._head_bytes = 0
         self._parser = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEADER_BYTES)
         # The stand-in request: h11 learns the method from it, and that the connection is not used again.
         self._parser.send(h11.Request(method=method, target="/", headers=[("Host", "-"), ("Connection", "close")]))
@@ -100,6 +208,7 @@ class _Response:
         """
         # Noted before the bytes are fed, because h11 then changes its state to an error.
         within_body = self._parser.their_state is h11.SEND_BODY
+        self._head_bytes += 0 if self.has_head else len(data)
         try:
             self._parser.receive_data(data)
             # One piece may complete several events: the head, a part of the body, and its end.
@@ -111,12 +220,13 @@ class _Response:
                 raise MalformedResponseError(f"its response is not HTTP: {error}") from None
             where = "in the middle of its response" if within_body else "without a response"
             raise MalformedResponseError(f"it closed the connection {where}") from None
+        if not self.has_head and self._head_bytes > MAX_HEADER_BYTES:
+            raise MalformedResponseError(f"the head of its response is larger than {MAX_HEADER_BYTES} bytes")
 
     async def _handle(self, event: object) -> None:
         match event:
             case h11.InformationalResponse():
-                # A server could keep a call alive for ever by interim responses, each of which restarts the
-                # silence.
+                # A piece may hold thousands of them, and the parser takes its time for each.
                 self._interim_responses += 1
                 if self._interim_responses > _MAX_INTERIM_RESPONSES:
                     raise MalformedResponseError("it sends interim responses without end")
@@ -129,6 +239,7 @@ class _Response:
                     raise MalformedResponseError("its response has both Content-Length and Transfer-Encoding")
                 # `raw_items` keeps the spelling of the names, which clients may show.
                 texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers.raw_items())
+                self.has_head = True
                 await self._listener.head(status, tuple(texts))
             case h11.Data(data=data):
                 # Copied: h11 gives a bytearray of its own, and listeners keep what they get.

@@ -6,6 +6,7 @@ can be replayed in a session of its own. Every other call belongs to its rollout
 """
 
 import itertools
+import ssl
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,8 +21,6 @@ with without("pygments"):
 
 VERSION = "http-1"
 """The identity of every root state: it consists of nothing."""
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-"""A connection for each request: bytes that a server sends behind a response must not answer another rollout's call."""
 
 
 class HttpDriver:
@@ -32,15 +31,22 @@ class HttpDriver:
 
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir
-        self._transport: httpx.AsyncHTTPTransport | None = None
+        self._is_open = False
+        self._tls: ssl.SSLContext | None = None
         self._live: set[HttpSandbox] = set()
         self._ids = itertools.count(1)
 
     async def open(self) -> None:
-        """Open the transport. Long responses are spooled to files without names, so nothing is ever left to remove."""
+        """Take calls. Long responses are spooled to files without names, so nothing is ever left to remove."""
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        # A bare transport keeps no cookies, follows no redirects, and adds no headers.
-        self._transport = httpx.AsyncHTTPTransport(limits=_LIMITS)
+        self._is_open = True
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """Return the context of connections to https servers, with the authorities that the clients here trust."""
+        if self._tls is None:
+            self._tls = httpx.create_ssl_context()
+            self._tls.set_alpn_protocols(["http/1.1"])
+        return self._tls
 
     async def identity(self, spec: EnvironmentSpec) -> str:  # noqa: ARG002 - servers elsewhere have no identity
         """Return the same identity for every spec."""
@@ -48,9 +54,9 @@ class HttpDriver:
 
     async def start(self, spec: EnvironmentSpec) -> HttpSandbox:
         """Return a sandbox without sessions. Nothing is sent yet."""
-        if self._transport is None:
+        if not self._is_open:
             raise SandboxError("the http driver is closed")
-        sandbox = HttpSandbox(f"http-{next(self._ids)}", spec, self._transport, self.data_dir, self._live.discard)
+        sandbox = HttpSandbox(f"http-{next(self._ids)}", spec, self._tls_context, self.data_dir, self._live.discard)
         self._live.add(sandbox)
         return sandbox
 
@@ -68,6 +74,4 @@ class HttpDriver:
         """Close all sandboxes and connections."""
         for sandbox in list(self._live):
             await sandbox.close()
-        if self._transport is not None:
-            await self._transport.aclose()
-            self._transport = None
+        self._is_open = False

@@ -11,6 +11,8 @@ A request that was cancelled or failed may have changed the session, so the sand
 is nothing to lose, and the sandbox lives on.
 """
 
+import contextlib
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
@@ -22,23 +24,20 @@ from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError, ServerError
-from sandboxes.http_message import end_to_end
-from sandboxes.lean_imports import without
+from sandboxes.http_message import InvalidRequestError, end_to_end, request_head
 from sandboxes.listener import Headers, Listener
 from sandboxes.server_spec import Upstream
 from sandboxes.sources import has_dot_segments
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.tool_clients import server_orders
+from sandboxes.tool_clients.http1 import MalformedResponseError, connect, converse
 from sandboxes.tool_clients.server_orders import Spool
 from sandboxes.upstream.session import UpstreamSession, cookie_header, parse_cookies
-
-with without("pygments"):
-    import httpx
 
 NO_SESSION = StateDigest(b"\0" * 32, b"\0" * 32)
 """The state of a sandbox without sessions."""
 CONNECT_S = 10.0
-"""Longest time to connect to a server, or to get a connection from the transport."""
+"""Longest time to connect to a server."""
 FAREWELL_S = 5.0
 """Longest time for a farewell. No call waits for its response, but the close of a sandbox does."""
 _ERROR_BYTES = 2000
@@ -55,12 +54,12 @@ class HttpSandbox:
         self,
         name: str,
         spec: EnvironmentSpec,
-        transport: httpx.AsyncHTTPTransport,
+        tls: Callable[[], ssl.SSLContext],
         folder: Path,
         closed: "Callable[[HttpSandbox], None]",
     ) -> None:
         self.id, self.alive = name, True
-        self._spec, self._transport, self._folder, self._closed = spec, transport, folder, closed
+        self._spec, self._tls, self._folder, self._closed = spec, tls, folder, closed
         self._sessions: dict[str, UpstreamSession] = {}
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
@@ -121,21 +120,17 @@ class HttpSandbox:
         """Send a call; return its result, and whether the result is complete."""
         body = call.body if session is None else session.outgoing(call.body, call)
         content, length = _content(call, body)
-        headers = [*_headers(call, session), *length]
-        request = _request(server, call.arguments["method"], call.arguments["target"], headers, content)
         silence_s = server.timeout_s or self._spec.limits.timeout_s
-        request.extensions["timeout"] = {"connect": CONNECT_S, "read": silence_s, "write": silence_s, "pool": CONNECT_S}
         spool = Spool(call, listener, max_bytes=server.answer_bytes, folder=self._folder)
+        answer = _Answer(server, spool)
+        method, target, headers = call.arguments["method"], call.arguments["target"], _headers(call, session)
         try:
-            response = await self._transport.handle_async_request(request)
-            try:
-                await self._receive(response, server, spool)
-            finally:
-                await response.aclose()
+            await self._exchange(server, method, target, headers, content, length, answer, silence_s)
+            self._require_answer(server, answer)
             result = spool.result()
-        except httpx.TimeoutException as error:
+        except TimeoutError as error:
             raise self._failed(f"{server.upstream} sent nothing for too long", silent=True) from error
-        except (httpx.TransportError, OSError) as error:
+        except (MalformedResponseError, InvalidRequestError, OSError) as error:
             raise self._failed(f"{server.upstream} cannot be reached: {error or type(error).__name__}") from error
         except BaseException:
             self.alive = self.alive and not self._sessions
@@ -144,19 +139,33 @@ class HttpSandbox:
             spool.close()
         return (result if session is None else session.incoming(result, call)), spool.whole
 
-    async def _receive(self, response: httpx.Response, server: Upstream, spool: Spool) -> None:
-        status = response.status_code
-        # A failure of the moment would be recorded for everybody otherwise.
-        if status == 429 or status >= 500 or status in server.lost:
-            quoted = bytearray()
-            async for chunk in response.aiter_raw():
-                quoted += chunk[: _ERROR_BYTES - len(quoted)]
-            text = f"{server.upstream} answered {status}: {quoted.decode(errors='replace')}"
-            raise self._failed(text, status=0 if status in server.lost else status)
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.headers.raw]
-        await spool.head(status, tuple(headers))
-        async for chunk in response.aiter_raw():
-            await spool.data(chunk)
+    async def _exchange(
+        self,
+        server: Upstream,
+        method: str,
+        target: str,
+        headers: Iterable[tuple[str, str]],
+        body: bytes | AsyncIterator[bytes],
+        length: int,
+        listener: Listener,
+        silence_s: float,
+    ) -> None:
+        """Send a request over a connection of its own: bytes behind a response answer no other rollout's call.
+
+        The host comes from the spec alone; the target only adds to the path of its URL.
+        """
+        base = urlsplit(server.upstream)
+        head = request_head(method, base.path.rstrip("/") + target, headers, base.netloc, length)
+        context = self._tls() if base.scheme == "https" else None
+        port = base.port or (80 if context is None else 443)
+        connection = await connect(str(base.hostname), port, context, within_s=min(CONNECT_S, silence_s))
+        with contextlib.suppress(_EnoughError):
+            await converse(connection, head, body, listener, silence_s=silence_s)
+
+    def _require_answer(self, server: Upstream, answer: "_Answer") -> None:
+        if answer.failed:
+            text = f"{server.upstream} answered {answer.failed}: {answer.quoted.decode(errors='replace')}"
+            raise self._failed(text, status=0 if answer.failed in server.lost else answer.failed)
 
     def _failed(self, text: str, *, silent: bool = False, status: int = 0) -> ServerError:
         self.alive = self.alive and not self._sessions
@@ -169,35 +178,55 @@ class HttpSandbox:
         body = b"" if farewell.body is None else orjson.dumps(farewell.body)
         body = body.replace(b"{session}", session.name.encode())
         headers = [("content-type", "application/json"), *cookie_header(session.cookies)]
-        request = _request(server, farewell.method, farewell.path.replace("{session}", session.name), headers, body)
-        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), FAREWELL_S)
-        try:
-            response = await self._transport.handle_async_request(request)
-            await response.aclose()
-        except (httpx.HTTPError, OSError):
-            # The server ends abandoned sessions itself, or it is gone.
+        path = farewell.path.replace("{session}", session.name)
+        # The server ends abandoned sessions itself, or it is gone.
+        with contextlib.suppress(MalformedResponseError, InvalidRequestError, OSError):
+            await self._exchange(server, farewell.method, path, headers, body, len(body), _Unheard(), FAREWELL_S)
+
+
+class _EnoughError(Exception):
+    """Enough of a failed response has come."""
+
+
+class _Answer(Listener):
+    """Passes a response on, or quotes it if it is a failure of the moment: that must not be recorded for everybody."""
+
+    def __init__(self, server: Upstream, spool: Spool) -> None:
+        self._server, self._spool = server, spool
+        # The status of such a failure, and the begin of its body.
+        self.failed, self.quoted = 0, b""
+
+    async def head(self, status: int, headers: Headers) -> None:
+        if status == 429 or status >= 500 or status in self._server.lost:
+            self.failed = status
+        else:
+            await self._spool.head(status, headers)
+
+    async def data(self, chunk: bytes) -> None:
+        if not self.failed:
+            await self._spool.data(chunk)
             return
+        self.quoted = (self.quoted + chunk)[:_ERROR_BYTES]
+        if len(self.quoted) == _ERROR_BYTES:
+            raise _EnoughError
 
 
-def _request(
-    server: Upstream, method: str, target: str, headers: Iterable[tuple[str, str]], body: bytes | AsyncIterator[bytes]
-) -> httpx.Request:
-    """Return a request. The host comes from the spec alone; the target only adds to the path of its URL."""
-    base = urlsplit(server.upstream)
-    full_target = (base.path.rstrip("/") + target).encode("latin-1")
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-    # The extension keeps httpx from normalising the target.
-    return httpx.Request(
-        method, f"{base.scheme}://{base.netloc}", headers=raw, content=body, extensions={"target": full_target}
-    )
+class _Unheard(Listener):
+    """Drops a response."""
+
+    async def head(self, status: int, headers: Headers) -> None:  # noqa: ARG002 - the protocol has them
+        raise _EnoughError
+
+    async def data(self, chunk: bytes) -> None:  # noqa: ARG002 - the protocol has it
+        raise _EnoughError
 
 
-def _content(call: ToolCall, body: bytes) -> tuple[bytes | AsyncIterator[bytes], Headers]:
-    """Return the body to send, and its Content-Length if httpx cannot see it because the body is a file."""
+def _content(call: ToolCall, body: bytes) -> tuple[bytes | AsyncIterator[bytes], int]:
+    """Return the body to send, which may be a file, and its length."""
     if "upload" not in call.arguments:
-        return body, ()
+        return body, len(body)
     path = Path(call.arguments["upload"])
-    return _read_chunks(path), (("content-length", str(path.stat().st_size)),)
+    return _read_chunks(path), path.stat().st_size
 
 
 async def _read_chunks(path: Path) -> AsyncIterator[bytes]:

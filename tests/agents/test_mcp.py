@@ -138,7 +138,7 @@ def raw(body: Any, status: int, code: int | None, **headers: str) -> tuple[Any, 
 
 
 BAD = {
-    "no JSON": raw(b"{", 400, -32600),
+    "no JSON": raw(b"{", 400, -32700),
     "a batch": raw(b"[]", 400, -32600),
     "no JSON-RPC": raw(b'{"id": 1, "method": "ping"}', 400, -32600),
     "an unknown method": raw({"method": "no/such"}, 200, -32601),
@@ -146,8 +146,8 @@ BAD = {
     "an unknown version": raw({"method": "ping"}, 400, -32022, mcp_protocol_version="2030-01-01"),
     "no name": raw({"method": "tools/call", "params": {}}, 200, -32602),
     "arguments that are a list": raw({"method": "tools/call", "params": {"name": "x", "arguments": [1]}}, 200, -32602),
-    "bad arguments of a built-in": raw(
-        {"method": "tools/call", "params": {"name": "exec", "arguments": {"cmd": "ls"}}}, 200, -32602
+    "half of a surrogate pair": raw(
+        b'{"jsonrpc": "2.0", "id": 7, "method": "ping", "params": {"x": "\\ud800"}}', 400, -32600
     ),
     "a subscription": raw({"method": "resources/subscribe", "params": {"uri": "memory://all"}}, 200, -32601),
     "a cursor": raw({"method": "tools/list", "params": {"cursor": "x"}}, 200, -32602),
@@ -166,6 +166,73 @@ def test_invalid_input_is_a_json_rpc_error(proxy: Proxy, case: str) -> None:
     answer = proxy.client.post("/t/m/r/bad/mcp", content=content, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
     assert proxy.recorded == recorded
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("exec", {"cmd": "ls"}, "exec takes"),
+        ("exec", {}, "must be a string"),
+        ("exec", {"command": "ls", "timeout_s": "30"}, "timeout_s"),
+        ("exec", {"command": "ls", "session": "a b"}, "session"),
+        ("exec", {"command": "echo a\0b"}, "NUL"),
+        ("exec", {"command": "echo \ud800"}, "surrogate"),
+        ("exec", {"command": "x" * (1 << 20) + "x"}, "longer than"),
+        ("read_file", {}, "takes path"),
+        ("read_file", {"path": ""}, "empty"),
+        ("read_file", {"path": "a\0"}, "NUL"),
+        ("read_file", {"path": "/a/../b"}, ".."),
+        ("read_file", {"path": "/root/none"}, "/root/none does not exist in the sandbox"),
+        ("write_file", {"path": "/proc/version", "content": "x"}, "/proc/version"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_results(proxy: Proxy, name: str, arguments: dict[str, Any], words: str) -> None:
+    """A model reads a plain sentence and may correct its call, as MCP asks since 2025-11-25."""
+    call = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": name, "arguments": arguments}}
+    # Python's encoder writes half of a surrogate pair as an escape.
+    answer = proxy.client.post("/t/plain/r/refused/mcp", content=json.dumps(call).encode())
+    assert answer.status_code == 200
+    result = answer.json()["result"]
+    assert result["isError"]
+    (item,) = result["content"]
+    assert words in item["text"]
+    assert not item["text"].startswith("{")
+
+
+def test_paths_are_relative_to_the_session(proxy: Proxy) -> None:
+    """The file tools and the shell find the same file, in each rollout and after a restore."""
+    for rollout in ("r1", "r2"):
+        agent = Agent(proxy, f"/t/plain/r/{rollout}/mcp")
+        agent.tool("write_file", path="a", content="at the beginning")
+        assert text_of(agent.tool("exec", command="pwd; cat a; mkdir -p 'd é/e'; cd 'd é'")).endswith(
+            "at the beginning"
+        )
+        agent.tool("write_file", path="e/b", content="below")
+        assert text_of(agent.tool("exec", command="cat e/b")) == "below"
+        assert text_of(agent.tool("read_file", path="../a")) == "at the beginning"
+        agent.tool("exec", command="cd /")
+        missing = agent.tool("read_file", path="e/b").json()["result"]
+        assert missing["isError"]
+    # The same directory at the same node: the second rollout's calls were hits.
+    assert agent.tool("read_file", path="etc/passwd").headers["cache-status"] != HIT
+    assert Agent(proxy, "/t/plain/r/r1/mcp").tool("read_file", path="etc/passwd").headers["cache-status"] == HIT
+
+
+def test_stale_session_is_not_found(proxy: Proxy) -> None:
+    """By its 404 a client learns that it must begin another session, whatever it asks first."""
+    for task in ("m", "plain"):
+        begun = Agent(proxy, f"/t/{task}/mcp").send("initialize", {"protocolVersion": "2025-11-25"})
+        agent = Agent(proxy, f"/t/{task}/mcp", session=begun.headers["mcp-session-id"])
+        asks: list[tuple[str, dict[str, Any]]] = [
+            ("ping", {}), ("tools/list", {}), ("prompts/list", {}), ("logging/setLevel", {"level": "info"}),
+            ("tools/call", {"name": "exec", "arguments": {}}),
+            ("tools/call", {"name": "exec", "arguments": {"command": "true"}}),
+        ]  # fmt: skip
+        assert [agent.send(*ask).status_code for ask in asks[:4]] == [200] * 4
+        assert proxy.client.delete(f"/t/{task}/mcp", headers=agent.headers).status_code == 204
+        assert [agent.send(*ask).status_code for ask in asks] == [404] * len(asks)
+        note = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+        assert proxy.client.post(f"/t/{task}/mcp", json=note, headers=agent.headers).status_code == 404
 
 
 def test_request_without_rollout_explains_how_to_name_it(proxy: Proxy) -> None:
@@ -354,8 +421,8 @@ def test_sql_tools_are_offered_for_databases(proxy: Proxy) -> None:
     assert agent.tool("compare", sql="SELECT 1", gold="SELECT 1").json()["result"]["structuredContent"]["match"] is True
     same = proxy.client.post("/t/db/r/b/sql/query", json={"sql": "INSERT INTO t VALUES (2)"})
     assert same.headers["cache-status"] == HIT
-    wrong = agent.tool("query", statement="SELECT 1").json()
-    assert wrong["error"]["code"] == -32602
+    wrong = agent.tool("query", statement="SELECT 1").json()["result"]
+    assert (wrong["isError"], "query takes" in wrong["content"][0]["text"]) == (True, True)
 
 
 def script() -> Path:

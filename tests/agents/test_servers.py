@@ -16,6 +16,7 @@ from tests.machine import require_criu, wait_until
 PROGRAM = Path(__file__).with_name("tool_server.py").read_text()
 HIT = "forkpoint; hit"
 STORED = "forkpoint; fwd=miss; stored"
+BYPASS = "forkpoint; fwd=bypass"
 
 
 def serve(**more: Any) -> dict[str, Any]:
@@ -66,16 +67,16 @@ def test_second_rollout_gets_identical_bytes_from_the_tree(proxy: Proxy, task: s
             proxy.client.get(f"{base}/nothing"),
             proxy.client.post(f"{base}/fail"),
         ]
-    assert [a.headers["cache-status"] for a in answers["a"]] == [STORED] * 5
-    assert [b.headers["cache-status"] for b in answers["b"]] == [HIT] * 5
+    assert [a.headers["cache-status"] for a in answers["a"]] == [STORED] * 4 + [BYPASS]
+    # A server's own failure is each rollout's own: it may be one of the moment.
+    assert [b.headers["cache-status"] for b in answers["b"]] == [HIT] * 4 + [BYPASS]
     ours = {"cache-status", "server-timing"}
-    for a, b in zip(answers["a"], answers["b"], strict=True):
+    for a, b in zip(answers["a"][:4], answers["b"][:4], strict=True):
         kept = [[h for h in answer.headers.raw if h[0].decode() not in ours] for answer in (a, b)]
         assert (a.status_code, kept[0], a.content) == (b.status_code, kept[1], b.content)
     teapot = answers["b"][0]
     assert (teapot.status_code, teapot.text) == (418, "short and stout")
     assert [name for name, _ in teapot.headers.raw[2:4]] == [b"x-b", b"x-a"]
-    # A tool's own failure is a result.
     assert answers["b"][4].status_code == 500
 
 

@@ -35,7 +35,7 @@ def place() -> Path:
     return packages(*REQUIREMENTS)
 
 
-def put(proxy: Proxy, place: Path, task: str) -> None:
+def put(proxy: Proxy, place: Path, task: str, **more: Any) -> None:
     """Give a task its environment, which is no other task's: else they would share a tree."""
     server = {
         "command": SERVER,
@@ -45,7 +45,7 @@ def put(proxy: Proxy, place: Path, task: str) -> None:
         "ready": "/",
     }
     archives = [{"source": str(place), "target": "/opt/swe-rex"}]
-    proxy.put(task, archives=archives, servers={"rex": server}, env={"TASK": task})
+    proxy.put(task, archives=archives, servers={"rex": server}, env={"TASK": task}, **more)
 
 
 @contextmanager
@@ -109,7 +109,8 @@ def test_diverging_group_gets_the_original_servers_results(place: Path, way: str
         for task in (f"swe-{attempt}" for attempt in range(ATTEMPTS)):
             with directly(place, work) as url:
                 shared, alone = agent(url, "p0")
-            put(proxy, place, task)
+            # One of the calls runs out of time, for each plain server too.
+            put(proxy, place, task, timeouts="shared")
             answers = {part: agent(f"{proxy.url}/t/{task}/r/{part}/rex", part)[1] for part in group}
             asked = shared - 1
             for part in group:
@@ -146,6 +147,20 @@ def test_health_is_answered_while_a_sandbox_starts(place: Path) -> None:
         # Other processes may hold a request up.
         wait_until(is_in_time, "no request is answered in time")
         assert not proxy.engine.pool.roster.slots
+
+
+def test_timeout_of_any_name_is_its_rollouts_own(place: Path) -> None:
+    """The server did not get a shell ready in time, as on a busy machine. Another rollout is not told so."""
+    with real_proxy() as proxy:
+        put(proxy, place, "swe")
+        for rollout in ("1", "2"):
+            late = proxy.client.post(
+                f"/t/swe/r/{rollout}/rex/create_session",
+                json={"session": "default", "session_type": "bash", "startup_source": [], "startup_timeout": 0.0},
+                headers={"X-API-Key": "token"},
+            )
+            assert late.json()["swerexception"]["class_path"] == "pexpect.exceptions.TIMEOUT"
+            assert (late.status_code, late.headers["cache-status"]) == (511, "forkpoint; fwd=bypass")
 
 
 def test_wrong_ways_get_the_projects_own_errors(place: Path) -> None:

@@ -102,6 +102,25 @@ class SqlContract:
 
         driven(driver, spec, test)
 
+    def test_changed_rows_are_counted(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """However a statement begins, and whatever the one before it changed."""
+        counts = {
+            "WITH s AS (SELECT 101 AS n UNION SELECT 102) INSERT INTO item SELECT n, 'new', 1 FROM s": 2,
+            "WITH s AS (SELECT 3 AS n) UPDATE item SET stock = 0 WHERE id <= (SELECT n FROM s)": 3,
+            "WITH s AS (SELECT 45 AS n) DELETE FROM item WHERE id <= 50 AND id > (SELECT n FROM s)": 5,
+            "/* a */ -- b\nUPDATE item SET stock = 1 WHERE id = 1": 1,
+            "UPDATE item SET stock = 1 WHERE id = 1000": 0,
+            "CREATE TABLE other (a int)": 0,
+        }
+
+        async def test(driver: Driver, spec: EnvironmentSpec) -> None:
+            sandbox = await driver.start(spec)
+            responses = await run_all(sandbox, *counts)
+            assert [response.error for response in responses] == [None] * len(counts)
+            assert [response.body["row_count"] for response in responses] == list(counts.values())
+
+        driven(driver, spec, test)
+
     def test_equal_statements_reach_equal_states(self, driver: Driver, spec: EnvironmentSpec) -> None:
         """Reads and failures in between do not affect the digest."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from proxy.dialects import BuiltIn
-from proxy.dialects.base import Call, Request
+from proxy.dialects.base import Call, Local, Request
 from proxy.http.answer_cache import Answers, PreparedAnswer
 from proxy.storage.errors import StoreError
 from proxy.tree.tree import Record
@@ -38,7 +38,7 @@ def test_a_miss_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The regular path takes what the hit path has read of the same request."""
     read, requests = BuiltIn.read, list[Request]()
 
-    def noted(dialect: BuiltIn, request: Request) -> Call:
+    def noted(dialect: BuiltIn, request: Request) -> Call | Local:
         requests.append(request)
         return read(dialect, request)
 
