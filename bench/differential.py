@@ -231,8 +231,9 @@ def main() -> None:
         options.members, options.hosting,
     )  # fmt: skip
     tallies = [run(driver, mode, options.seed, plan) for driver in drivers for mode in modes]
-    if wrong := sum(len(tally.wrong) for tally in tallies):
-        sys.exit(f"{wrong} answers were wrong.")
+    wrong, lost = sum(len(tally.wrong) for tally in tallies), sum(tally.lost.total() for tally in tallies)
+    if wrong or lost:
+        sys.exit(f"{wrong} answers were wrong, and {lost} rollouts were lost.")
 
 
 if __name__ == "__main__":

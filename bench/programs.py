@@ -194,7 +194,7 @@ def shell_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length
         (shell_calls.FILES, 4), (shell_calls.LOOKS, 4), (shell_calls.SESSIONS, 3), (shell_calls.ENDS, 1),
         (shell_calls.PROCESSES, 1),
         (known["agent"], 6), (known["live"], 3), (known["attributes"], 2), (known["shell"], 3), (known["files"], 3),
-        (known["daemons"], 2), (known["habits"], 5),
+        (known["daemons"], 2), (known["habits"], 5), (known["links"], 3), (known["chance"], 2),
         (known["large"], 1 if dice.random() < 0.05 else 0),
     ]  # fmt: skip
     pools, weights = zip(*weighted, strict=True)

@@ -89,6 +89,22 @@ class EgressExchange:
     detail: str = ""
 
 
+def names_any(call: ToolCall, texts: Iterable[str]) -> bool:
+    """Return whether a call has one of some texts in its tool's name or in its arguments, at any depth (pure)."""
+    texts = tuple(texts)
+    waiting: list[Any] = [call.tool, call.arguments] if texts else []
+    while waiting:
+        match waiting.pop():
+            case str() as part:
+                if any(text in part for text in texts):
+                    return True
+            case Mapping() as members:
+                waiting += members.values()
+            case list() | tuple() as parts:
+                waiting += parts
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Execution:
     """The outcome of a call that really ran.

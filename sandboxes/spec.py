@@ -174,6 +174,12 @@ class EnvironmentSpec(BaseModel):
         description="Results of calls that ran out of wall time. private: they are their rollout's own, because they "
         "depend on how busy the machine was. shared: they are recorded for all rollouts like any result.",
     )
+    own: tuple[Annotated[str, Field(min_length=1, max_length=200)], ...] = Field(
+        default=(),
+        max_length=100,
+        description="Texts such as uuidgen or $RANDOM. A call with one of them in its tool's name or its arguments is "
+        "each rollout's own: every rollout executes it, and nobody else gets its answer or its state.",
+    )
     merge: Literal["on", "off"] = Field(default="on", description="on: equal states are one node of the tree.")
     cache: Literal["always", "never"] = Field(default="always", description="never: every call runs, for baselines.")
     share: Literal["on", "off"] | None = Field(
@@ -264,6 +270,8 @@ class EnvironmentSpec(BaseModel):
                 del members[kind]
         if self.timeouts == "private":
             del members["timeouts"]
+        if not self.own:
+            del members["own"]
         return members
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ from proxy.tree.keys import CallKey, private_key
 from proxy.tree.restore_plan import has_way_back
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record, Tree, doubtful
-from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.calls import Execution, ToolCall, ToolResult, names_any
 from sandboxes.driver import execute
 from sandboxes.errors import LeftRunningError
 from sandboxes.listener import Listener
@@ -197,9 +197,10 @@ class Executor:
             current = await self._roots.is_usable(rollout.tree, looks=False)
             # 3. Recorded while the sandbox is still leased: no other call can change the state between the call and
             # its node.
-            # The answer holds for this rollout alone (a time limit, a volatile rule, a base that changed), or an audit
-            # has found the call to differ.
+            # The answer holds for this rollout alone (a time limit, a volatile rule, a base that changed), an audit has
+            # found the call to differ, or the spec wants it so.
             own = not (rollout.cached and execution.shareable and current) or key in node.quarantined
+            own = own or names_any(call, rollout.tree.spec.own)
             record = None if own else self._repeated(rollout.tree, node, call, key, execution)
             if record is None:
                 record = self._record(rollout, node, call, key, execution, age_s, packed, own=own)

@@ -26,7 +26,9 @@ def text(fields: Mapping[str, Any], env: Mapping[str, str], *, redirections: str
     """
     if is_too_long([*fields["argv"], *(f"{name}={value}" for name, value in env.items())]):
         start = f"exec {fields['argv'][0]}"
-        return refusal(f"{OCI_FAILED}: unable to start container process: {start}: argument list too long: unknown", redirections)
+        return refusal(
+            f"{OCI_FAILED}: unable to start container process: {start}: argument list too long: unknown", redirections
+        )
     facts = {"cwd": fields["cwd"], "terminal": terminal, "quiet": "yes" if fields.get("detach") else ""}
     # Bytes as latin-1 characters: quoting then sees one character for each byte, whatever the encoding is.
     known = (f"fp_{name}={quote(_bytes(value))}" for name, value in facts.items())

@@ -413,7 +413,9 @@ class Supervisor:
         # The writers are gone or idle now: what is still in the pipes is the last of the command's output.
         for output in (shell.out, shell.err):
             output.drain(self.background.max_bytes)
-        lost = ending == "died" and is_lost(code, *(bytes(output.end or output.data) for output in (shell.out, shell.err)))
+        lost = ending == "died" and is_lost(
+            code, *(bytes(output.end or output.data) for output in (shell.out, shell.err))
+        )
         truncated = bool(shell.out.dropped or shell.err.dropped)
         out, err = shell.out.take(), shell.err.take()
         if lost:

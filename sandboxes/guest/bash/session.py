@@ -89,9 +89,7 @@ _BUILTINS_BACK = (
     rf"\builtin enable {' '.join(sorted(NEEDED))}; }} >&1000 2>&1000"
 )
 """Notes which builtins are disabled, and enables those that the dump needs."""
-_FUNCTION_AWAY = (
-    r"; { \declare -f builtin >&1004 || \unset -f builtin; \unset -f builtin; \builtin printf '\0' >&1004; } >&1000 2>&1000"
-)
+_FUNCTION_AWAY = r"; { \declare -f builtin >&1004 || \unset -f builtin; \unset -f builtin; \builtin printf '\0' >&1004; } >&1000 2>&1000"
 """Writes the text of a function that replaces `builtin` before the dump, and removes it."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from proxy.tree.rollout import Outcome
-from sandboxes.calls import Execution, ToolCall
+from sandboxes.calls import Execution, ToolCall, names_any
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
 from tests.proxy.rig import ask, engine
@@ -110,3 +110,31 @@ def test_rollouts_side_by_side_share_one_record(tmp_path: Path) -> None:
         asyncio.run(body())
     finally:
         SlowSandbox.timeouts = 1 << 30
+
+
+def test_calls_that_the_spec_names_are_each_rollouts_own(tmp_path: Path) -> None:
+    """They are executed by every rollout, and what follows an observation among them is shared as before."""
+
+    async def body() -> None:
+        spec = EnvironmentSpec(driver="memory", own=("cat log", "$RANDOM"))
+        async with engine(tmp_path, driver := MemoryDriver(), default_spec=spec) as running:
+            for name in ("first", "second"):
+                rollout = await running.tasks.rollout("task", name)
+                outcomes = [
+                    (await ask(running, rollout, command))[1]
+                    for command in ("echo 1 > log", "cat log", "cat other", "echo $RANDOM >> log")
+                ]
+                once = Outcome.MISS if name == "first" else Outcome.HIT
+                assert outcomes == [once, Outcome.BYPASS, once, Outcome.BYPASS]
+            assert driver.executed.count("cat log") == 2
+            assert driver.executed.count("echo $RANDOM >> log") == 2
+
+    asyncio.run(body())
+
+
+def test_texts_are_found_at_any_depth() -> None:
+    call = ToolCall("mcp", "tools/call", {"params": {"arguments": {"steps": ["ls", "uuidgen -r"]}}, "number": 3})
+    assert names_any(call, ("uuidgen",))
+    assert names_any(call, ("tools/c",))
+    assert not names_any(call, ("steps", "mcp"))
+    assert not names_any(call, ())

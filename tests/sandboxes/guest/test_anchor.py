@@ -110,7 +110,9 @@ def test_process_has_what_it_was_given_and_no_more(anchor: Anchor, way: str) -> 
     assert odd in shown
     *_, numbers, command = shown.splitlines()
     # 3 is the directory of the pattern itself.
-    assert set(numbers.split()) - {"3"} == {"0", "1", "2"} | ({str(session_texts.LOOP_FD)} if way == DESCRIPTOR else set())
+    assert set(numbers.split()) - {"3"} == {"0", "1", "2"} | (
+        {str(session_texts.LOOP_FD)} if way == DESCRIPTOR else set()
+    )
     argument = session_texts.START if way == DESCRIPTOR else program
     assert command == f"bash --noprofile --norc -c {argument} bash "
     assert "f ()" not in printed(anchor, "declare -f", given, way)

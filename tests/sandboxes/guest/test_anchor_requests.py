@@ -62,7 +62,9 @@ NO_USERS += [b"1 2" + 1025 * b" 3"]
 """What is no user: no number, a number too few, the one that means "no change", and a group too many."""
 BODIES = st.lists(st.sampled_from(PARTS), min_size=1, max_size=40).map(b"".join)
 SENSIBLE = st.tuples(
-    st.sampled_from([b"", b"<0000/dev/null\0", b"<0000/dev/null\0>0001/dev/null\0>0002/dev/null\0", b"<1063/nowhere\0"]),
+    st.sampled_from(
+        [b"", b"<0000/dev/null\0", b"<0000/dev/null\0>0001/dev/null\0>0002/dev/null\0", b"<1063/nowhere\0"]
+    ),
     st.sampled_from([b"", b"", b"u1 2\0", b"u1 2" + 1024 * b" 3" + b"\0", *(b"u%b\0" % text for text in NO_USERS)]),
     st.sampled_from([SHELL, b"abash\0", b"abash\0a-c\0aexit 3\0", b"abash\0a-c\0a:\0" + 500 * b"ax\0"]),
     st.sampled_from([b"", b"ePATH=/bin\0", b"eLD_BIND_NOW=\0", 500 * b"ex=\0"]),

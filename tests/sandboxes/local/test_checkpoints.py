@@ -128,7 +128,7 @@ DAEMONS = {
     "a job": "nohup sleep 1000 >/dev/null 2>&1 &",
     # The leader of its session has ended, so its parent is pid 1 after a restore.
     "two forks of a program": (
-        "python3 -c \"import os; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
+        'python3 -c "import os; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); '
         "os.execvp('sleep', ['sleep', '1000'])\" >/dev/null 2>&1"
     ),
 }
@@ -490,7 +490,12 @@ def test_oom_scores_are_equal_in_all_sandboxes(data_dir: Path) -> None:
         files = await sandbox.freeze()
         await run(sandbox, "sleep 1000 &")
         live = await sandbox.freeze()
-        for box in (await driver.start(SPEC), await driver.restore(SPEC, files), await driver.restore(SPEC, live), sandbox):
+        for box in (
+            await driver.start(SPEC),
+            await driver.restore(SPEC, files),
+            await driver.restore(SPEC, live),
+            sandbox,
+        ):
             assert (await run(box, SCORES)).out == "500\n0\nlowered\n"
             assert (await run(box, SCORES, session="other")).out == "500\n0\nlowered\n"
             assert (await ran(box, "bash", "-c", SCORES, cwd="/")).out == b"500\n0\nlowered\n"

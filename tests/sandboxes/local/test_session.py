@@ -457,7 +457,9 @@ def printed_by_bash(dialogue: list[str], folder: Path) -> list[tuple[str, str]]:
 OPENED = {
     "one of ours before": ["exec 29>f; echo a >&29", "echo b >&29; cat f"],
     "where bash keeps copies": [
-        'for n in {10..14}; do eval "exec $n>f$n"; done', 'for n in {10..14}; do eval "echo $n >&$n"; done', "cat f??",
+        'for n in {10..14}; do eval "exec $n>f$n"; done',
+        'for n in {10..14}; do eval "echo $n >&$n"; done',
+        "cat f??",
     ],
     "writes to all": ['for n in {3..200}; do eval "echo $n >&$n" 2>/dev/null; done; x=2', "echo $x"],
     "closes all": ['for n in {3..255}; do eval "exec $n>&-"; done; x=2', "echo $x"],
@@ -482,7 +484,7 @@ def test_descriptors_are_those_of_one_bash(data_dir: Path, tmp_path: Path, name:
 @needs_forks
 def test_programs_have_no_descriptor_of_ours(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
-        for command in ("ls /proc/self/fd", "x=$(ls /proc/self/fd); echo \"$x\"", "bash -c 'exec ls /proc/self/fd'"):
+        for command in ("ls /proc/self/fd", 'x=$(ls /proc/self/fd); echo "$x"', "bash -c 'exec ls /proc/self/fd'"):
             assert (await run(sandbox, command)).out == "0\n1\n2\n3\n"
 
     in_sandbox(data_dir, test)
@@ -642,7 +644,7 @@ def test_a_session_goes_on_after(data_dir: Path, call: str) -> None:
     in_sandbox(data_dir, test)
 
 
-CLOSE_ALL = "for fd in /proc/$$/fd/*; do fd=${fd##*/}; [ $fd -lt 3 ] || eval \"exec $fd>&-\"; done"
+CLOSE_ALL = 'for fd in /proc/$$/fd/*; do fd=${fd##*/}; [ $fd -lt 3 ] || eval "exec $fd>&-"; done'
 LOST = "[forkpoint: the session stays as it was before this call: the command has closed all descriptors"
 
 
