@@ -117,7 +117,7 @@ SETUP = (
 Times of change (`ls -c`) cannot be set. So they lie apart: the kernel's clock for files may stand for 10 ms.
 """
 STATE = r"""
-declare -p | grep -v -e RANDOM -e SECONDS -e EPOCH -e BASHPID -e PPID -e BASH_ARG -e ' [BW]=' -e COPROC; declare -f
+declare -p | grep -v -e RANDOM -e SECONDS -e EPOCH -e BASHPID -e PPID -e BASH_ARG -e ' [BPW]=' -e COPROC; declare -f
 alias -p; trap -p; shopt; set -o; umask; ulimit -a; dirs; pwd -P; echo "$#:$*:$-"; enable -n
 PATH=/usr/bin:/bin
 shown() { find /root /tmp -name .git -prune -o -name __pycache__ -prune -o "$@"; }
