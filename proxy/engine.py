@@ -43,9 +43,11 @@ from proxy.storage.store import Store
 from proxy.telemetry.counters import Counters
 from proxy.transfer.adopt import Adopter
 from proxy.transfer.service import TransferService
+from proxy.tree.rollout import is_moving
 from proxy.tree.task import Walkers
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver
+from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import Pool
 from snapshots.cache import SnapshotCache
 from snapshots.capture import Capture
@@ -62,6 +64,8 @@ _COLLECT_EVERY_S = 1.0
 
 _AUDIT_EVERY_S = 1.0
 """Interval at which the auditor checks whether sampled hits wait for it."""
+_END_EVERY_S = 0.5
+"""Interval at which sandboxes are closed in which processes of ended rollouts run. A look takes microseconds."""
 
 
 IN_FLIGHT_S = 10.0
@@ -173,6 +177,7 @@ class Engine:
         self.lifecycle.background += [
             BackgroundWork("fold", _FOLD_EVERY_S, self.journal.trickle),
             BackgroundWork("sweep", _SWEEP_EVERY_S, self._sweep),
+            BackgroundWork("ended rollouts", _END_EVERY_S, self.close_ended),
             BackgroundWork("collect", _COLLECT_EVERY_S, Collector(self.trees).settle),
             BackgroundWork("warm", 0.0, self.warm.work),
             BackgroundWork("audit", _AUDIT_EVERY_S, self.audit.work),
@@ -195,6 +200,23 @@ class Engine:
         # For tasks that are not in memory, the store knows at which nodes running rollouts are.
         self.journal.fold()
         return await self.cache.fit(self.trees.node, self.snapshot_value.prospect, self.forgetting.abandon)
+
+    async def close_ended(self) -> None:
+        """Close the idle sandboxes in which processes of ended rollouts run.
+
+        A state that other rollouts need is kept first. A sandbox that is the only way to such a state stays.
+        """
+        running = {rollout.id for rollout in self.tasks.rollouts.running.values()}
+        ended = [
+            slot
+            for slot in self.pool.roster.slots
+            if slot.state is SandboxState.IDLE and slot.owner not in running and not (slot.warm or slot.irreplaceable)
+            and isinstance(slot.position, Node) and is_moving(slot.position)
+        ]  # fmt: skip
+        await self.last_ways.close(ended, within_s=LAST_FREEZES_S)
+        for slot in ended:
+            # Not tried again each time.
+            slot.irreplaceable = slot.state is SandboxState.IDLE
 
     async def close_unused(self) -> int:
         """Close sandboxes that have been idle for too long, and return how many there were."""

@@ -31,7 +31,7 @@ from sandboxes.guest.background import BackgroundProcesses, PendingOutput
 from sandboxes.guest.bash.session import MalformedDumpError, is_lost, without_loss
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import child as file_child
-from sandboxes.guest.files import deleted_files
+from sandboxes.guest.files import deleted_files, mapped_locks
 from sandboxes.guest.files.changes import Changes, Stillness
 from sandboxes.guest.files.disk_watch import WATCH_S, limit_note
 from sandboxes.guest.performed import Performed, not_started
@@ -356,6 +356,8 @@ class Supervisor:
         pids = {pid for pid, _ in self.survivors.processes} | {shell.pid for shell in self.shells}
         if any(now and born and now[1:3] != born for now in map(inherited, pids)):
             return "the CPUs or the priority of I/O of a process were changed, and a checkpoint does not hold that"
+        if mapped_locks.are_held(pids):
+            return mapped_locks.REASON
         return self.background.outside_checkpoint
 
     def answer(self, request: StartServers | ExpectOrder | DescribeState) -> None:

@@ -46,6 +46,10 @@ NEW_NAMESPACES = 0x7E020080
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """The numbers of the architectures (linux/audit.h)."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
+_PERSONALITY = {"x86_64": 135, "aarch64": 92}
+PERSONALITIES = (0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)
+"""The values of personality(2) that Docker's profile allows: Linux, its 32-bit form, both with the release 2.6, and the
+question which one it is. Others switch off address randomization, or map the first page."""
 _SOCKET = {"x86_64": 41, "aarch64": 198}
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
@@ -163,11 +167,23 @@ def program(machine: str) -> bytes:
     instructions += [_instruction(_AT_LEAST, _LAST_CALL + 1, 0, 1), unknown]
     for number in numbers:
         instructions += [_instruction(_EQUAL, number or 0, 0, 1), refused]
-    # Each of the next three rules is skipped as a whole if the call is another one.
+    # Each of the next rules is skipped as a whole if the call is another one.
     for number, rule in (
         (
             _CLONE[machine],
             [_instruction(_LOAD, _FIRST_ARGUMENT_OFFSET), _instruction(_ANY_BIT, NEW_NAMESPACES, 0, 1), refused],
+        ),
+        (
+            _PERSONALITY[machine],
+            [
+                _instruction(_LOAD, _FIRST_ARGUMENT_OFFSET),
+                *(
+                    instruction
+                    for value in PERSONALITIES
+                    for instruction in (_instruction(_EQUAL, value, 0, 1), _instruction(_RETURN, _ALLOW))
+                ),
+                refused,
+            ],
         ),
         (_SOCKETPAIR[machine], _allow_sockets({AF_UNIX: ()})),
         (

@@ -11,7 +11,7 @@ from sandboxes.guest.anchors.template import spares
 from sandboxes.guest.background import BackgroundProcesses
 from sandboxes.guest.checkpoint_restore import Restored
 from sandboxes.guest.driver_link import DriverLink
-from sandboxes.guest.files import delta
+from sandboxes.guest.files import delta, mapped_locks
 from sandboxes.guest.files.changes import Changes
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.guest.process_call import background_process
@@ -234,6 +234,9 @@ class PidOne:
         # Now, because nothing can connect while CRIU holds the processes.
         if outlet.connected():
             self._link.send(NotFreezable(outlet.CONNECTED))
+            return
+        if mapped_locks.are_held([pid for pid, _ in processes.list_processes()]):
+            self._link.send(NotFreezable(mapped_locks.REASON))
             return
         anchor = self._shells.anchor
         assert anchor is not None

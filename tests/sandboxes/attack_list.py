@@ -84,6 +84,7 @@ COMMANDS: dict[str, str] = {
     "descriptors of pid 1 by pidfd": "python3 -c 'import ctypes,os,sys; sys.exit(ctypes.CDLL(None).syscall(438, os.pidfd_open(1), 4, 0) == -1)'",
     "memory of pid 1 by process_vm_readv": "python3 -c 'import ctypes,sys; b=(ctypes.c_char*8)(); v=(ctypes.c_ulong*2)(ctypes.addressof(b),8); r=(ctypes.c_ulong*2)(0x400000,8); sys.exit(ctypes.CDLL(None).process_vm_readv(1, v, 1, r, 1, 0) == -1)'",
     "oom shield": "for n in $(seq -1000 -1); do for p in self 1 $PPID; do echo $n > /proc/$p/oom_score_adj && exit 0; done; done; exit 1",
+    "no address randomization": "setarch -R true || python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).syscall(135, 0x40000) == -1)'",
     "real-time priority": "chrt -f 50 true",
     "clock by adjtimex": "python3 -c 'import ctypes,sys; b=(ctypes.c_char*300)(1); sys.exit(ctypes.CDLL(None).adjtimex(b) == -1)'",
     "quota": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).quotactl(0, 0, 0, 0) == -1)'",

@@ -7,7 +7,7 @@ does not take the rest along.
 
 import re
 
-from sandboxes.guest.bash.session import BEGIN_DUMP, DECLARE, FUNCTIONS, KEPT, NEEDED, split_unquoted, wary_run
+from sandboxes.guest.bash.session import BEGIN_DUMP, DECLARE, FUNCTIONS, KEPT, NEEDED, NOWHERE, split_unquoted, wary_run
 from sandboxes.shell_text import BECOME_AGENT, ShellSession, quote
 
 _DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
@@ -66,7 +66,10 @@ _LATE = ("LANG", "LANGUAGE", "LC_", "HISTFILE")
 
 A locale changes how bash reads the rest of the script. HISTFILESIZE, set after HISTFILE, would cut that file.
 """
-_NOWHERE = r"{ \builtin kill -STOP $BASHPID & \builtin cd /proc/$!; \builtin kill -KILL $!; \builtin wait; }"
+_NOWHERE = (
+    rf"{{ \builtin kill -STOP $BASHPID & exec 5</proc/$!; \builtin cd -L {NOWHERE}; exec 5<&-; "
+    r"\builtin kill -KILL $!; \builtin wait; }"
+)
 """Enters the directory of a process that ends then: one in which nothing is found and nothing can be made or removed.
 
 A session whose directory was removed comes here if its shell ended. Plain bash would stand in the removed directory.

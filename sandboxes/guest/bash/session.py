@@ -47,6 +47,8 @@ MOVED = "its directory is no longer where its name leads"
 """The reason if a directory was moved, removed, or is behind a changed link, or cannot be entered any more."""
 UNREADABLE = "bash cannot read its functions or aliases again"
 """The reason if bash prints something in a form that it does not understand itself."""
+NOWHERE = "/proc/self/fd/5"
+"""The name of a directory that was removed, where bash has none: equal in each sandbox, and it leads nowhere."""
 MAX_DUMP_BYTES = 16 << 20
 """The largest session that is kept. A larger one fails its call; it would be sent with every answer."""
 
@@ -112,7 +114,8 @@ _CALL = (
         for line in r"""
     { { \builtin printf '\0%s\0' "$BASHOPTS"; \builtin declare -p; \builtin printf '\0'; \builtin declare -f;
     \builtin printf '\0'; \builtin declare -F; \builtin printf '\0'; \builtin alias -p; \builtin printf '\0';
-    \builtin umask; \builtin printf '\0'; \builtin pwd; [[ . -ef ${DIRSTACK[0]} && -x . ]];
+    \builtin umask; \builtin printf '\0'; \builtin pwd || \builtin printf '%s\n' "$PWD";
+    [[ . -ef ${DIRSTACK[0]} && -x . ]];
     \builtin printf '\0%s' "$?" "${#DIRSTACK[@]}" "${DIRSTACK[@]}" ''; \builtin enable -n;
     \builtin printf '%s\0' "${__session_off-}"; \builtin unset -v __session_off; \builtin jobs -l;
     \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' session-end-of-dump; } >&1004 &&
@@ -289,6 +292,9 @@ def _parse(data: bytes) -> tuple[int, ShellSession, Jobs]:
     printed, functions, marks, aliases, umask, cwd, here, _, *dirs = fields[7 : 15 + depth]
     disabled, jobs, last, _, *arguments = fields[15 + depth :]
     cwd = cwd.removesuffix("\n")
+    if here != "0" and not cwd.startswith("/"):
+        # After `cd ..` in a removed directory, bash calls it so.
+        cwd = NOWHERE
     if (code := exit_status(status)) is None or not (re.fullmatch(r"[0-7]{4}\n", umask) and cwd.startswith("/")):
         raise MalformedDumpError("status, umask or directory")
     variables, unset = _statements(printed)

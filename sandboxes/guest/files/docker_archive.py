@@ -81,7 +81,10 @@ def _pack(path: str) -> bytes:
     return buffer.getvalue()
 
 
-def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    if member.name == f"proc/{os.getpid()}":
+        # Of this very process, which is a fork of pid 1.
+        return None
     # Docker packs owners by number, and times in whole seconds.
     member.uname = member.gname = ""
     member.mtime = int(member.mtime)

@@ -52,6 +52,8 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer | Resu
     A statement on a database returns an outcome in the answer's place, because more is to be known of it.
     """
     try:
+        if isinstance(path := fields.get("path"), str):
+            user_files.require_foreign(path)
         match tool:
             case "put":
                 return _put(fields["path"], fields.get("mode"), body)
@@ -98,7 +100,10 @@ def problem(status: int, title: str, detail: str) -> FileAnswer:
 def _open_regular(path: str, flags: int) -> int:
     # O_NONBLOCK: opening a FIFO would wait for its other end. O_NOCTTY: a terminal must not become this process's.
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o644)
-    # The check before was of the path. Here it is of the open file, which the agent cannot exchange any more.
+    # The checks before were of the path. Here they are of the open file, which the agent cannot exchange any more.
+    if not user_files.is_foreign(fd):
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise FileRequestError(

@@ -18,6 +18,8 @@ from sandboxes.linux.confine import become_user
 from sandboxes.linux.files import remove_path
 
 TOOLS = frozenset({"read", "write", "info", "list", "mkdir", "move", "remove"})
+_MOST_PARTS = 10_000
+"""The most names on the way to a file, with those of links, that are looked at; the kernel follows 40 links."""
 MAX_ENTRIES = 100_000
 """The most entries of one listing: some 30 MB of JSON."""
 _TYPES = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "symlink"))
@@ -42,6 +44,7 @@ def perform(
         # Before the path is resolved: `~` is that user's, and each look-up below happens with that user's rights.
         _become(fields["user"])
         path = resolved(fields["path"], home())
+        require_foreign(path)
         if tool == "read" and stat.S_ISDIR(os.stat(path).st_mode):  # noqa: PTH116
             raise UserFileError(422, "invalid", f"path '{path}' is a directory")  # noqa: TRY301
         if tool in {"read", "write"}:
@@ -93,6 +96,44 @@ def resolved(path: str, start: str) -> str:
         # Only `~` itself: a name such as `~other` is an ordinary file name here.
         path = start + path[1:]
     return os.path.normpath(os.path.join(start, path))  # noqa: PTH118 - pathlib is not loaded in pid 1
+
+
+def require_foreign(path: str) -> None:
+    """Raise `FileNotFoundError` for a path through /proc of this very process.
+
+    It is a fork of pid 1: its addresses and its program are the host's, and no program of the sandbox can see them.
+    """
+    own, folder, rest = f"/proc/{os.getpid()}", "/", path.split("/")[::-1]
+    for _ in range(_MOST_PARTS):
+        if folder == own:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        if not rest:
+            return
+        # Links are followed one by one, because those of /proc lead to files that have no path here.
+        name = os.path.normpath(os.path.join(folder, rest.pop()))  # noqa: PTH118
+        try:
+            target = os.readlink(name)  # noqa: PTH115
+        except OSError:
+            folder = name
+        else:
+            rest += target.split("/")[::-1]
+            folder = "/" if target.startswith("/") else folder
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+
+
+def is_foreign(fd: int) -> bool:
+    """Return whether an open file is no file of this process in /proc, and not its program.
+
+    The agent may have exchanged a link since the path was looked at.
+    """
+    if f"{os.readlink(f'/proc/self/fd/{fd}')}/".startswith(f"/proc/{os.getpid()}/"):  # noqa: PTH115
+        return False
+    if not os.path.samestat(os.fstat(fd), os.stat("/proc/self/exe")):  # noqa: PTH116
+        return True
+    # The base may have the same file. Then it is on a mount that the sandbox has.
+    with open(f"/proc/self/fdinfo/{fd}") as facts, open("/proc/self/mountinfo") as mounts:  # noqa: PTH123
+        mount = next(line.split()[1] for line in facts if line.startswith("mnt_id:"))
+        return any(line.split()[0] == mount for line in mounts)
 
 
 def _become(user: str) -> None:
@@ -161,6 +202,8 @@ def _listing(path: str, depth: int) -> list[dict[str, Any]]:
         folder, level = folders.pop(0)
         for name in sorted(os.listdir(folder)):  # noqa: PTH208
             below = os.path.join(folder, name)  # noqa: PTH118
+            if below == f"/proc/{os.getpid()}":
+                continue
             if len(entries) == MAX_ENTRIES:
                 raise UserFileError(413, "invalid", f"path '{path}' has more than {MAX_ENTRIES} entries")
             entries.append(_entry(below))

@@ -84,3 +84,19 @@ def test_refused_calls_fail_before_they_look_at_arguments(name: str) -> None:
 @pytest.mark.parametrize("number", [435, 467, 470, 500, 1023, 1 << 20])
 def test_calls_of_later_kernels_do_not_exist(number: int) -> None:
     assert confined(lambda: call(number)) == errno.ENOSYS
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, 0), (0x8, 0), (0xFFFFFFFF, 0), (0x40000, errno.EPERM), (0x100000, errno.EPERM), (0x40008, errno.EPERM)],
+)
+def test_personalities_are_those_of_docker(value: int, error: int) -> None:
+    """ADDR_NO_RANDOMIZE and MMAP_PAGE_ZERO make attacks on programs easier."""
+
+    def attempt() -> None:
+        number = {"x86_64": 135, "aarch64": 92}[kernel.MACHINE]
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syscall(ctypes.c_long(number), ctypes.c_ulong(value)) < 0:
+            raise OSError(ctypes.get_errno(), "personality")
+
+    assert confined(attempt) == error

@@ -501,3 +501,64 @@ def test_oom_scores_are_equal_in_all_sandboxes(data_dir: Path) -> None:
             assert (await ran(box, "bash", "-c", SCORES, cwd="/")).out == b"500\n0\nlowered\n"
 
     driven(data_dir, test)
+
+
+def _locker(lock: str, mapped: str) -> str:
+    """Return a command that leaves a program which locks a file and maps one, and waits for that."""
+    program = (
+        "import fcntl, mmap, os, time\n"
+        "for name in ('a', 'b'): open(name, 'w').write('x' * 4096)\n"
+        "os.link('a', 'c')\n"
+        f"l = open('a', 'r+'); {lock}\n"
+        f"m = open('{mapped}', 'r+'); p = mmap.mmap(m.fileno(), 4096)\n"
+        "open('ready', 'w'); time.sleep(1000)"
+    )
+    return f'python3 -c "{program}" & until [ -e ready ]; do sleep .01; done'
+
+
+POSIX, FLOCK = "fcntl.lockf(l, fcntl.LOCK_EX)", "fcntl.flock(l, fcntl.LOCK_EX)"
+TRY = "python3 -c \"import fcntl; fcntl.{}(open('a', 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)\" 2>/dev/null; echo $?"
+
+
+@pytest.mark.parametrize(("lock", "mapped"), [(POSIX, "a"), (POSIX, "c")])
+def test_record_locks_on_mapped_files_are_not_frozen(data_dir: Path, lock: str, mapped: str) -> None:
+    """A restored process would not hold them any more. Under another name the file is the same."""
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, _locker(lock, mapped))
+        with pytest.raises(NotFreezableError, match="record lock"):
+            await sandbox.freeze()
+
+    driven(data_dir, test)
+
+
+@pytest.mark.parametrize(("lock", "mapped"), [(POSIX, "b"), (FLOCK, "a")])
+def test_other_locks_come_back(data_dir: Path, lock: str, mapped: str) -> None:
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, _locker(lock, mapped).replace("os.link", "print"))
+        restored = await driver.restore(SPEC, await sandbox.freeze())
+        for box in (sandbox, restored):
+            assert (await run(box, TRY.format("lockf" if lock == POSIX else "flock"))).out == "1\n"
+
+    driven(data_dir, test)
+
+
+def test_a_transaction_on_a_write_ahead_log_is_not_frozen(data_dir: Path) -> None:
+    """A second writer is refused beside the first one, wherever the rollout goes on; after its end the state is kept."""
+    writer = (
+        "import os, sqlite3, time\nd = sqlite3.connect('t.db', isolation_level=None)\n"
+        "d.execute('pragma journal_mode=wal'); d.execute('create table t(x)'); d.execute('begin immediate')\n"
+        "open('ready', 'w')\nwhile os.path.exists('ready'): time.sleep(.01)\nd.execute('commit'); time.sleep(1000)"
+    )
+    insert = "python3 -c \"import sqlite3; sqlite3.connect('t.db', timeout=0).execute('insert into t values(1)')\" 2>&1 | tail -1"
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, f'python3 -c "{writer}" & until [ -e ready ]; do sleep .01; done')
+        with pytest.raises(NotFreezableError, match="record lock"):
+            await sandbox.freeze()
+        assert "database is locked" in (await run(sandbox, insert)).out
+
+    driven(data_dir, test)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes.calls import ToolCall
 from sandboxes.driver import Sandbox
 from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.local.driver import LocalDriver
@@ -17,7 +18,7 @@ from sandboxes.spec import EnvironmentSpec, Limits
 from tests.machine import wait_until
 from tests.sandboxes.attack_list import COMMANDS as REFUSED
 from tests.sandboxes.box import file, in_sandbox, local_driver, needs_root, opened, ran, run
-from tests.sandboxes.processes import leave
+from tests.sandboxes.processes import archive, leave
 from tests.sandboxes.security_contract import Inside, SecurityContract
 from tests.sandboxes.terminals import opened_in, typed
 
@@ -53,6 +54,27 @@ def test_nothing_of_the_host_s_environment_comes_in(data_dir: Path, monkeypatch:
         assert set(names) <= {
             "GIT_OPTIONAL_LOCKS", "HOME", "LANG", "PATH", "PWD", "PYTHONDONTWRITEBYTECODE", "SHLVL", "TERM", "USER", "_",  # noqa: E501
         }  # fmt: skip
+
+    in_sandbox(data_dir, test)
+
+
+OWN = ("maps", "environ", "cmdline", "mountinfo", "auxv", "task", "map_files", "exe", ".")
+
+
+@pytest.mark.parametrize("way", ["/proc/self", "/proc/thread-self", "/tmp/link", "/tmp/proc/self"])
+def test_file_operations_show_nothing_of_their_process(data_dir: Path, way: str) -> None:
+    """It is a fork of pid 1, whose programs and addresses are the host's."""
+
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "ln -s /proc /tmp/proc; ln -s proc/self /tmp/link; ln -s /proc/self/maps /tmp/maps")
+        for path in (*(f"{way}/{name}" for name in OWN), "/tmp/maps"):
+            assert (await file(sandbox, "get", path))[0] == 404, path
+            assert (await archive(sandbox, "stat", f"{path}/."))[0] == 404, path
+            assert (await archive(sandbox, "pack", f"{path}/."))[0] == 404, path
+            for tool in ("read", "info", "list"):
+                call = ToolCall("files", tool, {"path": path, "user": "", "limit_bytes": 1 << 20, "depth": 3})
+                assert (await sandbox.execute(call)).result.status == 404, path
+        assert (await file(sandbox, "get", "/proc/version"))[0] == 200
 
     in_sandbox(data_dir, test)
 

@@ -454,6 +454,37 @@ def printed_by_bash(dialogue: list[str], folder: Path) -> list[tuple[str, str]]:
     return list(zip(printed.stdout.split("\0")[:-1], printed.stderr.split("\0")[:-1], strict=True))
 
 
+REMOVED = [
+    ["mkdir -p a/b; cd a/b; rm -rf ../../a", "pwd -P", "pwd", "x=1; pwd -P", "cd ..; x=2", "pwd; echo $x", "cd /; pwd"],
+    ["mkdir -p a/b; cd a/b; rm -rf ../../a; pwd -P", "ls", "touch f", "pwd", "cd /; pwd -P"],
+    ["mkdir -p a/b; cd a/b; mv ../../a ../../z", "pwd -P | grep -o '/z/b$'", "pwd | grep -o '/z/b$'", "cd ..; ls"],
+]
+
+
+@pytest.mark.usefixtures("shells")
+@pytest.mark.parametrize("dialogue", REMOVED)
+def test_a_session_in_a_removed_directory_goes_on(data_dir: Path, tmp_path: Path, dialogue: list[str]) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        shown = [await run(sandbox, command) for command in dialogue]
+        assert [(answer.out, answer.err) for answer in shown] == printed_by_bash(dialogue, tmp_path)
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_removed_directory_has_one_name_without_its_shell(data_dir: Path) -> None:
+    """The shell was ended by a timeout. Another rollout finds the same name, whatever its pids are."""
+
+    async def test(sandbox: Sandbox) -> None:
+        for before in ("true", "ls; ls; ls"):
+            await run(sandbox, f"{before}; mkdir -p /tmp/a; cd /tmp/a; rm -r /tmp/a")
+            assert (await run(sandbox, "sleep 60", timeout_s=0.2)).timed_out
+            answer = await run(sandbox, "pwd; ls; touch f")
+            assert (answer.out, answer.code) == ("/proc/self/fd/5\n", 1)
+            assert (await run(sandbox, "cd /; pwd")).out == "/\n"
+
+    in_sandbox(data_dir, test)
+
+
 OPENED = {
     "one of ours before": ["exec 29>f; echo a >&29", "echo b >&29; cat f"],
     "where bash keeps copies": [
