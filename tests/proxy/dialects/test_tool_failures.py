@@ -11,7 +11,10 @@ from sandboxes.effects import Effect
 from sandboxes.server_spec import McpServer, Server, Upstream
 from sandboxes.spec import EnvironmentSpec
 
-SERVERS: dict[str, Server | Upstream] = {"api": Server(command="x", port=1), "rex": Server(command="x", port=2, dialect="swe-rex")}
+SERVERS: dict[str, Server | Upstream] = {
+    "api": Server(command="x", port=1),
+    "rex": Server(command="x", port=2, dialect="swe-rex"),
+}
 SPEC = EnvironmentSpec(servers=SERVERS, mcp_servers={"m": McpServer(command="x")})
 
 
