@@ -6,18 +6,13 @@ can be replayed in a session of its own. Every other call belongs to its rollout
 """
 
 import itertools
-import ssl
 from collections.abc import Iterable
 from pathlib import Path
 
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SandboxError, StateGoneError
-from sandboxes.lean_imports import without
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.upstream.sandbox import NO_SESSION, HttpSandbox
-
-with without("pygments"):
-    import httpx
 
 VERSION = "http-1"
 """The identity of every root state: it consists of nothing."""
@@ -32,7 +27,6 @@ class HttpDriver:
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir
         self._is_open = False
-        self._tls: ssl.SSLContext | None = None
         self._live: set[HttpSandbox] = set()
         self._ids = itertools.count(1)
 
@@ -40,13 +34,6 @@ class HttpDriver:
         """Take calls. Long responses are spooled to files without names, so nothing is ever left to remove."""
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._is_open = True
-
-    def _tls_context(self) -> ssl.SSLContext:
-        """Return the context of connections to https servers, with the authorities that the clients here trust."""
-        if self._tls is None:
-            self._tls = httpx.create_ssl_context()
-            self._tls.set_alpn_protocols(["http/1.1"])
-        return self._tls
 
     async def identity(self, spec: EnvironmentSpec) -> str:  # noqa: ARG002 - servers elsewhere have no identity
         """Return the same identity for every spec."""
@@ -56,7 +43,7 @@ class HttpDriver:
         """Return a sandbox without sessions. Nothing is sent yet."""
         if not self._is_open:
             raise SandboxError("the http driver is closed")
-        sandbox = HttpSandbox(f"http-{next(self._ids)}", spec, self._tls_context, self.data_dir, self._live.discard)
+        sandbox = HttpSandbox(f"http-{next(self._ids)}", spec, self.data_dir, self._live.discard)
         self._live.add(sandbox)
         return sandbox
 

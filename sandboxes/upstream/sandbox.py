@@ -12,11 +12,9 @@ is nothing to lose, and the sandbox lives on.
 """
 
 import contextlib
-import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import orjson
 
@@ -24,20 +22,19 @@ from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError, ServerError
-from sandboxes.http_message import InvalidRequestError, end_to_end, request_head
+from sandboxes.http_message import InvalidRequestError, end_to_end
 from sandboxes.listener import Headers, Listener
 from sandboxes.server_spec import Upstream
 from sandboxes.sources import has_dot_segments
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.tool_clients import server_orders
-from sandboxes.tool_clients.http1 import MalformedResponseError, connect, converse
+from sandboxes.tool_clients.elsewhere import send
+from sandboxes.tool_clients.http1 import MalformedResponseError
 from sandboxes.tool_clients.server_orders import Spool
 from sandboxes.upstream.session import UpstreamSession, cookie_header, parse_cookies
 
 NO_SESSION = StateDigest(b"\0" * 32, b"\0" * 32)
 """The state of a sandbox without sessions."""
-CONNECT_S = 10.0
-"""Longest time to connect to a server."""
 FAREWELL_S = 5.0
 """Longest time for a farewell. No call waits for its response, but the close of a sandbox does."""
 _ERROR_BYTES = 2000
@@ -54,12 +51,11 @@ class HttpSandbox:
         self,
         name: str,
         spec: EnvironmentSpec,
-        tls: Callable[[], ssl.SSLContext],
         folder: Path,
         closed: "Callable[[HttpSandbox], None]",
     ) -> None:
         self.id, self.alive = name, True
-        self._spec, self._tls, self._folder, self._closed = spec, tls, folder, closed
+        self._spec, self._folder, self._closed = spec, folder, closed
         self._sessions: dict[str, UpstreamSession] = {}
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
@@ -125,7 +121,8 @@ class HttpSandbox:
         answer = _Answer(server, spool)
         method, target, headers = call.arguments["method"], call.arguments["target"], _headers(call, session)
         try:
-            await self._exchange(server, method, target, headers, content, length, answer, silence_s)
+            with contextlib.suppress(_EnoughError):
+                await send(server.upstream, method, target, headers, content, length, answer, silence_s=silence_s)
             self._require_answer(server, answer)
             result = spool.result()
         except TimeoutError as error:
@@ -138,29 +135,6 @@ class HttpSandbox:
         finally:
             spool.close()
         return (result if session is None else session.incoming(result, call)), spool.whole
-
-    async def _exchange(
-        self,
-        server: Upstream,
-        method: str,
-        target: str,
-        headers: Iterable[tuple[str, str]],
-        body: bytes | AsyncIterator[bytes],
-        length: int,
-        listener: Listener,
-        silence_s: float,
-    ) -> None:
-        """Send a request over a connection of its own: bytes behind a response answer no other rollout's call.
-
-        The host comes from the spec alone; the target only adds to the path of its URL.
-        """
-        base = urlsplit(server.upstream)
-        head = request_head(method, base.path.rstrip("/") + target, headers, base.netloc, length)
-        context = self._tls() if base.scheme == "https" else None
-        port = base.port or (80 if context is None else 443)
-        connection = await connect(str(base.hostname), port, context, within_s=min(CONNECT_S, silence_s))
-        with contextlib.suppress(_EnoughError):
-            await converse(connection, head, body, listener, silence_s=silence_s)
 
     def _require_answer(self, server: Upstream, answer: "_Answer") -> None:
         if answer.failed:
@@ -180,8 +154,10 @@ class HttpSandbox:
         headers = [("content-type", "application/json"), *cookie_header(session.cookies)]
         path = farewell.path.replace("{session}", session.name)
         # The server ends abandoned sessions itself, or it is gone.
-        with contextlib.suppress(MalformedResponseError, InvalidRequestError, OSError):
-            await self._exchange(server, farewell.method, path, headers, body, len(body), _Unheard(), FAREWELL_S)
+        with contextlib.suppress(_EnoughError, MalformedResponseError, InvalidRequestError, OSError):
+            await send(
+                server.upstream, farewell.method, path, headers, body, len(body), _Unheard(), silence_s=FAREWELL_S
+            )
 
 
 class _EnoughError(Exception):

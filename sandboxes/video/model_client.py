@@ -20,22 +20,22 @@ from contextvars import ContextVar
 from functools import partial
 from hashlib import blake2b
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import orjson
 
 from sandboxes.errors import ServerError
-from sandboxes.lean_imports import without
+from sandboxes.http_message import InvalidRequestError
+from sandboxes.listener import Headers, Listener
 from sandboxes.task_owner import TaskOwner
+from sandboxes.tool_clients.elsewhere import UnreachableError, send
+from sandboxes.tool_clients.http1 import MalformedResponseError
 from sandboxes.video.answer_memo import AnswerMemo
 from sandboxes.video_spec import VideoModel
-
-with without("pygments"):
-    import httpx
 
 _ATTEMPTS = 3
 _PAUSE_S = 0.25
 """Pause before the second attempt; it doubles with each."""
-_LIMITS = httpx.Limits(max_connections=256)
 _MAX_ANSWER_BYTES = 64 << 20
 """Largest response of an endpoint."""
 Vector = list[float]
@@ -57,19 +57,15 @@ class ModelClient:
 
     def __init__(self, memo: AnswerMemo) -> None:
         self._memo = memo
-        self._client: httpx.AsyncClient | None = None
         self._turns: dict[str, asyncio.Semaphore] = {}
         self._flights: dict[bytes, asyncio.Task[bytes]] = {}
         self._owner = TaskOwner()
         self.sent = self.reused = self.tokens = 0
 
     async def aclose(self) -> None:
-        """Cancel the requests in flight and close the connections."""
+        """Cancel the requests in flight."""
         self._owner.cancel()
         await self._owner.wait()
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
 
     async def chat(
         self, model: VideoModel, text: str, pictures: Sequence[bytes], *, variant: int = 0, fresh: bool = False
@@ -147,20 +143,21 @@ class ModelClient:
             self.sent += 1
             try:
                 async with asyncio.timeout(model.timeout_s):
-                    response = await self._sent(url, payload, _headers(model))
+                    response = await self._sent(model, path, payload)
             except TimeoutError:
                 raise ServerError(f"the model at {url} sent nothing for {model.timeout_s:g} s", silent=True) from None
-            except httpx.HTTPError as error:
+            except (MalformedResponseError, InvalidRequestError, OSError) as error:
                 reason = str(error) or type(error).__name__
                 raise ServerError(f"the model at {url} cannot be reached: {reason}") from error
-        if response.status_code != 200:
-            raise ServerError(f"the model at {url} answered {response.status_code}: {response.text[:300]}")
+        text = response.body.decode(errors="replace")
+        if response.status != 200:
+            raise ServerError(f"the model at {url} answered {response.status}: {text[:300]}")
         try:
-            parsed = orjson.loads(response.content)
+            parsed = orjson.loads(response.body)
             answer = read(parsed)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ServerError(
-                f"the model at {url} sent an answer of the wrong form ({error!r}): {response.text[:200]}"
+                f"the model at {url} sent an answer of the wrong form ({error!r}): {text[:200]}"
             ) from None
         self._count(parsed)
         return answer
@@ -175,37 +172,47 @@ class ModelClient:
             if spent is not None:
                 spent.tokens += tokens
 
-    async def _sent(self, url: str, payload: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+    async def _sent(self, model: VideoModel, path: str, payload: dict[str, Any]) -> "_ModelResponse":
         """Send a request; try again a little later if the endpoint is busy or cannot be reached."""
-        if self._client is None:
-            # No timeout here: `_post` limits the time of all attempts together.
-            self._client = httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(None), limits=_LIMITS)
+        body, headers = orjson.dumps(payload), _headers(model)
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
+            response = _ModelResponse()
             try:
-                response = await self._send_once(url, payload, headers)
-            except httpx.ConnectError:
+                await send(
+                    model.base_url, "POST", path, headers.items(), body, len(body), response, silence_s=model.timeout_s
+                )
+            except UnreachableError:
                 if last:
                     raise
             else:
-                if last or (response.status_code != 429 and response.status_code < 500):
+                if last or (response.status != 429 and response.status < 500):
                     return response
             await asyncio.sleep(_PAUSE_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _send_once(self, url: str, payload: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
-        assert self._client is not None
-        async with self._client.stream("POST", url, content=orjson.dumps(payload), headers=headers) as response:
-            body = bytearray()
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > _MAX_ANSWER_BYTES:
-                    raise httpx.DecodingError("the response does not end")
-        return httpx.Response(response.status_code, content=bytes(body))
+
+class _ModelResponse(Listener):
+    """The response of an endpoint while it arrives."""
+
+    def __init__(self) -> None:
+        self.status, self.body = 0, bytearray()
+
+    async def head(self, status: int, headers: Headers) -> None:  # noqa: ARG002 - the protocol has them
+        self.status = status
+
+    async def data(self, chunk: bytes) -> None:
+        self.body += chunk
+        if len(self.body) > _MAX_ANSWER_BYTES:
+            raise MalformedResponseError("the response does not end")
 
 
 def _headers(model: VideoModel) -> dict[str, str]:
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", "accept": "application/json", "user-agent": "forkpoint"}
+    url = urlsplit(model.base_url)
+    if url.username is not None:
+        user = f"{unquote(url.username)}:{unquote(url.password or '')}"
+        headers["authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
     if model.api_key_env is not None:
         key = os.environ.get(model.api_key_env)
         if not key:

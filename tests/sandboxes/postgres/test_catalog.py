@@ -248,3 +248,26 @@ def test_rows_that_a_policy_hides_are_told_apart(tmp_path: Path, cluster: Cluste
         assert states[0] != states[1]
 
     in_bank(tmp_path, cluster, test)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [("DISCARD PLANS",), ("SET search_path = public", "RESET search_path"), ("CREATE TEMP TABLE t ()", "DROP TABLE t")],
+)
+def test_names_that_may_mean_others_make_a_branch(tmp_path: Path, cluster: Cluster, texts: tuple[str, ...]) -> None:
+    """Where a digest is a history, a session that decides what names mean is a part of it. Small content is read."""
+
+    async def test(driver: PostgresDriver) -> None:
+        clean = (await run(driver, cluster, "SELECT 1"))[-1].state
+        large = [(await run(driver, cluster, *texts))[-1].state for _ in range(2)]
+        assert large[0] == large[1] != clean
+        assert large[0] is not None
+        if "TEMP" in texts[0]:
+            # A change of system tables without a difference in what is described is named by its text anyway.
+            return
+        cluster.create("little", "CREATE TABLE account (id int)")
+        sandbox = await driver.start(cluster.spec("little"))
+        before, *responses = [await ask(sandbox, text, database="little") for text in ("SELECT 1", *texts)]
+        assert (responses[-1].error, responses[-1].state) == (None, before.state)
+
+    in_bank(tmp_path, cluster, test)
