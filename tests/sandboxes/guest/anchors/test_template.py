@@ -270,7 +270,7 @@ def test_signals_for_a_template_reach_no_fork(anchor: NativeAnchor) -> None:
 
 def test_a_shell_that_waits_in_another_way_is_no_template(anchor: NativeAnchor) -> None:
     """As a bash that reads without `pselect`: it says nothing more, and pid 1 does not wait for it."""
-    started = Started(anchor, b"read -u 32\n")
+    started = Started(anchor, f"read -u {session_texts.GO_FD}\n".encode())
     with pytest.raises(AnchorLostError, match="does not stop"):
         started.template.await_ready()
     started.close()
