@@ -121,7 +121,11 @@ class PrivateDatabase:
                 facts.uncommitted = True
             self._temporary = temporary
             self._history.clear_gone(self._session, temporary=temporary)
-            shaped = self._history.note_shaped(facts.name, self._session, temporary=temporary)
+            words = call.words if facts.name is not None else None
+            noted = len(self._history.shaped)
+            shaped = self._history.note_shaped(words, self._session, temporary=temporary)
+            # Each of these calls is a step, or a replay would leave it out.
+            facts.uncommitted = facts.uncommitted or len(self._history.shaped) > noted
             if shaped and not (self._session or self._history):
                 self._history.shaped.clear()
                 self._reassess(shaped, large=True)
@@ -180,7 +184,7 @@ class PrivateDatabase:
         name = self._history.name_of(call.words, meaning)
         # Its effect is outside of transactions, so a failure may have left a part of it.
         if UPKEEP.search(meaning):
-            self._undescribed.append(name)
+            self._undescribed.append(call.words)
         facts = CallFacts(VOLATILE.search(meaning) is not None, uncommitted=unseen, name=name)
         # Until the counters are read, the transaction that the call may begin counts as one that has written.
         self._wrote, self._counts_at_begin = True, {}
@@ -188,7 +192,7 @@ class PrivateDatabase:
         if self.link.status != pq.TransactionStatus.IDLE:
             self._in_transaction = [name]
         if moves and outcome.failure is None:
-            self._history.cursor_moves.append(name)
+            self._history.cursor_moves.append(call.words)
             facts.uncommitted = True
         facts.note_failure(outcome.failure)
         return facts, answer_of(self.link, outcome, call)
@@ -205,7 +209,7 @@ class PrivateDatabase:
             # The text ended our transaction itself, and may have run others after it.
             self._reassess(name, large=outcome.failure is not None or not only(outcome.tags, _ENDS))
             if not only(outcome.tags, _CHANGES_ROWS):
-                self._undescribed.append(name)
+                self._undescribed.append(call.words)
         elif outcome.failure is not None:
             connection.execute("ROLLBACK")
             if outcome.failure.code in NOT_IN_TRANSACTION:
@@ -224,7 +228,7 @@ class PrivateDatabase:
                 connection.execute("COMMIT")
                 self._read_sequences()
             else:
-                self._commit(outcome, counts, system, int(transaction), name)
+                self._commit(call, outcome, counts, system, int(transaction), name)
             if holds:
                 self._reassess(name, large=True)
         return outcome
@@ -235,7 +239,13 @@ class PrivateDatabase:
         return transaction, holds
 
     def _commit(
-        self, outcome: PostgresOutcome, counts: catalog.RowCounts, system: dict[str, int], transaction: int, name: str
+        self,
+        call: PostgresCall,
+        outcome: PostgresOutcome,
+        counts: catalog.RowCounts,
+        system: dict[str, int],
+        transaction: int,
+        name: str,
     ) -> None:
         """Compute the digest of what our transaction changed, and commit it."""
         connection = self.link.connection
@@ -260,7 +270,7 @@ class PrivateDatabase:
         if schema:
             self.link.forget_definitions()
         if moved - catalog.DESCRIBED or (schema and digest == self.digest):
-            self._undescribed.append(name)
+            self._undescribed.append(call.words)
         self.digest = digest
 
     def _without_transaction(self, call: PostgresCall, parameters: Any, name: str) -> PostgresOutcome:
@@ -271,7 +281,7 @@ class PrivateDatabase:
             unknown = outcome.failure is not None or not only(outcome.tags, _ROWLESS)
             self._reassess(name, large=unknown or bool(_OF_PREPARED.intersection(outcome.tags)))
             if unknown and outcome.failure is None:
-                self._undescribed.append(name)
+                self._undescribed.append(call.words)
         return outcome
 
     # -- inside the agent's transaction ------------------------------------------------------------------------------
@@ -295,7 +305,7 @@ class PrivateDatabase:
             uses |= self._history.note_settings(call.words, meaning)
             name = self._history.name_of(call.words, meaning)
             if UPKEEP.search(meaning):
-                self._undescribed.append(name)
+                self._undescribed.append(call.words)
         before = self._position()
         # Read before the statement: it may be the COMMIT, after which the counters are gone.
         moved = self._moved_since_begin()
@@ -305,12 +315,12 @@ class PrivateDatabase:
             return CallFacts(), refused(call, str(error))
         outcome = self.link.send(call.text, call, parameters=parameters)
         if self.link.status == pq.TransactionStatus.IDLE:
-            texts = [*self._in_transaction, name]
+            texts = [*self._in_transaction, call.words]
             # A COMMIT runs triggers and the queries of cursors, whose changes no counter shows any more.
             self._reassess("\n".join(texts), large=self._wrote or bool(moved) or len(outcome.tags) > 1)
             if moved or not only(outcome.tags, _CHANGES_ROWS):
                 self._undescribed += texts
-            name = "\n".join(texts)
+            name = "\n".join([*self._in_transaction, name])
             self._in_transaction = []
             uncommitted = True
         else:
