@@ -163,10 +163,10 @@ class Supervisor:
         return envelope is not None and isinstance(envelope.message, Detach)
 
     def _call_watch(self) -> Callable[[], str | None]:
-        """Return a function to be called again and again during a call; it says which limit of disk is exceeded.
+        """Return a function to be called again and again during a call; it says which limit is exceeded.
 
-        "pids" is the limit of processes. It also collects orphans, as the parent that they have now, and it drains servers and background processes: they
-        run during the call, and a full pipe would stop them.
+        Those of disk, or "pids". It also collects orphans, which have no other parent, and drains servers and
+        background processes: they run during the call, and a full pipe would stop them.
         """
         takes_too_much = user_counts.watch(self._pids)
 
