@@ -6,7 +6,8 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 from sandboxes.guest.anchors.anchor import Anchor, ShellStartError
@@ -92,7 +93,7 @@ class AnchoredProcesses:
             # Now, because another process may get its pid.
             self._drop_anchor()
 
-    def kill_except(self, spared: Set[processes.Process], first: int | None = None) -> None:
+    def kill_except(self, spared: AbstractSet[processes.Process], first: int | None = None) -> None:
         """Kill all processes but the spared ones; see `processes.kill_except`."""
         self._ended |= processes.kill_except(spared, first=first)
 

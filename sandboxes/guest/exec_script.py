@@ -10,7 +10,7 @@ from sandboxes.shell_text import BECOME_AGENT, quote
 TEXT_FD = OURS
 """The descriptor from which bash reads the script."""
 _MOST_STACK_BYTES, _POINTER_BYTES = 6 << 20, 8
-"""The most that arguments and variables may take of any stack, and what each of them takes beside its text (execve(2))."""
+"""The most that arguments and variables may take of any stack, and what each takes beside its text (execve(2))."""
 
 
 OCI_FAILED = "OCI runtime exec failed: exec failed"

@@ -92,9 +92,10 @@ class Running:
         """Pass input and output on; return "ended", "timeout", "disk", "depth", "pids", "host" or "detached".
 
         The process's time is up at `until`, by `time.monotonic`. `over_disk` says, called again and again, that the
-        disk has run out, and at once when `deaths` is readable. When `driver`, the proxy's socket, is readable, `client_detached` returns whether the client
-        has detached. The streams of a process that was started detached lead nowhere, so the pump is over once they are
-        closed, unless they have reported that the process could not start.
+        disk has run out, and at once when `deaths` is readable. When `driver`, the proxy's socket, is readable,
+        `client_detached` returns whether the client has detached. The streams of a process that was started detached
+        lead nowhere, so the pump is over once they are closed, unless they have reported that the process could not
+        start.
         """
         ended_at: float | None = None
         while True:

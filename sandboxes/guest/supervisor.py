@@ -19,7 +19,8 @@
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from select import POLLHUP, POLLIN, POLLRDHUP, poll
 
@@ -73,8 +74,8 @@ from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.user_counts import PidsLimit
 
 _NO_DESCRIPTORS = (
-    b"\n[forkpoint: the session stays as it was before this call: the command has closed all descriptors up to 1000, or "
-    b"left its shell too few of them (ulimit -n)]\n"
+    b"\n[forkpoint: the session stays as it was before this call: the command has closed all descriptors up to 1000, "
+    b"or left its shell too few of them (ulimit -n)]\n"
 )
 CallRequest = RunCommand | RunFileOperation | RunProcess | UseBackgroundProcess | UseServer
 """Requests that are calls: their effects are measured and reported."""
@@ -259,7 +260,7 @@ class Supervisor:
         )
         return answer, performed.body, fresh
 
-    def _end_at_limit(self, performed: Performed, there: Set[Process], reached: str) -> Performed:
+    def _end_at_limit(self, performed: Performed, there: AbstractSet[Process], reached: str) -> Performed:
         """End what a call has started, because a process could not be started during it; return what came of the call.
 
         What was there before goes on, unless it holds most of the processes that may be.

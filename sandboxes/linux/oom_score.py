@@ -5,8 +5,8 @@
 #
 # 1. A writer with CAP_SYS_RESOURCE sets two numbers: the score, and the lowest score that the process can give itself
 #    later. Every fork inherits both. So a sheltered process would let all that descend from it shelter themselves.
-# 2. The proxy is sheltered. The launcher gives itself 0 again while it has the capability, so 0 is the lowest score in a
-#    sandbox. Pid 1 and the anchor keep it.
+# 2. The proxy is sheltered. The launcher gives itself 0 again while it has the capability, so 0 is the lowest score in
+#    a sandbox. Pid 1 and the anchor keep it.
 # 3. Each process that runs what an agent asked for raises itself before, which takes no right. So do the zygotes.
 # 4. CRIU has the capability when it writes the scores of restored processes. `let_lower` then sets their lowest
 #    score to 0 again.

@@ -16,7 +16,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 
 Process = tuple[int, int]
 """A pid and its start time in clock ticks. Together they name one process, even after its pid is used again."""
@@ -188,7 +189,7 @@ def reap() -> dict[int, int]:
         exit_codes[pid] = code if code >= 0 else 128 - code
 
 
-def kill_except(spared: Set[Process], first: int | None = None) -> dict[int, int]:
+def kill_except(spared: AbstractSet[Process], first: int | None = None) -> dict[int, int]:
     """Kill all processes but pid 1 and the spared ones, however fast they fork; return exit codes of children, by pid.
 
     The first one is killed before the others: a shell, which would report the death of its children.

@@ -125,7 +125,7 @@ class PidsLimit:
         self._noted = self._failures()
 
     def reached(self) -> str | None:
-        """Return "pids" if the call's sandbox came to its limit, and "host" if the machine came to one; or None. 2 us."""
+        """Return "pids" if the call's sandbox came to its limit, "host" if the machine came to one; or None. 2 us."""
         if self._failures() == self._noted:
             return None
         limit, peak = self._number("max"), self._number("peak")

@@ -79,7 +79,7 @@ A command can close them. Under a low limit of open files bash cannot redirect a
 a redirection, since none works then.
 """
 RUN = r'\builtin eval "$(</proc/self/fd/1002)"'
-"""Runs the command. Bash would keep copies from 10 on of descriptors that it closed for this, and commands use those."""
+"""Runs the command. Bash would keep copies of descriptors that it closed for this from 10 on, which commands use."""
 AGAIN = r'\builtin eval "$(</proc/self/fd/1001)"; ' + _LOST
 NEEDED = {
     "alias", "builtin", "declare", "enable", "eval", "exit", "hash", "jobs", "printf", "pwd", "read", "set", "shopt",
@@ -91,7 +91,10 @@ _BUILTINS_BACK = (
     rf"\builtin enable {' '.join(sorted(NEEDED))}; }} >&1000 2>&1000"
 )
 """Notes which builtins are disabled, and enables those that the dump needs."""
-_FUNCTION_AWAY = r"; { \declare -f builtin >&1004 || \unset -f builtin; \unset -f builtin; \builtin printf '\0' >&1004; } >&1000 2>&1000"
+_FUNCTION_AWAY = (
+    r"; { \declare -f builtin >&1004 || \unset -f builtin; \unset -f builtin; \builtin printf '\0' >&1004; }"
+    " >&1000 2>&1000"
+)
 """Writes the text of a function that replaces `builtin` before the dump, and removes it."""
 
 

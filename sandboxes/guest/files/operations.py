@@ -54,19 +54,7 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer | Resu
     try:
         if isinstance(path := fields.get("path"), str):
             user_files.require_foreign(path)
-        match tool:
-            case "put":
-                return _put(fields["path"], fields.get("mode"), body)
-            case "get" | "entries":
-                return _look(tool, fields)
-            case "delete":
-                return _delete(fields["path"])
-            case "unpack":
-                return _unpack(fields["target"])
-            case "sql":
-                return _sql(fields)
-            case _:
-                return docker_archive.perform(tool, fields, body)
+        return _perform(tool, fields, body)
     except docker_archive.ArchiveError as refusal:
         return problem(refusal.status, "Archive operation failed", str(refusal))
     except FileRequestError as refusal:
@@ -78,6 +66,22 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer | Resu
         full = error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
         status = 507 if full else 409
         return problem(status, "File operation failed", f"{fields.get('path')}: {error.strerror}")
+
+
+def _perform(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer | Result:
+    match tool:
+        case "put":
+            return _put(fields["path"], fields.get("mode"), body)
+        case "get" | "entries":
+            return _look(tool, fields)
+        case "delete":
+            return _delete(fields["path"])
+        case "unpack":
+            return _unpack(fields["target"])
+        case "sql":
+            return _sql(fields)
+        case _:
+            return docker_archive.perform(tool, fields, body)
 
 
 def _as_user(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer:

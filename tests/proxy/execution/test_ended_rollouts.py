@@ -36,7 +36,7 @@ def local(folder: Path) -> Engine:
 async def has_ended(running: Engine, sandbox: Sandbox) -> None:
     """Wait until a sandbox is closed; the background work of the engine closes it."""
     async with asyncio.timeout(30):
-        while any(slot.sandbox is sandbox for slot in running.pool.roster.slots) or sandbox.alive:
+        while any(slot.sandbox is sandbox for slot in running.pool.roster.slots) or sandbox.alive:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
@@ -55,7 +55,7 @@ def test_its_processes_end(folder: Path, when: str) -> None:
             sandbox = only(running)
             if when == "during a call":
                 call = asyncio.ensure_future(ask(running, rollout, "read -t 1 <> <(:)"))
-                while running.pool.roster.slots[0].state is not SandboxState.LEASED:
+                while running.pool.roster.slots[0].state is not SandboxState.LEASED:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
             elif when == "idle":
                 await running.capture.drain()

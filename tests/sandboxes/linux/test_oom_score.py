@@ -16,7 +16,7 @@ class Kernel:
     def __init__(self, score: int, capabilities: int) -> None:
         """All processes have this score and lowest score, as after a restore by CRIU."""
         self.permitted = self.effective = capabilities
-        self.processes: dict[int | str, tuple[int, int]] = {pid: (score, score) for pid in (2, 3, "self")}
+        self.processes: dict[int | str, tuple[int, int]] = dict.fromkeys((2, 3, "self"), (score, score))
 
     def write(self, score: int, process: int | str = "self") -> None:
         may = bool(self.effective >> kernel.CAP_SYS_RESOURCE & 1)

@@ -546,13 +546,14 @@ def test_other_locks_come_back(data_dir: Path, lock: str, mapped: str) -> None:
 
 
 def test_a_transaction_on_a_write_ahead_log_is_not_frozen(data_dir: Path) -> None:
-    """A second writer is refused beside the first one, wherever the rollout goes on; after its end the state is kept."""
+    """A second writer is refused beside the first, wherever the rollout goes on; after its end the state is kept."""
     writer = (
         "import os, sqlite3, time\nd = sqlite3.connect('t.db', isolation_level=None)\n"
         "d.execute('pragma journal_mode=wal'); d.execute('create table t(x)'); d.execute('begin immediate')\n"
         "open('ready', 'w')\nwhile os.path.exists('ready'): time.sleep(.01)\nd.execute('commit'); time.sleep(1000)"
     )
-    insert = "python3 -c \"import sqlite3; sqlite3.connect('t.db', timeout=0).execute('insert into t values(1)')\" 2>&1 | tail -1"
+    program = "import sqlite3; sqlite3.connect('t.db', timeout=0).execute('insert into t values(1)')"
+    insert = f'python3 -c "{program}" 2>&1 | tail -1'
 
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)

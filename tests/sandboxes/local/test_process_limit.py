@@ -20,7 +20,7 @@ BOMBS = {
     "a function": "f() { f | f & }; f; sleep 1000",
     "a program that goes on": "python3 -c 'import os\nwhile True:\n try: os.fork()\n except OSError: pass'",
     "a program that gives up": f"python3 -c 'import os, time\nwhile os.fork(): pass\ntime.sleep(1000)'; {IDLE}",
-    "threads": "python3 -c 'import threading, time\nwhile True: threading.Thread(target=time.sleep, args=[1000]).start()'",
+    "threads": "python3 -c 'import threading as t, time\nwhile True: t.Thread(target=time.sleep, args=[1000]).start()'",
     "sleepers in the background": "for i in $(seq 200); do sleep 1000 & done",
 }
 

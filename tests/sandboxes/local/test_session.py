@@ -532,9 +532,9 @@ UNFINISHED = [
 @pytest.mark.parametrize("command", UNFINISHED)
 def test_errors_of_unfinished_words_are_bash_s_own(data_dir: Path, tmp_path: Path, command: str) -> None:
     async def test(sandbox: Sandbox) -> None:
-        for leave in ("true", "sleep 1000 &"):
+        for before in ("true", "sleep 1000 &"):
             # In a shell that is replaced, and in one that stays.
-            await run(sandbox, leave)
+            await run(sandbox, before)
             answer = await run(sandbox, command)
             assert [(answer.out, answer.err)] == printed_by_bash([command], tmp_path)
             assert (await run(sandbox, "[[ a == a ]] && echo fine")).out == "fine\n"

@@ -184,8 +184,9 @@ def test_a_touched_template_changes_no_later_call(data_dir: Path, name: str, way
 
 
 ENTRIES = [
-    ": >>/proc/{pid}/mem", "head -c 1 /proc/{pid}/maps", "head -c 1 /proc/{pid}/environ", "readlink /proc/{pid}/fd/1005",
-    "readlink /proc/{pid}/exe", "readlink /proc/{pid}/cwd", ": >/proc/{pid}/fd/1004", "ls /proc/{pid}/map_files/",
+    ": >>/proc/{pid}/mem", "head -c 1 /proc/{pid}/maps", "head -c 1 /proc/{pid}/environ",
+    "readlink /proc/{pid}/fd/1005", "readlink /proc/{pid}/exe", "readlink /proc/{pid}/cwd",
+    ": >/proc/{pid}/fd/1004", "ls /proc/{pid}/map_files/",
     "python3 -c 'import ctypes; exit(ctypes.CDLL(None).ptrace(16, {pid}, 0, 0) < 0)'",
 ]  # fmt: skip
 """What must fail."""
