@@ -145,15 +145,19 @@ def test_halted_shells_run_nothing_more(shell_folder: Path, monkeypatch: pytest.
     shells.anchor.close()
 
 
-def test_a_state_is_reported_when_no_shell_runs_any_more() -> None:
+@pytest.mark.parametrize(("links", "let_go"), [("", []), ("regular", ["let go"])])
+def test_a_state_is_reported_when_no_shell_runs_any_more(links: str, let_go: list[str]) -> None:
+    """And when nothing looks at the old layers, over which the kernel would make no index of hard links."""
     order: list[str] = []
     platform = SimpleNamespace(
+        _changes=SimpleNamespace(links=links),
+        _switches=SimpleNamespace(keep=lambda _: order.append("let go")),
         _shells=SimpleNamespace(halt=lambda: order.append("halt"), end=lambda: order.append("end")),
         _send_layer_state=lambda _: order.append("state"),
         _await_switch=lambda: order.append("switch"),
     )
     PidOne._move(cast("Any", platform), cast("Any", None))
-    assert order == ["halt", "state", "end", "switch"]
+    assert order == ["halt", *let_go, "state", "end", "switch"]
 
 
 def test_a_kit_that_is_closed_is_not_lent() -> None:
