@@ -11,7 +11,7 @@ def test_layer_belongs_to_the_sandbox_until_a_state_keeps_it() -> None:
     removed: list[object] = []
     layers = SimpleNamespace(size_bytes=len, detach=sorted)
     uppers = SimpleNamespace(take=lambda: SimpleNamespace(path="upper"))
-    machine = SimpleNamespace(layers=layers, uppers=uppers, reaper=SimpleNamespace(remove=removed.extend))
+    machine = SimpleNamespace(layers=layers, uppers=uppers, reaper=SimpleNamespace(remove=removed.extend), viewed=set())
     mine = SandboxLayers(
         cast("Any", machine), cast("Any", None), cast("Any", None), ("root",), ("new", "root"), cast("Any", None)
     )
