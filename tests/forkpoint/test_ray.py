@@ -79,7 +79,9 @@ def shared() -> Iterator[Driver]:
     # The paths of Ray's sockets have room for a short name only.
     folder = tempfile.mkdtemp(prefix="forkpoint-ray-", dir="/var/tmp")
     command = [sys.executable, "-m", "tests.forkpoint.ray_driver"]
-    environment = os.environ | {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", **PATIENCE}
+    # `up` takes settings from variables too, and without any it takes what runs.
+    ours = {name: value for name, value in os.environ.items() if name != "FORKPOINT_AUDIT_SHARE"}
+    environment = ours | {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", **PATIENCE}
     try:
         with (
             (Path(folder) / "driver.log").open("wb") as log,
