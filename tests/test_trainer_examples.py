@@ -92,7 +92,7 @@ def test_failed_verl_call_raises(proxy: Running, verl: ModuleType) -> None:
         async with tool._client:
             await _verl_calls(tool, "r" * 300, "true")
 
-    with pytest.raises(ForkpointError, match="4[0-9][0-9]"):
+    with pytest.raises(ForkpointError, match=r"4[0-9][0-9]"):
         asyncio.run(go())
 
 
