@@ -140,6 +140,9 @@ def test_an_image_without_any_program_runs_bash(data_dir: Path, tmp_path: Path) 
 
 
 def test_images_that_nothing_uses_are_removed(data_dir: Path, tmp_path: Path) -> None:
+    # A directory of its own: tests on other bases leave roots in the shared one.
+    folder = data_dir / "unused-images"
+    folder.mkdir()
     path = tmp_path / "image.tar"
     path.write_bytes(saved([b"\0" * 1024], {"Env": ["A=1"]}))
     spec = EnvironmentSpec(image=str(path))
@@ -150,15 +153,15 @@ def test_images_that_nothing_uses_are_removed(data_dir: Path, tmp_path: Path) ->
         # An image that was looked up since the last collection stays.
         for _ in range(2):
             await driver.collect([])
-        assert (data_dir / "images" / image).is_dir()
+        assert (folder / "images" / image).is_dir()
         await sandbox.close()
         for root in driver.roots.all():
             assert root.images or not root.layers
-        shutil.rmtree(data_dir / "roots")
-        (data_dir / "roots").mkdir()
+        shutil.rmtree(folder / "roots")
+        (folder / "roots").mkdir()
         await driver.collect([])
-        assert not (data_dir / "images" / image).exists()
+        assert not (folder / "images" / image).exists()
         again = await driver.start(spec)
         assert (await run(again, "echo $A")).out == "1\n"
 
-    driven(LocalDriver(data_dir), test)
+    driven(LocalDriver(folder), test)
