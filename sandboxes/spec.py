@@ -63,6 +63,8 @@ SQL_DRIVERS = frozenset({"sqlite", "postgres"})
 """Drivers whose sandboxes are only databases: they serve the `sql` endpoint and no shell."""
 SHELLLESS_DRIVERS = SQL_DRIVERS | {"video"}
 """Drivers without a shell. Their tasks with equal root states share one tree, unless a spec says `share: off`."""
+OUTSIDE_DRIVERS = frozenset({"http", "client"})
+"""Drivers whose tools run outside of any sandbox of ours, so nothing of their states can be kept."""
 SERVER_DRIVERS = frozenset({"local"})
 """Drivers that run tool servers in their sandboxes."""
 RESERVED_ENDPOINTS = frozenset({"shell", "sql", "video", "mcp", "docker", "e2b", "tvcache", "process", "archive", "r"})

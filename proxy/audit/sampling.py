@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from proxy.tree.tree import Node, Record, path
-from sandboxes.spec import EnvironmentSpec
+from sandboxes.spec import OUTSIDE_DRIVERS, EnvironmentSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ReplayPath:
 
 def reaches_outside(spec: EnvironmentSpec) -> bool:
     """Return whether a task's calls may reach servers or clients outside of its sandboxes."""
-    return spec.egress is not None or spec.driver in {"http", "client"}
+    return spec.egress is not None or spec.driver in OUTSIDE_DRIVERS
 
 
 def sample_calls(top: Node, count: int | None, randomness: random.Random, before: float = math.inf) -> list[Record]:

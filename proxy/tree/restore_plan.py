@@ -14,15 +14,12 @@ from enum import Enum
 from proxy.tree.polling import agree
 from proxy.tree.rollout import is_moving
 from proxy.tree.tree import Node, Record, Tree
+from sandboxes.spec import OUTSIDE_DRIVERS
 from snapshots.costs import Costs, SnapshotKind
 
 DOUBT_S = 60.0
 """Seconds by which a replay of a doubtful call counts as dearer: if it diverges, the rollout is lost. The least that
 `snapshots.policy.at_stake_s` reckons for a lost rollout: some ten calls and the thinking between them."""
-
-
-_DECLARED = frozenset({"http", "client"})
-"""Drivers of which nothing can be kept: the operator's rules, or the client's reports, promise that calls repeat."""
 
 
 class Way(Enum):
@@ -98,7 +95,7 @@ def has_way_back(record: Record, tree: Tree) -> bool:
     states are kept, else O(calls since the last kept state).
     """
     node = record.target
-    if node is record.source or tree.spec.driver in _DECLARED:
+    if node is record.source or tree.spec.driver in OUTSIDE_DRIVERS:
         return True
     if node.snapshot is not None and is_moving(node):
         return agree(node.kept_age_s, arrival_age_s(record))

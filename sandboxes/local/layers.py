@@ -99,8 +99,7 @@ class Layers:
         self.uppers = data_dir / "uppers"
         self.frozen = data_dir / "layers"
         self.intact: set[str] = set()
-        self._sizes: dict[str, int] = {}
-        self._links: dict[str, Links] = {}
+        self._known: dict[str, tuple[int, Links]] = {}
         # Texts and not paths for what each call needs: putting a `Path` together takes 5 us, as long as a system call.
         self._layers = f"{self.frozen}/"
         self.tables = LayerTables(self._layers)
@@ -149,7 +148,7 @@ class Layers:
         write_file(f"{upper.folder}/{'table' if complete else 'rows'}", table)
         os.rename(upper.folder, self._layers + upper.id)  # noqa: PTH104
         # A layer never changes, so what is known of it is read from the disk at most once.
-        self._sizes[upper.id], self._links[upper.id] = meta.size_bytes, meta.links
+        self._known[upper.id] = meta.size_bytes, meta.links
 
     def describe(self, layer: str, meta: LayerMeta, table: bytes) -> None:
         """Write what is known of a layer that was placed. From then on it exists."""
@@ -175,22 +174,22 @@ class Layers:
 
     def size_bytes(self, layer: str) -> int:
         """Return the bytes that a layer occupies; 0 if what is stored of it is damaged, so that no state can use it."""
-        if layer not in self._sizes:
-            try:
-                self._sizes[layer] = int(self.meta(layer)["size_bytes"])
-            except (ValueError, KeyError, TypeError):
-                return 0
-        return self._sizes[layer]
+        return self._facts(layer)[0]
 
     def links(self, ids: Iterable[str]) -> Links:
         """Return what kind of hard links the layers have; `other` if one of them has such."""
-        kinds = set(map(self._links_of, ids))
+        kinds = {self._facts(layer)[1] for layer in ids}
         return "other" if "other" in kinds else "regular" if "regular" in kinds else ""
 
-    def _links_of(self, layer: str) -> Links:
-        if layer not in self._links:
-            self._links[layer] = self.meta(layer).get("links", "")
-        return self._links[layer]
+    def _facts(self, layer: str) -> tuple[int, Links]:
+        """Return the size and the kind of hard links of a layer; 0 and none if what is stored of it is damaged."""
+        if layer not in self._known:
+            try:
+                meta = self.meta(layer)
+                self._known[layer] = int(meta["size_bytes"]), meta.get("links", "")
+            except (ValueError, KeyError, TypeError):
+                return 0, ""
+        return self._known[layer]
 
     def all(self) -> set[str]:
         """Return the ids of all layers."""
@@ -208,8 +207,7 @@ class Layers:
         # meta.json first: after a crash in between, `open` recognizes a layer as half deleted.
         self.disown(ids)
         for layer in ids:
-            self._sizes.pop(layer, None)
-            self._links.pop(layer, None)
+            self._known.pop(layer, None)
             self.intact.discard(layer)
         return [self.frozen / layer for layer in ids]
 
@@ -339,7 +337,10 @@ def copy_upper(live: Upper, upper: Upper) -> None:
 def copied(layers: Layers, layer: str, upper: Upper) -> str:
     """Make a copy of a layer, of an empty upper; return its id. 50 us a file, and the time for its bytes."""
     lay_over(layers.frozen / layer / "diff", upper.path / "diff")
-    meta = LayerMeta(layers.size_bytes(layer), read_manifest(upper.path, contents=True), layers.links([layer]))
+    stored = layers.meta(layer)
+    # As it was frozen, and not read again: a file that was damaged since then has to be found in the copy too.
+    manifest = Manifest(bytes.fromhex(stored["stats"]), bytes.fromhex(stored["contents"]))
+    meta = LayerMeta(layers.size_bytes(layer), manifest, layers.links([layer]))
     return layers.freeze(upper, meta, layers.tables.of(layer))
 
 

@@ -122,7 +122,10 @@ class Machine:
             prepare=self.cgroups.put_behind,
         )
         self._keeps_links: dict[tuple[str, ...], bool] = {}
-        self._regular: set[tuple[str, ...]] = set()
+        self._trying_links = asyncio.Lock()
+        # The bases, by their directories, in which only regular files have several names, as a sandbox has found: the
+        # look takes a second for a large base.
+        self.regular_bases: set[tuple[str, ...]] = set()
         # The layers that are the upper directory of a mount that some sandbox still looks at.
         self.viewed = set[str]()
         self._spares: deque[Spare] = deque()
@@ -165,8 +168,13 @@ class Machine:
 
         And we must be root: nobody else can move a directory that an agent has made read-only (`Layers.place`).
         """
-        if (known := self._keeps_links.get(lowers)) is not None:
-            return known
+        async with self._trying_links:
+            # Once, however many sandboxes start together.
+            if lowers not in self._keeps_links:
+                self._keeps_links[lowers] = await self._try_links(lowers)
+        return self._keeps_links[lowers]
+
+    async def _try_links(self, lowers: tuple[str, ...]) -> bool:
         upper = await asyncio.to_thread(self.layers.allocate)
         stack = LayerStack(list(lowers), upper.diff, upper.work, links=True)
         try:
@@ -175,15 +183,7 @@ class Machine:
             self.reaper.remove([upper.folder])
         if tried.refusal:
             _log.warning("states with hard links that agents make are not kept over %s: %s", lowers[0], tried.refusal)
-        return self._keeps_links.setdefault(lowers, os.geteuid() == 0 and not tried.refusal)
-
-    def is_regular(self, lowers: tuple[str, ...]) -> bool:
-        """Return whether a sandbox has looked that only regular files have several names in a base's directories."""
-        return lowers in self._regular
-
-    def note_regular(self, lowers: tuple[str, ...]) -> None:
-        """Take note of such a look, which takes a second for a large base."""
-        self._regular.add(lowers)
+        return os.geteuid() == 0 and not tried.refusal
 
     async def spare(self) -> Spare:
         """Return a spare sandbox, or a new one if there is none. Call `restock` when the sandbox has started.

@@ -152,6 +152,8 @@ class LocalSandbox:
         memory_bytes = limits.memory_mb << 20
         # Before the order: the spare has run without limits, and the agent's first process must not.
         cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids, cpus=limits.cpus)
+        # Before the descriptor of the table is opened: a start that is cancelled here must not leave it open.
+        keeps_links = await self._layers.keep_links()
         tables, table = self._machine.layers.tables.of_state(self._layers.above_root)
         order = StartSandbox(
             binds=list(self._base.binds),
@@ -168,8 +170,9 @@ class LocalSandbox:
             born_ns=self._born_ns,
             reserve_bytes=RESERVE_BYTES,
             seals=self._seals,
-            keeps_links=await self._layers.keep_links(),
-            regular_below=self._machine.is_regular(self._base.lowers),
+            keeps_links=keeps_links,
+            # Layers got hard links only where a sandbox had looked.
+            regular_below=self._layers.linked or self._base.lowers in self._machine.regular_bases,
             linked_below=self._layers.linked,
             linked_root=self._layers.linked_root,
             sessions=state["sessions"],

@@ -118,7 +118,7 @@ class SandboxLayers:
                 # The layers that a merge replaces may be deleted, so the old root, which has them, must go.
                 same_below = not await self._merge_when_deep() and not linked
                 if linked:
-                    self._machine.note_regular(self._base.lowers)
+                    self._machine.regular_bases.add(self._base.lowers)
                     await self._copy_viewed()
             if same_below:
                 self._view = (old.id,)

@@ -114,10 +114,10 @@ class UpperScan:
         now, self.size_bytes = _signatures(roots.upper)
         if now == before:
             return False
-        changed = {path for path, signature in now.items() if before.get(path) != signature}
+        changed = _changed(now, before)
         if top is not None and link_groups.copy_up_names(roots, top, changed, now, self._marks):
             now, self.size_bytes = _signatures(roots.upper)
-            changed = {path for path, signature in now.items() if before.get(path) != signature}
+            changed = _changed(now, before)
         shared = _shared(now)
         # The path that stands for an inode may change without a change of the inode's other paths.
         changed |= {path for path in shared.keys() | self._shared.keys() if shared.get(path) != self._shared.get(path)}
@@ -281,6 +281,10 @@ def _signatures(upper: int) -> tuple[dict[str, bytes], int]:
                 signatures[folder.path + entry.name] = _signature(status, recent)
                 size_bytes += bytes_on_disk(status)
     return signatures, size_bytes
+
+
+def _changed(now: dict[str, bytes], before: dict[str, bytes]) -> set[str]:
+    return {path for path, signature in now.items() if before.get(path) != signature}
 
 
 def _signature(status: os.stat_result, recent: int) -> bytes:
