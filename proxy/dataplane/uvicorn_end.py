@@ -42,7 +42,11 @@ class UvicornTransport:
         self._is_head_due = True
 
     def write(self, data: bytes) -> None:
-        """Write data, after a head that is held."""
+        """Write data, after a head that is held. A connection that its client has closed takes nothing more."""
+        if self._transport.is_closing():
+            # uvicorn learns of it in a later turn of the event loop.
+            self._head = None
+            return
         # The first write after `begin_response` is uvicorn's head. The flush is for a body that comes later, as
         # from a slow tool.
         if self._is_head_due:

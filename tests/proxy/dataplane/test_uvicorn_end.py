@@ -90,6 +90,21 @@ def test_held_head_leaves_before_the_close() -> None:
     asyncio.run(go())
 
 
+def test_nothing_is_written_to_a_connection_that_its_client_has_closed() -> None:
+    """uvloop raises there, and the log would call the end of a client an error of the proxy."""
+
+    async def go() -> None:
+        real, transport, _ = transports()
+        transport.write(b"head")
+        real.close()
+        transport.write(b"body")
+        transport.write(b"more")
+        await asyncio.sleep(0)
+        assert real.writes == []
+
+    asyncio.run(go())
+
+
 def test_uvicorn_cannot_close_an_idle_connection() -> None:
     async def go() -> None:
         real, transport, connection = transports()

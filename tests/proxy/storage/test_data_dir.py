@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from proxy.server import GRACE_S
+from proxy.storage import data_dir
 from proxy.storage.data_dir import make_private, owning
 from proxy.storage.errors import StoreError
 from sandboxes.linux.dir_lock import DirLock, is_unowned
@@ -60,3 +62,5 @@ def test_workers_of_a_killed_proxy_are_awaited(tmp_path: Path) -> None:
     with owning(tmp_path):
         assert is_unowned(tmp_path / "worker-0")
     ending.join()
+    # Workers wait for the requests of their clients, each time in vain if these were for one that is gone.
+    assert data_dir._ENDING_S > GRACE_S + 10
