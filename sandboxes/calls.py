@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sandboxes.effects import Effect, StateDigest
 
@@ -105,6 +105,21 @@ def names_any(call: ToolCall, texts: Iterable[str]) -> bool:
     return False
 
 
+class Course(NamedTuple):
+    """What a replay of a call is given, so that it comes to the same state as the call.
+
+    Attributes:
+        order: The order in which the call wrote files, as the driver encodes it; None if there is none.
+        last_pid: The pid that was assigned last before the call; 0 if it is not known.
+    """
+
+    order: bytes | None = None
+    last_pid: int = 0
+
+
+UNKNOWN_COURSE = Course()
+
+
 @dataclass(frozen=True, slots=True)
 class Execution:
     """The outcome of a call that really ran.
@@ -122,7 +137,7 @@ class Execution:
         restless: While processes are running: files or processes changed lately without a call, so the state may
             differ a moment later.
         replay: The call that a replay must run to reach the state, if that is not the call itself.
-        order: The order in which the call wrote files, for `driver.expect_order`; None if there is none.
+        course: What `driver.expect` needs before a replay.
         is_empty: Nothing happened since the last call, as for a poll without new output. It is not recorded.
         live: Since the last call something came from outside the sandbox that was not recorded before. A replay that
             has it may have put other bytes into a process.
@@ -138,7 +153,7 @@ class Execution:
     shareable: bool = True
     restless: bool = False
     replay: ToolCall | None = None
-    order: bytes | None = None
+    course: Course = UNKNOWN_COURSE
     is_empty: bool = False
     live: bool = False
     exchanges: tuple[EgressExchange, ...] = ()

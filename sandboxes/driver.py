@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
-from sandboxes.calls import Execution, ToolCall
+from sandboxes.calls import UNKNOWN_COURSE, Course, Execution, ToolCall
 from sandboxes.effects import StateDigest
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
@@ -152,16 +152,17 @@ class Resting(Protocol):
 
 
 @runtime_checkable
-class Ordering(Protocol):
-    """A sandbox that can give what a call writes a recorded order of modification times."""
+class Repeating(Protocol):
+    """A sandbox that can have a replay take the same course as the recorded call."""
 
-    async def expect_order(self, order: bytes, /) -> None:
-        """Prepare for a call that is a replay: the files that it writes get times in this order.
+    async def expect(self, course: Course, /) -> None:
+        """Prepare for a call that is a replay: it writes files in the recorded order, and its processes get their pids.
 
-        If the call writes other files than the recorded one, their times stay as they are.
+        If the call writes other files than the recorded one, their times stay as they are. A pid that a process of the
+        sandbox has is passed over.
 
         Args:
-            order: `Execution.order` of the recorded call.
+            course: `Execution.course` of the recorded call.
 
         Raises:
             SandboxError: The sandbox failed and is dead.
@@ -223,10 +224,10 @@ async def settle(sandbox: Sandbox) -> None:
         await sandbox.settle()
 
 
-async def expect_order(sandbox: Sandbox, order: bytes | None) -> None:
-    """Prepare a sandbox for a replay, if it is an `Ordering` one and the recorded call has an order."""
-    if order is not None and fulfils(sandbox, Ordering):
-        await sandbox.expect_order(order)
+async def expect(sandbox: Sandbox, course: Course) -> None:
+    """Prepare a sandbox for a replay, if it is a `Repeating` one and something is known of the recorded call."""
+    if course != UNKNOWN_COURSE and fulfils(sandbox, Repeating):
+        await sandbox.expect(course)
 
 
 async def rest(sandbox: Sandbox, dwell_s: float) -> None:

@@ -43,7 +43,7 @@ from proxy.telemetry.counters import Counters
 from proxy.tree.rollout import Outcome
 from proxy.tree.tree import Node, Record, Tree
 from sandboxes.calls import Execution
-from sandboxes.driver import Sandbox, expect_order, rest
+from sandboxes.driver import Sandbox, expect, rest
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.pool.pool import OverloadedError
 from sandboxes.task_owner import TaskOwner
@@ -248,7 +248,7 @@ class Auditor:
         """Run one call; return how it differs from its record."""
         await self._wait_until_idle(check.patience_s)
         await rest(sandbox, gap_s(record))
-        await expect_order(sandbox, self._store.records.order(record))
+        await expect(sandbox, self._store.records.course(record))
         execution = await sandbox.execute(self._store.records.call(record))
         require_conclusive(record, execution)
         if execution.live:

@@ -4,7 +4,7 @@ A replay need not repeat everything: an answer that shows the time of day may di
 counts depends on what is known of the two states:
 
 1. Both have a digest: the states must be equal, and the answers may differ. Files that it wrote in another order
-   have the recorded order by then (`sandboxes.driver.expect_order`).
+   have the recorded order by then (`sandboxes.driver.expect`).
 2. Neither has one (live processes run): the rest of the state (`witness`), the effect and the
    answer must be equal. Nothing may have come from outside the sandbox but what was recorded: a process may hold it.
 3. Only one has a digest: the states differ.
@@ -55,7 +55,7 @@ def divergence(
         if then.content != now.content:
             return "it left another state"
         # Only where the sandbox knows in which order the call wrote, so that the recorded order was possible.
-        same = then.exact == now.exact or execution.order is None
+        same = then.exact == now.exact or execution.course.order is None
         return "" if same else "it left files whose modification times have another order"
     if (then is None) != (now is None):
         return "only one of the two states has a digest: in the other, processes run"

@@ -13,7 +13,7 @@ from proxy.storage.blobs import BlobStore, PackedBlob, delete_unused_blobs, pack
 from proxy.storage.database import Execute, StoreDatabase
 from proxy.tree.keys import CallKey, canonical_json
 from proxy.tree.tree import Node, Record
-from sandboxes.calls import ToolCall, ToolResult, content_type
+from sandboxes.calls import UNKNOWN_COURSE, Course, ToolCall, ToolResult, content_type
 
 _LARGE_BYTES = 64 << 10
 """Answers and uploads above this size are packed in a thread: below it, packing takes less than the change of threads
@@ -76,21 +76,23 @@ class RecordStore:
         node: Node | None,
         call: ToolCall,
         result: ToolResult,
-        order: bytes | None = None,
+        course: Course = UNKNOWN_COURSE,
         packed: PackedCall | None = None,
     ) -> RecordBytes:
         """Write a record with its call and answer in one transaction, and return what was written.
 
         The numbers of the blobs are set in the record. `node` is the one that the call created; None if it led to a
-        known one. `order` is the order in which the call wrote files, if it did. `packed` is what `pack_large`
+        known one. `course` is what a replay is given. `packed` is what `pack_large`
         returned; None to pack here. Raises StoreError if nothing could be written, so the call must not count as
         recorded.
         """
         with self._database.transaction() as execute:
             value: dict[str, Any] = {"endpoint": call.endpoint, "tool": call.tool, "arguments": call.arguments}
-            if order is not None:
-                # With the call, because it is what a replay needs besides: so it also travels with exported trees.
-                value["order"] = order.hex()
+            # With the call, because it is what a replay needs besides: so it also travels with exported trees.
+            if course.order is not None:
+                value["order"] = course.order.hex()
+            if course.last_pid and not record.observation:
+                value["last_pid"] = course.last_pid
             written = RecordBytes(canonical_json(value), call.body, packed.plain_answer if packed else _answer(result))
             record.call = self._blobs.insert(execute, written.call)
             if call.body:
@@ -153,13 +155,14 @@ class RecordStore:
         body = self._blobs.read(record.upload) if record.upload else b""
         return ToolCall(value["endpoint"], value["tool"], value["arguments"], body)
 
-    def order(self, record: Record) -> bytes | None:
-        """Return the order in which the recorded call wrote files; None if it is not known."""
-        order = orjson.loads(self._blobs.read(record.call)).get("order")
+    def course(self, record: Record) -> Course:
+        """Return what is known of the recorded call for a replay of it."""
+        value = orjson.loads(self._blobs.read(record.call))
         # An imported tree comes from elsewhere.
         with contextlib.suppress(TypeError, ValueError):
-            return None if order is None else bytes.fromhex(order)
-        return None
+            order = value.get("order")
+            return Course(None if order is None else bytes.fromhex(order), int(value.get("last_pid", 0)))
+        return UNKNOWN_COURSE
 
     def call_without_upload(self, blob: int) -> ToolCall:
         """Return a call by the number of its blob, without the bytes that were uploaded with it."""

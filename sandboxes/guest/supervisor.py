@@ -46,11 +46,12 @@ from sandboxes.ipc.codec import Envelope, IpcMessage
 from sandboxes.ipc.messages import (
     CallDone,
     CommandOutcome,
+    CourseExpected,
     Described,
     DescribeState,
     Detach,
     Done,
-    ExpectOrder,
+    ExpectCourse,
     FileOutcome,
     RunCommand,
     RunFileOperation,
@@ -69,7 +70,7 @@ from sandboxes.ipc.server_messages import (
 )
 from sandboxes.linux import confine, outlet, user_counts
 from sandboxes.linux.live_state import LiveState, inherited
-from sandboxes.linux.processes import Process, list_processes, ran_between, run_counts
+from sandboxes.linux.processes import Process, last_pid, list_processes, ran_between, run_counts
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.user_counts import PidsLimit
 
@@ -203,6 +204,8 @@ class Supervisor:
         The sessions count only if nothing survives. None if a tool server failed: then the answer has been sent.
         """
         self._limit.begin()
+        # Before shells are made ready: a fork of the template is the call's.
+        pid_before = last_pid()
         before, free = self.survivors.now, self.changes.free_bytes()
         there = set(self.survivors.processes)
         session = request.session if isinstance(request, RunCommand) else None
@@ -257,6 +260,7 @@ class Supervisor:
             short=short,
             state=self.state(),
             order=None if self.survivors else self.changes.order,
+            last_pid=pid_before,
         )
         return answer, performed.body, fresh
 
@@ -361,14 +365,15 @@ class Supervisor:
             return mapped_locks.REASON
         return self.background.outside_checkpoint
 
-    def answer(self, request: StartServers | ExpectOrder | DescribeState) -> None:
+    def answer(self, request: StartServers | ExpectCourse | DescribeState) -> None:
         """Answer a request that is no call."""
         match request:
             case StartServers():
                 self._start_servers(request.servers)
-            case ExpectOrder():
-                self.changes.expect(request.order)
-                self.link.send(Done())
+            case ExpectCourse():
+                if request.order is not None:
+                    self.changes.expect(request.order)
+                self.link.send(CourseExpected(last_pid()))
             case DescribeState():
                 self.changes.look()
                 self.link.send(Described(self.changes.shown(), self.shells.sessions, self.shells.pristine))

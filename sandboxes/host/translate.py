@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.calls import Course, Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect
 from sandboxes.guest.files import docker_archive
 from sandboxes.guest.files.operations import checksum_differs, problem
@@ -119,7 +119,7 @@ def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Exe
         # Others would get the failure as an answer, long after what was short is there again.
         shareable=not message.short,
         restless=message.state.restless,
-        order=message.order,
+        course=Course(message.order, message.last_pid),
     )
 
 

@@ -117,6 +117,16 @@ class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
     same_below: bool
 
 
+# Pid 1 has no right to that.
+class SetLastPid(IpcRequest[Forked], op="set_last_pid", descriptors=(1, 1)):
+    """Fork a process that has those of a sandbox get the pids after a number. It comes without descriptor if it ended.
+
+    The descriptor is the sandbox's process.
+    """
+
+    number: int
+
+
 # All of CRIU's files are opened by the proxy; the launcher passes them on.
 class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
     """Start CRIU, with these arguments, inside a sandbox to dump its processes."""

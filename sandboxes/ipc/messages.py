@@ -13,7 +13,7 @@ Between the proxy and a sandbox's supervisor (pid 1):
 | serve, reconnect | proxy | server_connected or server_failed | server_connected: a connection, or stdin and stdout |
 | served | proxy | call_done | |
 | start_servers | proxy | done or server_failed | |
-| expect_order | proxy | done | |
+| expect_course | proxy | course_expected | |
 | describe | proxy | described | |
 | terminal | proxy | terminal_opened or terminal_failed | terminal_opened: the terminal's master end |
 
@@ -45,6 +45,7 @@ Between the proxy and the launcher, and the process that runs CRIU:
 | mount | proxy | none; mounted or failed go to pid 1 | pid 1's second socket |
 | switch | proxy | none; layers_switched or failed go to pid 1 | the sandbox's mount namespace, pid 1's second socket, \
 the table |
+| set_last_pid | proxy | forked | the sandbox's process; forked: the process, or none |
 | run_criu | proxy | done | the sandbox's process, then CRIU's files |
 | criu_started | CRIU's operator, unasked | | the socket to CRIU |
 | inspect_names | proxy | names_inspected or names_refused | |
@@ -183,6 +184,7 @@ class CallDone(IpcMessage, op="call_done"):
         host_full: Whether the machine's disk was nearly full, so that the result cannot be trusted.
         short: Whether the machine had none left of what all sandboxes share (`linux.user_counts`).
         order: The order in which it wrote files (`guest.files.write_order`); None if there is none.
+        last_pid: The pid that was assigned last before it.
         discard: The upper layer makes no difference; it is to be replaced by an empty one.
         seal: The upper layer is to become a frozen layer.
     """
@@ -199,16 +201,23 @@ class CallDone(IpcMessage, op="call_done"):
     short: bool
     state: StateSummary
     order: bytes | None = None
+    last_pid: int = 0
     # At most one of the two: an upper layer is thrown away or kept.
     discard: bool = False
     seal: bool = False
 
 
+class CourseExpected(IpcMessage, op="course_expected"):
+    """The next call is prepared. Its processes get the pids after this one, unless the launcher changes that."""
+
+    last_pid: int
+
+
 # Sent before a call that a replay repeats. A message of its own, because every kind of call may follow.
-class ExpectOrder(IpcRequest[Done], op="expect_order"):
+class ExpectCourse(IpcRequest[CourseExpected], op="expect_course"):
     """Give what the next call writes a recorded order of times (`CallDone.order`), if it writes the same files."""
 
-    order: bytes
+    order: bytes | None
 
 
 class RunCommand(IpcRequest[CallDone], op="exec"):

@@ -22,7 +22,7 @@ import stat
 import sys
 import time
 
-from sandboxes.guest.criu_launch import CriuFiles, operate
+from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
 from sandboxes.ipc.fork_pages import addresses, checked, own_pages, write_pages
@@ -36,6 +36,7 @@ from sandboxes.ipc.launch_messages import (
     Mounted,
     MountLayers,
     RunCriu,
+    SetLastPid,
     SwitchLayers,
     TryLinks,
     WritePages,
@@ -68,6 +69,10 @@ class Launcher:
         # Descriptors, not paths: in another mount namespace /proc is another one.
         self.own_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._last_pid = os.open("/proc/sys/kernel/ns_last_pid", os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:
+            self._last_pid = -1
 
     def serve(self) -> None:
         """Answer requests until the driver is gone."""
@@ -75,24 +80,15 @@ class Launcher:
             self._answer(decode(frame))
 
     def _answer(self, envelope: Envelope[IpcMessage]) -> None:
-        answer: IpcMessage = Done()
         fds: list[int] = []
         try:
-            match request := envelope.message:
-                case ForkSandbox():
-                    answer, fds = Forked(), [self._fork(request, *envelope.fds)]
-                case WritePages():
-                    self._pages = addresses(checked(request.runs))
-                case MountLayers():
-                    self._mount(request, *envelope.fds)
-                    return
-                case SwitchLayers():
-                    self._switch(request, *envelope.fds)
-                    return
-                case TryLinks():
-                    answer = LinksTried(_refusal(request.stack))
-                case RunCriu():
-                    self._run_criu(request, envelope.fds)
+            if isinstance(envelope.message, MountLayers):
+                self._mount(envelope.message, *envelope.fds)
+                return
+            if isinstance(envelope.message, SwitchLayers):
+                self._switch(envelope.message, *envelope.fds)
+                return
+            answer, fds = self._perform(envelope)
         # One request has failed, such as a mount with a missing layer. The launcher goes on, because all sandboxes
         # depend on it.
         except (OSError, MalformedFrameError) as error:
@@ -107,9 +103,24 @@ class Launcher:
                 self.driver.sendall(frame[sent:])
         # Sent descriptors are duplicates in the receiver. What stays open here would keep dead mounts alive.
         close_all([*fds, *envelope.fds])
-        if isinstance(request, ForkSandbox):
+        if isinstance(envelope.message, ForkSandbox):
             # A fork takes the pages of this process too, and the next sandbox waits for its mounts.
             write_pages(self._written)
+
+    def _perform(self, envelope: Envelope[IpcMessage]) -> tuple[IpcMessage, list[int]]:
+        """Do what a request asks for; return the answer and its descriptors."""
+        match request := envelope.message:
+            case ForkSandbox():
+                return Forked(), [self._fork(request, *envelope.fds)]
+            case WritePages():
+                self._pages = addresses(checked(request.runs))
+            case TryLinks():
+                return LinksTried(_refusal(request.stack)), []
+            case SetLastPid():
+                return Forked(), self._set_last_pid(request.number, *envelope.fds)
+            case RunCriu():
+                self._run_criu(request, envelope.fds)
+        return Done(), []
 
     def _fork(self, request: ForkSandbox, channel: int, switches: int) -> int:
         """Fork a pid 1 and return its process descriptor. It sets itself up in parallel with the next requests."""
@@ -133,6 +144,7 @@ class Launcher:
             self.driver.close()
             os.close(self.own_mounts)
             os.close(self.own_pids)
+            close_all([self._last_pid] if self._last_pid >= 0 else [])
             init.run(
                 channel, switches, request.cgroups, self._pages,
                 privileged=self.privileged, shell_files=request.shell_files,
@@ -201,6 +213,28 @@ class Launcher:
         finally:
             os.close(upper)
         return overlay
+
+    def _set_last_pid(self, number: int, sandbox: int) -> list[int]:
+        """Write `ns_last_pid` in a child, and return its process descriptor, if it has not ended.
+
+        The kernel goes by the pid namespace of the writer (pid_namespaces(7)). Nothing waits for the child here: a
+        process of the sandbox may stop it. Where the kernel lets nobody write, replays get the pids that come.
+        """
+        with contextlib.suppress(OSError):
+            # Not only in the child: it is seen in the sandbox from its first moment, and has all rights.
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+            kernel.setns(sandbox, kernel.CLONE_NEWPID)
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    with contextlib.suppress(OSError):
+                        set_last_pid(self._last_pid, number)
+                    os._exit(0)
+            finally:
+                kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+                kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+            return [os.pidfd_open(pid)]
+        return []
 
     def _run_criu(self, request: RunCriu, fds: list[int]) -> None:
         """Start CRIU inside a sandbox, named by its pid 1, in a child that replies to the driver itself."""

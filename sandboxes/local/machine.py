@@ -314,8 +314,8 @@ class Machine:
             await asyncio.sleep(_CGROUP_RETRY_S)
 
 
-async def ended(process: int) -> None:
-    """Wait until a pid 1, and with it its whole pid namespace, has ended; at most `END_S`.
+async def ended(process: int, within_s: float = END_S) -> None:
+    """Wait until a pid 1, and with it its whole pid namespace, has ended.
 
     Its process descriptor becomes readable when it ends (pidfd_open(2)).
     """
@@ -324,7 +324,7 @@ async def ended(process: int) -> None:
     # The reader and not a thread in waitid(2): a pid 1 is a child of the launcher, not of this process.
     loop.add_reader(process, exited.set)
     try:
-        async with asyncio.timeout(END_S):
+        async with asyncio.timeout(within_s):
             await exited.wait()
     except TimeoutError:
         # The process is stuck in the kernel; the next `open` sweeps its control group.

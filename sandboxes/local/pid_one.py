@@ -23,7 +23,7 @@ from sandboxes.ipc.fork_pages import own_pages
 from sandboxes.ipc.messages import (
     DescribeState,
     Done,
-    ExpectOrder,
+    ExpectCourse,
     OpenTerminal,
     StateSummary,
 )
@@ -101,7 +101,7 @@ class PidOne:
             self._shells.renew(["main"])
         while (envelope := self._supervisor.next_request()) is not None:
             match request := envelope.message:
-                case StartServers() | ExpectOrder() | DescribeState():
+                case StartServers() | ExpectCourse() | DescribeState():
                     self._supervisor.answer(request)
                 case Pause():
                     self._pause(root=request.root, checkpoint=request.checkpoint)

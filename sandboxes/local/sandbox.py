@@ -18,10 +18,10 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.calls import Course, Execution, ToolCall, ToolResult
 from sandboxes.checkpointing import MappedFiles
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
@@ -40,8 +40,8 @@ from sandboxes.host.translate import command_execution, refuse, request, sql_exe
 from sandboxes.inspection import FileEntry, StateView
 from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.inherited import inherited
-from sandboxes.ipc.launch_messages import RunCriu
-from sandboxes.ipc.messages import CallDone, DescribeState, ExpectOrder, OpenTerminal, RunFileOperation, TerminalFailed
+from sandboxes.ipc.launch_messages import RunCriu, SetLastPid
+from sandboxes.ipc.messages import CallDone, DescribeState, ExpectCourse, OpenTerminal, RunFileOperation, TerminalFailed
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.ipc.state_messages import (
     FinishRestore,
@@ -53,6 +53,7 @@ from sandboxes.ipc.state_messages import (
     SandboxStarted,
     StartSandbox,
 )
+from sandboxes.linux.descriptors import Opened
 from sandboxes.listener import Listener
 from sandboxes.local.bases import Base
 from sandboxes.local.layers import LayerMeta, Upper, undo
@@ -305,11 +306,32 @@ class LocalSandbox:
         """See `Resting.rest`."""
         await self.guest.rest(dwell_s)
 
-    async def expect_order(self, order: bytes) -> None:
-        """See `Ordering.expect_order`."""
+    async def expect(self, course: Course) -> None:
+        """See `Repeating.expect`."""
         # The last call's clean-up looks at the files once more, and would take the order for its own.
         await self.guest.settle()
-        await self.link.ask(ExpectOrder(order))
+        expected = (await self.link.ask(ExpectCourse(course.order))).message
+        if course.last_pid in (0, expected.last_pid):
+            return
+        async with self._at_launcher() as process:
+            forked = await self._machine.launcher.ask(SetLastPid(course.last_pid), [process])
+        for child in forked.fds:
+            await ended(child, within_s=1.0)
+            # One that a process of the sandbox has stopped. The replay gets other pids then, and what it tells differs.
+            with Opened(child), contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(child, signal.SIGKILL)
+
+    @contextlib.asynccontextmanager
+    async def _at_launcher(self) -> AsyncIterator[int]:
+        """Give a descriptor of pid 1 for a request to the launcher."""
+        if self._process is None:
+            raise SandboxError(f"sandbox {self.id} was closed")
+        # A copy: the sandbox may be closed before this is sent, and the number be another sandbox's then.
+        process = os.dup(self._process)
+        try:
+            yield process
+        finally:
+            os.close(process)
 
     # -- inspection --------------------------------------------------------------------------------------------------
 
@@ -384,14 +406,8 @@ class LocalSandbox:
         copies: list[Upper] = []
 
         async def start_criu(arguments: list[str], files: list[int]) -> None:
-            if self._process is None:
-                raise SandboxError(f"sandbox {self.id} was closed")
-            # A copy: the sandbox may be closed before this is sent, and the number be another sandbox's then.
-            process = os.dup(self._process)
-            try:
+            async with self._at_launcher() as process:
                 await self._machine.launcher.ask(RunCriu(arguments), [process, *files])
-            finally:
-                os.close(process)
 
         async def copy_files(mapped: MappedFiles) -> None:
             # CRIU holds the agent's processes, but not pid 1, which therefore still answers.

@@ -44,8 +44,8 @@ from proxy.cluster.link.data import ExpectedData
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.messages import GiveBackQuestion, Message, RoomAnswer
 from proxy.telemetry.counters import HostingCounters
-from sandboxes.calls import ToolCall
-from sandboxes.driver import Driver, FrozenState, Sandbox, execute, expect_order, rest
+from sandboxes.calls import Course, ToolCall
+from sandboxes.driver import Driver, FrozenState, Sandbox, execute, expect, rest
 from sandboxes.errors import NotFreezableError, SandboxError, ServerError, SpecError, StateGoneError
 from sandboxes.ipc.codec import Envelope, IpcMessage, pack_message
 from sandboxes.ipc.state_messages import NotFreezable
@@ -295,7 +295,7 @@ class _Serving:
     async def _run(self, run: RunHosted, body: bytes, listener: "_ChannelListener | None") -> None:
         call = ToolCall(run.endpoint, run.tool, run.arguments, body)
         try:
-            await expect_order(self.sandbox, run.order)
+            await expect(self.sandbox, Course(run.order, run.last_pid))
             execution = await execute(self.sandbox, call, listener)
         finally:
             self._listener = None

@@ -23,7 +23,7 @@ import orjson
 from proxy.cluster.link.channels import ChannelEndedError, LinkChannel
 from proxy.cluster.link.data import OpenData
 from proxy.cluster.link.frames import LinkError
-from sandboxes.calls import EgressExchange, Execution, ToolCall, ToolResult
+from sandboxes.calls import Course, EgressExchange, Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.ipc.codec import Envelope, IpcMessage, IpcRecord, Number, decode, pack_message
 from sandboxes.ipc.frames import Inbox, MalformedFrameError
@@ -124,7 +124,7 @@ class RunHosted(IpcMessage, op="run_hosted"):
 
     Attributes:
         streamed: Whether the response is passed on while it arrives.
-        order: What `driver.expect_order` gets before the call; None for nothing.
+        order, last_pid: The `Course` that `driver.expect` gets before the call.
     """
 
     endpoint: str
@@ -132,6 +132,7 @@ class RunHosted(IpcMessage, op="run_hosted"):
     arguments: dict[str, Any]
     streamed: bool
     order: bytes | None
+    last_pid: int = 0
 
 
 class CancelHosted(IpcMessage, op="cancel_hosted"):
@@ -184,6 +185,7 @@ class HostedDone(IpcMessage, op="hosted_done"):
     restless: bool
     replay: ReplayCall | None
     order: bytes | None
+    last_pid: int
     is_empty: bool
     live: bool
     exchanges: list[EgressExchange]
@@ -324,8 +326,8 @@ def pack_execution(execution: Execution) -> tuple[HostedDone, bytes]:
         exact=None if state is None else state.exact, content=None if state is None else state.content,
         witness=execution.witness, shareable=execution.shareable, restless=execution.restless,
         replay=None if replay is None else _packed_replay(replay),
-        order=execution.order, is_empty=execution.is_empty, live=execution.live,
-        exchanges=list(execution.exchanges),
+        order=execution.course.order, last_pid=execution.course.last_pid,
+        is_empty=execution.is_empty, live=execution.live, exchanges=list(execution.exchanges),
     )  # fmt: skip
     return done, result.body + (b"" if replay is None else replay.body)
 
@@ -347,8 +349,8 @@ def execution_of(done: HostedDone, body: bytes) -> Execution:
     return Execution(
         ToolResult(done.status, done.media_type, body[: done.body_bytes], headers), effect, done.seconds,
         state=digest_of(done.exact, done.content), witness=done.witness, shareable=done.shareable,
-        restless=done.restless, replay=replay, order=done.order, is_empty=done.is_empty, live=done.live,
-        exchanges=tuple(done.exchanges),
+        restless=done.restless, replay=replay, course=Course(done.order, done.last_pid),
+        is_empty=done.is_empty, live=done.live, exchanges=tuple(done.exchanges),
     )  # fmt: skip
 
 

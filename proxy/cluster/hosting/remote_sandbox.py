@@ -32,7 +32,7 @@ from proxy.cluster.hosting.messages import (
 from proxy.cluster.hosting.transfers import DamagedUnitError
 from proxy.cluster.hosting.units import Units
 from proxy.cluster.postgres.database import Peer
-from sandboxes.calls import Execution, ToolCall
+from sandboxes.calls import UNKNOWN_COURSE, Course, Execution, ToolCall
 from sandboxes.driver import FrozenState
 from sandboxes.errors import LeftRunningError, NotFreezableError, SandboxError, ServerError
 from sandboxes.ipc.codec import Envelope, IpcMessage
@@ -85,7 +85,7 @@ class RemoteSandbox:
         self._arriving: asyncio.Task[FrozenState] | None = None
         self._tasks.spawn("messages of a host", split(conversation, self._answers, self._arrivals))
         self._is_dead, self._is_live, self._closed = False, is_live, closed
-        self._order: bytes | None = None
+        self._course = UNKNOWN_COURSE
         self._frozen = ExitStack()
 
     @property
@@ -99,8 +99,8 @@ class RemoteSandbox:
         Raises:
             LeftRunningError: See `_conclude`.
         """
-        order, self._order = self._order, None
-        run = RunHosted(call.endpoint, call.tool, dict(call.arguments), listener is not None, order)
+        course, self._course = self._course, UNKNOWN_COURSE
+        run = RunHosted(call.endpoint, call.tool, dict(call.arguments), listener is not None, *course)
         signals = []
         try:
             await self._send(run, call.body)
@@ -142,9 +142,9 @@ class RemoteSandbox:
             raise LeftRunningError(f"processes are left running in sandbox {self.id}, and cannot leave their machine")
         return execution
 
-    async def expect_order(self, order: bytes) -> None:
-        """Prepare for a replay; see `Ordering`. The order travels with the call."""
-        self._order = order
+    async def expect(self, course: Course) -> None:
+        """Prepare for a replay; see `Repeating`. The course travels with the call."""
+        self._course = course
 
     async def rest(self, dwell_s: float) -> None:
         """Let background processes start; see `Resting`."""
