@@ -65,9 +65,7 @@ class Sequence:
 
 def sequences(driver: str, only: str = "") -> list[Sequence]:
     """Return the sequences for a driver whose names contain a text."""
-    every = (
-        Sequence(name, tuple(_call(text, name) for text in texts)) for name, texts in commands(SEQUENCES).items()
-    )
+    every = (Sequence(name, tuple(_call(text, name) for text in texts)) for name, texts in commands(SEQUENCES).items())
     return [one for one in every if only in one.name and (one.kind == driver or not {one.kind, driver} & {*SQL})]
 
 

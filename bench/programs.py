@@ -179,6 +179,7 @@ def shell_spec(driver: str) -> dict[str, Any]:
 def commands(file: Path = COMMANDS) -> dict[str, list[str]]:
     """Return the commands of a file by section; a line that begins with a tab continues the command before it."""
     sections: dict[str, list[str]] = {}
+    current: list[str] = []
     for line in file.read_text().splitlines():
         if line.startswith("== "):
             sections[line[3:]] = current = []
@@ -239,7 +240,9 @@ def sql_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length: 
             calls.END,
         )
     trunk, suffixes = _shape(dice, lambda: dice.choice(statements), rollouts, length)
-    return Group(spec, tuple(tuple(sql_call(text) for text in (*trunk[:cut], *suffix, *end)) for cut, suffix in suffixes))
+    return Group(
+        spec, tuple(tuple(sql_call(text) for text in (*trunk[:cut], *suffix, *end)) for cut, suffix in suffixes)
+    )
 
 
 def _shape(
