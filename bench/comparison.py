@@ -123,6 +123,7 @@ class Comparison:
         private: The proxy that gives each rollout sandboxes of its own.
         clients: One of them makes the calls of a rollout.
         twice: The share of programs that run twice in private sandboxes, for the noise floor.
+        in_turn: Whether a rollout begins when the one before has made its calls, and all stay open until the last ends.
     """
 
     def __init__(
@@ -132,9 +133,11 @@ class Comparison:
         tally: Tally,
         clients: Sequence[httpx.Client],
         twice: float,
+        *,
+        in_turn: bool = False,
     ) -> None:
         self._subjects, self._private, self._tally, self._clients = subjects, [private], tally, clients
-        self._twice = twice
+        self._twice, self._in_turn = twice, in_turn
 
     def group(self, number: int, group: Group) -> None:
         """Run one group in both ways at the same time, and add its comparison to the tally."""
@@ -143,7 +146,7 @@ class Comparison:
         self._put(self._private[0], alone, group.spec | {"cache": "never"})
         dice = random.Random(number)  # noqa: S311 - dice of a test
         # Half of the rollouts begin when others have ended, and find what those recorded.
-        at_once = -(-len(group.programs) // 2)
+        at_once = 1 if self._in_turn else -(-len(group.programs) // 2)
         with ThreadPoolExecutor(at_once) as cached, ThreadPoolExecutor(at_once) as threads:
             walks = [
                 cached.submit(self._walk, self._subjects, task, f"r{at}", program)
@@ -225,7 +228,8 @@ class Comparison:
             with self._tally.lock:
                 self._tally.lost[kind] += 1
                 self._tally.endings.append((f"{kind}, {task}/{rollout}", program[: len(answers) + 1]))
-        self._request(proxy, "DELETE", f"/api/v1/tasks/{task}/rollouts/{rollout}")
+        if not self._in_turn:
+            self._request(proxy, "DELETE", f"/api/v1/tasks/{task}/rollouts/{rollout}")
         return Run(tuple(answers), tuple(sources))
 
     def _call(

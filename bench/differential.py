@@ -180,22 +180,22 @@ def report(driver: str, mode: str, seed: int, tally: Tally, seconds: float) -> N
     console.print(shown)
     for kind, differences in (("wrong", tally.wrong), ("unclear", tally.unclear)):
         for difference in differences[:SHOWN]:
-            _show(kind, difference)
+            show(kind, difference)
     for name, program in tally.endings[:SHOWN]:
         console.print(f"lost: {name}", markup=False)
-        _list(program)
+        list_calls(program)
 
 
-def _list(program: Program) -> None:
+def list_calls(program: Program) -> None:
     for number, call in enumerate(program):
         console.print(f"  {number:2} {call.text}", markup=False, highlight=False)
 
 
-def _show(kind: str, difference: Difference) -> None:
+def show(kind: str, difference: Difference) -> None:
     """Print a difference with the program that led to it."""
     at = f"group {difference.group}, rollout {difference.rollout}, call {difference.position}"
     console.print(f"{kind}: {at}, {difference.how}", markup=False)
-    _list(difference.program[: difference.position + 1])
+    list_calls(difference.program[: difference.position + 1])
     before, after = _lines(difference.expected), _lines(difference.actual)
     for line in unified_diff(before, after, "private", "proxy", lineterm="", n=1):
         console.print(f"  {line}", markup=False, highlight=False)

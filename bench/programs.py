@@ -176,12 +176,15 @@ def shell_spec(driver: str) -> dict[str, Any]:
     return spec | {"image": agent_image()} if driver == "image" else spec
 
 
-def commands() -> dict[str, list[str]]:
-    """Return the shell commands of `commands.txt` by section."""
+def commands(file: Path = COMMANDS) -> dict[str, list[str]]:
+    """Return the commands of a file by section; a line that begins with a tab continues the command before it."""
     sections: dict[str, list[str]] = {}
-    for line in COMMANDS.read_text().splitlines():
+    current: list[str] = []
+    for line in file.read_text().splitlines():
         if line.startswith("== "):
             sections[line[3:]] = current = []
+        elif line.startswith("\t"):
+            current[-1] += f"\n{line[1:]}"
         else:
             current.append(line)
     return sections
@@ -210,13 +213,13 @@ def shell_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length
         trunk[at] = RANDOM
     programs = []
     for cut, suffix in suffixes:
-        program = [_shell(command) for command in trunk[:cut] + suffix]
+        program = [shell_call(command) for command in trunk[:cut] + suffix]
         if at is not None and at < cut:
             # Comments make these reads different calls, so each is looked up or executed on its own. The path is
             # absolute because a program may have lost its `PATH`.
             for number, position in enumerate(sorted(dice.choices(range(at + 1, len(program) + 1), k=2))):
-                program.insert(position + number, _shell(f"/bin/cat /var/tmp/id # {dice.randrange(3)}", recalls=at))
-        programs.append((*program, _shell(STATE)))
+                program.insert(position + number, shell_call(f"/bin/cat /var/tmp/id # {dice.randrange(3)}", recalls=at))
+        programs.append((*program, shell_call(STATE)))
     return Group(spec, tuple(programs))
 
 
@@ -237,7 +240,9 @@ def sql_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length: 
             calls.END,
         )
     trunk, suffixes = _shape(dice, lambda: dice.choice(statements), rollouts, length)
-    return Group(spec, tuple(tuple(_sql(text) for text in (*trunk[:cut], *suffix, *end)) for cut, suffix in suffixes))
+    return Group(
+        spec, tuple(tuple(sql_call(text) for text in (*trunk[:cut], *suffix, *end)) for cut, suffix in suffixes)
+    )
 
 
 def _shape(
@@ -256,9 +261,9 @@ def _shape(
     return trunk, suffixes
 
 
-def _shell(command: str, recalls: int | None = None) -> ProgramCall:
+def shell_call(command: str, recalls: int | None = None) -> ProgramCall:
     return ProgramCall("shell/exec", {"command": command, "timeout_s": 30}, recalls, command == RANDOM)
 
 
-def _sql(statement: str) -> ProgramCall:
+def sql_call(statement: str) -> ProgramCall:
     return ProgramCall("sql/query", {"sql": statement, "timeout_s": 30})

@@ -1,4 +1,7 @@
-"""The differential run finds false answers, and finds none in short runs. `bench.differential` runs long ones."""
+"""The differential run finds false answers, and finds none in short runs. `bench.differential` runs long ones.
+
+So does the run of directed sequences, `bench.directed`.
+"""
 
 import random
 from dataclasses import replace
@@ -7,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench import directed
 from bench.comparison import Answer, Comparison, Run, Tally
 from bench.differential import Plan, run
 from bench.programs import Program, ProgramCall, shell_group, shell_spec
@@ -18,6 +22,10 @@ FALSE: Answer = ("false", [], 0, False)
 OTHER: Answer = ("other", [], 0, False)
 
 PLAN = Plan(programs=12, length=8)
+DIRECTED = (
+    "links: one file with two names", "renames: a directory with the session inside", "pids: kept in a variable",
+    "daemons: the time limit of a call ends what it started", "shell: arrays and maps",
+)  # fmt: skip
 
 
 class Scripted(Comparison):
@@ -91,3 +99,27 @@ def test_programs_have_the_answers_of_private_databases(members: int) -> None:
     tally = run("sqlite", "kills", 3, replace(PLAN, members=members))
     assert (tally.wrong, tally.programs) == ([], 12)
     assert tally.compared > 50
+
+
+def test_directed_sequences_have_the_answers_of_private_shells() -> None:
+    require_sandboxes()
+    chosen = [one for one in directed.sequences("local") if one.name in DIRECTED]
+    tallies = directed.run("local", chosen)
+    assert sorted(tallies) == sorted(DIRECTED)
+    assert [(name, tally.wrong, tally.endings) for name, tally in tallies.items() if tally.wrong or tally.lost] == []
+    assert all(tally.compared > 5 and tally.sources.total() > 5 for tally in tallies.values())
+
+
+def test_rollouts_of_directed_sequence_share_its_beginning() -> None:
+    [sequence] = directed.sequences("local", DIRECTED[0])
+    *built, observing = sequence.calls
+    first, second, third, *left = sequence.rollouts(everywhere=True)
+    assert (first, second, third) == (tuple(built), tuple(built), sequence.calls)
+    assert left == [(*built[:cut], observing) for cut in range(len(built))]
+
+
+def test_directed_sequences_have_names_of_their_own() -> None:
+    headings = [line for line in directed.SEQUENCES.read_text().splitlines() if line.startswith("== ")]
+    known = [one for driver in directed.DRIVERS for one in directed.sequences(driver)]
+    assert len(known) == len(headings) >= 150
+    assert all(len(one.calls) > 2 for one in known)

@@ -224,7 +224,7 @@ class Shells(AnchoredProcesses):
         session = self.sessions.get(name)
         with contextlib.suppress(ShellStartError, AnchorLostError):
             origin = self._origin(session)
-            template = self._may_be_template(session, *origin)
+            template = self._may_be_template(name, session, *origin)
             anchor = self._ready_anchor()
             assert anchor.kit is not None, "a new anchor has one"
             self._begun[name] = begin(anchor, anchor.kit, name, session, *origin, template=template)
@@ -241,7 +241,7 @@ class Shells(AnchoredProcesses):
         # Two shells need no template: which of them had one would depend on what happened before.
         self.drop_templates()
         script, environment = self._origin(session)
-        template = self._may_be_template(session, script, environment)
+        template = self._may_be_template(name, session, script, environment)
         if template and self.anchor is not None and self.anchor.kit is None:
             # Only a shell on a kit is a template, and a new anchor has one.
             self._drop_anchor()
@@ -254,11 +254,15 @@ class Shells(AnchoredProcesses):
         # A session that is not new brings its own variables in its script.
         return restore_script(session, self.workdir, self.pristine), self.environment if session is None else NO_LOOKUP
 
-    def _may_be_template(self, session: ShellSession | None, script: bytes, environment: dict[str, str]) -> bool:
+    def _may_be_template(
+        self, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str]
+    ) -> bool:
         """Return whether a shell that is about to be started may be a template."""
         return (
             self._templates
             and not self._shells
+            # The start of the other session's shell would end the template, and a call could move its directory then.
+            and self.sessions.keys() <= {name}
             and can_stand_for(session, script, environment)
             # A new anchor looks itself whether it is alone, and starts no templates if not.
             and (self.anchor is None or not processes.list_processes(self.idle_pids))

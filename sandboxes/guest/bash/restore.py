@@ -7,7 +7,17 @@ does not take the rest along.
 
 import re
 
-from sandboxes.guest.bash.session import BEGIN_DUMP, DECLARE, FUNCTIONS, KEPT, NEEDED, NOWHERE, split_unquoted, wary_run
+from sandboxes.guest.bash.session import (
+    BEGIN_DUMP,
+    DECLARE,
+    FORGOTTEN,
+    FUNCTIONS,
+    KEPT,
+    NEEDED,
+    NOWHERE,
+    split_unquoted,
+    wary_run,
+)
 from sandboxes.shell_text import BECOME_AGENT, ShellSession, quote
 
 _DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
@@ -95,6 +105,9 @@ def restore_script(session: ShellSession | None, workdir: str, pristine: ShellSe
         return "\n".join([*lines, _READY, ""]).encode("latin-1")
     otherwise = _NOWHERE if KEPT in session else "\\builtin exit"
     lines.append(f"\\builtin cd -- {quote(session['cwd'])} || {otherwise}")
+    if session.get(KEPT) == FORGOTTEN:
+        # Where this fails, bash forgets the name.
+        lines.append("\\builtin pwd -P")
     # From the bottom of the stack to its top; `-n` changes no directory meanwhile.
     lines += [f"\\builtin pushd -n -- {quote(folder)}" for folder in reversed(session["dirs"])]
     if session["arguments"]:

@@ -45,6 +45,8 @@ Such a session goes on in its own shell, as beside a background process.
 """
 MOVED = "its directory is no longer where its name leads"
 """The reason if a directory was moved, removed, or is behind a changed link, or cannot be entered any more."""
+FORGOTTEN = "bash no longer knows the name of its directory"
+"""The reason if `pwd` fails. In a removed directory it prints the old name until `pwd -P` has failed."""
 UNREADABLE = "bash cannot read its functions or aliases again"
 """The reason if bash prints something in a form that it does not understand itself."""
 NOWHERE = "/proc/self/fd/5"
@@ -117,7 +119,7 @@ _CALL = (
         for line in r"""
     { { \builtin printf '\0%s\0' "$BASHOPTS"; \builtin declare -p; \builtin printf '\0'; \builtin declare -f;
     \builtin printf '\0'; \builtin declare -F; \builtin printf '\0'; \builtin alias -p; \builtin printf '\0';
-    \builtin umask; \builtin printf '\0'; \builtin pwd || \builtin printf '%s\n' "$PWD";
+    \builtin umask; \builtin printf '\0'; \builtin pwd || \builtin printf '!%s\n' "$PWD";
     [[ . -ef ${DIRSTACK[0]} && -x . ]];
     \builtin printf '\0%s' "$?" "${#DIRSTACK[@]}" "${DIRSTACK[@]}" ''; \builtin enable -n;
     \builtin printf '%s\0' "${__session_off-}"; \builtin unset -v __session_off; \builtin jobs -l;
@@ -294,7 +296,7 @@ def _parse(data: bytes) -> tuple[int, ShellSession, Jobs]:
     traps, status, name, flags, options, off, shopts = fields[:7]
     printed, functions, marks, aliases, umask, cwd, here, _, *dirs = fields[7 : 15 + depth]
     disabled, jobs, last, _, *arguments = fields[15 + depth :]
-    cwd = cwd.removesuffix("\n")
+    forgotten, cwd = cwd.startswith("!"), cwd.removeprefix("!").removesuffix("\n")
     if here != "0" and not cwd.startswith("/"):
         # After `cd ..` in a removed directory, bash calls it so.
         cwd = NOWHERE
@@ -328,8 +330,8 @@ def _parse(data: bytes) -> tuple[int, ShellSession, Jobs]:
         session["name"] = name
     if unset:
         session["unset"] = unset
-    if here != "0" or dirs[:1] != [cwd]:
-        session[KEPT] = MOVED
+    if forgotten or here != "0" or dirs[:1] != [cwd]:
+        session[KEPT] = FORGOTTEN if forgotten else MOVED
     return code, session, (*running, *([f"$! {last}"] if last else []))
 
 

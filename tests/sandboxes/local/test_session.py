@@ -485,6 +485,22 @@ def test_a_removed_directory_has_one_name_without_its_shell(data_dir: Path) -> N
     in_sandbox(data_dir, test)
 
 
+@pytest.mark.usefixtures("shells")
+def test_bash_forgets_the_name_of_a_removed_directory(data_dir: Path) -> None:
+    """After a failed `pwd -P`, `pwd` fails too. So the call changes the session, and a shell that comes later fails."""
+
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "mkdir /tmp/a; cd /tmp/a; rmdir /tmp/a")
+        assert (await run(sandbox, "pwd")).outcome == ("/tmp/a\n", "", 0, Effect.NONE)
+        assert Effect.SESSION in (await run(sandbox, "pwd -P")).effect
+        forgotten = await run(sandbox, "pwd")
+        assert (forgotten.out, forgotten.code, forgotten.effect) == ("", 1, Effect.NONE)
+        assert (await run(sandbox, "sleep 60", timeout_s=0.2)).timed_out
+        assert (await run(sandbox, "pwd")).code == 1
+
+    in_sandbox(data_dir, test)
+
+
 OPENED = {
     "one of ours before": ["exec 29>f; echo a >&29", "echo b >&29; cat f"],
     "where bash keeps copies": [

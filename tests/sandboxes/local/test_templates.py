@@ -277,6 +277,22 @@ FOLDERS = {
 
 
 @needs_root
+def test_a_session_stays_in_a_directory_that_another_one_moves(data_dir: Path) -> None:
+    """The move copies the directory, so the other session's shell, which stood in it, is in a removed one."""
+
+    async def test(driver: Driver) -> None:
+        for mover, other in (("main", "two"), ("two", "main")) * 3:
+            sandbox = await driver.start(SPEC)
+            for session in ("main", "two"):
+                await run(sandbox, f"mkdir -p /tmp/a; cd /tmp/a; touch {session}", session=session)
+            await run(sandbox, "mv /tmp/a /tmp/b", session=mover)
+            assert (await run(sandbox, "ls; pwd", session=other)).out == "/tmp/a\n"
+            await sandbox.close()
+
+    driven(data_dir, test)
+
+
+@needs_root
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("way", ["run", "ran", "both"])
 def test_a_changed_directory_of_a_session(data_dir: Path, name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
