@@ -29,6 +29,9 @@ from sandboxes.errors import SandboxError
 
 log = structlog.get_logger()
 
+_FAULTS = 20
+"""How many faults of a request its refusal lists: a body of 1 MB can have a hundred thousand."""
+
 
 def control_application(control: ControlPlane) -> FastAPI:
     """Return the application behind the data plane. The engine opens and closes with its lifespan."""
@@ -122,7 +125,9 @@ def _refused(error: Exception) -> Exception:
     if isinstance(error, HTTPException):
         return RefusalError(error.status_code, "http", str(error.detail))
     if isinstance(error, RequestValidationError):
-        faults = (f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors())
+        faults = (
+            f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors()[:_FAULTS]
+        )
         return RefusalError(422, "validation", "; ".join(faults))
     return error
 

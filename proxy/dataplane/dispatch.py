@@ -17,7 +17,7 @@ from proxy.compat.endpoints import Endpoint
 from proxy.dataplane.addressing import MAX_REMEMBERED, Addressing, request_of
 from proxy.dataplane.retries import Retries
 from proxy.dialects import dialect_of
-from proxy.dialects.base import Call, Cancel, Close, Local, Meaning, Open
+from proxy.dialects.base import AT_ONCE_BYTES, Call, Cancel, Close, Local, Meaning, Open
 from proxy.dialects.rule_based import Declared
 from proxy.engine import Engine
 from proxy.execution.step_notes import Answer
@@ -25,7 +25,7 @@ from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.answer_cache import HIT_HEADERS, HIT_STATUS, RawHeaders
 from proxy.http.asgi import Receive, Scope
-from proxy.http.exchange import Exchange
+from proxy.http.exchange import Exchange, beside
 from proxy.http.lru_cache import LruCache
 from proxy.http.problems import count_problem, problem_of
 from proxy.http.sent_labels import labels_of
@@ -127,14 +127,15 @@ class Dispatch:
         dialect = dialect_of(spec, endpoint) if rollout is None else self._addressing.dialect(rollout, endpoint)
         # From here on errors are reported in the dialect's own form, so that the client's library can read them.
         exchange.understood(dialect, request)
-        if isinstance(dialect, Declared) and (task := dialect.task(request)) not in ("", address.task):
+        task = await beside(len(body), dialect.task, request) if isinstance(dialect, Declared) else ""
+        if task not in ("", address.task):
             # The grant was checked for the URL's task only. Without this line a token for one task could name any
             # other.
             scope.get(GRANT, ALL).require(task)
             await self._respond(scope, await self._routed(address, task, spec), body, exchange, upload)
             return
-        if rollout is None or upload is not None:
-            meaning = dialect.read(request)
+        if rollout is None or upload is not None or len(body) > AT_ONCE_BYTES:
+            meaning = await beside(len(body), dialect.read, request)
         else:
             meaning = self._addressing.meaning(scope, address, body, rollout)
         _require_own(scope.get(GRANT, ALL), meaning)
@@ -149,7 +150,7 @@ class Dispatch:
                 # The rollout runs in the tree of an older environment of its task, which may read requests otherwise.
                 dialect = self._addressing.dialect(rollout, endpoint)
                 exchange.understood(dialect, request)
-                meaning = dialect.read(request)
+                meaning = await beside(len(body), dialect.read, request)
         meaning = _with_upload(meaning, upload, spec if rollout is None else rollout.tree.spec)
         # 3. Act: a reply of the proxy's own, a rollout's begin or end, a cancellation, or a call.
         # A message that opens a rollout may come from a client that has labels for it.

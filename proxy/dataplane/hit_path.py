@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from proxy.dataplane.addressing import Addressing, request_of
-from proxy.dialects.base import Call
+from proxy.dialects.base import AT_ONCE_BYTES, Call
 from proxy.engine import Engine
 from proxy.http.address import Address
 from proxy.http.answer_cache import HIT_HEADERS, response
@@ -30,7 +30,7 @@ class HitPath:
         self._step, self._addressing = engine.step, addressing
         # The same dictionary that `Tasks` changes: a rollout that ends is gone here at once.
         self._answers, self._rollouts = engine.answers, engine.tasks.rollouts.running
-        self._max_body_bytes = engine.settings.max_body_bytes
+        self._largest_bytes = min(engine.settings.max_body_bytes, AT_ONCE_BYTES)
         self._endpoints = engine.counts.endpoints
         self._apis = apis
 
@@ -42,7 +42,7 @@ class HitPath:
         # 1. URL -> `Address`: the rollout and the endpoint. An unfamiliar host name or a browser's header also ends
         # here, so foreign pages never get a hit.
         address = self._addressing.remembered(scope)
-        if address is None or address.endpoint in self._apis or len(body) > self._max_body_bytes:
+        if address is None or address.endpoint in self._apis or len(body) > self._largest_bytes:
             return None
         # An ended or unknown rollout is the regular path's business: it may have to be read back from the store.
         rollout = self._rollouts.get((address.task, address.rollout))

@@ -6,7 +6,7 @@ A dialect reads a `Request` and returns its `Meaning`; later it brings a recorde
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
@@ -17,6 +17,11 @@ from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.keys import CallKey
 from sandboxes.calls import ToolCall
 from sandboxes.listener import Headers
+from sandboxes.tool_clients.json_paths import parsed
+
+AT_ONCE_BYTES = 1 << 18
+"""Largest body that is read on the event loop. A larger one, such as files of one form, is read beside it: hits wait
+for what runs on the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class Request:
         rollout: The rollout that the URL or a token names; empty if the protocol's own ID names it.
         base: The URL under which the client knows the endpoint.
         fresh: A name for a new rollout, if one begins; empty if the URL names the rollout.
+        parsed: Where a dialect keeps what it has parsed, for its later looks at the same request.
     """
 
     method: str
@@ -40,6 +46,7 @@ class Request:
     rollout: str = ""
     base: str = ""
     fresh: str = ""
+    parsed: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def path(self) -> str:
@@ -207,7 +214,7 @@ def json_object(body: bytes, hint: str = "", *, slug: str = "json", status: int 
     """
     example = f" Send {hint} as UTF-8." if hint else ""
     try:
-        value = orjson.loads(body)
+        value = parsed(body)
     except orjson.JSONDecodeError as error:
         if (replaced := _without_surrogates(body)) is not None:
             raise LoneSurrogateError(replaced) from None

@@ -35,6 +35,7 @@ from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.tool_clients.json_paths import parsed
 
 MODERN = "2026-07-28"
 HANDSHAKES = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
@@ -194,7 +195,8 @@ class Mcp(Eventful):
                 # Null stands for an argument that is not given: `tools/list` says so of all optional ones.
                 given = {member: value for member, value in arguments.items() if value is not None}
                 call = video.for_rollout(self._tools[name].call(given, self._spec), self._rollout(request), self._spec)
-            except RefusalError as error:
+            # What is read may be nested more deeply than what can be written.
+            except (RefusalError, orjson.JSONEncodeError) as error:
                 raise _ArgumentsError(str(error)) from error
             return replace(self._named(request, call), events=True)
         if not server and len(self._names) > 1:
@@ -241,7 +243,7 @@ class Mcp(Eventful):
         """Return the payload of a recorded response: notifications, and a result or an error."""
         if message.method == "tools/call" and dict(response.headers).get("content-type") != builtin_tools.RECORDED:
             return {"result": builtin_tools.result_of(self._tools[message.params["name"]], response)}
-        payload: dict[str, Any] = orjson.loads(response.body)
+        payload: dict[str, Any] = parsed(response.body)
         if message.method == "tools/list" and "result" in payload and not self._server(request):
             payload["result"] = {**payload["result"], "tools": [*self._listed(), *payload["result"]["tools"]]}
         return payload
@@ -252,7 +254,7 @@ class Mcp(Eventful):
 
     @override
     def event(self, message: bytes, request: Request) -> bytes:
-        note = _note_for(orjson.loads(message), _message_of(request))
+        note = _note_for(parsed(message), _message_of(request))
         return b"" if note is None else _event(orjson.dumps(note))
 
     @override
@@ -302,6 +304,17 @@ def _session_of(request: Request) -> str:
 
 
 def _message_of(request: Request) -> _Message:
+    """Return the message in a request's body, which is parsed once, also if it is refused."""
+    if "message" not in request.parsed:
+        request.parsed["message"] = None
+        request.parsed["message"] = _parsed_message(request)
+    message: _Message | None = request.parsed["message"]
+    if message is None:
+        raise RefusalError(400, "json", "the body was refused.")
+    return message
+
+
+def _parsed_message(request: Request) -> _Message:
     fault = ""
     try:
         value = json_object(request.body, "one JSON-RPC 2.0 message", status=400)
@@ -314,7 +327,7 @@ def _message_of(request: Request) -> _Message:
         value, fault = error.value, str(error)
     if value.get("jsonrpc") != "2.0":
         raise RefusalError(400, "json", "the body must be one JSON-RPC 2.0 message.")
-    if _LONG_NUMBER.search(request.body) and _exceeds_64_bits(json.loads(request.body)):
+    if not fault and _LONG_NUMBER.search(request.body) and _exceeds_64_bits(request.body):
         raise RefusalError(400, "json", "a number exceeds 64 bits. Send it as a string.")
     params = value.get("params") or {}
     if not isinstance(params, dict) or not isinstance(value.get("id"), str | int | None):
@@ -330,12 +343,16 @@ def _message_of(request: Request) -> _Message:
     return _Message(str(value["method"]), params, value.get("id"), fault, modern=version == MODERN)
 
 
-def _exceeds_64_bits(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_exceeds_64_bits(member) for member in value.values())
-    if isinstance(value, list):
-        return any(_exceeds_64_bits(item) for item in value)
-    return isinstance(value, int) and not -(1 << 63) <= value < 1 << 64
+def _exceeds_64_bits(body: bytes) -> bool:
+    """Return whether a JSON text has an integer beyond 64 bits."""
+    try:
+        # The one keeps all digits of an integer, and the other refuses what is longer. Both are one call in C.
+        orjson.dumps(json.loads(body))
+    except orjson.JSONEncodeError as error:
+        return "Recursion" not in str(error)
+    except RecursionError:
+        return False
+    return False
 
 
 class _UnsupportedError(_McpError):

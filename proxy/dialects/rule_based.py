@@ -178,7 +178,11 @@ class Declared(Dialect):
             return body, False
         value = fields.json
         if isinstance(value, dict) and any(isinstance(member(value, at), str) for at in self._rules.bind):
-            body = orjson.dumps(renamed(value, self._rules.bind, rollout, OUR_NAME))
+            try:
+                body = orjson.dumps(renamed(value, self._rules.bind, rollout, OUR_NAME))
+            except orjson.JSONEncodeError as error:
+                # What is read may be nested more deeply than what can be written.
+                raise RefusalError(400, "json", f"the body cannot go to the server: {error}.") from None
         return body, True
 
     def _forwarded(self, request: Request) -> Headers:

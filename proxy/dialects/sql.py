@@ -1,9 +1,9 @@
 """The sql endpoint: `POST query|script|explain|compare`, `GET|POST tables|schema` (pure)."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from proxy.dialects.base import checked_arguments, json_object
 from proxy.dialects.sql_normalize import canonical_statement
@@ -17,6 +17,17 @@ MAX_ROWS = 100_000
 """Limits the rows of a result that a client may ask for."""
 
 Scalar = str | int | float | bool | None
+
+
+def _scalars(params: Any) -> Any:
+    """Refuse the first value that no placeholder takes: the library would describe each of a million."""
+    values = params.values() if isinstance(params, dict) else params if isinstance(params, list) else ()
+    if not all(value is None or isinstance(value, str | int | float | dict) for value in values):
+        raise ValueError("a value for a placeholder is a string, a number, true, false, null or an object")
+    return params
+
+
+Params = Annotated[list[Scalar | dict[str, str]] | dict[str, Scalar | dict[str, str]] | None, BeforeValidator(_scalars)]
 ResultFormat = Literal["json", "table", "markdown", "csv", "skyrl"]
 
 
@@ -35,7 +46,7 @@ class _Statement(_Timed):
 
 
 class _Query(_Statement):
-    params: list[Scalar | dict[str, str]] | dict[str, Scalar | dict[str, str]] | None = None
+    params: Params = None
     max_rows: int = Field(default=100, ge=0, le=MAX_ROWS)
     format: ResultFormat = "json"
 
@@ -46,7 +57,7 @@ class _Compare(_Statement):
 
 
 class _Explain(_Statement):
-    params: list[Scalar | dict[str, str]] | dict[str, Scalar | dict[str, str]] | None = None
+    params: Params = None
     format: ResultFormat = "json"
 
 

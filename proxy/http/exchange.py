@@ -3,9 +3,9 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
-from proxy.dialects.base import Call, Dialect, Eventful, Local, Request, Response
+from proxy.dialects.base import AT_ONCE_BYTES, Call, Dialect, Eventful, Local, Request, Response
 from proxy.execution.step_notes import Answer
 from proxy.http.answer_cache import PreparedAnswer, RawHeaders
 from proxy.http.asgi import Receive, Send
@@ -15,6 +15,9 @@ from proxy.refusals import Problem
 from proxy.tree.rollout import Rollout
 from sandboxes.listener import Headers
 from sandboxes.task_owner import start
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 EXPECTED = "forkpoint.expected"
 """Member of a scope with the rollout whose request it is, if the order of its calls already counts the request."""
@@ -89,9 +92,10 @@ class Exchange:
         assert self._request is not None
         if self.events is not None and self.events.started:
             dialect = cast("Eventful", self._dialect)
-            await self.events.finish(dialect.last_event(_recorded(ready), self._request))
+            size = len(self._request.body) + len(ready.body)
+            await self.events.finish(await beside(size, dialect.last_event, _recorded(ready), self._request))
             return
-        own = client_form(ready, self._dialect, self._request)
+        own = await beside(len(self._request.body) + len(ready.body), client_form, ready, self._dialect, self._request)
         await self._respond(own.status, raw(own.headers) + ready.headers[ready.own :] + more, own.body)
 
     async def stream(
@@ -171,6 +175,13 @@ class Exchange:
 
     async def _respond(self, status: int, headers: RawHeaders, body: bytes) -> None:
         await send_response(self.send, status, headers + raw(self.extra), body)
+
+
+async def beside(
+    size: int, work: Callable[Parameters, Result], *given: Parameters.args, **named: Parameters.kwargs
+) -> Result:
+    """Return the result of a function: of one that reads more than `AT_ONCE_BYTES`, beside the event loop."""
+    return await asyncio.to_thread(work, *given, **named) if size > AT_ONCE_BYTES else work(*given, **named)
 
 
 def raw(headers: Headers) -> RawHeaders:

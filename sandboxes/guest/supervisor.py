@@ -70,9 +70,9 @@ from sandboxes.ipc.server_messages import (
 )
 from sandboxes.linux import confine, outlet, user_counts
 from sandboxes.linux.live_state import LiveState, inherited
+from sandboxes.linux.pids_limit import PidsLimit
 from sandboxes.linux.processes import Process, last_pid, list_processes, ran_between, run_counts
 from sandboxes.linux.socket_queues import SocketQueues
-from sandboxes.linux.user_counts import PidsLimit
 
 _NO_DESCRIPTORS = (
     b"\n[forkpoint: the session stays as it was before this call: the command has closed all descriptors up to 1000, "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sandboxes.errors import SpecError
 from sandboxes.host.source_watch import DirectoryDigests
-from sandboxes.linux.plain_files import open_plain
+from sandboxes.linux.plain_paths import open_plain
 from sandboxes.sources import SourceRules
 
 _MACHINE_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EIO}

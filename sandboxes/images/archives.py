@@ -54,7 +54,7 @@ class ImageArchive:
     """One image in a file or directory, open for reading. Methods block. Its id is the digest of its configuration."""
 
     def __init__(self, path: Path) -> None:
-        """Read what the image in a file or directory consists of, which `plain_files.open_plain` has opened.
+        """Read what the image in a file or directory consists of, which `plain_paths.open_plain` has opened.
 
         `ImageError` says that it holds no image for this machine, or several.
         """

@@ -35,7 +35,7 @@ from sandboxes.images.built_trees import BuiltTrees
 from sandboxes.images.config import ImageConfig, ImageError
 from sandboxes.images.daemon import DaemonImage, ImageDaemon
 from sandboxes.linux.files import write_whole
-from sandboxes.linux.plain_files import open_plain
+from sandboxes.linux.plain_paths import open_plain
 
 _log = logging.getLogger(__name__)
 

@@ -85,9 +85,10 @@ class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
 
 
 class LinksTried(IpcMessage, op="links_tried"):
-    """Why the kernel keeps no index of some layers; empty if it does."""
+    """Why the kernel keeps no index of some layers; empty if it does. `final` says that it never will over these."""
 
     refusal: str
+    final: bool
 
 
 # Asked once for each base: the kernel tells only by a mount that was made.

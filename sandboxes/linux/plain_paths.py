@@ -1,8 +1,19 @@
-"""Paths without links. The launcher of sandboxes loads this module, so it imports little."""
+"""Paths without links, which stay the file or directory that they were when they were checked.
 
+The launcher of sandboxes loads this module, so it imports little.
+"""
+
+import contextlib
 import errno
 import os
 import stat
+from typing import TYPE_CHECKING
+
+from sandboxes.linux.descriptors import Opened
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 # With O_NOFOLLOW a link is opened itself (open(2), O_PATH), and nothing can be opened below it.
 _PLAIN = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -31,6 +42,23 @@ def plain_descriptor(path: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextlib.contextmanager
+def open_plain(path: "str | Path") -> "Iterator[Path]":
+    """Open a path without links, see `plain_descriptor`, and yield another path that stays the opened file.
+
+    Yields:
+        A path below `/proc/self/fd`, valid in this process until the block ends. A child that inherits the descriptor
+        can use it too.
+
+    Raises:
+        OSError: The path does not exist, has a link in it, or is neither a directory nor a regular file.
+    """
+    from pathlib import Path  # noqa: PLC0415 - pathlib is not loaded in the launcher
+
+    with Opened(plain_descriptor(str(path))) as fd:
+        yield Path(f"/proc/self/fd/{fd}")
 
 
 def _require_plain(fd: int, path: str) -> None:

@@ -22,7 +22,7 @@ from sandboxes.images.config import ImageConfig, ImageError
 from sandboxes.images.docker_layers import first_missing
 from sandboxes.images.store import Image, ImageStore
 from sandboxes.ipc.launch_messages import ServiceMounts
-from sandboxes.linux.plain_files import open_plain
+from sandboxes.linux.plain_paths import open_plain
 from sandboxes.linux.spawn import BASH
 from sandboxes.local import host_base as hostbase
 from sandboxes.local import image_dress

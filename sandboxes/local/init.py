@@ -34,8 +34,8 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux import confine, mounts, outlet
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.pids_limit import PidsLimit
 from sandboxes.linux.socket_queues import SocketQueues
-from sandboxes.linux.user_counts import PidsLimit
 from sandboxes.local.pid_one import PidOne, Switches, opened_root
 
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS

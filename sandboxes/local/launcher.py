@@ -54,6 +54,10 @@ _BUSY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 """How long to wait for the end of a mount. The kernel ends one some milliseconds after its last user."""
 
 
+_NEVER = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ENOSYS})
+"""Errors of a mount that the kernel refuses each time. Others come of a shortage, such as ENOSPC, ENOMEM and EMFILE."""
+
+
 class Launcher:
     """Serves the driver's requests, one at a time."""
 
@@ -115,7 +119,7 @@ class Launcher:
             case WritePages():
                 self._pages = addresses(checked(request.runs))
             case TryLinks():
-                return LinksTried(_refusal(request.stack)), []
+                return _tried(request.stack), []
             case SetLastPid():
                 return Forked(), self._set_last_pid(request.number, *envelope.fds)
             case RunCriu():
@@ -317,13 +321,13 @@ def _writable(stack: LayerStack) -> int:
     return overlay
 
 
-def _refusal(stack: LayerStack) -> str:
-    """Return why a stack cannot be mounted; empty if it can."""
+def _tried(stack: LayerStack) -> LinksTried:
+    """Try to mount a stack. Errors that the kernel gives for what it cannot do are final; a shortage is over later."""
     try:
         os.close(_writable(stack))
     except OSError as error:
-        return str(error)
-    return ""
+        return LinksTried(str(error), error.errno in _NEVER)
+    return LinksTried("", final=True)
 
 
 def _overlay(lowers: list[str], upper: str | None, work: str | None, *, index: bool = False) -> int:

@@ -32,7 +32,7 @@ from sandboxes.host.guest_link import GuestLink
 from sandboxes.host.spare_demand import LEAST, SpareDemand
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
-from sandboxes.ipc.launch_messages import ForkSandbox, LayerStack, TryLinks, WritePages
+from sandboxes.ipc.launch_messages import ForkSandbox, LayerStack, LinksTried, TryLinks, WritePages
 from sandboxes.ipc.state_messages import ListPages, Ready
 from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layer_check import LayerCheck
@@ -171,10 +171,15 @@ class Machine:
         async with self._trying_links:
             # Once, however many sandboxes start together.
             if lowers not in self._keeps_links:
-                self._keeps_links[lowers] = await self._try_links(lowers)
+                tried = await self._try_links(lowers)
+                keeps = os.geteuid() == 0 and not tried.refusal
+                # After a shortage the next sandbox tries again: this answer holds until the proxy ends.
+                if not tried.final:
+                    return keeps
+                self._keeps_links[lowers] = keeps
         return self._keeps_links[lowers]
 
-    async def _try_links(self, lowers: tuple[str, ...]) -> bool:
+    async def _try_links(self, lowers: tuple[str, ...]) -> LinksTried:
         upper = await asyncio.to_thread(self.layers.allocate)
         stack = LayerStack(list(lowers), upper.diff, upper.work, links=True)
         try:
@@ -183,7 +188,7 @@ class Machine:
             self.reaper.remove([upper.folder])
         if tried.refusal:
             _log.warning("states with hard links that agents make are not kept over %s: %s", lowers[0], tried.refusal)
-        return os.geteuid() == 0 and not tried.refusal
+        return tried
 
     async def spare(self) -> Spare:
         """Return a spare sandbox, or a new one if there is none. Call `restock` when the sandbox has started.

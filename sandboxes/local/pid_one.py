@@ -43,10 +43,10 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux import outlet, processes
 from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.pids_limit import PidsLimit
 from sandboxes.linux.processes import death_of
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.trees import TOO_DEEP
-from sandboxes.linux.user_counts import PidsLimit
 
 
 class Switches:

@@ -12,7 +12,7 @@ import orjson
 from sandboxes.calls import ToolCall
 from sandboxes.errors import SpecError
 from sandboxes.ipc.messages import FileOutcome, RunFileOperation
-from sandboxes.linux.plain_files import open_plain
+from sandboxes.linux.plain_paths import open_plain
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.local.services import shared
 from sandboxes.shell_text import quote

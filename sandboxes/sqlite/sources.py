@@ -14,7 +14,7 @@ import orjson
 
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.linux.files import file_digest, write_whole
-from sandboxes.linux.plain_files import open_plain
+from sandboxes.linux.plain_paths import open_plain
 from sandboxes.sources import SourceRules
 from sandboxes.sqlite.build import SCRIPT_S
 from sandboxes.sqlite.file_clone import best_copy

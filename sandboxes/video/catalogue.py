@@ -13,7 +13,7 @@ import orjson
 
 from sandboxes.errors import SpecError
 from sandboxes.linux.files import write_whole
-from sandboxes.linux.plain_files import open_plain
+from sandboxes.linux.plain_paths import open_plain
 from sandboxes.sources import SourceRules
 from sandboxes.video.messages import VideoError
 from sandboxes.video_spec import VideoTools

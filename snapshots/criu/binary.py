@@ -116,7 +116,11 @@ def _probe_kernel(criu: Path) -> bytes:
     # CRIU writes the cache only where /run is a tmpfs. In a mount namespace of its own it always is, and the host's
     # /run stays untouched.
     script = 'mount -t tmpfs none /run && "$1" check >&2 && cat /run/criu.kdat'
-    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(criu)]
+    # A check stops processes of its own with ptrace, which nothing continues once it is killed. In a pid namespace all
+    # of them end with its pid 1. That one ends with `unshare`, and `unshare` with this thread.
+    command = ["setpriv", "--pdeathsig", "KILL", "sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid())]
+    command += ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    command += ["sh", "-c", script, "sh", str(criu)]
     try:
         result = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:

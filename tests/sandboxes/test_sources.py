@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from sandboxes.errors import ForbiddenSourceError
-from sandboxes.linux.plain_files import open_plain
+from sandboxes.linux.plain_paths import open_plain
 from sandboxes.server_spec import Egress
 from sandboxes.sources import SourceRules, has_dot_segments, malformed_source
 from sandboxes.spec import EnvironmentSpec

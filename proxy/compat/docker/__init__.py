@@ -2,5 +2,5 @@
 
 Process: the proxy.
 May import: proxy, proxy.compat, proxy.dialects, proxy.execution, proxy.http, proxy.storage, proxy.tree, sandboxes,
-sandboxes.guest.files, sandboxes.images, sandboxes.local.
+sandboxes.guest.files, sandboxes.images, sandboxes.local, sandboxes.tool_clients.
 """

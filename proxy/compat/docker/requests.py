@@ -18,6 +18,7 @@ from proxy.compat.docker.waiting_commands import waits
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from sandboxes.calls import ToolCall
+from sandboxes.tool_clients.json_paths import parsed
 
 API, OLDEST_API = (1, 44), (1, 24)
 """Newest and oldest version of the Engine API that are served, major and minor."""
@@ -50,7 +51,7 @@ class DockerRequest:
         if not self.body.strip():
             return {}
         try:
-            value = orjson.loads(self.body)
+            value = parsed(self.body)
         except orjson.JSONDecodeError as error:
             raise RefusalError(400, "docker", f"invalid JSON: {error}") from None
         if not isinstance(value, dict):

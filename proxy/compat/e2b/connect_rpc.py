@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from proxy.refusals import Problem, RefusalError
+from sandboxes.tool_clients.json_paths import parsed
 
 STREAM = "application/connect+json"
 """Content type of streams."""
@@ -98,7 +99,7 @@ def message(text: bytes) -> dict[str, Any]:
     Raises RefusalError (400) for other texts.
     """
     try:
-        value = orjson.loads(text or b"{}")
+        value = parsed(text or b"{}")
     except orjson.JSONDecodeError as error:
         raise RefusalError(400, "json", f"The message is not JSON: {error}.") from None
     if not isinstance(value, dict):

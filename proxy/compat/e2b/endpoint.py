@@ -18,7 +18,7 @@ from proxy.compat.e2b.responses import json_response
 from proxy.compat.e2b.sandbox_registry import RunningSandbox, SandboxRegistry
 from proxy.compat.e2b.sandboxes import SandboxControl
 from proxy.compat.endpoints import EndpointContext
-from proxy.dialects.base import Local, Request
+from proxy.dialects.base import AT_ONCE_BYTES, Local, Request
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.asgi import Receive, Send
@@ -34,8 +34,6 @@ StreamRequest = ProcessStart | ProcessRequest | WatchRequest
 """Requests whose response may be a stream."""
 _ENVD_VERBS = ("health", "envs", "init")
 """REST requests that go to envd in the sandbox, not to the control plane."""
-_READ_BYTES = 1 << 18
-"""Bodies above this are read in a thread: other requests wait for no more than a millisecond."""
 
 
 class SandboxGoneError(Exception):
@@ -77,7 +75,7 @@ class E2bEndpoint:
         """
         try:
             # A small body may unpack to a large one, and its files are digested.
-            big = len(request.body) > _READ_BYTES or request.header("content-encoding")
+            big = len(request.body) > AT_ONCE_BYTES or request.header("content-encoding")
             read = partial(requests.read, request, self._engine.tasks.spec(task))
             parsed = await asyncio.to_thread(read) if big else read()
             if isinstance(parsed, ControlRequest) and parsed.verb not in _ENVD_VERBS:

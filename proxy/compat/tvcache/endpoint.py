@@ -11,7 +11,7 @@ from proxy.compat.tvcache.requests import CacheRequest, read
 from proxy.dialects.base import Local
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
-from proxy.http.exchange import Exchange
+from proxy.http.exchange import Exchange, beside
 from proxy.http.sent_labels import labels_of
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.task import Task
@@ -41,7 +41,7 @@ class TvcacheEndpoint:
 
         Raises RefusalError if the request is malformed, its task is hidden, or the proxy has sandboxes for its task.
         """
-        request = read(self._request_of(scope, address, body))
+        request = await beside(len(body), read, self._request_of(scope, address, body))
         grant: Grant = scope.get(GRANT, ALL)
         # The grant was checked for the URL's task only.
         grant.require(request.task)

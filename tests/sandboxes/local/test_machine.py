@@ -1,6 +1,7 @@
 """What all sandboxes of one local driver share: spares, and the launcher's reports."""
 
 import asyncio
+import errno
 import re
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
 from sandboxes.host.spare_demand import LEAST, SpareDemand
+from sandboxes.ipc.launch_messages import LayerStack, LinksTried
+from sandboxes.local import launcher
 from sandboxes.local.driver import LocalDriver
-from sandboxes.local.machine import _FIRST_CALL_S, ended
+from sandboxes.local.machine import _FIRST_CALL_S, Machine, ended
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import until
 from tests.sandboxes.box import opened, run
@@ -165,3 +168,27 @@ def test_later_sandboxes_have_the_pages_that_they_write_to(data_dir: Path) -> No
             assert took[-1] < took[0] / 2, f"{took[-1]} instead of {took[0]}"
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(("error", "trials"), [(errno.EMFILE, 2), (errno.ENOSPC, 2), (errno.EOPNOTSUPP, 1)])
+def test_a_shortage_decides_nothing_about_links(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, error: int, trials: int
+) -> None:
+    """A trial mount that fails for a shortage is repeated; what the kernel cannot do is remembered."""
+    tried: list[LayerStack] = []
+
+    def fails(stack: LayerStack) -> int:
+        tried.append(stack)
+        raise OSError(error, "as the test wants")
+
+    async def try_here(_machine: Machine, lowers: tuple[str, ...]) -> LinksTried:
+        return launcher._tried(LayerStack(list(lowers), "upper", "work", links=True))
+
+    async def go() -> None:
+        machine = LocalDriver(data_dir).machine
+        assert [await machine.keeps_links(("base",)) for _ in range(2)] == [False, False]
+
+    monkeypatch.setattr(launcher, "_writable", fails)
+    monkeypatch.setattr(Machine, "_try_links", try_here)
+    asyncio.run(go())
+    assert len(tried) == trials

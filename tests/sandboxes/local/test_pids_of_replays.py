@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from sandboxes.calls import Course, ToolCall
+from sandboxes.driver import expect
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import Answer, local_driver, needs_root, opened, run
@@ -34,7 +35,7 @@ def test_replays_get_the_recorded_pids(tmp_path: Path) -> None:
                 recorded = await sandbox.execute(call)
                 assert recorded.course.last_pid > 0
                 replay, other = await driver.start(EnvironmentSpec()), await driver.start(EnvironmentSpec())
-                await replay.expect(recorded.course)
+                await expect(replay, recorded.course)
                 assert Answer(await replay.execute(call)).out == Answer(recorded).out
                 assert Answer(await other.execute(call)).out != Answer(recorded).out, "it has these pids anyway"
 
@@ -50,7 +51,7 @@ def test_a_sandbox_that_stops_whatever_it_sees_holds_up_nobody(tmp_path: Path) -
             sandbox = await driver.start(EnvironmentSpec())
             await run(sandbox, f'python3 -c "{STOPS}" > /dev/null 2>&1 &')
             for number in range(12):
-                await sandbox.expect(Course(None, 1000 + number))
+                await expect(sandbox, Course(None, 1000 + number))
             other = await driver.start(EnvironmentSpec())
             assert (await run(other, "echo on")).out == "on\n"
 
