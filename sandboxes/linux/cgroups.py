@@ -162,7 +162,9 @@ class Cgroups:
 
     def _memory_limits(self, limit: int) -> dict[str, int]:
         if self.version == 1:
-            return {"memory.limit_in_bytes": limit, "memory.memsw.limit_in_bytes": limit}
+            # Memory of TCP and UDP sockets, in spite of the name; it is no part of the other two.
+            sockets = {"memory.kmem.tcp.limit_in_bytes": limit}
+            return {"memory.limit_in_bytes": limit, "memory.memsw.limit_in_bytes": limit, **sockets}
         # The kernel kills one process, as on version 1, and not the whole group.
         return {"memory.max": limit, "memory.swap.max": 0, "memory.oom.group": 0}
 
