@@ -153,12 +153,12 @@ def test_timeout_of_any_name_is_its_rollouts_own(place: Path) -> None:
     """The server did not get a shell ready in time, as on a busy machine. Another rollout is not told so."""
     with real_proxy() as proxy:
         put(proxy, place, "swe")
+        session = {"session_type": "bash", "startup_source": ["/tmp/slow"], "startup_timeout": 0.5}
         for rollout in ("1", "2"):
-            late = proxy.client.post(
-                f"/t/swe/r/{rollout}/rex/create_session",
-                json={"session": "default", "session_type": "bash", "startup_source": [], "startup_timeout": 0.0},
-                headers={"X-API-Key": "token"},
-            )
+            base, headers = f"/t/swe/r/{rollout}/rex", {"X-API-Key": "token"}
+            slow = {"path": "/tmp/slow", "content": "sleep 30"}
+            proxy.client.post(f"{base}/write_file", json=slow, headers=headers).raise_for_status()
+            late = proxy.client.post(f"{base}/create_session", json=session, headers=headers)
             assert late.json()["swerexception"]["class_path"] == "pexpect.exceptions.TIMEOUT"
             assert (late.status_code, late.headers["cache-status"]) == (511, "forkpoint; fwd=bypass")
 
