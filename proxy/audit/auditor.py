@@ -248,8 +248,9 @@ class Auditor:
         """Run one call; return how it differs from its record."""
         await self._wait_until_idle(check.patience_s)
         await rest(sandbox, gap_s(record))
-        await expect(sandbox, self._store.records.course(record))
-        execution = await sandbox.execute(self._store.records.call(record))
+        call, course = self._store.records.call_and_course(record)
+        await expect(sandbox, course)
+        execution = await sandbox.execute(call)
         require_conclusive(record, execution)
         if execution.live:
             # A host outside may say something else today. That is no fault of the record.

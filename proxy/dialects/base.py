@@ -17,7 +17,7 @@ from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.keys import CallKey
 from sandboxes.calls import ToolCall
 from sandboxes.listener import Headers
-from sandboxes.tool_clients.json_paths import parsed
+from sandboxes.tool_clients.json_text import parse_json
 
 AT_ONCE_BYTES = 1 << 18
 """Largest body that is read on the event loop. A larger one, such as files of one form, is read beside it: hits wait
@@ -214,7 +214,7 @@ def json_object(body: bytes, hint: str = "", *, slug: str = "json", status: int 
     """
     example = f" Send {hint} as UTF-8." if hint else ""
     try:
-        value = parsed(body)
+        value = parse_json(body)
     except orjson.JSONDecodeError as error:
         if (replaced := _without_surrogates(body)) is not None:
             raise LoneSurrogateError(replaced) from None

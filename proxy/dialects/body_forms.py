@@ -25,7 +25,7 @@ import orjson
 
 from proxy.dialects import multipart
 from proxy.dialects.multipart import FormPart, MalformedFormError
-from sandboxes.tool_clients.json_paths import parsed
+from sandboxes.tool_clients.json_text import parse_json
 
 MAX_UNPACKED_BYTES = 256 << 20
 """Limits the unpacked size of an archive. A larger archive is identified by the digest of its own bytes."""
@@ -77,7 +77,7 @@ def json_value(body: bytes) -> tuple[Any] | None:
     """
     try:
         if _LONG_NUMBER.search(body) is None:
-            return (parsed(body),)
+            return (parse_json(body),)
         return (json.loads(body, parse_float=orjson.Fragment, parse_int=orjson.Fragment),)
     except ValueError:
         return None

@@ -35,7 +35,7 @@ from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.tool_clients.json_paths import parsed
+from sandboxes.tool_clients.json_text import parse_json
 
 MODERN = "2026-07-28"
 HANDSHAKES = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
@@ -243,7 +243,7 @@ class Mcp(Eventful):
         """Return the payload of a recorded response: notifications, and a result or an error."""
         if message.method == "tools/call" and dict(response.headers).get("content-type") != builtin_tools.RECORDED:
             return {"result": builtin_tools.result_of(self._tools[message.params["name"]], response)}
-        payload: dict[str, Any] = parsed(response.body)
+        payload: dict[str, Any] = parse_json(response.body)
         if message.method == "tools/list" and "result" in payload and not self._server(request):
             payload["result"] = {**payload["result"], "tools": [*self._listed(), *payload["result"]["tools"]]}
         return payload
@@ -254,7 +254,7 @@ class Mcp(Eventful):
 
     @override
     def event(self, message: bytes, request: Request) -> bytes:
-        note = _note_for(parsed(message), _message_of(request))
+        note = _note_for(parse_json(message), _message_of(request))
         return b"" if note is None else _event(orjson.dumps(note))
 
     @override

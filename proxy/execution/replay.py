@@ -135,9 +135,9 @@ class Replayer:
             await rest(slot.sandbox, gap_s(record))
         start = time.perf_counter()
         # Read from the store: calls may carry uploads of megabytes, so the tree holds only their numbers.
-        call = self._records.call(record)
+        call, course = self._records.call_and_course(record)
         # A second run may write in another order and get other pids, which later calls could see.
-        await expect(slot.sandbox, self._records.course(record))
+        await expect(slot.sandbox, course)
         execution = as_shared(tree.spec, call, await slot.sandbox.execute(call))
         self._counts.egress.note(execution.exchanges, tree.id, record.source.id, None, time.time())
         # What the replay costs beside the tool itself: plans add it for each call of a suffix.

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 from proxy.dialects.base import AT_ONCE_BYTES, Call, Dialect, Eventful, Local, Request, Response
 from proxy.execution.step_notes import Answer
@@ -16,7 +16,7 @@ from proxy.tree.rollout import Rollout
 from sandboxes.listener import Headers
 from sandboxes.task_owner import start
 
-Parameters = ParamSpec("Parameters")
+Given = TypeVarTuple("Given")
 Result = TypeVar("Result")
 
 EXPECTED = "forkpoint.expected"
@@ -177,11 +177,9 @@ class Exchange:
         await send_response(self.send, status, headers + raw(self.extra), body)
 
 
-async def beside(
-    size: int, work: Callable[Parameters, Result], *given: Parameters.args, **named: Parameters.kwargs
-) -> Result:
+async def beside(size: int, work: Callable[[*Given], Result], *given: *Given) -> Result:
     """Return the result of a function: of one that reads more than `AT_ONCE_BYTES`, beside the event loop."""
-    return await asyncio.to_thread(work, *given, **named) if size > AT_ONCE_BYTES else work(*given, **named)
+    return await asyncio.to_thread(work, *given) if size > AT_ONCE_BYTES else work(*given)
 
 
 def raw(headers: Headers) -> RawHeaders:

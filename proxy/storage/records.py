@@ -151,18 +151,17 @@ class RecordStore:
 
     def call(self, record: Record) -> ToolCall:
         """Return the recorded call."""
-        value = orjson.loads(self._blobs.read(record.call))
-        body = self._blobs.read(record.upload) if record.upload else b""
-        return ToolCall(value["endpoint"], value["tool"], value["arguments"], body)
+        return self.call_and_course(record)[0]
 
-    def course(self, record: Record) -> Course:
-        """Return what is known of the recorded call for a replay of it."""
-        value = orjson.loads(self._blobs.read(record.call))
+    def call_and_course(self, record: Record) -> tuple[ToolCall, Course]:
+        """Return the recorded call, and what is known of it for a replay."""
+        value, course = orjson.loads(self._blobs.read(record.call)), UNKNOWN_COURSE
+        body = self._blobs.read(record.upload) if record.upload else b""
         # An imported tree comes from elsewhere.
         with contextlib.suppress(TypeError, ValueError):
             order = value.get("order")
-            return Course(None if order is None else bytes.fromhex(order), int(value.get("last_pid", 0)))
-        return UNKNOWN_COURSE
+            course = Course(None if order is None else bytes.fromhex(order), int(value.get("last_pid", 0)))
+        return ToolCall(value["endpoint"], value["tool"], value["arguments"], body), course
 
     def call_without_upload(self, blob: int) -> ToolCall:
         """Return a call by the number of its blob, without the bytes that were uploaded with it."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from sandboxes.guest.anchors.anchor import Anchor
 from sandboxes.guest.anchors.programs import adopted_anchor
 from sandboxes.guest.anchors.shell_kit import new_pipes as new_shell_pipes
-from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
+from sandboxes.guest.criu_launch import CriuFiles, operate
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_start import adopt
 from sandboxes.guest.tool_servers import new_pipes as new_server_pipes
@@ -79,7 +79,7 @@ class Restoring:
         ]
         self._last_pid, *rest = files
         # Without this, CRIU itself could take a pid that it has to give to a restored process.
-        set_last_pid(self._last_pid, max([*checkpoint["pids"], checkpoint["last_pid"]]) + PID_DISTANCE)
+        processes.set_last_pid(self._last_pid, max([*checkpoint["pids"], checkpoint["last_pid"]]) + PID_DISTANCE)
         self._operator = os.fork()
         if self._operator == 0:
             os.close(self._last_pid)
@@ -92,7 +92,7 @@ class Restoring:
         os.waitpid(self._operator, 0)
         # CRIU's helpers became children of pid 1 when CRIU ended.
         processes.reap()
-        set_last_pid(self._last_pid, checkpoint["last_pid"])
+        processes.set_last_pid(self._last_pid, checkpoint["last_pid"])
         os.close(self._last_pid)
         oom_score.let_lower(checkpoint["pids"])
         shells = zip(checkpoint["shells"], self._shell_ends, strict=True)

@@ -96,15 +96,6 @@ def operate(files: CriuFiles, arguments: list[str], inherited: Sequence[int] = (
         os._exit(code)
 
 
-def set_last_pid(last_pid: int, number: int) -> None:
-    """Make the next process of this process's pid namespace get the pid after a number.
-
-    The host has opened the descriptor of `ns_last_pid`, because the sandbox's is read-only. The kernel goes by the
-    namespace of the process that writes (pid_namespaces(7)).
-    """
-    os.pwrite(last_pid, str(number).encode(), 0)
-
-
 def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str]) -> None:
     """Answer the proxy until CRIU ends.
 

@@ -22,6 +22,8 @@ from collections.abc import Set as AbstractSet
 Process = tuple[int, int]
 """A pid and its start time in clock ticks. Together they name one process, even after its pid is used again."""
 
+LAST_PID = "/proc/sys/kernel/ns_last_pid"
+"""The file of the kernel that says which pid was assigned last, in the pid namespace of who reads it."""
 GRACE_S = 0.03
 """How long a process that outlives its command may take to end before it counts as a background process.
 
@@ -264,7 +266,16 @@ def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
 
 def last_pid() -> int:
     """Return the pid that was assigned last in this pid namespace."""
-    return int(shown("/proc/sys/kernel/ns_last_pid"))
+    return int(shown(LAST_PID))
+
+
+def set_last_pid(file: int, number: int) -> None:
+    """Make the next process of this process's pid namespace get the pid after a number.
+
+    A process outside the sandbox has opened the file, which is read-only in the sandbox. The kernel goes by the
+    namespace of the process that writes (pid_namespaces(7)).
+    """
+    os.pwrite(file, str(number).encode(), 0)
 
 
 def death_of(pid: int) -> int:

@@ -22,7 +22,7 @@ import stat
 import sys
 import time
 
-from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
+from sandboxes.guest.criu_launch import CriuFiles, operate
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
 from sandboxes.ipc.fork_pages import addresses, checked, own_pages, write_pages
@@ -48,6 +48,7 @@ from sandboxes.linux import mounts as rootfs
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened, close_all
 from sandboxes.linux.plain_paths import plain_descriptor
+from sandboxes.linux.processes import LAST_PID, set_last_pid
 from sandboxes.local import init
 
 _BUSY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
@@ -74,7 +75,7 @@ class Launcher:
         self.own_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._last_pid = os.open("/proc/sys/kernel/ns_last_pid", os.O_WRONLY | os.O_CLOEXEC)
+            self._last_pid = os.open(LAST_PID, os.O_WRONLY | os.O_CLOEXEC)
         except OSError:
             self._last_pid = -1
 

@@ -320,7 +320,7 @@ class Machine:
 
 
 async def ended(process: int, within_s: float = END_S) -> None:
-    """Wait until a pid 1, and with it its whole pid namespace, has ended.
+    """Wait until a process has ended, such as a pid 1 and with it its whole pid namespace; at most this long.
 
     Its process descriptor becomes readable when it ends (pidfd_open(2)).
     """
@@ -332,7 +332,7 @@ async def ended(process: int, within_s: float = END_S) -> None:
         async with asyncio.timeout(within_s):
             await exited.wait()
     except TimeoutError:
-        # The process is stuck in the kernel; the next `open` sweeps its control group.
+        # Stopped, or stuck in the kernel. The next `open` sweeps the control group of a pid 1.
         return
     finally:
         loop.remove_reader(process)

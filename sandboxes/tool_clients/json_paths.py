@@ -1,10 +1,7 @@
 """Members of JSON values by dotted path, and the replacement of names in them (pure)."""
 
-import gc
 from collections.abc import Iterable
 from typing import Any
-
-import orjson
 
 OUR_NAME = "forkpoint-rollout"
 """Stands for the name of the rollout or the session in records, so that every rollout has equal ones."""
@@ -43,18 +40,3 @@ def _replaced(value: dict[str, Any], path: list[str], before: str, after: str, *
     if not isinstance(inner, str) or not before or (whole and inner != before):
         return value
     return {**value, path[0]: inner.replace(before, after)}
-
-
-def parsed(text: bytes | bytearray | str) -> Any:
-    """Return the value of a JSON text. Raises `orjson.JSONDecodeError`.
-
-    A parser makes no garbage, but each 700 new lists and objects start a collection, which looks at those before them
-    again: 1 MB of empty lists took three times as long (67 ms, and 21 ms without collections).
-    """
-    if not gc.isenabled():
-        return orjson.loads(text)
-    gc.disable()
-    try:
-        return orjson.loads(text)
-    finally:
-        gc.enable()

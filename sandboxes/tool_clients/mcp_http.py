@@ -24,7 +24,7 @@ from sandboxes.http_message import request_head
 from sandboxes.listener import Headers, Listener
 from sandboxes.task_owner import start
 from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
-from sandboxes.tool_clients.json_paths import parsed
+from sandboxes.tool_clients.json_text import parse_json
 from sandboxes.tool_clients.mcp import HELLO, MODERN, VERSION, Message, Receive, cancellation
 
 Connect = Callable[[], Awaitable[socket.socket]]
@@ -211,7 +211,7 @@ class _ResponseReader(Listener):
             return
         # The length of a JSON body is not known here, so each piece is tried; most bodies come in one.
         try:
-            message = parsed(self._buffer)
+            message = parse_json(self._buffer)
         except orjson.JSONDecodeError:
             # A part of it. If the rest never comes, the exchange ends without a response.
             return
@@ -222,7 +222,7 @@ class _ResponseReader(Listener):
         data = b"\n".join(line[5:].lstrip() for line in event.split(b"\n") if line.startswith(b"data:"))
         if data:
             try:
-                message = parsed(data)
+                message = parse_json(data)
             except orjson.JSONDecodeError:
                 raise MalformedResponseError(f"it sends an event that is not JSON-RPC: {data[:80]!r}") from None
             await self._handle(message)

@@ -11,7 +11,7 @@ import orjson
 
 from sandboxes.tool_clients.descriptors import wait_until_ready, write_all
 from sandboxes.tool_clients.http1 import MalformedResponseError
-from sandboxes.tool_clients.json_paths import parsed
+from sandboxes.tool_clients.json_text import parse_json
 from sandboxes.tool_clients.mcp import ID, VERSION, Message, Receive, cancellation
 
 _CHUNK_BYTES = 1 << 16
@@ -97,7 +97,7 @@ class StdioTransport:
 
 def _parse(line: bytes) -> Message | None:
     try:
-        message = parsed(line)
+        message = parse_json(line)
     except orjson.JSONDecodeError:
         return None
     return message if isinstance(message, dict) else None

@@ -30,6 +30,7 @@ from sandboxes.ipc.inherited import INHERITED_FD
 from sandboxes.ipc.launch_messages import CriuStarted, FollowLinks, InspectNames, NamesInspected, NamesRefused
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.files import remove_tree
+from sandboxes.linux.processes import LAST_PID
 from snapshots.criu import image_digest
 from snapshots.criu.binary import ARGUMENTS, CriuBinary, CriuMissingError
 from snapshots.criu.rpc import CriuConversation, CriuError
@@ -39,9 +40,6 @@ START_S = 10.0
 
 The value is an estimate.
 """
-
-_LAST_PID = "/proc/sys/kernel/ns_last_pid"
-"""The file that says which pid comes next. The sandbox's own is read-only."""
 
 
 class CriuCheckpointer:
@@ -179,7 +177,7 @@ class CriuCheckpointer:
         fds: list[int] = []
         try:
             if restores:
-                fds.append(os.open(_LAST_PID, os.O_WRONLY | os.O_CLOEXEC))
+                fds.append(os.open(LAST_PID, os.O_WRONLY | os.O_CLOEXEC))
             # From here on the order is that of `criu_launch.CriuFiles`.
             reply = far.detach()
             fds.append(reply)

@@ -18,7 +18,7 @@ from proxy.compat.docker.waiting_commands import waits
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from sandboxes.calls import ToolCall
-from sandboxes.tool_clients.json_paths import parsed
+from sandboxes.tool_clients.json_text import parse_json
 
 API, OLDEST_API = (1, 44), (1, 24)
 """Newest and oldest version of the Engine API that are served, major and minor."""
@@ -51,7 +51,7 @@ class DockerRequest:
         if not self.body.strip():
             return {}
         try:
-            value = parsed(self.body)
+            value = parse_json(self.body)
         except orjson.JSONDecodeError as error:
             raise RefusalError(400, "docker", f"invalid JSON: {error}") from None
         if not isinstance(value, dict):

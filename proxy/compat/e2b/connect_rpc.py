@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from proxy.refusals import Problem, RefusalError
-from sandboxes.tool_clients.json_paths import parsed
+from sandboxes.tool_clients.json_text import parse_json
 
 STREAM = "application/connect+json"
 """Content type of streams."""
@@ -99,7 +99,7 @@ def message(text: bytes) -> dict[str, Any]:
     Raises RefusalError (400) for other texts.
     """
     try:
-        value = parsed(text or b"{}")
+        value = parse_json(text or b"{}")
     except orjson.JSONDecodeError as error:
         raise RefusalError(400, "json", f"The message is not JSON: {error}.") from None
     if not isinstance(value, dict):

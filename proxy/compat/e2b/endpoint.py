@@ -1,9 +1,9 @@
 """The e2b endpoint: E2B's control plane and envd at one base URL, for E2B's unmodified SDKs."""
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from proxy.compat.e2b import requests, responses
@@ -18,11 +18,11 @@ from proxy.compat.e2b.responses import json_response
 from proxy.compat.e2b.sandbox_registry import RunningSandbox, SandboxRegistry
 from proxy.compat.e2b.sandboxes import SandboxControl
 from proxy.compat.endpoints import EndpointContext
-from proxy.dialects.base import AT_ONCE_BYTES, Local, Request
+from proxy.dialects.base import Local, Request
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.asgi import Receive, Send
-from proxy.http.exchange import Exchange, raw
+from proxy.http.exchange import Exchange, beside, raw
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_response
 from proxy.refusals import Problem, RefusalError
@@ -75,9 +75,8 @@ class E2bEndpoint:
         """
         try:
             # A small body may unpack to a large one, and its files are digested.
-            big = len(request.body) > AT_ONCE_BYTES or request.header("content-encoding")
-            read = partial(requests.read, request, self._engine.tasks.spec(task))
-            parsed = await asyncio.to_thread(read) if big else read()
+            size = sys.maxsize if request.header("content-encoding") else len(request.body)
+            parsed = await beside(size, requests.read, request, self._engine.tasks.spec(task))
             if isinstance(parsed, ControlRequest) and parsed.verb not in _ENVD_VERBS:
                 await _respond(send, await self._control.answer(task, parsed, request, grant))
                 return None
