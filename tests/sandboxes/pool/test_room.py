@@ -19,6 +19,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(room, "available_bytes", lambda: 64 * GB)
     monkeypatch.setattr(room, "_total_bytes", lambda: 64 * GB)
     monkeypatch.setattr(room, "_processes", lambda: [Bounded(1 << 22, 500)])
+    monkeypatch.setattr(room, "_number", lambda _: cgroups.UNLIMITED)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
     return monkeypatch
 
@@ -51,6 +52,12 @@ def test_open_files_bound(machine: pytest.MonkeyPatch) -> None:
     assert Room(None, other_files=8_000).bound(0)[:2] == (1_500, "open files")
     # Connections leave a quarter.
     assert Room(None, other_files=30_000).bound(0)[:2] == (625, "open files")
+
+
+def test_pipes_bound(machine: pytest.MonkeyPatch) -> None:
+    """Beyond, the answers of all sandboxes may show that there are too many."""
+    machine.setattr(room, "_number", lambda path: {"/proc/sys/fs/pipe-user-pages-soft": 16_384}[path])
+    assert Room(None).bound(0)[:2] == (14_336 // room.SANDBOX_PIPE_PAGES, "pipes")
 
 
 def test_processes_bound(machine: pytest.MonkeyPatch) -> None:
