@@ -1,0 +1,298 @@
+"""What the guest has to show: `python -m tests.guest.checks NAME` in the guest prints one line with the result.
+
+A check is a function. Its text is the detail of an `ok` line; what it asserts is the detail of a `FAILED` line.
+The proxy is the service of docs/deploying.md, from the wheel, unless a check starts another one.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.guest.image import CHECKOUT, INSTALLED
+
+URL = "http://127.0.0.1:8700"
+GROUPS = Path("/sys/fs/cgroup")
+UNIT = Path("/etc/systemd/system/forkpoint.service")
+_READY_S = 180.0
+_CALL_S = 240.0
+_SLOW = 10
+"""How much slower than a processor the emulation is, at most; what waits for programs waits so much longer."""
+
+
+def doctor() -> str:
+    """`forkpoint doctor` finds all that sandboxes require."""
+    done = subprocess.run([f"{INSTALLED}/bin/forkpoint", "doctor"], capture_output=True, text=True, check=False)
+    print(done.stdout + done.stderr)
+    assert done.returncode == 0, f"exit code {done.returncode}"
+    return "all that sandboxes require is there"
+
+
+def readme() -> str:
+    """The commands of README serve, and the second rollout's equal call is a hit."""
+    blocks = (Path(CHECKOUT) / "README.md").read_text().split("```sh\n")[1:]
+    serve, calls = blocks[0].split("```")[0].strip(), blocks[2].split("```")[0].strip().splitlines()
+    with subprocess.Popen(["/bin/bash", "-c", f"exec {serve}"], cwd=CHECKOUT, stdin=subprocess.DEVNULL) as proxy:
+        try:
+            _wait(_is_ready, "the proxy is not ready", _READY_S)
+            answers = [subprocess.check_output(["/bin/bash", "-c", call], text=True) for call in calls]
+        finally:
+            proxy.terminate()
+    assert "forkpoint; fwd=miss; stored" in answers[0], answers[0]
+    assert "forkpoint; hit" in answers[1], answers[1]
+    assert answers[0].split("\n\n")[-1] == answers[1].split("\n\n")[-1], answers[:2]
+    assert '"stdout":"built\\n"' in answers[2].replace('": "', '":"'), answers[2]
+    return "served, a miss, a hit by the second rollout, and its next call on the restored state"
+
+
+def service() -> str:
+    """The unit of docs/deploying.md starts, answers a call, and has its sandboxes in its own control group."""
+    with _served() as main:
+        assert _shell("service", "echo $((6 * 7))")["stdout"] == "42\n"
+        groups = _sandbox_groups()
+        assert groups, "no sandbox has a control group"
+        own = GROUPS / "system.slice" / "forkpoint.service"
+        inside = [group for group in groups if group.is_relative_to(own)]
+        assert inside == groups, f"outside of the unit's group, which systemd limits and kills: {groups[0]}"
+        score = Path(f"/proc/{main}/oom_score_adj").read_text().strip()
+        assert score == "-500", score
+        return f"{len(groups)} groups of sandboxes in {own}; the proxy's OOM score is {score}"
+
+
+def memory() -> str:
+    """What a sandbox holds in memory of any kind is bounded; the call ends, and others live."""
+    with _served():
+        spec = {"limits": {"memory_mb": 128, "timeout_s": _CALL_S}}
+        _shell("neighbour", "echo up > /tmp/up")
+        held = {
+            "heap": "python3 -c 'b=[]\nwhile True: b.append(bytearray(1<<24))'",
+            "shared memory": "head -c 400M /dev/zero > /dev/shm/fill",
+            "pipes": "python3 -c 'import os,fcntl\na=[]\nwhile len(a)<400:\n r,w=os.pipe(); fcntl.fcntl(w,1031,1<<20); os.set_blocking(w,False); os.write(w,bytes(1<<20)); a.append((r,w))'",  # noqa: E501
+            "unix sockets": "python3 -c 'import socket\na=[]\nwhile len(a)<4000:\n p,q=socket.socketpair(); p.setblocking(False); a.append((p,q))\n try:\n  while True: p.send(bytes(65536))\n except BlockingIOError: pass'",  # noqa: E501
+            "tcp sockets": "python3 -c 'import socket\na=[]\ns=socket.create_server((\"127.0.0.1\",0),backlog=512)\nwhile len(a)<400:\n c=socket.socket(); c.setsockopt(1,7,4<<20); c.connect(s.getsockname()); d=s.accept()[0]; c.setblocking(False); a.append((c,d))\n try:\n  while True: c.send(bytes(65536))\n except BlockingIOError: pass'",  # noqa: E501
+        }
+        peaks = {}
+        for name, command in held.items():
+            _set_up(f"memory-{name.replace(' ', '-')}", spec)
+            before = _available_mb()
+            lowest = [before]
+            answer = _shell(f"memory-{name.replace(' ', '-')}", command, meanwhile=lambda: lowest.append(_available_mb()))
+            peaks[name] = before - min(lowest)
+            assert answer.get("exit_code") != 0 or peaks[name] < 300, f"{name}: {peaks[name]} MB were taken, {answer}"
+            assert peaks[name] < 400, f"{name}: {peaks[name]} MB of a limit of 128 MB"
+        assert _shell("neighbour", "cat /tmp/up")["stdout"] == "up\n"
+        return ", ".join(f"{name} {peak} MB" for name, peak in peaks.items()) + " taken of the machine at a limit of 128 MB"
+
+
+def pids() -> str:
+    """A fork bomb gets as many processes as its limit; others go on."""
+    with _served():
+        _set_up("pids", {"limits": {"pids": 64, "timeout_s": 60}})
+        most = [0]
+
+        def count() -> None:
+            most[0] = max([most[0], *(int(_read(group / "pids.current") or 0) for group in _sandbox_groups())])
+
+        _shell("pids", "bomb() { bomb | bomb & }; bomb; sleep 5", meanwhile=count)
+        assert 30 < most[0] <= 64 + 2, most[0]
+        assert _shell("beside", "echo on")["stdout"] == "on\n"
+        return f"{most[0]} processes at most, at a limit of 64 and two of ours"
+
+
+def cpus() -> str:
+    """A sandbox with half a CPU gets half of the time."""
+    with _served():
+        _set_up("cpus", {"limits": {"cpus": 0.5}})
+        spin = "python3 -c 'import time\nb=time.monotonic()\nwhile time.monotonic()-b<10: pass\nprint(time.process_time())'"
+        used = float(_shell("cpus", spin)["stdout"])
+        assert 3 < used < 6.5, f"{used:.1f} s of CPU in 10 s"
+        return f"{used:.1f} s of CPU in 10 s, at 0.5 CPUs"
+
+
+def disk() -> str:
+    """New bytes on the disk are bounded."""
+    with _served():
+        _set_up("disk", {"limits": {"disk_mb": 32, "timeout_s": 60}})
+        answer = _shell("disk", "head -c 500M /dev/zero > /tmp/a; for i in 1 2 3 4; do head -c 20M /dev/zero > /tmp/b$i; done; sync")
+        left = _free_mb()
+        assert answer["exit_code"] != 0 or int(_shell("disk", "du -sm /tmp | cut -f1")["stdout"]) <= 40, answer
+        return f"ended with {answer['exit_code']} at a limit of 32 MB, {left} MB of the disk free"
+
+
+def oom_score() -> str:
+    """An agent cannot give any of its processes a score below 0; the proxy's is -500."""
+    with _served() as main:
+        command = "for n in -1000 -999 -501 -500 -499 -100 -17 -1; do for p in self $$ 1; do echo $n > /proc/$p/oom_score_adj && echo took $n $p; done; done; cat /proc/self/oom_score_adj /proc/1/oom_score_adj; echo 0 > /proc/self/oom_score_adj; head -1 /proc/$$/oom_score_adj"  # noqa: E501
+        _set_up("oom", {})
+        answer = _shell("oom", command)
+        assert "took" not in answer["stdout"], answer["stdout"]
+        live = "python3 -c 'import time; time.sleep(1000)' & for n in -900 -1; do echo $n > /proc/$!/oom_score_adj && echo took; done; true"
+        assert "took" not in _shell("oom", live)["stdout"]
+        scores = {pid: int(_read(Path("/proc", pid, "oom_score_adj")) or 0) for pid in _pids_of_sandboxes()}
+        assert scores, "no process of a sandbox is there"
+        assert min(scores.values()) >= 0, scores
+        proxy = int(_read(Path(f"/proc/{main}/oom_score_adj")) or 0)
+        assert proxy == -500, proxy
+        return f"nothing below 0 was taken; {len(scores)} processes of sandboxes at {sorted(set(scores.values()))}, the proxy at {proxy}"
+
+
+def oom_order() -> str:
+    """When the machine's memory runs out, the kernel ends agents' processes, and the proxy lives."""
+    with _served() as main:
+        for number in range(4):
+            _set_up(f"order{number}", {"limits": {"memory_mb": 4096, "timeout_s": _CALL_S}})
+        eat = "for p in self $$; do echo -900 > /proc/$p/oom_score_adj; done 2>/dev/null; python3 -c 'b=[]\nwhile True: b.append(bytes(b\"x\")*(1<<24))'"
+        answer = _shell("order0", eat)
+        assert answer.get("exit_code", 137) != 0, answer
+        assert _main_pid() == main, "the proxy was ended"
+        assert _shell("order1", "echo on")["stdout"] == "on\n"
+        return f"the agent's program ended ({answer.get('exit_code')}), the proxy lives"
+
+
+def killed() -> str:
+    """After `kill -9` of the proxy, the next start leaves no process and no control group of the killed one."""
+    with _served() as main:
+        assert _shell("killed", "sleep 100000 & sleep 100000 & disown; echo up")["stdout"] == "up\n"
+        groups, left = _sandbox_groups(), _pids_of_sandboxes()
+        assert groups, "no groups"
+        assert left, "no processes"
+        os.kill(main, signal.SIGKILL)
+        _wait(lambda: _main_pid() not in {0, main} and _is_ready(), "systemd did not start the proxy again", _READY_S)
+        alive = [pid for pid in left if Path("/proc", pid).exists()]
+        stay = [group for group in groups if group.exists()]
+        assert not alive, f"still running: {alive}"
+        assert not stay, f"groups still there: {stay}"
+        assert _shell("after", "echo on")["stdout"] == "on\n"
+        return f"{len(left)} processes and {len(groups)} groups are gone, and the next proxy answers"
+
+
+def stopped() -> str:
+    """`systemctl stop` leaves no process and no control group."""
+    with _served():
+        _shell("stopped", "sleep 100000 & echo up")
+        left = _pids_of_sandboxes()
+        assert left, "no processes"
+    assert not [pid for pid in left if Path("/proc", pid).exists()], "processes of sandboxes live"
+    groups = [str(path) for path in GROUPS.glob("**/forkpoint-*") if path.is_dir() and path.name != "forkpoint-guest"]
+    assert not groups, groups
+    return "no process and no group is left"
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "doctor": doctor, "readme": readme, "service": service, "memory": memory, "pids": pids, "cpus": cpus, "disk": disk,
+    "oom-score": oom_score, "oom-order": oom_order, "killed": killed, "stopped": stopped,
+}  # fmt: skip
+"""The checks, in the order in which they run."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the named checks. Returns how many failed."""
+    failed = 0
+    for name in arguments:
+        began = time.monotonic()
+        try:
+            word, detail = "ok", CHECKS[name]()
+        except Exception as error:  # noqa: BLE001 - every failure is a line
+            word, detail = "FAILED", f"{type(error).__name__}: {error}"
+            failed += 1
+        print(f"{word} {name} ({time.monotonic() - began:.0f} s): {detail}", flush=True)
+    return failed
+
+
+@contextmanager
+def _served() -> Iterator[int]:
+    """Run the service for the block, on a new data directory; yield the proxy's pid."""
+    UNIT.write_bytes((Path(CHECKOUT) / "docker" / "deploy" / "systemd" / "forkpoint.service").read_bytes())
+    Path("/etc/forkpoint.env").write_text("FORKPOINT_AUDIT_SHARE=0\n")
+    subprocess.run(["rm", "-rf", "/var/lib/forkpoint"], check=True)
+    subprocess.run(["systemctl", "daemon-reload"], check=True)
+    subprocess.run(["systemctl", "reset-failed", "forkpoint"], check=False, stderr=subprocess.DEVNULL)
+    subprocess.run(["systemctl", "start", "forkpoint"], check=True)
+    try:
+        try:
+            _wait(_is_ready, "the service is not ready", _READY_S)
+            yield _main_pid()
+        except BaseException:
+            print(subprocess.run(["journalctl", "-u", "forkpoint", "-n", "20", "-o", "cat", "--no-pager"], capture_output=True, text=True, check=False).stdout)
+            raise
+    finally:
+        subprocess.run(["systemctl", "stop", "forkpoint"], check=True)
+
+
+def _main_pid() -> int:
+    shown = subprocess.check_output(["systemctl", "show", "-P", "MainPID", "forkpoint"], text=True)
+    return int(shown)
+
+
+def _is_ready() -> bool:
+    try:
+        with urllib.request.urlopen(f"{URL}/readyz", timeout=30) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _set_up(task: str, spec: dict[str, Any]) -> None:
+    body = json.dumps({"driver": "local", **spec}).encode()
+    request = urllib.request.Request(f"{URL}/api/v1/tasks/{task}", body, {"Content-Type": "application/json"}, method="PUT")
+    with urllib.request.urlopen(request, timeout=_CALL_S):
+        pass
+
+
+def _shell(task: str, command: str, *, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Run a command as rollout 1 of a task; call `meanwhile` again and again until it is answered."""
+    body = json.dumps({"command": command, "timeout_s": _CALL_S})
+    curl = ["curl", "-s", f"{URL}/t/{task}/r/1/shell/exec", "-d", body]
+    with subprocess.Popen(curl, stdout=subprocess.PIPE, text=True) as call:
+        while call.poll() is None:
+            meanwhile()
+            time.sleep(0.05)
+        assert call.stdout is not None
+        answer: dict[str, Any] = json.loads(call.stdout.read())
+    return answer
+
+
+def _wait(true: Callable[[], bool], otherwise: str, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.1)
+
+
+def _sandbox_groups() -> list[Path]:
+    """Return the control groups of the sandboxes of the service's proxy."""
+    instance = Path("/var/lib/forkpoint/local/instance.json")
+    parents = [Path(group) for group in json.loads(instance.read_bytes())["cgroups"]]
+    return [group for parent in parents if parent.is_dir() for group in parent.iterdir() if group.is_dir()]
+
+
+def _pids_of_sandboxes() -> list[str]:
+    return [pid for group in _sandbox_groups() for pid in (_read(group / "cgroup.procs") or "").split()]
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _available_mb() -> int:
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) >> 10
+
+
+def _free_mb() -> int:
+    return os.statvfs("/").f_bavail * os.statvfs("/").f_frsize >> 20
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
