@@ -29,8 +29,9 @@ from sandboxes.sql.sqlite_volatile import clock_can_be_set
 from sandboxes.sqlite.file_clone import Method, choose, measure
 from snapshots.criu.binary import CriuBinary, CriuMissingError
 
-OLDEST_KERNEL = (6, 5)
-"""The first kernel whose overlayfs takes its layers separately (`lowerdir+`)."""
+OLDEST_KERNEL = (5, 14)
+"""The first kernel on whose mounts no link is followed where it is told so by descriptor (mount_setattr(2),
+MOUNT_ATTR_NOSYMFOLLOW); also the kernel of RHEL 9."""
 DESCRIPTORS_PER_SANDBOX = 8
 """File descriptors that the proxy holds for each sandbox, rounded up."""
 _TRIAL_BYTES = 16 << 20
@@ -69,7 +70,7 @@ def _platform() -> Iterator[Requirement]:
     yield Requirement("Linux", linux, platform.system(), "Run Forkpoint on Linux, for example in a virtual machine.")
     match = re.match(r"(\d+)\.(\d+)", platform.release())
     version = (int(match[1]), int(match[2])) if match else (0, 0)
-    remedy = f"Boot kernel {'.'.join(map(str, OLDEST_KERNEL))} or newer (Debian 12: linux-image-amd64 from backports)."
+    remedy = f"Boot kernel {'.'.join(map(str, OLDEST_KERNEL))} or newer."
     yield Requirement("kernel", version >= OLDEST_KERNEL, platform.release(), remedy)
     remedy = "Use an x86_64 or aarch64 machine: the filter of system calls knows only these."
     yield Requirement("processor", kernel.MACHINE in {"x86_64", "aarch64"}, kernel.MACHINE, remedy)

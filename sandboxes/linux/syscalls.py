@@ -5,6 +5,7 @@ Each function raises OSError, with the name of the call in its text, if the kern
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import platform
@@ -12,7 +13,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from sandboxes.linux.descriptors import Opened, close_all
 
@@ -71,6 +72,12 @@ FSMOUNT_CLOEXEC = 1
 FSCONFIG_SET_FLAG = 0
 FSCONFIG_SET_STRING = 1
 FSCONFIG_CMD_CREATE = 6
+_MOST_IN_OPTION = 255
+"""Bytes of an option's value (fsconfig(2)): some 80 names of layers."""
+
+OLDER_MOUNTS = "FORKPOINT_OLDER_MOUNTS"
+"""The variable of the proxy's environment, and the argument of the launcher, that has overlays made as older kernels
+need it. It is for tests: an older kernel is noticed without it."""
 
 MACHINE = platform.machine()
 # Calls that were added since Linux 5.1 have the same number on every machine; older ones differ.
@@ -218,35 +225,88 @@ def overlay(
     refuses it (EBUSY) while a layer is the upper directory of another mount. With `handles`, such an overlay may lie
     over this one in turn (overlayfs.rst, "NFS export").
     """
+    options = {"index": "on"} if index or handles else {}
+    if handles:
+        options["nfs_export"] = "on"
+    # `stat -f` shows the number of the file system below. By default each overlay has a random one (overlayfs.rst).
+    if not _Layering.together:
+        try:
+            return _overlay(lowers, upper, work, options | {"uuid": "on" if handles else "null"}, _name_each)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    made = _overlay(lowers, upper, work, options | {"uuid": "on" if handles else "off"}, _name_together)
+    _Layering.together = True
+    return made
+
+
+class _Layering:
+    """How this kernel's overlayfs takes its layers.
+
+    Attributes:
+        together: Whether all by one option, as before Linux 6.5. `uuid=null` came with Linux 6.6. The first overlay
+            finds out.
+    """
+
+    together = False
+
+
+def mount_as_older_kernels() -> None:
+    """Make overlays in this process, and in its forks, as kernels before Linux 6.5 need it."""
+    _Layering.together = True
+
+
+def _overlay(
+    lowers: list[str], upper: str | None, work: str | None, options: Mapping[str, str],
+    name_folders: Callable[[int, list[str], dict[str, str], list[int]], None],
+) -> int:  # fmt: skip
     context = syscall("fsopen", ctypes.c_char_p(b"overlay"), ctypes.c_uint(FSOPEN_CLOEXEC), about="overlay")
     before = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    named: list[int] = []
     try:
         _fsconfig(context, FSCONFIG_SET_STRING, "source", "overlay")
         # Whiteouts and opaque marks in user.* attributes can be read without CAP_SYS_ADMIN, by root and everybody.
         _fsconfig(context, FSCONFIG_SET_FLAG, "userxattr", None)
-        # `stat -f` shows the number of the file system below. By default each overlay has a random one (overlayfs.rst).
-        _fsconfig(context, FSCONFIG_SET_STRING, "uuid", "on" if handles else "null")
-        if index or handles:
-            _fsconfig(context, FSCONFIG_SET_STRING, "index", "on")
-        if handles:
-            _fsconfig(context, FSCONFIG_SET_STRING, "nfs_export", "on")
-        # /proc/self/mountinfo shows the paths as they are given here, and sandboxes can read it. From within each
-        # directory, its path is a dot.
-        for lower in lowers:
-            os.chdir(lower)
-            _fsconfig(context, FSCONFIG_SET_STRING, "lowerdir+", ".")
+        for option, value in options.items():
+            _fsconfig(context, FSCONFIG_SET_STRING, option, value)
+        above = {}
         if upper is not None and work is not None:
             # No sync waits for the disk: a layer that a loss of power damages is rebuilt by replay.
             _fsconfig(context, FSCONFIG_SET_FLAG, "volatile", None)
-            for key, folder in (("upperdir", upper), ("workdir", work)):
-                os.chdir(folder)
-                _fsconfig(context, FSCONFIG_SET_STRING, key, ".")
+            above = {"upperdir": upper, "workdir": work}
+        name_folders(context, lowers, above, named)
         _fsconfig(context, FSCONFIG_CMD_CREATE, None, None)
         return syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
     finally:
         os.fchdir(before)
-        os.close(before)
-        os.close(context)
+        close_all([context, before, *named])
+
+
+# /proc/self/mountinfo shows the names of layers as they are given, and sandboxes can read it. So no name is a path.
+
+
+def _name_each(context: int, lowers: list[str], above: dict[str, str], _opened: list[int]) -> None:
+    """Name the directories of an overlay one by one, each from within by a dot."""
+    for option, folder in [*(("lowerdir+", lower) for lower in lowers), *above.items()]:
+        os.chdir(folder)
+        _fsconfig(context, FSCONFIG_SET_STRING, option, ".")
+
+
+def _name_together(context: int, lowers: list[str], above: dict[str, str], opened: list[int]) -> None:
+    """Name the directories by descriptors, which are added to `opened`: they have to be open for the overlay's making.
+
+    The kernel looks the names up when it makes the overlay.
+    """
+    for folder in (*lowers, *above.values()):
+        opened.append(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # noqa: PERF401 - each is closed
+    numbers = list(map(str, opened))
+    lowerdir = ":".join(numbers[: len(lowers)])
+    if len(lowerdir) > _MOST_IN_OPTION:
+        raise OSError(errno.E2BIG, f"overlay: Linux before 6.5 takes no {len(lowers)} layers")
+    os.chdir("/proc/self/fd")
+    _fsconfig(context, FSCONFIG_SET_STRING, "lowerdir", lowerdir)
+    for option, number in zip(above, numbers[len(lowers) :], strict=True):
+        _fsconfig(context, FSCONFIG_SET_STRING, option, number)
 
 
 def _fsconfig(context: int, command: int, key: str | None, value: str | None) -> None:

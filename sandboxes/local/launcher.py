@@ -429,6 +429,8 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     privileged = os.geteuid() == 0
     try:
+        if kernel.OLDER_MOUNTS in sys.argv:
+            kernel.mount_as_older_kernels()
         if privileged:
             kernel.unshare(kernel.CLONE_NEWNS)
         else:

@@ -34,6 +34,7 @@ from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
 from sandboxes.ipc.launch_messages import ForkSandbox, LayerStack, LinksTried, TryLinks, WritePages
 from sandboxes.ipc.state_messages import ListPages, Ready
+from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers, ReadyUppers
@@ -117,7 +118,7 @@ class Machine:
         self.launcher = ForkServer(
             "the launcher of sandboxes",
             "sandboxes.local.launcher",
-            [str(host_view)],
+            [str(host_view), *([kernel.OLDER_MOUNTS] if os.environ.get(kernel.OLDER_MOUNTS) else [])],
             hint="Run `forkpoint doctor` to see why.",
             prepare=self.cgroups.put_behind,
         )
