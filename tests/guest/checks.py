@@ -40,6 +40,7 @@ def readme() -> str:
     """The commands of README serve, and the second rollout's equal call is a hit."""
     blocks = (Path(CHECKOUT) / "README.md").read_text().split("```sh\n")[1:]
     serve, calls = blocks[0].split("```")[0].strip(), blocks[2].split("```")[0].strip().splitlines()
+    subprocess.run(["rm", "-rf", f"{CHECKOUT}/forkpoint-data"], check=True)
     with subprocess.Popen(["/bin/bash", "-c", f"exec {serve}"], cwd=CHECKOUT, stdin=subprocess.DEVNULL) as proxy:
         try:
             _wait(_is_ready, "the proxy is not ready", _READY_S)
