@@ -181,6 +181,7 @@ def stopped() -> str:
         _shell("stopped", "sleep 100000 & echo up")
         left = _pids_of_sandboxes()
         assert left, "no processes"
+        subprocess.run(["systemctl", "stop", "forkpoint"], check=True)
     assert not [pid for pid in left if Path("/proc", pid).exists()], "processes of sandboxes live"
     groups = [str(path) for path in GROUPS.glob("**/forkpoint-*") if path.is_dir() and path.name != "forkpoint-guest"]
     assert not groups, groups
@@ -210,22 +211,18 @@ def main(arguments: list[str]) -> int:
 
 @contextmanager
 def _served() -> Iterator[int]:
-    """Run the service for the block, on a new data directory; yield the proxy's pid."""
-    UNIT.write_bytes((Path(CHECKOUT) / "docker" / "deploy" / "systemd" / "forkpoint.service").read_bytes())
-    Path("/etc/forkpoint.env").write_text("FORKPOINT_AUDIT_SHARE=0\n")
-    subprocess.run(["rm", "-rf", "/var/lib/forkpoint"], check=True)
-    subprocess.run(["systemctl", "daemon-reload"], check=True)
-    subprocess.run(["systemctl", "reset-failed", "forkpoint"], check=False, stderr=subprocess.DEVNULL)
-    subprocess.run(["systemctl", "start", "forkpoint"], check=True)
+    """Have the service run for the block, and after it; yield the proxy's pid."""
+    if not _is_ready():
+        UNIT.write_bytes((Path(CHECKOUT) / "docker" / "deploy" / "systemd" / "forkpoint.service").read_bytes())
+        Path("/etc/forkpoint.env").write_text("FORKPOINT_AUDIT_SHARE=0\n")
+        subprocess.run(["systemctl", "daemon-reload"], check=True)
+        subprocess.run(["systemctl", "restart", "forkpoint"], check=True)
     try:
-        try:
-            _wait(_is_ready, "the service is not ready", _READY_S)
-            yield _main_pid()
-        except BaseException:
-            print(subprocess.run(["journalctl", "-u", "forkpoint", "-n", "20", "-o", "cat", "--no-pager"], capture_output=True, text=True, check=False).stdout)
-            raise
-    finally:
-        subprocess.run(["systemctl", "stop", "forkpoint"], check=True)
+        _wait(_is_ready, "the service is not ready", _READY_S)
+        yield _main_pid()
+    except BaseException:
+        subprocess.run(["journalctl", "-u", "forkpoint", "-n", "20", "-o", "cat", "--no-pager"], check=False)
+        raise
 
 
 def _main_pid() -> int:
