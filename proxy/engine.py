@@ -28,7 +28,7 @@ from proxy.execution.snapshot_value import SnapshotValue
 from proxy.execution.step_notes import StepNotes
 from proxy.execution.tasks import Tasks
 from proxy.execution.tracing import Traces
-from proxy.execution.warm_forks import WarmForks, available_bytes
+from proxy.execution.warm_forks import WarmForks
 from proxy.http.access import Access, read_tokens
 from proxy.http.answer_cache import Answers
 from proxy.lifecycle import STAGE_S, BackgroundWork, EngineEnd, Lifecycle
@@ -49,6 +49,7 @@ from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import Pool
+from sandboxes.pool.room import Room, available_bytes
 from snapshots.cache import SnapshotCache
 from snapshots.capture import Capture
 from snapshots.store import SnapshotStore
@@ -281,12 +282,21 @@ class Engine:
         # Idle sandboxes, warm forks first, make room while the machine has too little memory.
         while available_bytes() < self.settings.memory_reserve_bytes and await self.pool.close_victim():
             log.warning("little memory is available: an idle sandbox was closed")
+        self._report_evictions()
         if self.settings.idle_finish_s is not None:
             await self.tasks.rollouts.finish_unused(self.settings.idle_finish_s)
         await self.forgetting.sweep()
         self.forgetting.close_cold(max_records=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
         if self.cache.over_budget:
             await self.evict_snapshots()
+
+    def _report_evictions(self) -> None:
+        if evicted := self.pool.newly_evicted():
+            bound = self.pool.bound
+            log.warning(
+                "sandboxes were closed for room before their rollouts' next calls, which restore their states",
+                closed=evicted, room_for=bound.most, bounded_by=bound.by, remedy=bound.remedy,
+            )  # fmt: skip
 
     def _note_failure(self, name: str, error: Exception) -> None:
         self.counts.failure("background")
@@ -337,7 +347,11 @@ def build_engine(
     store = Store(settings.data / STORE, sync=sync, namespace=namespace, block=block)
     journal = Journal(settings.data / "journal", fold, store.rollouts, store.database, sync=survives_power_loss)
     snapshots = SnapshotStore(settings.data / "snapshots", drivers)
-    pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
+    room = Room(
+        settings.max_sandboxes, reserve_bytes=settings.memory_reserve_bytes, workers=settings.workers,
+        other_files=settings.max_connections,
+    )  # fmt: skip
+    pool = Pool(room, patience_s=settings.sandbox_patience_s)
     cache = SnapshotCache(
         snapshots, drivers, counts,
         budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
@@ -349,7 +363,7 @@ def build_engine(
     restorer = Restorer(drivers, pool, cache, capture, snapshot_value, store.records, counts, maker)
     warm = WarmForks(
         restorer, pool, cache.costs, counts, walkers,
-        max_forks=min(settings.warm_sandboxes, settings.max_sandboxes // 2), idle_s=settings.sandbox_idle_s,
+        max_forks=min(settings.warm_sandboxes, pool.bound.most // 2), idle_s=settings.sandbox_idle_s,
         reserve_bytes=settings.memory_reserve_bytes,
     )  # fmt: skip
     answers = Answers(store.records, budget_bytes=settings.answer_memory_bytes)

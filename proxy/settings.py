@@ -73,7 +73,12 @@ class Settings(BaseSettings):
         default=False,
         description="Whether every image that a client names means default_spec, unless `drivers` names container.",
     )
-    max_sandboxes: int = Field(default=64, ge=1, description="Most sandboxes that are live at once.")
+    max_sandboxes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most sandboxes that are live at once; none for as many as the machine has room for, by memory, "
+        "open files and processes.",
+    )
     sandbox_patience_s: float = Field(
         default=60.0, gt=0, description="Seconds that a call waits for a free sandbox before it gets 503."
     )
@@ -104,7 +109,7 @@ class Settings(BaseSettings):
     warm_sandboxes: int = Field(
         default=8,
         ge=0,
-        description="Most sandboxes that are prepared ahead of need, up to half of max_sandboxes. 0 prepares none.",
+        description="Most sandboxes that are prepared ahead of need, up to half of all. 0 prepares none.",
     )
     memory_reserve_bytes: int = Field(
         default=512 << 20,

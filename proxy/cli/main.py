@@ -147,9 +147,11 @@ def serve(
     from proxy.app import StartError, run
     from proxy.cli.doctor import check
     from sandboxes.linux.syscalls import share_heap
+    from sandboxes.pool.room import open_more_files
 
     # Before the checks, which start threads.
     share_heap()
+    open_more_files()
 
     if settings.data.exists() and not settings.data.is_dir():
         fail(f"--data must name a directory, and {settings.data} is a file.")

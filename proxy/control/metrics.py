@@ -69,6 +69,8 @@ class _Totals(Collector):
         yield _labelled(
             "forkpoint_egress_bytes", "Bytes that these brought into sandboxes.", "outcome", egress.size_bytes.items()
         )
+        text = "Sandboxes that were closed for room before their rollouts had ended."
+        yield CounterMetricFamily("forkpoint_sandboxes_evicted", text, value=self._engine.pool.evicted)
         video = self._engine.drivers.get("video")
         if isinstance(video, VideoDriver):
             yield CounterMetricFamily(
@@ -122,7 +124,7 @@ class _Totals(Collector):
             ("sandboxes", len(engine.pool.roster) - engine.pool.roster.elsewhere),
             ("sandboxes_elsewhere", engine.pool.roster.elsewhere),
             ("sandboxes_for_others", sum(slot.position is FOR_OTHERS for slot in engine.pool.roster.slots)),
-            ("sandboxes_budget", engine.settings.max_sandboxes),
+            ("sandboxes_budget", engine.pool.bound.most),
             ("warm_sandboxes", len(engine.warm.forks())),
             ("checkpoint_bytes", engine.cache.checkpoint_bytes),
             ("checkpoint_budget_bytes", engine.settings.checkpoint_bytes),

@@ -52,7 +52,7 @@ class ControlPlane:
             engine,
             activity,
             history,
-            ScratchForks(engine.restorer, max_open=max(2, engine.settings.max_sandboxes // _SCRATCH_SHARE)),
+            ScratchForks(engine.restorer, max_open=max(2, engine.pool.bound.most // _SCRATCH_SHARE)),
             SubtreeTotals(engine.walkers),
             task_totals(engine.store),
             Reader(engine.store),

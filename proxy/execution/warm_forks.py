@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import structlog
 
@@ -27,6 +26,7 @@ from proxy.tree.task import Walkers
 from proxy.tree.tree import Node, Tree
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import OverloadedError, Pool
+from sandboxes.pool.room import available_bytes
 from sandboxes.pool.roster import Slot
 from sandboxes.task_owner import TaskOwner
 from snapshots.costs import Costs
@@ -267,14 +267,3 @@ class WarmForks:
         if self._reserve_bytes and now - self._memory_read_at >= _MEMORY_READ_EVERY_S:
             self._memory_read_at, self._is_short = now, available_bytes() < self._reserve_bytes
         return self._is_short
-
-
-def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the memory that the machine can give to new processes; a very large number if it does not say."""
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except (OSError, ValueError, IndexError):
-        pass
-    return 1 << 62

@@ -21,8 +21,9 @@ def settings_of(settings: Settings, number: int) -> Settings:
     least = {"max_requests": 1, "max_connections": 16, "max_sandboxes": 1, "store_bytes_per_s": 1 << 20}
     update: dict[str, object] = {
         # Rounded up: a spare less than requested in all would be none for some.
-        name: max(-(-getattr(settings, name) // count), least.get(name, 0))
+        name: max(-(-limit // count), least.get(name, 0))
         for name in _DIVIDED
+        if (limit := getattr(settings, name)) is not None
     }
     update["data"] = directory_of(settings.data, number)
     if settings.checkpoint_dir is not None:

@@ -24,6 +24,7 @@ from contextlib import asynccontextmanager
 
 from sandboxes.driver import Sandbox
 from sandboxes.pool.lifecycle import LifecycleEvent, SandboxState
+from sandboxes.pool.room import Bound, Room
 from sandboxes.pool.roster import Roster, Slot
 from sandboxes.task_owner import start as start_task
 
@@ -45,21 +46,22 @@ class Pool:
     Attributes:
         roster: Who is where; read by the proxy to plan and to show.
         waiting: How many callers wait for room.
+        evicted: How many sandboxes were closed for room before their rollouts had ended.
         keep: Awaited before an idle sandbox is closed for room. It keeps the sandbox's state elsewhere if need be, and
             returns False if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
     """
 
-    def __init__(self, *, budget: int, patience_s: float) -> None:
+    def __init__(self, room: Room, *, patience_s: float) -> None:
         """Make an empty pool.
 
         Args:
-            budget: How many sandboxes may be alive at once, closing ones included.
+            room: How many sandboxes may be alive at once, closing ones included.
             patience_s: How long a caller waits for room before it gets `OverloadedError`.
         """
         self.roster = Roster()
-        self.waiting = 0
+        self.waiting = self.evicted = self._seen = 0
         self.keep: Callable[[Slot], Awaitable[bool]] = _need_not_keep
-        self._budget, self._patience_s = budget, patience_s
+        self._room, self._patience_s = room, patience_s
         self._changed = asyncio.Condition()
         self._starts = asyncio.Semaphore(_STARTS)
         self._closing = 0
@@ -83,13 +85,13 @@ class Pool:
         Raises:
             OverloadedError: There was no room within the patience.
         """
-        while elsewhere is not None and self._taken >= self._budget:
+        while elsewhere is not None and self._full:
             away = Slot(owner, elsewhere=True)
             self.roster.add(away)
             with contextlib.suppress(NoRoomElsewhereError):
                 return await self.fill(away, elsewhere, position)
             # There is no room anywhere: the sandbox that is missed least goes, wherever it is.
-            victim = self.roster.victim(anywhere=True)
+            victim = self.roster.victim(time.monotonic(), anywhere=True)
             if victim is None or not victim.elsewhere or victim.irreplaceable:
                 break
             await self._close_kept(victim)
@@ -106,10 +108,24 @@ class Pool:
         self.roster.add(slot)
         return slot
 
+    def newly_evicted(self) -> int:
+        """Return how many were `evicted` since this was last called."""
+        newly, self._seen = self.evicted - self._seen, self.evicted
+        return newly
+
+    @property
+    def bound(self) -> Bound:
+        """The most sandboxes at this moment, and what bounds them."""
+        return self._room.bound(self._taken)
+
+    @property
+    def _full(self) -> bool:
+        return self._taken >= self.bound.most
+
     @property
     def spare(self) -> int:
         """How many sandboxes may be started so that the next caller still has room."""
-        return max(0, self._budget - self._taken - 1)
+        return max(0, self.bound.most - self._taken - 1)
 
     @property
     def _taken(self) -> int:
@@ -138,6 +154,7 @@ class Pool:
             await self.close(slot)
             raise
         slot.started_at = slot.used_at = time.monotonic()
+        self._came(slot)
         self.roster.move(slot, position)
         self.roster.apply(slot, LifecycleEvent.STARTED)
         return slot
@@ -161,17 +178,27 @@ class Pool:
             return False
         self.roster.apply(slot, LifecycleEvent.LEASE)
         slot.owner, slot.warm, slot.irreplaceable = owner, False, False
+        self._came(slot)
         return True
+
+    def _came(self, slot: Slot) -> None:
+        if slot.owner is not None:
+            self.roster.habits.came(slot.owner, time.monotonic())
+
+    def _left(self, slot: Slot) -> None:
+        slot.used_at = time.monotonic()
+        if slot.owner is not None:
+            self.roster.habits.left(slot.owner, slot.used_at)
 
     async def release(self, slot: Slot) -> None:
         """End a lease. `Roster.move` has recorded where the sandbox is now."""
-        slot.used_at = time.monotonic()
+        self._left(slot)
         self.roster.apply(slot, LifecycleEvent.RELEASE)
         await self._notify()
 
     def begin_freeze(self, slot: Slot) -> None:
         """Turn a lease into a freeze. `freezing` must follow."""
-        slot.used_at = time.monotonic()
+        self._left(slot)
         slot.freeze_now.clear()
         slot.freeze_over.clear()
         self.roster.apply(slot, LifecycleEvent.FREEZE)
@@ -219,7 +246,8 @@ class Pool:
             slot.freeze_now.set()
 
     async def release_owner(self, owner: int) -> None:
-        """Let every rollout use the sandboxes that one rollout owned."""
+        """Let every rollout use the sandboxes that one rollout owned, which has ended."""
+        self.roster.habits.forget(owner)
         for slot in self.roster.slots:
             if slot.owner == owner:
                 slot.owner = None
@@ -235,7 +263,7 @@ class Pool:
 
     async def close_victim(self) -> bool:
         """Close the idle sandbox of this machine that is missed least, after `keep`. Return False if none is idle."""
-        while (victim := self.roster.victim()) is not None:
+        while (victim := self.roster.victim(time.monotonic())) is not None:
             if await self._close_kept(victim):
                 return True
         return False
@@ -249,6 +277,7 @@ class Pool:
             # A call has taken the sandbox while its state was kept.
             return False
         if kept:
+            self.evicted += victim.owner is not None
             await self.close(victim)
         else:
             victim.irreplaceable = True
@@ -267,7 +296,7 @@ class Pool:
         self.waiting += 1
         try:
             async with asyncio.timeout(self._patience_s):
-                while self._taken >= self._budget:
+                while self._full:
                     if await self.close_victim():
                         continue
                     # A sandbox whose freeze is delayed could be closed, too.
@@ -275,9 +304,10 @@ class Pool:
                     async with self._changed:
                         await self._changed.wait()
         except TimeoutError:
+            bound = self.bound
             raise OverloadedError(
-                f"all {self._budget} sandboxes were busy for {self._patience_s:g} s. "
-                "Run fewer rollouts at once, or raise max_sandboxes."
+                f"all {bound.most} sandboxes were busy for {self._patience_s:g} s. They are bounded by {bound.by}: "
+                f"run fewer rollouts at once, or {bound.remedy}."
             ) from None
         finally:
             self.waiting -= 1

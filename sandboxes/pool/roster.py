@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from sandboxes.driver import Sandbox
+from sandboxes.pool.habits import Habits
 from sandboxes.pool.lifecycle import NEXT, LifecycleEvent, SandboxState
 from sandboxes.state_table import next_state
 
@@ -60,6 +61,7 @@ class Roster:
 
     slots: list[Slot] = field(default_factory=list)
     elsewhere: int = 0
+    habits: Habits = field(default_factory=Habits)
     _by_position: dict[Hashable, list[Slot]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -100,13 +102,21 @@ class Roster:
         usable = idle or [s for s in alive if s.state is SandboxState.FREEZING]
         return max(usable, key=lambda s: s.owner == owner, default=None)
 
-    def victim(self, *, anywhere: bool = False) -> Slot | None:
+    def victim(self, now: float, *, anywhere: bool = False) -> Slot | None:
         """Return the idle sandbox to close first, of this machine or anywhere.
 
-        Irreplaceable ones come last, and owned ones after those without an owner; then the one idle longest is first.
+        Irreplaceable ones come last. First come those without an owner, or with one that has moved on to another, the
+        one idle longest before others. Then comes the one that its rollout will need last, as far as `habits` tell: of
+        more rollouts than have room, those that have a sandbox keep it.
         """
+
+        def order(slot: Slot) -> tuple[bool, bool, float]:
+            if slot.owner is None or self.habits.left_later(slot.owner, slot.used_at):
+                return slot.irreplaceable, False, slot.used_at
+            return slot.irreplaceable, True, -self.habits.wait_s(slot.owner, now - slot.used_at)
+
         idle = (s for s in self.slots if s.state is SandboxState.IDLE and (anywhere or not s.elsewhere))
-        return min(idle, key=lambda s: (s.irreplaceable, s.owner is not None, s.used_at), default=None)
+        return min(idle, key=order, default=None)
 
     def unused_since(self, moment: float) -> list[Slot]:
         """Return the idle sandboxes that were last used before a moment of the monotonic clock, or that died."""

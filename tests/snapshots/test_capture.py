@@ -11,6 +11,7 @@ from sandboxes.driver import FrozenState
 from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import Pool
+from sandboxes.pool.room import Room
 from sandboxes.pool.roster import Slot
 from sandboxes.spec import EnvironmentSpec
 from snapshots.cache import SnapshotCache
@@ -28,7 +29,7 @@ class Rig:
     def __init__(self, directory: Path) -> None:
         self.driver, self.pool, self.tally, self.tree = (
             MemoryDriver(),
-            Pool(budget=4, patience_s=1.0),
+            Pool(Room(4), patience_s=1.0),
             Tally(),
             FakeTree(),
         )

@@ -15,9 +15,9 @@ from proxy.cluster.member import Member
 from proxy.cluster.messages import RoomAnswer
 from proxy.cluster.postgres.database import Peer
 from proxy.engine import LAST_FREEZES_S, Engine
-from proxy.execution.warm_forks import available_bytes
 from proxy.lifecycle import BackgroundWork
 from sandboxes.ipc.codec import pack_message, with_members
+from sandboxes.pool.room import available_bytes
 from sandboxes.pool.roster import Slot
 from sandboxes.portability import porter_of
 

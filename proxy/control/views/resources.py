@@ -155,7 +155,10 @@ class StatsView(CallTotalsView):
         failures: These failures by kind.
         refusals: Requests that could not be served, by problem type.
         sandboxes: Number of live sandboxes in each state.
-        sandboxes_budget: Maximum number of live sandboxes.
+        sandboxes_budget: Maximum number of live sandboxes at this moment.
+        sandboxes_bounded_by: What bounds it, such as `memory` or `max_sandboxes`.
+        sandboxes_evicted: Sandboxes that were closed for room before their rollouts had ended. The next calls of these
+            restore their states.
         warm_sandboxes: Warm forks that wait for a rollout.
         snapshots: Number of snapshots.
         snapshot_bytes: Bytes of all snapshots.
@@ -189,6 +192,8 @@ class StatsView(CallTotalsView):
     refusals: dict[str, int]
     sandboxes: dict[str, int]
     sandboxes_budget: int
+    sandboxes_bounded_by: str
+    sandboxes_evicted: int
     warm_sandboxes: int
     snapshots: int
     snapshot_bytes: int

@@ -70,14 +70,20 @@ def test_dead_sandbox_is_not_found_and_unused() -> None:
     assert yard.roster.unused_since(50.0) == [slot]
 
 
-def test_victim_is_unowned_first_then_longest_idle() -> None:
+def test_victim_is_unowned_first_and_then_the_one_needed_last() -> None:
     yard = Yard()
     yard.add("n1", 1, SandboxState.LEASED, used_at=1.0)
-    yard.add("n1", 1, used_at=3.0)
-    oldest = yard.add("n2", 1, used_at=2.0)
-    assert yard.roster.victim() is oldest
-    nobodys = yard.add("n2", None, used_at=4.0)
-    assert yard.roster.victim() is nobodys
+    for owner, pause_s in ((1, 4.0), (2, 10.0), (3, 1.0)):
+        yard.roster.habits.left(owner, -pause_s)
+        yard.roster.habits.came(owner, 0.0)
+    soon, later, late = (yard.add("n2", owner, used_at=12.0) for owner in (1, 2, 3))
+    assert yard.roster.victim(13.0) is later
+    # The third was due at 13, and has probably ended.
+    assert yard.roster.victim(18.0) is late
+    later.owner = None
+    assert yard.roster.victim(18.0) is later
+    late.irreplaceable = later.irreplaceable = True
+    assert yard.roster.victim(18.0) is soon
 
 
 class AgainstAList(RuleBasedStateMachine):

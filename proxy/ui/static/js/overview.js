@@ -112,7 +112,10 @@ function showFigures(figures, s, totals) {
   show("calls", short(s.calls), `${short(s.misses)} misses${s.bypasses ? `, ${short(s.bypasses)} bypasses` : ""}`);
   show("running", count(running), `${short(totals.reduce((sum, task) => sum + task.rollouts, 0))} in all`);
   const most = s.sandboxes_budget ?? null;
-  const states = Object.entries(s.sandboxes).map(([name, n]) => `${n} ${name}`).join(", ");
+  const states = [
+    ...Object.entries(s.sandboxes).map(([name, n]) => `${n} ${name}`),
+    ...(s.sandboxes_evicted ? [`${short(s.sandboxes_evicted)} closed early: short of ${s.sandboxes_bounded_by}`] : []),
+  ].join(", ");
   show("sandboxes", most ? `${live} of ${most}` : String(live), states || "none", most ? live / most : null);
   budget(figures.get("snapshots"), s.snapshots, s.snapshot_bytes, s.snapshot_budget_bytes);
   budget(figures.get("checkpoints"), null, s.checkpoint_bytes, s.checkpoint_budget_bytes);

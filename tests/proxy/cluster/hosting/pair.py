@@ -20,6 +20,7 @@ from proxy.cluster.postgres.database import Peer
 from proxy.telemetry.counters import HostingCounters
 from sandboxes.driver import Driver, FrozenState, Sandbox
 from sandboxes.pool.pool import Pool
+from sandboxes.pool.room import Room
 from sandboxes.portability import porter_of
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import TaskOwner
@@ -39,7 +40,7 @@ class Pair:
 
     def __init__(self, owner: Driver, host: Driver, folder: Path, *, room: int = 8, keep_bytes: int = 1 << 30) -> None:
         self.owner, self.host = owner, host
-        self.pool = Pool(budget=room + 1, patience_s=1.0)
+        self.pool = Pool(Room(room + 1), patience_s=1.0)
         self.owned = self._units(owner, folder / "owner", keep_bytes)
         self.hosted = self._units(host, folder / "host", keep_bytes)
         self.has_memory, self.counts, self._data = True, HostingCounters(), ExpectedData()

@@ -1,0 +1,200 @@
+"""How a proxy with default settings does as its use grows: `python -m bench.scale`. It looks for bends of the curves.
+
+- **live**: rollouts make a call that changes a file, then think, as agents do. More and more of them live at once.
+- **room**: the same number of rollouts, with room for all, for half and for a quarter of them (`max_sandboxes`).
+- **burst**: rollouts that begin at the same moment. Each makes the same first call, and then one of its own.
+
+Each row has a proxy and a data directory of its own. `--quick` runs small sizes and takes a minute.
+"""
+
+import asyncio
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from bench.machine import console, median, table
+from bench.shells import CpuGroup
+from tests.machine import Proxy, data_directory
+
+GROUP = 8
+"""Rollouts of one task."""
+PATIENCE_S = 300.0
+
+
+@dataclass
+class Tally:
+    """What a row has seen: milliseconds of each answered call, and answers other than 200 by their status."""
+
+    ms: list[float] = field(default_factory=list)
+    refused: dict[int, int] = field(default_factory=dict)
+
+    def percentile(self, share: float) -> float:
+        return sorted(self.ms)[int(share * (len(self.ms) - 1))] if self.ms else float("nan")
+
+
+@contextmanager
+def measured(options: Namespace, **settings: str) -> Iterator[tuple[Proxy, CpuGroup]]:
+    """Run a proxy whose CPU time is counted."""
+    cpu = CpuGroup("scale")
+    with data_directory(options.data) as folder:
+        folder.chmod(0o711)
+        proxy = Proxy(folder, settings, wrapper=cpu.wrapper)
+        proxy.start()
+        try:
+            yield proxy, cpu
+        finally:
+            proxy.stop()
+            cpu.close()
+
+
+async def call(client: httpx.AsyncClient, number: int, command: str, tally: Tally) -> None:
+    """Make a call of a rollout."""
+    begun = time.perf_counter()
+    url = f"/t/scale-{number // GROUP}/r/{number}/shell/exec"
+    answer = await client.post(url, json={"command": command})
+    if answer.status_code == httpx.codes.OK:
+        tally.ms.append((time.perf_counter() - begun) * 1e3)
+    else:
+        tally.refused[answer.status_code] = tally.refused.get(answer.status_code, 0) + 1
+
+
+async def think_and_call(proxy: Proxy, rollouts: int, options: Namespace, cpu: CpuGroup) -> tuple[Tally, float]:
+    """Let rollouts begin one after another, then call and think; return the calls, and the CPU seconds of all."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=proxy.url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
+        first, tally, spent = Tally(), Tally(), 0.0
+        every = options.think / rollouts
+        begun = time.monotonic()
+
+        async def live(number: int) -> None:
+            await asyncio.sleep(number * every)
+            await call(client, number, f"echo {number} > own", first)
+            for turn in range(options.turns):
+                # Evenly over the time of thinking, so that the load is the same at each moment.
+                due = begun + (turn + 1) * options.think + number * every
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                await call(client, number, f"echo {turn} >> own; wc -l < own", tally)
+
+        async def watch() -> float:
+            await asyncio.sleep(options.think)
+            return cpu.seconds()
+
+        watched = asyncio.create_task(watch())
+        await asyncio.gather(*(live(number) for number in range(rollouts)))
+        spent = cpu.seconds() - await watched
+        return tally, spent
+
+
+async def begin_at_once(proxy: Proxy, rollouts: int) -> tuple[Tally, Tally]:
+    """Let rollouts begin within ten seconds; return their first calls, which are equal, and their second ones."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=proxy.url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
+        first, second = Tally(), Tally()
+
+        async def live(number: int) -> None:
+            await asyncio.sleep(number * 10 / rollouts)
+            await call(client, number, "mkdir work && cd work && echo begun > log", first)
+            await call(client, number, f"echo {number} >> log; wc -l < log", second)
+
+        await asyncio.gather(*(live(number) for number in range(rollouts)))
+        return first, second
+
+
+def memory_mb(proxy: Proxy) -> float:
+    """Return the private memory of the proxy and of all that it has started."""
+    pids = [pid for pid, _ in proxy.processes()]
+    if proxy.process is not None:
+        pids.append(proxy.process.pid)
+    return sum(map(_private_kb, pids)) / 1024
+
+
+def _private_kb(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private"))
+
+
+def _live_row(rollouts: int, options: Namespace, **settings: str) -> tuple[str, ...]:
+    with measured(options, **settings) as (proxy, cpu):
+        tally, spent_s = asyncio.run(think_and_call(proxy, rollouts, options, cpu))
+        stats = proxy.view("stats")
+        bound = f"{stats['sandboxes_budget']} ({stats['sandboxes_bounded_by']})"
+        return (
+            f"{median(tally.ms):.0f}", f"{tally.percentile(0.99):.0f}",
+            f"{spent_s / max(1, len(tally.ms)) * 1e3:.1f}",
+            f"{memory_mb(proxy) / rollouts:.1f}", str(sum(stats["sandboxes"].values())), bound,
+            json.dumps(tally.refused) if tally.refused else "",
+        )  # fmt: skip
+
+
+_COLUMNS = ("miss p50 ms", "p99", "CPU ms a miss", "MB a rollout", "sandboxes", "of", "refused")
+
+
+def live(options: Namespace, sizes: Iterable[int]) -> None:
+    shown = table(f"live rollouts, {options.think:g} s of thinking", "rollouts", *_COLUMNS)
+    for rollouts in sizes:
+        console.print(f"live: {rollouts} rollouts …")
+        shown.add_row(str(rollouts), *_live_row(rollouts, options))
+    console.print(shown)
+
+
+def room(options: Namespace, rollouts: int) -> None:
+    shown = table(f"{rollouts} live rollouts, {options.think:g} s of thinking", "room for", *_COLUMNS)
+    for share in (1, 2, 4):
+        console.print(f"room: for {rollouts // share} of {rollouts} rollouts …")
+        shown.add_row(str(rollouts // share), *_live_row(rollouts, options, max_sandboxes=str(rollouts // share)))
+    console.print(shown)
+
+
+def burst(options: Namespace, sizes: Iterable[int]) -> None:
+    shown = table(
+        "rollouts that begin within 10 s", "rollouts", "first call p50 ms", "p99", "second p50", "p99", "starts",
+        "CPU ms a rollout", "refused",
+    )  # fmt: skip
+    for rollouts in sizes:
+        console.print(f"burst: {rollouts} rollouts …")
+        with measured(options) as (proxy, cpu):
+            before = cpu.seconds()
+            first, second = asyncio.run(begin_at_once(proxy, rollouts))
+            spent_s = cpu.seconds() - before
+            starts = proxy.view("stats")["starts"]
+            shown.add_row(
+                str(rollouts), f"{median(first.ms):.0f}", f"{first.percentile(0.99):.0f}", f"{median(second.ms):.0f}",
+                f"{second.percentile(0.99):.0f}", str(starts), f"{spent_s / rollouts * 1e3:.1f}",
+                json.dumps(first.refused | second.refused) if first.refused or second.refused else "",
+            )  # fmt: skip
+    console.print(shown)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=["live", "room", "burst"], help="live, room, burst")
+    parser.add_argument("--quick", action="store_true", help="small sizes, a minute in all")
+    parser.add_argument("--live", type=int, nargs="+", default=[10, 100, 500])
+    parser.add_argument("--room", type=int, default=100, help="rollouts for the rows of room")
+    parser.add_argument("--burst", type=int, nargs="+", default=[100, 600])
+    parser.add_argument("--think", type=float, default=8.0, help="seconds from one call of a rollout to its next")
+    parser.add_argument("--turns", type=int, default=4, help="calls of each rollout after its first")
+    disk = Path("/var/tmp")  # noqa: S108 - a directory of its own is made in it
+    parser.add_argument("--data", type=Path, default=disk, help="directory below which the data is")
+    options = parser.parse_args()
+    if options.quick:
+        options.live, options.room, options.burst, options.think, options.turns = [5, 20], 16, [20], 2.0, 2
+    if "live" in options.parts:
+        live(options, options.live)
+    if "room" in options.parts:
+        room(options, options.room)
+    if "burst" in options.parts:
+        burst(options, options.burst)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""How many sandboxes this machine has room for at the moment: by memory, open files and processes.
+
+Every limit that the kernel puts on this process counts, those of its control groups included, because in a container
+they are far below the machine's. Each is looked at again while the proxy works: what agents' commands take is no room.
+"""
+
+import contextlib
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from sandboxes.linux import cgroups
+
+SANDBOX_BYTES = 12 << 20
+"""Memory of an idle sandbox: 8 to 10 MB were measured, of pid 1, its template, the shell and the kernel's part."""
+SANDBOX_DESCRIPTORS = 8
+"""File descriptors that the proxy holds for a sandbox, rounded up: 5 were measured."""
+SANDBOX_PROCESSES = 8
+"""Processes of a sandbox: 3 were measured, and a command has some of its own."""
+_RESERVE_SHARE = 8
+"""One part in so many of the memory, and of the processes, stays free for what agents' commands take."""
+_MOST = 4096
+"""More are not live at once, whatever the machine has: an estimate of what one proxy can serve."""
+_MOST_FILES = 1 << 20
+"""The kernel's own limit of one process's files (fs.nr_open)."""
+_LOOK_S = 1.0
+"""How long a look counts: it costs half a millisecond."""
+
+
+class Bound(NamedTuple):
+    """The most sandboxes, what bounds them, and what helps, as parts of a sentence."""
+
+    most: int
+    by: str
+    remedy: str
+
+
+class Room:
+    """The room for sandboxes of one proxy."""
+
+    def __init__(self, setting: int | None, *, reserve_bytes: int = 0, workers: int = 1, other_files: int = 0) -> None:
+        """Take the setting, if there is one; else go by the machine.
+
+        Args:
+            setting: The most sandboxes, `max_sandboxes`; None for as many as the machine has room for.
+            reserve_bytes: The least memory that stays available.
+            workers: How many proxies share the machine equally.
+            other_files: How many open files are for other things than sandboxes, if there are as many.
+        """
+        self._setting, self._reserve_bytes, self._workers = setting, reserve_bytes, workers
+        self._other_files = other_files
+        self._looked_at, self._bound = -_LOOK_S, Bound(1, "", "")
+
+    def bound(self, live: int) -> Bound:
+        """Return the most sandboxes with which the machine has room for all, `live` ones of which there are already."""
+        if self._setting is not None:
+            return Bound(self._setting, "max_sandboxes", "raise max_sandboxes")
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at, self._bound = now, min(self._bounds(live))
+        return self._bound
+
+    def _bounds(self, live: int) -> Iterator[Bound]:
+        yield Bound(_MOST // self._workers, "the most that one proxy serves", "use more machines (docs/cluster.md)")
+        free = (available_bytes() - max(self._reserve_bytes, _total_bytes() // _RESERVE_SHARE)) // self._workers
+        yield Bound(max(1, live + free // SANDBOX_BYTES), "memory", "give it more memory")
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Connections never get more than three quarters.
+        soft = _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+        files = max(soft // 4, soft - self._other_files) // SANDBOX_DESCRIPTORS
+        yield Bound(max(1, files), "open files", "raise the limit of open files (ulimit -n, LimitNOFILE=)")
+        for limit, used in _processes():
+            free = (limit - limit // _RESERVE_SHARE - used) // self._workers
+            remedy = "raise the limit of processes (kernel.pid_max, TasksMax=)"
+            yield Bound(max(1, live + free // SANDBOX_PROCESSES), "processes", remedy)
+
+
+def open_more_files() -> None:
+    """Raise the limit of this process's open files as far as it may.
+
+    What systemd and login shells give, often 1,024, is for programs that use select(2), and a sandbox takes five files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the memory that new processes can have; a very large number if the kernel does not say."""
+    left = [bound.limit - bound.used for bound in cgroups.own_bounds(cgroups.MEMORY)]
+    return max(0, min(_meminfo("MemAvailable:", meminfo), *left, cgroups.UNLIMITED))
+
+
+def _total_bytes() -> int:
+    limits = [bound.limit for bound in cgroups.own_bounds(cgroups.MEMORY)]
+    return min(_meminfo("MemTotal:", Path("/proc/meminfo")), *limits, cgroups.UNLIMITED)
+
+
+def _meminfo(name: str, meminfo: Path) -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) << 10
+    return cgroups.UNLIMITED
+
+
+def _processes() -> Iterator[cgroups.Bounded]:
+    """Return the limits of processes and threads, of the machine first."""
+    with contextlib.suppress(OSError, ValueError):
+        # The fourth field is of the running ones and all, with a slash between (proc_loadavg(5)).
+        used = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+        for name in ("pid_max", "threads-max"):
+            yield cgroups.Bounded(int(Path(f"/proc/sys/kernel/{name}").read_text()), used)
+    yield from cgroups.own_bounds(cgroups.PIDS)
