@@ -33,7 +33,7 @@ MEMORY, PIDS, CPU = "memory", "pids", "cpu"
 PROXY_GROUP = "forkpoint-proxy"
 """The group below a delegated group that has the delegated group's own processes. It stays as long as they do."""
 _DELEGATED = ("trusted.delegate", "user.delegate")
-"""The attributes with which systemd marks a group that it leaves to the group's processes; users can read the second."""
+"""The attributes with which systemd marks a group that it leaves to its processes. Users can read the second."""
 _MOVES = 100
 """How often a group is looked through for processes, which may fork while they are moved."""
 _SHARES_PER_CORE = 512

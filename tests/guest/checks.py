@@ -6,14 +6,14 @@ The proxy is the service of docs/deploying.md, from the wheel, unless a check st
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ GROUPS = Path("/sys/fs/cgroup")
 UNIT = Path("/etc/systemd/system/forkpoint.service")
 _READY_S = 180.0
 _CALL_S = 240.0
-_SLOW = 10
-"""How much slower than a processor the emulation is, at most; what waits for programs waits so much longer."""
+_JSON = ("-H", "Content-Type: application/json", "-o", "/dev/null")
 
 
 def doctor() -> str:
@@ -68,35 +67,68 @@ def service() -> str:
         return f"{len(groups)} groups of sandboxes in {own}; the proxy's OOM score is {score}"
 
 
+_EATERS = {
+    "heap": """
+b = []
+while True: b.append(bytearray(1 << 24))
+""",
+    "shared memory": """
+with open("/dev/shm/fill", "wb") as file:
+    for _ in range(400): file.write(bytes(1 << 20))
+""",
+    "pipes": """
+import fcntl, os
+a = []
+while len(a) < 400:
+    r, w = os.pipe()
+    fcntl.fcntl(w, 1031, 1 << 20); os.set_blocking(w, False); os.write(w, bytes(1 << 20)); a.append((r, w))
+""",
+    "unix sockets": """
+import socket
+a = []
+while len(a) < 4000:
+    p, q = socket.socketpair()
+    p.setblocking(False); a.append((p, q))
+    try:
+        while True: p.send(bytes(65536))
+    except BlockingIOError: pass
+""",
+    "tcp sockets": """
+import socket
+a, server = [], socket.create_server(("127.0.0.1", 0), backlog=512)
+while len(a) < 400:
+    c = socket.socket()
+    c.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20); c.connect(server.getsockname())
+    a.append((c, server.accept()[0])); c.setblocking(False)
+    try:
+        while True: c.send(bytes(65536))
+    except BlockingIOError: pass
+""",
+}
+"""Programs that take 400 MB or more of the machine's memory, by what they hold it in."""
+
+
 def memory() -> str:
     """What a sandbox holds in memory of any kind is bounded; the call ends, and others live."""
     with _served():
-        spec = {"limits": {"memory_mb": 128, "timeout_s": _CALL_S}}
         _shell("neighbour", "echo up > /tmp/up")
-        held = {
-            "heap": "python3 -c 'b=[]\nwhile True: b.append(bytearray(1<<24))'",
-            "shared memory": "head -c 400M /dev/zero > /dev/shm/fill",
-            "pipes": "python3 -c 'import os,fcntl\na=[]\nwhile len(a)<400:\n r,w=os.pipe(); fcntl.fcntl(w,1031,1<<20); os.set_blocking(w,False); os.write(w,bytes(1<<20)); a.append((r,w))'",  # noqa: E501
-            "unix sockets": "python3 -c 'import socket\na=[]\nwhile len(a)<4000:\n p,q=socket.socketpair(); p.setblocking(False); a.append((p,q))\n try:\n  while True: p.send(bytes(65536))\n except BlockingIOError: pass'",  # noqa: E501
-            "tcp sockets": "python3 -c 'import socket\na=[]\ns=socket.create_server((\"127.0.0.1\",0),backlog=512)\nwhile len(a)<400:\n c=socket.socket(); c.setsockopt(1,7,4<<20); c.connect(s.getsockname()); d=s.accept()[0]; c.setblocking(False); a.append((c,d))\n try:\n  while True: c.send(bytes(65536))\n except BlockingIOError: pass'",  # noqa: E501
-        }
         peaks = {}
-        for name, command in held.items():
-            _set_up(f"memory-{name.replace(' ', '-')}", spec)
-            before = _available_mb()
-            lowest = [before]
-            answer = _shell(f"memory-{name.replace(' ', '-')}", command, meanwhile=lambda: lowest.append(_available_mb()))
-            peaks[name] = before - min(lowest)
-            assert answer.get("exit_code") != 0 or peaks[name] < 300, f"{name}: {peaks[name]} MB were taken, {answer}"
-            assert peaks[name] < 400, f"{name}: {peaks[name]} MB of a limit of 128 MB"
+        for name, program in _EATERS.items():
+            task = f"memory-{name.replace(' ', '-')}"
+            _set_up(task, memory_mb=128, timeout_s=_CALL_S)
+            seen = [_available_mb()]
+            _shell(task, _python(program), meanwhile=partial(_note_available, seen))
+            peaks[name] = seen[0] - min(seen)
+            # Beside the limit, the machine has memory of its own for the sandbox, and its other programs.
+            assert peaks[name] < 250, f"{name}: {peaks[name]} MB of a limit of 128 MB"
         assert _shell("neighbour", "cat /tmp/up")["stdout"] == "up\n"
-        return ", ".join(f"{name} {peak} MB" for name, peak in peaks.items()) + " taken of the machine at a limit of 128 MB"
+        return ", ".join(f"{name} {peak} MB" for name, peak in peaks.items()) + " taken, at a limit of 128 MB"
 
 
 def pids() -> str:
     """A fork bomb gets as many processes as its limit; others go on."""
     with _served():
-        _set_up("pids", {"limits": {"pids": 64, "timeout_s": 60}})
+        _set_up("pids", pids=64, timeout_s=60)
         most = [0]
 
         def count() -> None:
@@ -110,52 +142,61 @@ def pids() -> str:
 
 def cpus() -> str:
     """A sandbox with half a CPU gets half of the time."""
+    spin = """
+import time
+began = time.monotonic()
+while time.monotonic() - began < 10: pass
+print(time.process_time())
+"""
     with _served():
-        _set_up("cpus", {"limits": {"cpus": 0.5}})
-        spin = "python3 -c 'import time\nb=time.monotonic()\nwhile time.monotonic()-b<10: pass\nprint(time.process_time())'"
-        used = float(_shell("cpus", spin)["stdout"])
-        assert 3 < used < 6.5, f"{used:.1f} s of CPU in 10 s"
+        _set_up("cpus", cpus=0.5)
+        used = float(_shell("cpus", _python(spin))["stdout"])
+        # On a busy machine the guest gets less.
+        assert used < 6, f"{used:.1f} s of CPU in 10 s"
         return f"{used:.1f} s of CPU in 10 s, at 0.5 CPUs"
 
 
 def disk() -> str:
     """New bytes on the disk are bounded."""
     with _served():
-        _set_up("disk", {"limits": {"disk_mb": 32, "timeout_s": 60}})
-        answer = _shell("disk", "head -c 500M /dev/zero > /tmp/a; for i in 1 2 3 4; do head -c 20M /dev/zero > /tmp/b$i; done; sync")
-        left = _free_mb()
-        assert answer["exit_code"] != 0 or int(_shell("disk", "du -sm /tmp | cut -f1")["stdout"]) <= 40, answer
-        return f"ended with {answer['exit_code']} at a limit of 32 MB, {left} MB of the disk free"
+        _set_up("disk", disk_mb=32, timeout_s=60)
+        before = _free_mb()
+        _shell(
+            "disk", "head -c 500M /dev/zero > /tmp/a; for i in 1 2 3 4; do head -c 20M /dev/zero > /tmp/b$i; done; sync"
+        )
+        taken = before - _free_mb()
+        assert taken < 100, f"{taken} MB"
+        return f"{taken} MB taken of the disk, at a limit of 32 MB"
+
+
+_SHELTER = "for n in {{-1000..-1}}; do for p in {0}; do echo $n > /proc/$p/oom_score_adj && echo took $n; done; done"
 
 
 def oom_score() -> str:
     """An agent cannot give any of its processes a score below 0; the proxy's is -500."""
     with _served() as main:
-        command = "for n in -1000 -999 -501 -500 -499 -100 -17 -1; do for p in self $$ 1; do echo $n > /proc/$p/oom_score_adj && echo took $n $p; done; done; cat /proc/self/oom_score_adj /proc/1/oom_score_adj; echo 0 > /proc/self/oom_score_adj; head -1 /proc/$$/oom_score_adj"  # noqa: E501
-        _set_up("oom", {})
-        answer = _shell("oom", command)
-        assert "took" not in answer["stdout"], answer["stdout"]
-        live = "python3 -c 'import time; time.sleep(1000)' & for n in -900 -1; do echo $n > /proc/$!/oom_score_adj && echo took; done; true"
-        assert "took" not in _shell("oom", live)["stdout"]
-        scores = {pid: int(_read(Path("/proc", pid, "oom_score_adj")) or 0) for pid in _pids_of_sandboxes()}
+        answer = _shell("oom", f"sleep 1000 & {_SHELTER.format('self $$ $! 1')} 2>/dev/null; true")
+        assert answer["stdout"] == "", answer["stdout"]
+        scores = {int(_read(Path("/proc", pid, "oom_score_adj")) or 0) for pid in _pids_of_sandboxes()}
         assert scores, "no process of a sandbox is there"
-        assert min(scores.values()) >= 0, scores
+        assert min(scores) >= 0, scores
         proxy = int(_read(Path(f"/proc/{main}/oom_score_adj")) or 0)
         assert proxy == -500, proxy
-        return f"nothing below 0 was taken; {len(scores)} processes of sandboxes at {sorted(set(scores.values()))}, the proxy at {proxy}"
+        return f"nothing below 0 was taken; sandboxes have {sorted(scores)}, the proxy {proxy}"
 
 
 def oom_order() -> str:
     """When the machine's memory runs out, the kernel ends agents' processes, and the proxy lives."""
     with _served() as main:
-        for number in range(4):
-            _set_up(f"order{number}", {"limits": {"memory_mb": 4096, "timeout_s": _CALL_S}})
-        eat = "for p in self $$; do echo -900 > /proc/$p/oom_score_adj; done 2>/dev/null; python3 -c 'b=[]\nwhile True: b.append(bytes(b\"x\")*(1<<24))'"
-        answer = _shell("order0", eat)
-        assert answer.get("exit_code", 137) != 0, answer
+        for task in ("eater", "bystander"):
+            _set_up(task, memory_mb=8192, timeout_s=_CALL_S)
+        _shell("bystander", "echo on")
+        eat = "b = []\nwhile True: b.append(b'x' * (1 << 24))"
+        answer = _shell("eater", f"{_SHELTER.format('self $$')} 2>/dev/null; {_python(eat)}")
+        assert answer.get("exit_code", 137) == 137, answer
         assert _main_pid() == main, "the proxy was ended"
-        assert _shell("order1", "echo on")["stdout"] == "on\n"
-        return f"the agent's program ended ({answer.get('exit_code')}), the proxy lives"
+        assert _shell("bystander", "echo still on")["stdout"] == "still on\n"
+        return "the agent's program was ended, the proxy and another sandbox live"
 
 
 def killed() -> str:
@@ -186,6 +227,33 @@ def stopped() -> str:
     groups = [str(path) for path in GROUPS.glob("**/forkpoint-*") if path.is_dir() and path.name != "forkpoint-guest"]
     assert not groups, groups
     return "no process and no group is left"
+
+
+def _tests(*arguments: str) -> Callable[[], str]:
+    """Return a check that runs tests of this repository, without the service."""
+
+    def run() -> str:
+        subprocess.run(["systemctl", "stop", "forkpoint"], check=False, stderr=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n0",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--durations",
+            "5",
+            *arguments,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"CI": "true"})
+        if done.returncode:
+            print(done.stdout[-6000:])
+        last = done.stdout.strip().splitlines()[-1]
+        assert done.returncode == 0, last
+        return last
+
+    return run
 
 
 CHECKS: dict[str, Callable[[], str]] = {
@@ -231,18 +299,12 @@ def _main_pid() -> int:
 
 
 def _is_ready() -> bool:
-    try:
-        with urllib.request.urlopen(f"{URL}/readyz", timeout=30) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+    return subprocess.run(["curl", "-sf", f"{URL}/readyz"], stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
-def _set_up(task: str, spec: dict[str, Any]) -> None:
-    body = json.dumps({"driver": "local", **spec}).encode()
-    request = urllib.request.Request(f"{URL}/api/v1/tasks/{task}", body, {"Content-Type": "application/json"}, method="PUT")
-    with urllib.request.urlopen(request, timeout=_CALL_S):
-        pass
+def _set_up(task: str, **limits: float) -> None:
+    spec = json.dumps({"driver": "local", "limits": limits})
+    subprocess.run(["curl", "-sf", "-X", "PUT", f"{URL}/api/v1/tasks/{task}", "-d", spec, *_JSON], check=True)
 
 
 def _shell(task: str, command: str, *, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -256,6 +318,10 @@ def _shell(task: str, command: str, *, meanwhile: Callable[[], None] = lambda: N
         assert call.stdout is not None
         answer: dict[str, Any] = json.loads(call.stdout.read())
     return answer
+
+
+def _python(program: str) -> str:
+    return f"python3 -c {shlex.quote(program)}"
 
 
 def _wait(true: Callable[[], bool], otherwise: str, within_s: float) -> None:
@@ -281,6 +347,10 @@ def _read(path: Path) -> str | None:
         return path.read_text().strip()
     except OSError:
         return None
+
+
+def _note_available(seen: list[int]) -> None:
+    seen.append(_available_mb())
 
 
 def _available_mb() -> int:

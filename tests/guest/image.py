@@ -1,9 +1,9 @@
 """Builds the guest's disk from packages, in a chroot on this machine, and keeps it by its content.
 
-1. `base` is Debian 12 with systemd, its kernel, and the locked Python packages. It depends on the names of the
-   packages, the locks and this module.
-2. `disk` is the base with this checkout, installed in the two ways that the documentation has: with `./run` in
-   `/srv/forkpoint`, and as a wheel in `/opt/forkpoint`. It depends on every file of the checkout too.
+1. `debian` is Debian 12 with systemd and its kernel.
+2. `base` adds the locked Python packages, and CRIU as `docker/install-criu.sh` installs it.
+3. `disk` is the base with this checkout, installed in the two ways that the documentation has: with `./run` in
+   `/srv/forkpoint`, and as a wheel in `/opt/forkpoint`. It depends on every file of the checkout.
 
 Every mount is made in a mount namespace of its own, so that none is left when a build fails.
 """
@@ -28,7 +28,10 @@ PACKAGES = (
     "python3", "python3-venv", "gcc", "libc6-dev", "libpython3.11",
     "ca-certificates", "curl", "procps", "iproute2", "git", "acl", "attr", "e2fsprogs", "nftables", "strace",
 )  # fmt: skip
-TEST_PACKAGES = ("pytest", "pytest-xdist", "execnet", "iniconfig", "packaging", "pluggy", "hypothesis", "sortedcontainers")
+TEST_PACKAGES = (
+    "pytest", "pytest-xdist", "execnet", "iniconfig", "packaging", "pluggy", "hypothesis", "sortedcontainers",
+    "psycopg", "psycopg-binary",
+)  # fmt: skip
 """The packages of the development lock that the tests need which run in the guest."""
 CHECKOUT, INSTALLED = "/srv/forkpoint", "/opt/forkpoint"
 """Where the guest has the checkout, with its environment in `.venv`, and the environment with the wheel."""
@@ -54,14 +57,9 @@ inside() {
 }
 """
 """Nothing of this machine's environment holds in the chroot."""
-_BASE = """
+_DEBIAN = """
 debootstrap --variant=minbase --include=$PACKAGES $SUITE . $MIRROR
 printf "$MODULES" > etc/initramfs-tools/modules
-echo forkpoint-guest > etc/hostname
-echo '127.0.0.1 localhost forkpoint-guest' > etc/hosts
-cp "${PIP_CERT:-/etc/ssl/certs/ca-certificates.crt}" etc/pip-certificates.crt
-cp /etc/resolv.conf etc/resolv.conf
-printf '[global]\\ncert = /etc/pip-certificates.crt\\n' > etc/pip.conf
 sed -i 's/^MODULES=.*/MODULES=list/; s/^COMPRESS=.*/COMPRESS=zstd/' etc/initramfs-tools/initramfs.conf
 mount -t proc proc proc
 mount --bind /dev dev
@@ -69,10 +67,22 @@ inside update-initramfs -u
 for timer in apt-daily apt-daily-upgrade dpkg-db-backup e2scrub_all fstrim; do
     inside systemctl mask --quiet $timer.timer
 done
+echo forkpoint-guest > etc/hostname
+echo '127.0.0.1 localhost forkpoint-guest' > etc/hosts
+"""
+_BASE = """
+cp -a $DEBIAN/. .
+cp "${PIP_CERT:-/etc/ssl/certs/ca-certificates.crt}" etc/pip-certificates.crt
+printf '[global]\\ncert = /etc/pip-certificates.crt\\n' > etc/pip.conf
+cp /etc/resolv.conf etc/resolv.conf
+mount -t proc proc proc
+mount --bind /dev dev
 inside python3 -m venv $CHECKOUT/.venv
 inside $CHECKOUT/.venv/bin/pip install -q --no-compile --require-hashes -r /run.txt -r /test.txt
 inside python3 -m venv $INSTALLED
 inside $INSTALLED/bin/pip install -q --no-compile --require-hashes -r /run.txt
+# Its own look at the kernel is about this machine's.
+inside sh /install-criu.sh || test -x usr/local/sbin/criu
 """
 _DISK = """
 mkdir -p upper work root
@@ -91,7 +101,7 @@ cp -L vmlinuz initrd.img ..
 truncate -s $SIZE ../disk.img
 mkfs.ext4 -q -F -L forkpoint-guest -d . ../disk.img
 """
-_CHOICES = {"PACKAGES": ",".join(PACKAGES), "SUITE": SUITE, "MIRROR": MIRROR, "MODULES": _MODULES, "TESTS": ",".join(TEST_PACKAGES)}
+_CHOICES = {"PACKAGES": ",".join(PACKAGES), "SUITE": SUITE, "MIRROR": MIRROR, "MODULES": _MODULES}
 
 
 class MissingToolError(Exception):
@@ -109,7 +119,11 @@ class Image:
 
 def require_tools() -> None:
     """Raise an error that says which program or right is missing, if one is."""
-    for tool, package in (("debootstrap", "debootstrap"), ("qemu-system-x86_64", "qemu-system-x86"), ("mkfs.ext4", "e2fsprogs")):
+    for tool, package in (
+        ("debootstrap", "debootstrap"),
+        ("qemu-system-x86_64", "qemu-system-x86"),
+        ("mkfs.ext4", "e2fsprogs"),
+    ):
         if shutil.which(tool) is None:
             raise MissingToolError(f"{tool} is not installed (Debian: apt-get install {package})")
     if os.geteuid() != 0:
@@ -124,10 +138,19 @@ def built() -> Image:
     checkout = _files()
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        locks = [(ROOT / name).read_bytes() for name in ("requirements.txt", "requirements-dev.txt")]
-        base = _kept(cache, "base", [_BASE.encode(), repr(_CHOICES).encode(), *locks], _make_base)
-        contents = [f"{name} {(ROOT / name).stat().st_mode:o}".encode() + (ROOT / name).read_bytes() for name in checkout]
-        disk = _kept(cache, "disk", [base.name.encode(), *contents], lambda folder: _make_disk(folder, base, checkout))
+        debian = _kept(
+            cache, "debian", [_DEBIAN, repr(_CHOICES)], lambda folder: _run_mounting(_DEBIAN, folder, **_CHOICES)
+        )
+        given = {
+            "run.txt": _text("requirements.txt"),
+            "test.txt": _locked(TEST_PACKAGES),
+            "install-criu.sh": _text("docker/install-criu.sh"),
+        }
+        base = _kept(
+            cache, "base", [debian.name, _BASE, *given.values()], lambda folder: _make_base(folder, debian, given)
+        )
+        files = [f"{name} {(ROOT / name).stat().st_mode:o} {_digest((ROOT / name).read_bytes())}" for name in checkout]
+        disk = _kept(cache, "disk", [base.name, _DISK, *files], lambda folder: _make_disk(folder, base, checkout))
     return Image(disk / "vmlinuz", disk / "initrd.img", disk / "disk.img")
 
 
@@ -139,12 +162,17 @@ def _files() -> list[str]:
     return sorted(name for name in listed if (ROOT / name).is_file())
 
 
-def _kept(cache: Path, name: str, contents: list[bytes], make: Callable[[Path], None]) -> Path:
+def _text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _kept(cache: Path, name: str, contents: list[str], make: Callable[[Path], None]) -> Path:
     """Return the folder that `make` filled for these contents. The one for earlier contents is removed."""
-    digest = hashlib.sha256()
-    for content in contents:
-        digest.update(hashlib.sha256(content).digest())
-    folder = cache / f"{name}-{digest.hexdigest()[:16]}"
+    folder = cache / f"{name}-{_digest(repr(contents).encode())[:16]}"
     if folder.is_dir():
         return folder
     print(f"Building the guest's {name} ...", file=sys.stderr, flush=True)
@@ -159,16 +187,28 @@ def _kept(cache: Path, name: str, contents: list[bytes], make: Callable[[Path], 
     return folder
 
 
-def _make_base(folder: Path) -> None:
-    (folder / "run.txt").write_text((ROOT / "requirements.txt").read_text())
-    (folder / "test.txt").write_text(_locked(TEST_PACKAGES))
-    _run_mounting(_BASE, folder, **_CHOICES)
+def _make_base(folder: Path, debian: Path, given: dict[str, str]) -> None:
+    for name, text in given.items():
+        (folder / name).write_text(text)
+    _run_mounting(_BASE, folder, DEBIAN=str(debian))
 
 
 def _make_disk(folder: Path, base: Path, checkout: list[str]) -> None:
     (folder / "agent.service").write_text(_AGENT_UNIT)
     listed = "\0".join(checkout).encode()
-    command = ["tar", "-c", "-C", str(ROOT), "--null", "-T", "-", "--owner=0", "--group=0", "-f", str(folder / "checkout.tar")]
+    command = [
+        "tar",
+        "-c",
+        "-C",
+        str(ROOT),
+        "--null",
+        "-T",
+        "-",
+        "--owner=0",
+        "--group=0",
+        "-f",
+        str(folder / "checkout.tar"),
+    ]
     subprocess.run(command, input=listed, check=True)
     _run_mounting(_DISK, folder, BASE=str(base), SIZE=str(_DISK_BYTES))
     for name in ("upper", "work", "root"):
@@ -178,8 +218,7 @@ def _make_disk(folder: Path, base: Path, checkout: list[str]) -> None:
 
 def _locked(names: tuple[str, ...]) -> str:
     """Return the lines of the development lock for some packages, with their digests."""
-    lock = (ROOT / "requirements-dev.txt").read_text()
-    blocks = re.split(r"\n(?=\S)", lock)
+    blocks = re.split(r"\n(?=\S)", _text("requirements-dev.txt"))
     return "\n".join(block for block in blocks if block.partition("==")[0] in names) + "\n"
 
 

@@ -120,7 +120,8 @@ def booted(image: Image) -> Iterator[Guest]:
 def _command(image: Image, folder: Path) -> list[str]:
     # The processor is emulated, with every feature that QEMU knows. `snapshot` keeps writes in a file of QEMU's.
     return [
-        QEMU, "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", str(min(2, os.cpu_count() or 1)), "-m", f"{_MEMORY_MB}",
+        QEMU, "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", str(min(2, os.cpu_count() or 1)),
+        "-m", str(_MEMORY_MB),
         "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-nic", "none",
         "-kernel", str(image.kernel), "-initrd", str(image.initrd),
         "-append", "root=/dev/vda rw console=ttyS0 panic=-1 quiet systemd.show_status=no",
