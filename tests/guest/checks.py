@@ -22,6 +22,7 @@ from tests.guest.image import CHECKOUT, INSTALLED
 URL = "http://127.0.0.1:8700"
 GROUPS = Path("/sys/fs/cgroup")
 UNIT = Path("/etc/systemd/system/forkpoint.service")
+DATA = Path("/var/lib/forkpoint")
 _READY_S = 180.0
 _CALL_S = 240.0
 _JSON = ("-H", "Content-Type: application/json", "-o", "/dev/null")
@@ -54,17 +55,28 @@ def readme() -> str:
 
 
 def service() -> str:
-    """The unit of docs/deploying.md starts, answers a call, and has its sandboxes in its own control group."""
-    with _served() as main:
-        assert _shell("service", "echo $((6 * 7))")["stdout"] == "42\n"
+    """The unit of docs/deploying.md has its sandboxes in its own control group, and answers calls."""
+    return _has_sandboxes_inside("root")
+
+
+def user() -> str:
+    """The unit with `User=` has its sandboxes in its own control group too, with their limits."""
+    subprocess.run(["useradd", "--system", "forkpoint"], check=False, stderr=subprocess.DEVNULL)
+    return _has_sandboxes_inside("forkpoint")
+
+
+def _has_sandboxes_inside(user: str) -> str:
+    with _served(user=user) as main:
+        assert _shell(f"service-{user}", "echo $((6 * 7))")["stdout"] == "42\n"
         groups = _sandbox_groups()
         assert groups, "no sandbox has a control group"
         own = GROUPS / "system.slice" / "forkpoint.service"
-        inside = [group for group in groups if group.is_relative_to(own)]
-        assert inside == groups, f"outside of the unit's group, which systemd limits and kills: {groups[0]}"
-        score = Path(f"/proc/{main}/oom_score_adj").read_text().strip()
-        assert score == "-500", score
-        return f"{len(groups)} groups of sandboxes in {own}; the proxy's OOM score is {score}"
+        outside = [group for group in groups if not group.is_relative_to(own)]
+        assert not outside, f"not in the unit's group, which systemd limits and ends: {outside[0]}"
+        limits = {name: _read(groups[0] / name) for name in ("memory.max", "pids.max")}
+        assert "max" not in limits.values(), limits
+        owner = Path(f"/proc/{main}").owner()
+        return f"{len(groups)} groups of sandboxes below {own}; the proxy is {owner}"
 
 
 _EATERS = {
@@ -208,25 +220,46 @@ def killed() -> str:
         assert left, "no processes"
         os.kill(main, signal.SIGKILL)
         _wait(lambda: _main_pid() not in {0, main} and _is_ready(), "systemd did not start the proxy again", _READY_S)
-        alive = [pid for pid in left if Path("/proc", pid).exists()]
-        stay = [group for group in groups if group.exists()]
-        assert not alive, f"still running: {alive}"
-        assert not stay, f"groups still there: {stay}"
+        remains = _remains(left, groups)
+        assert not remains, remains
         assert _shell("after", "echo on")["stdout"] == "on\n"
         return f"{len(left)} processes and {len(groups)} groups are gone, and the next proxy answers"
+
+
+def killed_alone() -> str:
+    """The same without systemd and its groups: the next proxy on the data directory removes what is left."""
+    subprocess.run(["systemctl", "stop", "forkpoint"], check=False, stderr=subprocess.DEVNULL)
+    subprocess.run(["rm", "-rf", DATA], check=True)
+    command = [f"{INSTALLED}/bin/forkpoint", "serve", "--data", str(DATA)]
+    with subprocess.Popen(command) as proxy:
+        _wait(_is_ready, "the proxy is not ready", _READY_S)
+        assert _shell("killed", "sleep 100000 & sleep 100000 & disown; echo up")["stdout"] == "up\n"
+        groups, left = _sandbox_groups(), _pids_of_sandboxes()
+        assert left, "no processes"
+        proxy.kill()
+    with subprocess.Popen(command) as proxy:
+        _wait(_is_ready, "the proxy is not ready again", _READY_S)
+        remains = _remains(left, groups)
+        proxy.terminate()
+    assert not remains, remains
+    return f"{len(left)} processes and {len(groups)} groups are gone"
 
 
 def stopped() -> str:
     """`systemctl stop` leaves no process and no control group."""
     with _served():
         _shell("stopped", "sleep 100000 & echo up")
-        left = _pids_of_sandboxes()
+        left, groups = _pids_of_sandboxes(), _sandbox_groups()
         assert left, "no processes"
         subprocess.run(["systemctl", "stop", "forkpoint"], check=True)
-    assert not [pid for pid in left if Path("/proc", pid).exists()], "processes of sandboxes live"
-    groups = [str(path) for path in GROUPS.glob("**/forkpoint-*") if path.is_dir() and path.name != "forkpoint-guest"]
-    assert not groups, groups
+    remains = _remains(left, groups)
+    assert not remains, remains
     return "no process and no group is left"
+
+
+def _remains(pids: list[str], groups: list[Path]) -> list[str]:
+    alive = [f"process {pid}" for pid in pids if Path("/proc", pid).exists()]
+    return alive + [str(group) for group in groups if group.exists()]
 
 
 def _tests(*arguments: str) -> Callable[[], str]:
@@ -258,7 +291,10 @@ def _tests(*arguments: str) -> Callable[[], str]:
 
 CHECKS: dict[str, Callable[[], str]] = {
     "doctor": doctor, "readme": readme, "service": service, "memory": memory, "pids": pids, "cpus": cpus, "disk": disk,
-    "oom-score": oom_score, "oom-order": oom_order, "killed": killed, "stopped": stopped,
+    "oom-score": oom_score, "oom-order": oom_order, "killed": killed, "stopped": stopped, "user": user,
+    "killed-alone": killed_alone,
+    "tests-groups": _tests("tests/sandboxes/linux/test_cgroups_v2.py", "tests/sandboxes/linux/test_processes.py"),
+    "tests-security": _tests("tests/sandboxes/local/test_security.py"),
 }  # fmt: skip
 """The checks, in the order in which they run."""
 
@@ -278,13 +314,17 @@ def main(arguments: list[str]) -> int:
 
 
 @contextmanager
-def _served() -> Iterator[int]:
+def _served(*, user: str = "root") -> Iterator[int]:
     """Have the service run for the block, and after it; yield the proxy's pid."""
-    if not _is_ready():
-        UNIT.write_bytes((Path(CHECKOUT) / "docker" / "deploy" / "systemd" / "forkpoint.service").read_bytes())
+    owner = f"User={user}\nOOMScoreAdjust=0\n" if user != "root" else ""
+    unit = (Path(CHECKOUT) / "docker" / "deploy" / "systemd" / "forkpoint.service").read_text()
+    unit = unit.replace("[Install]", f"{owner}[Install]")
+    if not _is_ready() or UNIT.read_text() != unit:
+        subprocess.run(["systemctl", "stop", "forkpoint"], check=False, stderr=subprocess.DEVNULL)
+        UNIT.write_text(unit)
         Path("/etc/forkpoint.env").write_text("FORKPOINT_AUDIT_SHARE=0\n")
         subprocess.run(["systemctl", "daemon-reload"], check=True)
-        subprocess.run(["systemctl", "restart", "forkpoint"], check=True)
+        subprocess.run(["systemctl", "start", "forkpoint"], check=True)
     try:
         _wait(_is_ready, "the service is not ready", _READY_S)
         yield _main_pid()
@@ -333,7 +373,7 @@ def _wait(true: Callable[[], bool], otherwise: str, within_s: float) -> None:
 
 def _sandbox_groups() -> list[Path]:
     """Return the control groups of the sandboxes of the service's proxy."""
-    instance = Path("/var/lib/forkpoint/local/instance.json")
+    instance = DATA / "local" / "instance.json"
     parents = [Path(group) for group in json.loads(instance.read_bytes())["cgroups"]]
     return [group for parent in parents if parent.is_dir() for group in parent.iterdir() if group.is_dir()]
 
