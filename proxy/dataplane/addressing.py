@@ -7,9 +7,9 @@ So parsing and checking happen once per URL, per host name and per endpoint; a h
 import secrets
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from proxy.dialects import dialect_of
+from proxy.dialects import dialect_of, mcp
 from proxy.dialects.base import Call, Dialect, Meaning, Request
 from proxy.engine import Engine
 from proxy.http.address import Address, address_of
@@ -23,6 +23,24 @@ MAX_REMEMBERED = 8192
 
 MAX_REMEMBERED_BODY_BYTES = 2048
 """Limits the body of a remembered request, so that the memory of calls stays below 16 MiB of bodies."""
+
+
+_SESSIONS = {"mcp": mcp.SESSION.encode()}
+"""The headers in which endpoints get their sessions, by the endpoints' names."""
+
+
+class Asked(NamedTuple):
+    """What a request asks for.
+
+    Attributes:
+        meaning: What it means; a call may name another rollout that sent the same.
+        same: Equal for all requests that mean the same and get the same form of an answer; None if that is not known.
+        request: The request, if it had to be read.
+    """
+
+    meaning: Meaning
+    same: Hashable
+    request: Request | None
 
 
 class Addressing:
@@ -80,21 +98,31 @@ class Addressing:
     def meaning(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> Meaning:
         """Return what a request of a running rollout means to the dialect of its endpoint; see `Dialect.read`."""
         dialect = self.dialect(rollout, address.endpoint)
-        # The request's meaning depends on headers, which differ from client to client: remembering calls would hit
-        # too rarely.
+        # Where headers matter, a remembered call may be another rollout's.
         if dialect.headers_matter:
             return dialect.read(request_of(scope, address, body))
+        return self.asked(scope, address, body, rollout).meaning
+
+    def asked(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> Asked:
+        """Return what a request of a running rollout asks for, whichever rollout of its tree sends it."""
+        dialect = self.dialect(rollout, address.endpoint)
+        if dialect.headers_matter and dialect.deciding is None:
+            # Any header may decide, and they differ from client to client: remembering calls would hit too rarely.
+            return Asked(dialect.read(request := request_of(scope, address, body)), None, request)
         # Rollouts of a group send the same bytes, and a miss is read by the hit path and by the regular path. The key
         # holds all that decides the meaning, so equal keys mean equal calls.
-        key = (address.endpoint, address.path, scope["method"], scope["query_string"], body, rollout.tree.id)
+        key: Hashable = (address.endpoint, address.path, scope["method"], scope["query_string"], body, rollout.tree.id)
+        if dialect.deciding:
+            key = (key, tuple([header for header in scope["headers"] if header[0] in dialect.deciding]))
         call = self._calls.get(key)
         if call is not None:
-            return call
-        meaning = dialect.read(request_of(scope, address, body))
+            return Asked(call, key, None)
+        meaning = dialect.read(request := request_of(scope, address, body))
         # Only calls: other meanings (begin, end, cancel) change something and are not hits.
-        if isinstance(meaning, Call) and len(body) <= MAX_REMEMBERED_BODY_BYTES:
-            self._calls[key] = meaning
-        return meaning
+        if not isinstance(meaning, Call) or len(body) > MAX_REMEMBERED_BODY_BYTES:
+            return Asked(meaning, None, request)
+        self._calls[key] = meaning
+        return Asked(meaning, key, request)
 
     def _is_familiar(self, headers: list[tuple[bytes, bytes]]) -> bool:
         """Return whether no browser sent these headers and their host name was accepted before. Part of a hit."""
@@ -112,6 +140,12 @@ class Addressing:
                 401, "token", "no running rollout has this token. POST /api/v1/tasks/{task}/rollouts gives one."
             )
         return replace(address, task=named[0], rollout=named[1])
+
+
+def session_of(address: Address, headers: list[tuple[bytes, bytes]]) -> str:
+    """Return the session that a request to an endpoint with sessions names, which is its rollout; empty for none."""
+    named = _SESSIONS.get(address.endpoint)
+    return next((value.decode("latin-1") for name, value in headers if name == named), "")
 
 
 def request_of(scope: Mapping[str, Any], address: Address, body: bytes) -> Request:

@@ -7,20 +7,28 @@ The hit path never reports an error and changes nothing except the step that it 
 between the look-up and the step, because nothing here awaits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import structlog
 
-from proxy.dataplane.addressing import Addressing, request_of
-from proxy.dialects.base import AT_ONCE_BYTES, Call
+from proxy.dataplane.addressing import Addressing, request_of, session_of
+from proxy.dialects.base import AT_ONCE_BYTES, Call, Request
 from proxy.engine import Engine
+from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address
-from proxy.http.answer_cache import HIT_HEADERS, response
+from proxy.http.answer_cache import HIT_HEADERS, PreparedAnswer, response
 from proxy.http.exchange import client_form, raw
+from proxy.http.lru_cache import LruCache
 from proxy.tree.rollout import Outcome, Rollout
 
 log = structlog.get_logger()
+
+
+_FORMS_BYTES = 32 << 20
+"""Memory of responses in the forms of clients, such as MCP's under the ID of a request."""
+_MAX_FORM_BYTES = 64 << 10
+"""The largest of them: a larger one costs more to send than to make."""
 
 
 class HitPath:
@@ -33,6 +41,8 @@ class HitPath:
         self._largest_bytes = min(engine.settings.max_body_bytes, AT_ONCE_BYTES)
         self._endpoints = engine.counts.endpoints
         self._apis = apis
+        # Responses to requests that mean the same, and get the same form of the same answer.
+        self._forms: LruCache[Hashable, bytes] = LruCache(_FORMS_BYTES, len)
 
     def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
         """Return the HTTP response to a call that the tree knows and take its step; None for any other request.
@@ -45,7 +55,7 @@ class HitPath:
         if address is None or address.endpoint in self._apis or len(body) > self._largest_bytes:
             return None
         # An ended or unknown rollout is the regular path's business: it may have to be read back from the store.
-        rollout = self._rollouts.get((address.task, address.rollout))
+        rollout = self._rollout(scope, address)
         if rollout is None:
             return None
         try:
@@ -64,14 +74,24 @@ class HitPath:
         address = self._addressing.remembered(scope)
         if address is None or address.endpoint in self._apis:
             return None
-        rollout = self._rollouts.get((address.task, address.rollout))
+        rollout = self._rollout(scope, address)
         if rollout is not None:
             self._step.order.expect(rollout)
         return rollout
 
+    def _rollout(self, scope: Mapping[str, Any], address: Address) -> Rollout | None:
+        """Return the running rollout that the URL names, or else the session that the client got from the proxy."""
+        if address.rollout:
+            return self._rollouts.get((address.task, address.rollout))
+        session = session_of(address, scope["headers"])
+        # The grant was checked for the URL, which says nothing of the session.
+        own = scope.get(GRANT, ALL).rollout
+        return self._rollouts.get((address.task, session)) if session and own in ("", session) else None
+
     def _response(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> bytes | None:
         # 2., 3. Endpoint -> `Dialect` of the rollout's tree, and bytes -> `Call`.
-        call = self._addressing.meaning(scope, address, body, rollout)
+        asked = self._addressing.asked(scope, address, body, rollout)
+        call = asked.meaning
         # A request with an ID may be a retry, a constant call belongs to no rollout, and a routed one to another task.
         if not isinstance(call, Call) or call.request_id or call.constant or call.routed:
             return None
@@ -84,11 +104,18 @@ class HitPath:
         whole = ready.hit
         if ready.has_location or call.bound:
             # The recorded answer names a URL or a rollout, so this client gets its own form of it.
-            dialect = self._addressing.dialect(rollout, address.endpoint)
-            own = client_form(ready, dialect, request_of(scope, address, body))
-            whole = response(own.status, raw(own.headers) + ready.headers[ready.own :] + HIT_HEADERS, own.body)
+            same = None if ready.has_location or asked.same is None else (record.id, asked.same)
+            known = self._forms.get(same)
+            whole = known or self._form(asked.request or request_of(scope, address, body), address, rollout, ready)
+            if known is None and same is not None and len(whole) <= _MAX_FORM_BYTES:
+                self._forms[same] = whole
         # The step comes last: whatever fails above leaves the rollout where its agent saw it. It is in the journal
         # before the response is sent.
         self._step.take(rollout, record)
         self._endpoints[call.call.endpoint][Outcome.HIT] += 1
         return whole
+
+    def _form(self, request: Request, address: Address, rollout: Rollout, ready: PreparedAnswer) -> bytes:
+        """Return the whole response in the form of the client that sent a request."""
+        own = client_form(ready, self._addressing.dialect(rollout, address.endpoint), request)
+        return response(own.status, raw(own.headers) + ready.headers[ready.own :] + HIT_HEADERS, own.body)

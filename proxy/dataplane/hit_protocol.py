@@ -4,7 +4,8 @@ Theory of operation. `HitFirst` is the asyncio protocol of a connection. It read
 owns an unmodified uvicorn protocol, which it uses only as asyncio would: it calls `connection_made`, `data_received`
 and so on. A connection is always in one of six states:
 
-READING   Every request was answered. Bytes are held until they are the head of a request; then
+READING   Every request was answered. Bytes are held until they are a request, or the head of one with a large body;
+            then
             1. a request of a task that another worker has: the connection goes there. -> GIVEN
             2. a whole request with a known answer: the response is one write, with no task and no event. -> READING
             3. a request with which a client turns the connection into a stream of bytes (Docker). -> STREAM
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from proxy.compat.endpoints import Stream
 
 MAX_HELD_BYTES = 64 << 10
-"""Limits the bytes of a head that are held until it is complete. uvicorn gets a longer head piece by piece."""
+"""Limits the bytes of a request that are held until it is complete. uvicorn gets a longer one piece by piece."""
 
 
 class _State(Enum):
@@ -279,10 +280,15 @@ class HitFirst(asyncio.Protocol):
                 # The tree does not know the call, or the client needs more than one write. uvicorn gets the very
                 # bytes that arrived.
                 self._serve_noted()
-        elif unanswered > 1 or reader.has_head or len(self._held) > MAX_HELD_BYTES:
-            # Several requests at once (pipelining) need answers in their order, which uvicorn keeps; a body may
-            # come too slowly to hold.
+        elif unanswered > 1 or len(self._held) > MAX_HELD_BYTES or (reader.has_head and not self._body_follows):
+            # Several requests at once (pipelining) need answers in their order, which uvicorn keeps; a large body may
+            # come too slowly to hold. Many clients send a small one in a packet of its own, right behind the head.
             self._serve(_State.SERVED)
+
+    @property
+    def _body_follows(self) -> bool:
+        """Whether the client sends a small body, without waiting for a `100 Continue`."""
+        return not self._reader.expects_continue and 0 < self._reader.content_length <= MAX_HELD_BYTES
 
     def _serve_noted(self) -> None:
         """Give uvicorn a whole request. If it refuses the request by itself, no task reports that it was handled."""

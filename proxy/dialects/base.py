@@ -167,9 +167,12 @@ class Dialect(Protocol):
     Attributes:
         headers_matter: Whether the meaning of a request depends on its headers. If not, a call is remembered by the
             other bytes of its request.
+        deciding: Where headers matter: all those, in lower case, that decide what a request means and which form its
+            answer has, for all rollouts of a tree alike, beside the one that names the rollout. None if others may.
     """
 
     headers_matter: bool
+    deciding: tuple[bytes, ...] | None = None
 
     def read(self, request: Request) -> Meaning:
         """Return what a request means.

@@ -41,7 +41,8 @@ MODERN = "2026-07-28"
 HANDSHAKES = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 _JSON = (("content-type", "application/json"),)
 _STREAM = (("content-type", "text/event-stream"), ("cache-control", "no-cache"))
-_SESSION = "mcp-session-id"
+SESSION = "mcp-session-id"
+"""The header that names a session, which is the rollout."""
 _LISTS = {
     "tools/list": "tools",
     "resources/list": "resources",
@@ -81,6 +82,9 @@ class Mcp(Eventful):
         self._spec = spec
         self._names = tuple(spec.mcp_servers)
         self._tools = builtin_tools.of(spec)
+        # With variants of videos, requests of the same bytes are different calls of different rollouts.
+        alike = spec.video is None or spec.video.variants == 1
+        self.deciding = (b"accept", b"mcp-protocol-version") if alike else None
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +148,7 @@ class Mcp(Eventful):
         if request.rollout:
             return reply
         name = f"mcp-{request.fresh}"
-        return Open(name, reply, headers=((_SESSION, name),))
+        return Open(name, reply, headers=((SESSION, name),))
 
     def _about(self, server: str) -> dict[str, Any]:
         capabilities: dict[str, Any] = {"tools": {}}
@@ -154,7 +158,7 @@ class Mcp(Eventful):
         return {"capabilities": capabilities, "serverInfo": {"name": title, "version": "1"}}
 
     def _rollout(self, request: Request) -> str:
-        name = request.rollout or request.header(_SESSION)
+        name = request.rollout or request.header(SESSION)
         if not name:
             raise RefusalError(
                 400,
@@ -300,7 +304,7 @@ _NOTHING = _Message("", {}, None, "", modern=False)
 
 def _session_of(request: Request) -> str:
     """Return the session that a request names, which must be running; empty if the URL names the rollout."""
-    return "" if request.rollout else request.header(_SESSION)
+    return "" if request.rollout else request.header(SESSION)
 
 
 def _message_of(request: Request) -> _Message:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from sandboxes.guest.anchors.anchor import Anchor, ShellStartError
 from sandboxes.guest.anchors.programs import start_anchor
+from sandboxes.guest.anchors.shell_kit import narrow
 from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.users import User, has_several
 from sandboxes.linux import processes
@@ -39,6 +40,7 @@ class ChildDeaths:
     def __init__(self) -> None:
         """Begin to wake. A process can have one such object only."""
         self._reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        narrow([writing])
         # The signal has to have a handler, or the interpreter writes nothing to the pipe.
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)

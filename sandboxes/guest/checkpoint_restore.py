@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from sandboxes.guest.anchors.anchor import Anchor
 from sandboxes.guest.anchors.programs import adopted_anchor
+from sandboxes.guest.anchors.shell_kit import PAGE, narrow
 from sandboxes.guest.anchors.shell_kit import new_pipes as new_shell_pipes
 from sandboxes.guest.criu_launch import CriuFiles, operate
 from sandboxes.guest.shell import Shell
@@ -109,6 +110,8 @@ class Restoring:
 def _anchor_pipes(theirs: list[int]) -> tuple[int, int]:
     """Make the anchor's pipes; return our ends, requests first, and add the anchor's ends to theirs."""
     requests, replies = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+    narrow([requests[1]], 2 * PAGE)
+    narrow([replies[0]])
     theirs += [requests[0], replies[1]]
     return requests[1], replies[0]
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
-from sandboxes.guest.anchors.shell_kit import TEXTS, ShellKit, changeable
+from sandboxes.guest.anchors.shell_kit import TEXTS, ShellKit, changeable, widen
 from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders
@@ -187,6 +187,7 @@ class Shell:
         for output in (self.out, self.err):
             output.drain(0)
             output.take()
+        widen([self.out.fd, self.err.fd, self.dump_fd])
         go, text = self._orders(command)
         # A shorter command must not end with the tail of the last one.
         overwrite(self.command_fd, text)

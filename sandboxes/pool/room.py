@@ -17,6 +17,9 @@ SANDBOX_BYTES = 12 << 20
 """Memory of an idle sandbox: 8 to 10 MB were measured, of pid 1, its template, the shell and the kernel's part."""
 SANDBOX_DESCRIPTORS = 8
 """File descriptors that the proxy holds for a sandbox, rounded up: 5 were measured."""
+SANDBOX_PIPE_PAGES = 12
+"""Pages that the pipes to a sandbox may hold while nothing runs in it. The kernel bounds them for each user (pipe(7)):
+beyond, answers may show that pipes are small, and are their rollouts' own (`linux/user_counts`)."""
 SANDBOX_PROCESSES = 8
 """Processes of a sandbox: 3 were measured, and a command has some of its own."""
 _RESERVE_SHARE = 8
@@ -71,6 +74,9 @@ class Room:
         soft = _MOST_FILES if soft == resource.RLIM_INFINITY else soft
         files = max(soft // 4, soft - self._other_files) // SANDBOX_DESCRIPTORS
         yield Bound(max(1, files), "open files", "raise the limit of open files (ulimit -n, LimitNOFILE=)")
+        pages = (_number("/proc/sys/fs/pipe-user-pages-soft") or cgroups.UNLIMITED) // self._workers
+        remedy = "raise the limit of pipes (sysctl fs.pipe-user-pages-soft=262144)"
+        yield Bound(max(1, (pages - pages // _RESERVE_SHARE) // SANDBOX_PIPE_PAGES), "pipes", remedy)
         for limit, used in _processes():
             free = (limit - limit // _RESERVE_SHARE - used) // self._workers
             remedy = "raise the limit of processes (kernel.pid_max, TasksMax=)"
@@ -113,5 +119,13 @@ def _processes() -> Iterator[cgroups.Bounded]:
         # The fourth field is of the running ones and all, with a slash between (proc_loadavg(5)).
         used = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
         for name in ("pid_max", "threads-max"):
-            yield cgroups.Bounded(int(Path(f"/proc/sys/kernel/{name}").read_text()), used)
+            yield cgroups.Bounded(_number(f"/proc/sys/kernel/{name}"), used)
     yield from cgroups.own_bounds(cgroups.PIDS)
+
+
+def _number(path: str) -> int:
+    """Return the number in a file of the kernel; a very large one if there is none."""
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return cgroups.UNLIMITED

@@ -133,6 +133,38 @@ def test_session_is_a_rollout_until_it_ends(proxy: Proxy) -> None:
     assert "session" in gone.json()["error"]["message"]
 
 
+def test_sessions_get_the_same_answers_in_their_own_forms(proxy: Proxy) -> None:
+    """Requests of the same bytes in several sessions are one call, and differ in the headers alone in what they get."""
+
+    def begin(**headers: str) -> Agent:
+        begun = Agent(proxy, "/t/m-forms/mcp").send("initialize", {"protocolVersion": "2025-06-18"})
+        agent = Agent(proxy, "/t/m-forms/mcp", wire="2025-06-18", session=begun.headers["mcp-session-id"])
+        agent.headers |= headers
+        return agent
+
+    first, second, other_id, events = begin(), begin(), begin(), begin(accept="text/event-stream")
+    other_id.ids = 40
+    for nth in (1, 2, 3):
+        asked = first.tool("exec", command=f"echo {nth} >> log; cat log")
+        assert asked.headers["cache-status"] != HIT
+        again, own, told = (
+            agent.tool("exec", command=f"echo {nth} >> log; cat log") for agent in (second, other_id, events)
+        )
+        assert [answer.headers["cache-status"] for answer in (again, own, told)] == [HIT] * 3
+        assert again.json() == asked.json()
+        assert own.json() == {**asked.json(), "id": 40 + nth}
+        assert told.headers["content-type"] == "text/event-stream"
+        assert json.loads(told.text.split("data: ")[1]) == asked.json()
+    # The form is the request's, also where all else is equal and was asked before.
+    for _ in range(3):
+        for form in ("application/json", "text/event-stream"):
+            first.ids, first.headers["accept"] = 90, form
+            assert first.tool("exec", command="cat log").headers["content-type"] == form
+    # Each has taken its own steps: one that turns aside sees its own state, and no other one's.
+    assert "mine" in text_of(second.tool("exec", command="echo mine >> log; cat log"))
+    assert "mine" not in text_of(first.tool("exec", command="cat log"))
+
+
 def raw(body: Any, status: int, code: int | None, **headers: str) -> tuple[Any, int, int | None, dict[str, str]]:
     return body, status, code, {name.replace("_", "-"): value for name, value in headers.items()}
 

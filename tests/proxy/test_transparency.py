@@ -100,7 +100,7 @@ async def together(rollouts: list[list[str]], trouble: Trouble, data: Path, **op
         running.pool.roster.check()
         task = await running.tasks.open("task")
         task.tree.check()
-        assert not trouble.driver.live or len(trouble.driver.live) <= running.settings.max_sandboxes
+        assert not trouble.driver.live or len(trouble.driver.live) <= running.pool.bound.most
     assert not trouble.driver.live
     return answers
 

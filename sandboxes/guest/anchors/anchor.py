@@ -43,7 +43,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from sandboxes.guest.anchors.shell_kit import PLACES, ShellKit
+from sandboxes.guest.anchors.shell_kit import PAGE, PLACES, ShellKit, narrow
 from sandboxes.guest.anchors.starter import AnchorLostError, Starter
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.users import ROOT, User
@@ -95,6 +95,8 @@ class Anchor(Starter, ABC):
     def _start(cls, program: str, arguments: Sequence[str], variables: Sequence[str] = ()) -> Self:
         theirs, ours = os.pipe2(os.O_CLOEXEC)
         answers, answering = os.pipe2(os.O_CLOEXEC)
+        narrow([ours], 2 * PAGE)
+        narrow([answers])
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         kit = ShellKit()
         descriptors = {0: null, 1: null, 2: null, _REQUESTS: theirs, _REPLIES: answering}

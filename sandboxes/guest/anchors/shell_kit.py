@@ -6,15 +6,16 @@
 # anchor, and the anchor has the far ends open from birth. One shell at a time is started on them, without any process
 # in between that holds descriptors for it.
 #
-# The next shell gets the same pipes. A command may have changed them: their mode, their capacity, what is in them. So
-# they are used again only while they are as they were made, and when no process of the agent is left that could have
-# them open. Otherwise the kit is closed, and another way is taken.
+# The next shell gets the same pipes. A command may have changed them: their mode, what is in them. So they are used
+# again only while they are as they were made, and when no process of the agent is left that could have them open.
+# Otherwise the kit is closed, and another way is taken.
 
+import contextlib
 import fcntl
 import os
 import struct
 import termios
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.linux.descriptors import close_all, overwrite
@@ -35,6 +36,11 @@ PLACES = {
     )
 }  # fmt: skip
 """The anchor's descriptors of the kit, by the shell's own descriptor numbers."""
+
+
+PAGE = os.sysconf("SC_PAGESIZE")
+_WIDE = 16 * PAGE
+"""The capacity of a new pipe (pipe(7))."""
 
 
 def sign(number: int) -> str:
@@ -60,7 +66,29 @@ def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
     theirs[session_texts.GO_FD], ours[session_texts.GO_FD] = os.pipe2(os.O_CLOEXEC)
     # A fork of a template opens it again, as the user that the image names.
     os.fchmod(theirs[session_texts.GO_FD], 0o666)
+    narrow([ours[number] for number in PIPES])
     return ours, theirs
+
+
+def narrow(pipes: Iterable[int], size: int = PAGE) -> None:
+    """Give pipes that are idle, or have little to carry, a small capacity. 1 us each.
+
+    The kernel counts the capacities of all pipes of a user together (pipe(7), pipe-user-pages-soft): pipes as they are
+    born would be enough for 110 sandboxes, and commands' pipes would be small beside more. One that has more in it
+    stays as it is.
+    """
+    _resize(pipes, size)
+
+
+def widen(pipes: Iterable[int]) -> None:
+    """Give pipes the capacity that programs find everywhere, as far as the user may have it. 1 us each."""
+    _resize(pipes, _WIDE)
+
+
+def _resize(pipes: Iterable[int], size: int) -> None:
+    for pipe in pipes:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, size)
 
 
 def write_texts(fds: Mapping[int, int], script: bytes) -> None:
@@ -95,10 +123,16 @@ class ShellKit:
         self._made = changeable(self._reachable)
         self.theirs[TEMPLATE_REQUESTS], self.ours[TEMPLATE_REQUESTS] = os.pipe2(os.O_CLOEXEC)
         self.ours[TEMPLATE_REPLIES], self.theirs[TEMPLATE_REPLIES] = os.pipe2(os.O_CLOEXEC)
+        # A request has a path in it.
+        narrow([self.ours[TEMPLATE_REQUESTS]], 2 * PAGE)
+        narrow([self.ours[TEMPLATE_REPLIES]])
 
     def is_as_made(self) -> bool:
         """Return whether it is open, and its pipes are empty and as they were made. 0.02 ms."""
-        return bool(self.theirs) and changeable(self._reachable) == self._made
+        if not self.theirs:
+            return False
+        narrow([self.theirs[number] for number in PIPES])
+        return changeable(self._reachable) == self._made
 
     def write_exports(self, exports: bytes) -> None:
         """Write the lines of bash that export the variables which the next shell is born with."""

@@ -248,6 +248,38 @@ def test_split_request_head_can_be_a_hit() -> None:
     asyncio.run(go())
 
 
+def test_a_body_in_a_packet_of_its_own_can_be_a_hit() -> None:
+    """Python's clients send it so."""
+
+    async def go() -> None:
+        server = Server()
+        for path, answer in (("/hit", b"hit 12345"), ("/miss", b"app 12345"), ("/hit", b"hit 12345")):
+            whole = request(path, b"12345")
+            assert contents(await server.send(whole[:-5], whole[-5:-2], whole[-2:]))[-1] == answer
+        assert server.app_paths == ["/miss"]
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        f"content-length: {MAX_HELD_BYTES + 1}",
+        "transfer-encoding: chunked",
+        "content-length: 2\r\nexpect: 100-continue",
+    ],
+)
+def test_a_body_that_may_be_long_in_coming_is_not_held(framing: str) -> None:
+    async def go() -> None:
+        server = Server()
+        server.connection.data_received(f"POST /hit HTTP/1.1\r\nhost: x\r\n{framing}\r\n\r\n".encode())
+        await asyncio.sleep(0)
+        assert server.app_paths == ["/hit"]
+        server.connection.connection_lost(None)
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize(
     "extra", ["expect: 100-continue\r\n", "connection: close\r\n", "connection: upgrade\r\nupgrade: h2c\r\n"]
 )

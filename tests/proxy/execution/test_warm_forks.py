@@ -11,7 +11,6 @@ import pytest
 
 from proxy.engine import Engine
 from proxy.execution import warm_forks
-from proxy.execution.warm_forks import available_bytes
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node
 from sandboxes.calls import ToolCall
@@ -305,11 +304,3 @@ def test_memory_is_read_once_a_second(tmp_path: Path, monkeypatch: pytest.Monkey
         assert [warm._short_of_memory() for _ in range(3)] == [True] * 3
 
     warmed(tmp_path, test, memory_reserve_bytes=1 << 60)
-
-
-def test_available_memory_is_read_from_meminfo(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    1234 kB\n")
-    assert available_bytes(meminfo) == 1234 << 10
-    assert available_bytes(tmp_path / "nothing") > 1 << 50
-    assert 1 << 20 < available_bytes() < 1 << 50

@@ -191,6 +191,8 @@ def agents_requests(base: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "GET", f"{base}/shell/file?path=/root/f", {}
     yield "POST", f"{base}/mcp", {"json": {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}}
     yield "DELETE", f"{base}/mcp", {"headers": {"mcp-session-id": "other"}}
+    known = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "exec", "arguments": SHELL}}
+    yield "POST", f"{base}/mcp", {"json": known, "headers": {"mcp-session-id": "other"}}
     for method, path in (
         ("GET", "containers/json?all=1"), ("GET", "info"), ("POST", "containers/create"), ("POST", "containers/prune"),
         ("GET", "containers/other/json"), ("DELETE", "containers/other"), ("GET", "containers/other/logs?stdout=1"),

@@ -1,6 +1,7 @@
 """While the machine has none left of what all sandboxes share, an answer is its rollout's own."""
 
 import asyncio
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -9,14 +10,46 @@ import pytest
 
 from sandboxes.calls import ToolCall
 from sandboxes.driver import Sandbox
-from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.descriptors import Opened, close_all
+from sandboxes.pool.room import SANDBOX_PIPE_PAGES
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import local_driver, opened
+from tests.machine import children, until
+from tests.sandboxes.box import local_driver, opened, run
 
 _LARGE = 1 << 20
 _ALLOWED = int(Path("/proc/sys/fs/pipe-user-pages-soft").read_text()) * os.sysconf("SC_PAGESIZE")
 """The bytes that the pipes of a user without rights may have."""
 READ = "python3 -c 'import fcntl, os; print(fcntl.fcntl(os.pipe()[0], 1032))'"
+
+
+def test_idle_sandboxes_leave_pipes_to_others(data_dir: Path) -> None:
+    """The pipes to a sandbox are small while nothing runs in it, and of the usual size for commands."""
+    program = "import fcntl; print(*[fcntl.fcntl(fd, 1032) for fd in (1, 2)])"
+
+    async def go() -> None:
+        async with opened(local_driver(data_dir)) as driver:
+            sandbox = await driver.start(EnvironmentSpec())
+            for command in ("cd /tmp", "seq 100000 | tail -n 1", "X=1", f'python3 -c "{program}"'):
+                answer = await run(sandbox, command)
+            assert answer.out == "65536 65536\n"
+            assert await driver.start(EnvironmentSpec())
+            await until(lambda: 0 < _pages() <= 2 * SANDBOX_PIPE_PAGES)
+
+    asyncio.run(go())
+
+
+def _pages() -> int:
+    """Return the pages that all pipes to sandboxes of this process may hold."""
+    sizes: dict[str, int] = {}
+    below = children(os.getpid())
+    for pid in below:
+        with contextlib.suppress(OSError):
+            below += children(pid)
+            for end in Path(f"/proc/{pid}/fd").iterdir():
+                if (name := str(end.readlink())).startswith("pipe:"):
+                    with Opened(os.open(end, os.O_RDONLY | os.O_NONBLOCK)) as pipe:
+                        sizes[name] = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+    return sum(sizes.values()) // os.sysconf("SC_PAGESIZE")
 
 
 @pytest.mark.alone
