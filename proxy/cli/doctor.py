@@ -93,8 +93,9 @@ def _namespaces() -> Requirement:
 def _try_in_child(name: str, flags: int, detail: str, remedy: str) -> Requirement:
     """Try to create namespaces in a child process, because success would change this process."""
     program = f"from sandboxes.linux import syscalls; syscalls.unshare({flags})"
+    # Without -P, modules in the directory where this was started would come before ours.
     pid = os.posix_spawn(
-        sys.executable, [sys.executable, "-S", "-c", program], {"PYTHONPATH": IMPORT_ROOT},
+        sys.executable, [sys.executable, "-S", "-P", "-c", program], {"PYTHONPATH": IMPORT_ROOT},
         file_actions=[(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)],
     )  # fmt: skip
     ok = os.waitpid(pid, 0)[1] == 0

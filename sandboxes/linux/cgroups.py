@@ -5,8 +5,9 @@ Theory of operation. Linux has two versions of cgroups, and both are common:
 - Version 1 has a hierarchy for each controller, so a sandbox has one group for memory and one for pids.
 - Version 2 has one hierarchy. A controller is available in a group's children only if the group enables it, and a group
   with processes of its own cannot enable it (Linux, Documentation/admin-guide/cgroup-v2.rst, "No Internal Process
-  Constraint"). The proxy's own group has at least the proxy in it, so the root of the hierarchy, which is exempt, is
-  the second choice.
+  Constraint"). The proxy's own group has at least the proxy in it. Where that group is ours, delegated by systemd or
+  the root of a container, all its processes move into a group below it, `PROXY_GROUP`, beside the sandboxes' groups.
+  Anywhere else the root of the hierarchy, which is exempt, is the choice.
 
 The proxy makes one group for itself, and in it one for each sandbox. Where no hierarchy is writable, every method does
 nothing and the driver falls back to resource limits of single processes.
@@ -29,6 +30,12 @@ UNLIMITED = 1 << 62
 _OWN_PIDS = 2
 """Processes of ours that are in the group too, pid 1 and a template: agents would have so many fewer."""
 MEMORY, PIDS, CPU = "memory", "pids", "cpu"
+PROXY_GROUP = "forkpoint-proxy"
+"""The group below a delegated group that has the delegated group's own processes. It stays as long as they do."""
+_DELEGATED = ("trusted.delegate", "user.delegate")
+"""The attributes with which systemd marks a group that it leaves to its processes. Users can read the second."""
+_MOVES = 100
+"""How often a group is looked through for processes, which may fork while they are moved."""
 _SHARES_PER_CORE = 512
 """CPU weight of all sandboxes together, for each core (version 1); an ordinary process has 1024 on its core.
 
@@ -93,6 +100,8 @@ class Cgroups:
 
     def _make_below(self, groups: dict[str, Path]) -> dict[str, Path]:
         for controller, group in groups.items():
+            if self.version == 2 and _is_ours(group):
+                _move_processes(group, group / PROXY_GROUP)
             parent = group / self.name
             parent.mkdir(exist_ok=True)
             self.parents[controller] = parent
@@ -219,6 +228,33 @@ def _remove(group: Path) -> bool:
     return True
 
 
+def _is_ours(group: Path) -> bool:
+    """Return whether a group of version 2 is left to the processes in it."""
+    if group == mount_points()[""]:
+        # The root of a container. The root of the machine's hierarchy has no type, and needs no move.
+        return (group / "cgroup.type").exists()
+    return any(_attribute(group, name) == b"1" for name in _DELEGATED)
+
+
+def _attribute(group: Path, name: str) -> bytes:
+    try:
+        return os.getxattr(group, name)
+    except OSError:
+        return b""
+
+
+def _move_processes(group: Path, below: Path) -> None:
+    below.mkdir(exist_ok=True)
+    for _ in range(_MOVES):
+        pids = (group / "cgroup.procs").read_text().split()
+        if not pids:
+            return
+        for pid in pids:
+            # It may have ended.
+            with contextlib.suppress(ProcessLookupError):
+                (below / "cgroup.procs").write_text(pid)
+
+
 def _enable_controllers(group: Path, *controllers: str) -> None:
     names = controllers or (MEMORY, PIDS)
     (group / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in names))
@@ -231,7 +267,9 @@ def _find_hierarchy() -> tuple[int, list[dict[str, Path]]] | None:
         return 1, [{name: own[name] for name in (MEMORY, PIDS)}]
     if "" not in own:
         return None
-    groups = [own[""], mount_points()[""]]
+    # Below a delegated group, an earlier look has moved this process.
+    around = own[""].parent if own[""].name == PROXY_GROUP else own[""]
+    groups = [around, mount_points()[""]]
     able = [group for group in groups if {MEMORY, PIDS} <= set((group / "cgroup.controllers").read_text().split())]
     return (2, [{MEMORY: group, PIDS: group} for group in able]) if able else None
 

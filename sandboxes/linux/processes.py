@@ -307,8 +307,10 @@ def has_descriptors(pid: int, expected: Mapping[int, str]) -> bool:
     False if it has ended or may not be read.
     """
     try:
-        # The size of the directory is the number of descriptors, since Linux 6.2 (proc_pid_fd(5)).
-        return os.stat(f"/proc/{pid}/fd").st_size == len(expected) and all(  # noqa: PTH116
+        folder = f"/proc/{pid}/fd"
+        # The size of the directory is the number of descriptors since Linux 6.2 (proc_pid_fd(5)); before, it is 0.
+        number = os.stat(folder).st_size or len(os.listdir(folder))  # noqa: PTH116, PTH208
+        return number == len(expected) and all(
             os.readlink(f"/proc/{pid}/fd/{fd}") == name  # noqa: PTH115
             for fd, name in expected.items()
         )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.cli.doctor import _host_changes, _shells, check
+from proxy.cli.doctor import _host_changes, _namespaces, _shells, check
 from sandboxes.shell_files import copies
 from tests.machine import require_sandboxes
 
@@ -37,3 +37,14 @@ def test_why_shells_are_executed_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert (shown.ok, shown.required) == (False, False)
     assert "executes bash" in shown.detail
     assert shown.detail.endswith("bash names no loader")
+
+
+def test_modules_of_the_current_directory_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be an agent's, or have a folder of one of our names; what it has must not run as root."""
+    for room in ("sandboxes", "forkpoint", "ctypes"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").write_text(f"open({str(tmp_path / 'loaded')!r}, 'w')\n")
+    at_home = _namespaces()
+    monkeypatch.chdir(tmp_path)
+    assert _namespaces() == at_home
+    assert not (tmp_path / "loaded").exists()

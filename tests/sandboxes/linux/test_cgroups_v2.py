@@ -1,9 +1,9 @@
-"""Control groups of version 2: which files get which values in a tree of plain files, and a sweep on a real hierarchy.
+"""Control groups of version 2: which files get which values in a tree of plain files, and moves on a real hierarchy.
 
-The machines that test this project mount memory and pids with version 1, so the kernel's own answers to these writes
-are not tested; docs/containers.md says so.
+Machines that mount memory and pids with version 1 have no limits to test here: `tests/guest` tests them on its kernel.
 """
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.linux import cgroups
-from sandboxes.linux.cgroups import MEMORY, PIDS, Cgroups, sweep
+from sandboxes.linux.cgroups import MEMORY, PIDS, PROXY_GROUP, Cgroups, sweep
 from tests.machine import needs_root
 
 
@@ -97,3 +97,70 @@ def test_a_sweep_ends_the_processes_of_real_groups(hierarchy: Path) -> None:
         sweep(parent)
     assert process.returncode == -9
     assert not parent.exists()
+
+
+@pytest.fixture
+def busy(hierarchy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, int]]:
+    """A real group with a process in it, which stands for this process, and a controller that is free here."""
+    controllers = (hierarchy / "cgroup.controllers").read_text().split()
+    # The rule about processes in a group is for controllers such as these two.
+    free = next((name for name in ("memory", "hugetlb") if name in controllers), None)
+    if free is None:
+        pytest.skip(f"version 2 has no controller here that needs a group without processes: {controllers}")
+    monkeypatch.setattr(cgroups, "MEMORY", free)
+    monkeypatch.setattr(cgroups, "PIDS", free)
+    monkeypatch.setattr(cgroups, "mount_points", lambda: {"": hierarchy})
+    group = hierarchy / f"forkpoint-test-{hierarchy.name}"
+    enabled = free in (hierarchy / "cgroup.subtree_control").read_text().split()
+    (hierarchy / "cgroup.subtree_control").write_text(f"+{free}")
+    group.mkdir()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        (group / "cgroup.procs").write_text(str(process.pid))
+        monkeypatch.setattr(cgroups, "_own_groups", lambda: {"": group_of(hierarchy, process.pid)})
+        yield group, process.pid
+        process.kill()
+    if (group / PROXY_GROUP).is_dir():
+        (group / PROXY_GROUP).rmdir()
+    group.rmdir()
+    if not enabled:
+        (hierarchy / "cgroup.subtree_control").write_text(f"-{free}")
+
+
+def group_of(hierarchy: Path, pid: int) -> Path:
+    (line,) = (line for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line.startswith("0::"))
+    return hierarchy / line.removeprefix("0::/")
+
+
+@pytest.mark.parametrize("ours", ["delegated", "a container's root"])
+@needs_root
+def test_the_proxy_makes_room_in_its_own_group(
+    busy: tuple[Path, int], monkeypatch: pytest.MonkeyPatch, ours: str
+) -> None:
+    """A group with processes can limit none below it. They move, and the next look, from there, leads to the same."""
+    own, pid = busy
+    if ours == "delegated":
+        os.setxattr(own, "user.delegate", b"1")
+    else:
+        monkeypatch.setattr(cgroups, "mount_points", lambda: {"": own})
+    for name in ("first", "second"):
+        groups = Cgroups(name)
+        groups.open()
+        try:
+            assert (groups.problem, groups.folders) == ("", {own / name})
+            assert group_of(own.parent, pid) == own / PROXY_GROUP
+            groups.create("box")
+            assert list((own / name / "box").glob(f"{cgroups.MEMORY}.*max"))
+        finally:
+            groups.close()
+
+
+@needs_root
+def test_processes_stay_in_a_group_of_others(busy: tuple[Path, int], hierarchy: Path) -> None:
+    own, pid = busy
+    groups = Cgroups(f"{own.name}-beside")
+    groups.open()
+    try:
+        assert groups.folders == {hierarchy / groups.name}
+        assert group_of(hierarchy, pid) == own
+    finally:
+        groups.close()

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -73,3 +74,26 @@ def test_process_that_cannot_be_read_has_not_ended(monkeypatch: pytest.MonkeyPat
     for look in (processes.list_processes, processes.ipc_objects):
         with pytest.raises(OSError, match=r"stat|sysvipc"):
             look()
+
+
+@pytest.mark.parametrize("release", ["6.1", "6.2"])
+def test_descriptors_are_known_on_every_kernel(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    """Before Linux 6.2 the directory of descriptors has no size, and a shell with its own descriptors holds no more."""
+    look = os.stat
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        seen = look(path, **options)
+        sized = release == "6.2" or not str(path).endswith("/fd")
+        return seen if sized else os.stat_result((*seen[:6], 0, *seen[7:10]))
+
+    monkeypatch.setattr(os, "stat", stat)
+    with subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=2) as process:
+        folder = f"/proc/{process.pid}/fd"
+        own = {int(fd): os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}  # noqa: PTH115, PTH208
+        without = {fd: name for fd, name in own.items() if fd != 2}
+        try:
+            assert processes.has_descriptors(process.pid, own)
+            assert not processes.has_descriptors(process.pid, without)
+            assert not processes.has_descriptors(process.pid, own | {2: "/elsewhere"})
+        finally:
+            process.kill()
