@@ -19,6 +19,7 @@ class EnvironmentRequest:
     workdir: str | None = None
     memory_mb: int | None = None
     pids: int | None = None  # Limit of processes.
+    cpus: float | None = None
     # The environment that the settings give this image name; None if they give none.
     base: EnvironmentSpec | None = None
     # Side services to add, each as a spec has it.
@@ -53,7 +54,7 @@ def spec_for(
     if base is None:
         detail = f"No such image: {request.image}. PUT the task with an environment, or turn the driver local on."
         raise RefusalError(404, "no-such-image", detail)
-    limits = {"memory_mb": request.memory_mb, "pids": request.pids}
+    limits = {"memory_mb": request.memory_mb, "pids": request.pids, "cpus": request.cpus}
     fields = base.model_dump()
     fields["env"] |= request.env
     fields["services"] |= request.services

@@ -131,6 +131,24 @@ def test_project_is_one_shared_state(proxy: Proxy, client: list[str], tmp_path: 
     assert {rollout["state"] for rollout in listed} == {"finished"}
 
 
+def test_a_published_task_mounts_directories_for_its_logs(proxy: Proxy) -> None:
+    """As compose files of public tasks ask for it, with each of Docker's two forms of a mount."""
+    bind = docker.types.Mount("/agent-logs", "/home/me/task/agent-logs", type="bind")
+    with closing(docker.DockerClient(base_url=host(proxy, "published", "a"), timeout=60)) as client:
+        agent = client.containers.run(
+            BASH_IMAGE, ["sh", "-c", "sleep infinity"], detach=True, volumes=["/home/me/task/logs:/logs"],
+            mounts=[bind], ports={"80/tcp": 8080}, nano_cpus=1_000_000_000,
+        )  # fmt: skip
+        count = "import os; print(len(os.sched_getaffinity(0)))"
+        command = f"cd /agent-logs && echo done >/logs/out && ls /logs; python3 -c '{count}'"
+        assert agent.exec_run(["bash", "-c", command]).output == b"out\n1\n"
+        assert b"done" in b"".join(agent.get_archive("/logs/out")[0])
+        told = client.api.create_container(
+            BASH_IMAGE, ["sleep", "infinity"], host_config=client.api.create_host_config(binds=["/home/me/l:/logs"])
+        )
+        assert "empty directory" in told["Warnings"][0]
+
+
 def test_services_have_files_of_their_own(proxy: Proxy) -> None:
     """Without compose: containers that share a network are a project. Copies reach the files of each container."""
     with closing(docker.DockerClient(base_url=host(proxy, "plain", "a"), timeout=60)) as client:
@@ -167,14 +185,13 @@ def test_services_have_files_of_their_own(proxy: Proxy) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"HostConfig": {"Binds": ["/etc:/mnt"]}}, "mounts nothing of the host"),
+        ({"HostConfig": {"Binds": ["/etc:/mnt"]}}, "mounts nothing of the client's machine"),
         (
             {"HostConfig": {"Mounts": [{"Type": "bind", "Source": "/etc", "Target": "/m"}]}},
-            "mounts nothing of the host",
+            "mounts nothing of the client's machine",
         ),
         ({"HostConfig": {"Privileged": True}}, "without privileges"),
         ({"HostConfig": {"NetworkMode": "host"}}, "one network without a way out"),
-        ({"HostConfig": {"PortBindings": {"80/tcp": [{}]}}}, "publishes no ports"),
         ({"HostConfig": {"Binds": ["data:/data:ro"]}}, "leave `:ro` out"),
         ({"HostConfig": {"NetworkMode": "others"}}, "does not belong to project 'p'"),
         ({"Labels": {"com.docker.compose.oneoff": "True"}}, "Use `docker compose exec`"),

@@ -21,6 +21,7 @@ from proxy.compat.docker.events import ContainerEvents
 from proxy.compat.docker.execs import ContainerExecs
 from proxy.compat.docker.images import ImageRequests
 from proxy.compat.docker.lifecycle import ContainerLifecycle, StreamedResponse
+from proxy.compat.docker.mounts import notes_of
 from proxy.compat.docker.projects import Projects
 from proxy.compat.docker.registry import ContainerRegistry
 from proxy.compat.docker.requests import NO_PAGE, DockerRequest
@@ -255,7 +256,8 @@ class DockerApi:
         finally:
             self._reserved_names.discard((task, owner, name))
         self._events.publish("create", container)
-        return responses.json_response({"Id": container_id, "Warnings": []}, 201)
+        notes = notes_of(body.get("HostConfig") or {})
+        return responses.json_response({"Id": container_id, "Warnings": notes}, 201)
 
     async def _plan(self, container: Container, config: Mapping[str, Any], environment: EnvironmentRequest) -> None:
         has_others = bool(self._registry.project(container.task, container.owner, container.project))

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from proxy.compat.docker.mounts import making, mounts_of
 from proxy.compat.docker.requests import ContainerSpec, arguments_of, variables
 from proxy.compat.docker.waiting_commands import waits as waits_alone
 from proxy.refusals import RefusalError
@@ -50,6 +51,7 @@ class ProjectMember:
     depends_on: frozenset[str]  # Names of the members that must be ready before.
     volumes: Mapping[str, str]  # The path of each named volume that it uses.
     aliases: frozenset[str]  # Further names on the network.
+    folders: tuple[str, ...] = ()  # Where the client mounts directories of its machine; see `mounts`.
 
 
 def member(
@@ -82,7 +84,14 @@ def member(
     }  # fmt: skip
     depends_on = _depends_on(own_name, labels, running)
     return ProjectMember(
-        own_name, spec.image, waits, service, depends_on, _mounts(host, volumes), _aliases(body, own_name, name)
+        own_name,
+        spec.image,
+        waits,
+        service,
+        depends_on,
+        _mounts(host, volumes),
+        _aliases(body, own_name, name),
+        mounts_of(host).folders,
     )
 
 
@@ -140,51 +149,13 @@ def _depends_on(name: str, labels: Mapping[str, str], running: Collection[str]) 
 def _mounts(host: Mapping[str, Any], volumes: Mapping[str, str]) -> dict[str, str]:
     """Return the path of each named volume, by the volume's name in the spec."""
     paths: dict[str, str] = {}
-    for source, target in named_mounts(host):
+    for source, target in mounts_of(host).volumes:
         if source not in volumes:
             raise RefusalError(400, "docker", f"There is no volume {source!r}. Create it before its containers.")
         if volumes[source] in paths:
             raise RefusalError(400, "docker", f"Volume {source!r} has two paths in one container. Leave one out.")
         paths[volumes[source]] = target.rstrip("/")
     return paths
-
-
-def named_mounts(host: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return name and path of each named volume that a create request mounts.
-
-    Anonymous volumes and memory file systems are left out: they are directories of their container. Raises RefusalError
-    (400) for other mounts.
-    """
-    mounts: list[tuple[str, str]] = []
-    for bind in host.get("Binds") or ():
-        source, _, rest = str(bind).partition(":")
-        target, _, options = rest.partition(":")
-        mounts.append((source, _writable(target, "ro" in options.split(","))))
-    for mount in host.get("Mounts") or ():
-        kind, source, target = (str(mount.get(key) or "") for key in ("Type", "Source", "Target"))
-        if kind not in {"volume", "tmpfs"} or (mount.get("VolumeOptions") or {}).get("Subpath"):
-            raise RefusalError(400, "docker", f"A mount of type {kind!r} at {target}: {NO_HOST_PATHS}")
-        if kind == "volume" and source:
-            mounts.append((source, _writable(target, bool(mount.get("ReadOnly")))))
-    for source, target in mounts:
-        if "/" in source or source in {".", ".."}:
-            raise RefusalError(400, "docker", f"{source} at {target}: {NO_HOST_PATHS}")
-    return mounts
-
-
-NO_HOST_PATHS = (
-    "Forkpoint mounts nothing of the host. Put the files into the image, or copy them in with `docker compose cp`."
-)
-"""Why a host path is refused, and what helps."""
-
-
-def _writable(target: str, read_only: bool) -> str:
-    if read_only:
-        raise RefusalError(
-            400, "docker", f"The volume at {target} is read-only. Volumes are directories of the state, which all can "
-            "write to: leave `:ro` out.",
-        )  # fmt: skip
-    return target
 
 
 def _aliases(body: Mapping[str, Any], own_name: str, container_name: str) -> frozenset[str]:
@@ -214,6 +185,11 @@ def environment(members: Sequence[ProjectMember], requests: Mapping[str, Environ
             users.setdefault(volume, {})[MAIN if member is main else member.name] = path
     further = {alias for member in members for alias in member.aliases} | ({main.name} if main is not None else set())
     outputs = [f": >{SERVICES}/{name}{OUTPUT} && chmod 666 {SERVICES}/{name}{OUTPUT}" for name in sorted(names)]
+    folders = [
+        command
+        for member in sorted(members, key=lambda member: member.name)
+        for command in making(member.folders, "" if member is main else f"{SERVICES}/{member.name}")
+    ]
     unused = sorted(further - names - {MAIN}) if services else []
     if wrong := [name for name in unused if not _HOST_NAME.fullmatch(name)]:
         raise RefusalError(
@@ -222,7 +198,7 @@ def environment(members: Sequence[ProjectMember], requests: Mapping[str, Environ
         )  # fmt: skip
     base = requests[main.name] if main is not None else EnvironmentRequest(services[0].image)
     return EnvironmentRequest(
-        base.image, base.env, base.workdir, base.memory_mb, base.pids,
+        base.image, base.env, base.workdir, base.memory_mb, base.pids, base.cpus,
         services={
             member.name: {**member.service, "depends_on": tuple(sorted(member.depends_on & names))}
             for member in services
@@ -230,5 +206,5 @@ def environment(members: Sequence[ProjectMember], requests: Mapping[str, Environ
         # A volume with one user is a directory of it.
         volumes={volume: paths for volume, paths in sorted(users.items()) if len(paths) > 1},
         aliases=tuple(unused),
-        setup=tuple(outputs),
+        setup=(*outputs, *folders),
     )  # fmt: skip

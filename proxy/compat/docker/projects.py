@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.compat.docker.containers import Container, ContainerState
-from proxy.compat.docker.members import PROJECT, ProjectMember, environment, main_member, member, named_mounts
+from proxy.compat.docker.members import PROJECT, ProjectMember, environment, main_member, member
+from proxy.compat.docker.mounts import mounts_of
 from proxy.compat.docker.networks import Names
 from proxy.compat.docker.registry import ContainerRegistry
 from proxy.refusals import RefusalError
@@ -99,7 +100,7 @@ class Projects:
         """Return what the spec calls each volume that a container mounts; from now on they belong to its project."""
         names, spec = self.names(container.task, container.owner), container.spec
         used = {}
-        for name, _ in named_mounts(spec.body.get("HostConfig") or {}):
+        for name, _ in mounts_of(spec.body.get("HostConfig") or {}).volumes:
             # As in Docker, a container can name a volume that does not exist yet.
             volume = names.use_volume(name)
             if volume.ended:

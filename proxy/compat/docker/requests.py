@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, unquote
 
 import orjson
 
+from proxy.compat.docker.mounts import making, mounts_of
 from proxy.compat.docker.waiting_commands import waits
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
@@ -187,21 +188,21 @@ def _arguments(body: Mapping[str, Any], name: str) -> list[str] | None:
 
 
 _UNSUPPORTED = {
-    "Binds": "mounts nothing of the host. Copy files in (docker cp), or list them in the task's spec.",
-    "Mounts": "mounts nothing of the host. Copy files in (docker cp), or list them in the task's spec.",
     "VolumesFrom": "has no volumes. Copy files in (docker cp).",
-    "PortBindings": "publishes no ports. Reach servers by docker exec, or as `servers` of the task's spec.",
     "Devices": "passes no devices on.",
 }
 """Members of HostConfig that are refused, and why."""
-_CHECKED_IN_PROJECTS = frozenset({"Binds", "Mounts"})
-"""Members of HostConfig that `members.named_mounts` checks for the containers of a project."""
 
 
 def _refuse(host: Mapping[str, Any], body: Mapping[str, Any], *, in_project: bool) -> None:
     for name, why in _UNSUPPORTED.items():
-        if host.get(name) and not (in_project and name in _CHECKED_IN_PROJECTS):
+        if host.get(name):
             raise RefusalError(400, "docker", f"HostConfig.{name}: Forkpoint {why}")
+    if (volumes := mounts_of(host).volumes) and not in_project:
+        raise RefusalError(
+            400, "docker", f"Volume {volumes[0][0]!r}: Forkpoint has volumes for projects of `docker compose` only, "
+            "whose containers are one state.",
+        )  # fmt: skip
     if str(host.get("NetworkMode") or "").startswith("container:"):
         raise RefusalError(400, "docker", "HostConfig.NetworkMode: Forkpoint's containers cannot share a network.")
     if not isinstance(body.get("Env") or [], list):
@@ -226,7 +227,20 @@ def environment(body: Mapping[str, Any], config: Mapping[str, Any]) -> Environme
     return EnvironmentRequest(
         str(body["Image"]), variables(body.get("Env")), workdir,
         memory_mb=max(16, memory >> 20) if memory > 0 else None, pids=max(8, pids) if pids > 0 else None,
+        cpus=_cpus(host), setup=making(mounts_of(host).folders),
     )  # fmt: skip
+
+
+def _cpus(host: Mapping[str, Any]) -> float | None:
+    """Return the CPUs that a container gets: `cpus` of compose, `--cpus`, or a quota of a period; None for all."""
+    if nano := host.get("NanoCpus") or 0:
+        return float(nano) / 1e9 if nano > 0 else None
+    quota, period = host.get("CpuQuota") or 0, host.get("CpuPeriod") or _PERIOD_US
+    return float(quota) / period if quota > 0 else None
+
+
+_PERIOD_US = 100_000
+"""The kernel's period of a CPU quota, which Docker takes if a request names none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from proxy.compat.docker.containers import Container, Exec
-from proxy.compat.docker.members import named_mounts
+from proxy.compat.docker.mounts import mounts_of
 from proxy.compat.docker.requests import API, ENGINE, OLDEST_API, image_id
 from proxy.dialects.base import Local
 from sandboxes.listener import Headers
@@ -160,7 +160,7 @@ def _mounts(container: Container) -> list[dict[str, Any]]:
     body = container.spec.body
     return [
         {"Type": "volume", "Name": name, "Source": "", "Destination": path, "Driver": "local", "Mode": "rw", "RW": True}
-        for name, path in named_mounts(body.get("HostConfig") or {})
+        for name, path in mounts_of(body.get("HostConfig") or {}).volumes
     ]
 
 

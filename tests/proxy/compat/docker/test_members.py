@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from proxy.compat.docker.members import OUTPUT, ProjectMember, environment, main_member, member, named_mounts
+from proxy.compat.docker.members import OUTPUT, ProjectMember, environment, main_member, member
 from proxy.compat.docker.requests import container_spec
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest, spec_for
@@ -96,20 +96,3 @@ def test_health_check_of_image_counts() -> None:
     assert web.service["healthcheck"] == ("CMD-SHELL", "true")
     with pytest.raises(RefusalError, match="Nothing says when service 'web' is ready"):
         made("web", "serve", config={"Healthcheck": {"Test": ["CMD", "true"]}}, Healthcheck={"Test": ["NONE"]})
-
-
-@pytest.mark.parametrize(
-    ("host", "named"),
-    [
-        ({"Binds": ["data:/data:rw", "more:/more"]}, [("data", "/data"), ("more", "/more")]),
-        ({"Mounts": [{"Type": "tmpfs", "Target": "/tmp"}, {"Type": "volume", "Target": "/anonymous"}]}, []),
-    ],
-)
-def test_named_volumes_are_mounts(host: dict[str, Any], named: list[tuple[str, str]]) -> None:
-    assert named_mounts(host) == named
-
-
-@pytest.mark.parametrize("source", ["/etc", "./x", "..", "a/../../etc"])
-def test_paths_are_no_volumes(source: str) -> None:
-    with pytest.raises(RefusalError, match="mounts nothing of the host"):
-        named_mounts({"Binds": [f"{source}:/x"]})

@@ -1,0 +1,105 @@
+"""What a create request mounts: volumes of a project, and directories of the client's machine (pure).
+
+Nothing of the client's machine is mounted, because the proxy may run on another one, and a state must not change from
+outside. Published tasks mount directories to get logs out of a container. Such a directory is an empty one of the
+state, from which `docker cp` and the files of the REST API read. What comes in by a mount has to be copied in.
+"""
+
+import posixpath
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from proxy.refusals import RefusalError
+
+_SYSTEM = (
+    "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr", "/var/lib",
+    "/var/run",
+)  # fmt: skip
+"""Directories that are mounted for what is in them, and with them sockets such as Docker's."""
+_COPY = "Put the files into the image, or copy them in with `docker cp` or `docker compose cp`."
+
+
+class Mounts(NamedTuple):
+    """What a container mounts.
+
+    Attributes:
+        volumes: Name and path of each named volume.
+        folders: Paths at which a directory of the client's machine would be, each once, in order.
+    """
+
+    volumes: tuple[tuple[str, str], ...]
+    folders: tuple[str, ...]
+
+
+def mounts_of(host: Mapping[str, Any]) -> Mounts:
+    """Return what a create request's `HostConfig` mounts.
+
+    Anonymous volumes and memory file systems are left out: they are directories of their container. Raises RefusalError
+    (400) for what an empty directory cannot stand for.
+    """
+    volumes, folders = list[tuple[str, str]](), set[str]()
+    for source, target, read_only in _entries(host):
+        if "/" not in source and source not in {".", ".."}:
+            if read_only:
+                raise RefusalError(
+                    400, "docker", f"The volume at {target} is read-only. Volumes are directories of the state, which "
+                    "all can write to: leave `:ro` out.",
+                )  # fmt: skip
+            volumes.append((source, target))
+            continue
+        path = _normal(source)
+        if read_only or not source.startswith("/") or path == "/" or _is_system(path):
+            raise RefusalError(
+                400, "docker", f"{source} at {target}: Forkpoint mounts nothing of the client's machine, and a "
+                f"directory {'that is read-only' if read_only else 'of the system'} is mounted for its files. {_COPY}",
+            )  # fmt: skip
+        folders.add(_target(target))
+    return Mounts(tuple(volumes), tuple(sorted(folders)))
+
+
+def _entries(host: Mapping[str, Any]) -> Iterable[tuple[str, str, bool]]:
+    """Yield source, target and whether it is read-only, of each mount that has a source."""
+    for bind in host.get("Binds") or ():
+        source, _, rest = str(bind).partition(":")
+        target, _, options = rest.partition(":")
+        yield source, target, "ro" in options.split(",")
+    for mount in host.get("Mounts") or ():
+        kind, source, target = (str(mount.get(key) or "") for key in ("Type", "Source", "Target"))
+        if kind not in {"volume", "tmpfs", "bind"} or (mount.get("VolumeOptions") or {}).get("Subpath"):
+            raise RefusalError(400, "docker", f"A mount of type {kind!r} at {target}: Forkpoint has none. {_COPY}")
+        if kind != "tmpfs" and source:
+            yield source, target, bool(mount.get("ReadOnly"))
+
+
+def _is_system(path: str) -> bool:
+    return any(path == system or path.startswith(f"{system}/") for system in _SYSTEM)
+
+
+def _target(path: str) -> str:
+    if not path.startswith("/") or "\0" in path:
+        raise RefusalError(400, "docker", f"{path!r} is no absolute path in a container.")
+    return _normal(path)
+
+
+def _normal(path: str) -> str:
+    # Two slashes at the beginning would stay.
+    return posixpath.normpath(f"/{path.lstrip('/')}")
+
+
+def making(folders: Iterable[str], below: str = "") -> tuple[str, ...]:
+    """Return the set-up commands that make directories, below the root of a side service if that is given."""
+    paths = [f"{below}{folder}" for folder in folders]
+    return (f"mkdir -p -- {shlex.join(paths)}",) if paths else ()
+
+
+def notes_of(host: Mapping[str, Any]) -> list[str]:
+    """Return what a client should know of a request that is not taken word for word."""
+    notes = [
+        f"{folder} is an empty directory of the container: nothing of the client's machine is mounted. Read it with "
+        "`docker cp`."
+        for folder in mounts_of(host).folders
+    ]
+    if host.get("PortBindings"):
+        notes.append("No port is published: containers of a project reach each other, and clients use `docker exec`.")
+    return notes
