@@ -1,10 +1,14 @@
-"""The services of a compose file as members of a spec (pure).
+"""The services of a compose file as members of a spec.
 
 What a sandbox cannot be is refused, because a task without one of its parts would be another task.
 """
 
+import posixpath
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 MAIN = "main"
@@ -15,7 +19,9 @@ _IGNORED = frozenset({
     "stop_grace_period", "stop_signal", "tty",
 })  # fmt: skip
 """Members that do not change what programs meet: all services share one network, whose ports are all open inside. The
-limits of a spec hold instead of those of a file."""
+limits of the main service hold for all of them together."""
+_LIMITS = frozenset({"cpus", "deploy", "mem_limit"})
+"""Members that are read of the main service."""
 _MAIN = frozenset({"command", "depends_on", "environment", "image", "volumes", "working_dir"})
 """Members of the main service that have a meaning. Its command only keeps it running."""
 _SIDE = _MAIN | {"entrypoint", "healthcheck", "user"}
@@ -28,13 +34,24 @@ class ComposeFileError(ValueError):
     """A compose file says something that a sandbox cannot be; the message says what helps."""
 
 
-def spec_of(file: Any, image: str | None, main: str = MAIN) -> dict[str, Any]:
+def spec_of(
+    file: Any,
+    image: str | None,
+    main: str = MAIN,
+    *,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    has_files: Callable[[str], bool] = lambda _: False,
+) -> dict[str, Any]:
     """Return the environment that a compose file describes, as a spec.
+
+    A directory of the client's machine that a service mounts, such as one for logs, becomes an empty one of the state.
 
     Args:
         file: The parsed file.
-        image: The image of the main container if the file names none.
+        image: The image of the main container if the file names none, or by a variable without a value.
         main: Name of the service in which the agent works.
+        variables: The values of variables that the file uses.
+        has_files: Says of the source of a mount whether there is something that the service would find.
 
     Raises:
         ComposeFileError: The file says something that a sandbox cannot be.
@@ -42,6 +59,9 @@ def spec_of(file: Any, image: str | None, main: str = MAIN) -> dict[str, Any]:
     services = file.get("services") if isinstance(file, dict) else None
     if not isinstance(services, dict) or not services:
         raise ComposeFileError("The compose file has no services.")
+    services = _filled(services, variables)
+    if image and isinstance(services.get(main), dict) and "$" in str(services[main].get("image")):
+        services[main] = {**services[main], "image": image}
     agent, sides = services.get(main) or {}, {name: side or {} for name, side in services.items() if name != main}
     if not sides and isinstance(agent, dict) and agent.get("network_mode") == "none":
         # A sandbox of one service has no network either. A side service without one could not be reached.
@@ -63,7 +83,17 @@ def spec_of(file: Any, image: str | None, main: str = MAIN) -> dict[str, Any]:
         "services": {name: _service(name, side, main) for name, side in sides.items()},
         "volumes": _volumes({**sides, MAIN: agent}),
     }  # fmt: skip
+    if folders := _folders({**sides, MAIN: agent}, has_files):
+        spec["setup"] = [f"mkdir -p -- {shlex.join(folders)}"]
+    if limits := _limits(main, agent):
+        spec["limits"] = limits
     return spec | ({"workdir": agent["working_dir"]} if agent.get("working_dir") else {})
+
+
+def has_files(folder: Path, source: str) -> bool:
+    """Return whether the source of a mount in a folder's compose file is a file, or a directory with something in it."""
+    path = folder / source
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
 
 def default_of(file: Any) -> str:
@@ -86,8 +116,10 @@ def _check(name: str, service: Any, known: frozenset[str]) -> None:
             f"Service {name!r} has {unknown[0]!r}, which services of a sandbox do not have. Write a "
             "spec (docs/services.md)."
         )
-    if "$" in str(service).replace("$$", ""):
-        raise ComposeFileError(f"Service {name!r} uses a variable ($…). Write its value into the compose file.")
+    used = {key: value for key, value in service.items() if key not in _IGNORED - _LIMITS}
+    used["volumes"] = [_mount(entry)[1:] for entry in service.get("volumes") or ()]
+    if found := _VARIABLE.search(str(used).replace("$$", "")):
+        raise ComposeFileError(f"Service {name!r} uses the variable {found[0]}. Write its value into the compose file.")
 
 
 def _service(name: str, service: Mapping[str, Any], main: str) -> dict[str, Any]:
@@ -154,13 +186,84 @@ def _volumes(services: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, s
             source, target, options = _mount(entry)
             if not target:
                 continue
-            if "/" in source or source.startswith((".", "~")) or "ro" in options.split(","):
+            if _is_path(source):
+                continue
+            if "ro" in options.split(","):
                 raise ComposeFileError(
-                    f"Service {name!r} mounts {source}. A sandbox has no paths of the host, and no read-only volumes: "
-                    "put the files into the image."
+                    f"Service {name!r} mounts {source}. A sandbox has no read-only volumes: put the files into the "
+                    "image."
                 )
             users.setdefault(source, {})[name] = target.rstrip("/")
     return {volume: paths for volume, paths in users.items() if len(paths) > 1}
+
+
+def _folders(services: Mapping[str, Mapping[str, Any]], has_files: Callable[[str], bool]) -> list[str]:
+    """Return where services mount directories of the client's machine, as paths in the main container."""
+    folders = set()
+    for name, service in services.items():
+        below = "" if name == MAIN else f"/.services/{name}"
+        for entry in service.get("volumes") or ():
+            source, target, options = _mount(entry)
+            if not target or not _is_path(source):
+                continue
+            system = re.match(r"/+(bin|boot|dev|etc|lib|proc|run|sbin|sys|usr|var/lib|var/run)\b", source)
+            if "ro" in options.split(",") or system or has_files(source):
+                raise ComposeFileError(
+                    f"Service {name!r} mounts {source} for its files, and a sandbox has no paths of the host: put the "
+                    "files into the image."
+                )
+            folders.add(below + posixpath.normpath(f"/{target.lstrip('/')}"))
+    return sorted(folders)
+
+
+def _is_path(source: str) -> bool:
+    return "/" in source or source.startswith((".", "~", "$"))
+
+
+def _limits(name: str, service: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the limits of the main service, as a spec has them."""
+    resources = ((service.get("deploy") or {}).get("resources") or {}).get("limits") or {}
+    cpus, memory = service.get("cpus") or resources.get("cpus"), service.get("mem_limit") or resources.get("memory")
+    limits: dict[str, Any] = {}
+    try:
+        if cpus and float(cpus) > 0:
+            limits["cpus"] = float(cpus)
+        if memory and (parts := re.fullmatch(r"([0-9.]+) *([bkmg]?)b?", str(memory).lower())):
+            limits["memory_mb"] = max(16, int(float(parts[1]) * _UNITS[parts[2]]) >> 20)
+    except ValueError:
+        raise ComposeFileError(f"Service {name!r} has the limits cpus {cpus!r} and memory {memory!r}.") from None
+    return limits
+
+
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def _filled(value: Any, variables: Mapping[str, str]) -> Any:
+    """Return a part of a file with the values of its variables; those without a value stay."""
+    if isinstance(value, dict):
+        return {key: _filled(member, variables) for key, member in value.items()}
+    if isinstance(value, list):
+        return [_filled(member, variables) for member in value]
+    return _VARIABLE.sub(lambda found: _value(found, variables), value) if isinstance(value, str) else value
+
+
+def _value(found: re.Match[str], variables: Mapping[str, str]) -> str:
+    name, how, other = found["braced"] or found["bare"], found["how"] or "", found["other"] or ""
+    if not name:
+        # Two dollars stand for one, which the members' own readers know.
+        return found[0]
+    given = variables.get(name)
+    if how.startswith(":") and not given:
+        given = None
+    if how.endswith("+"):
+        return other if given is not None else ""
+    if given is None:
+        return other if how.endswith("-") else found[0]
+    return given.replace("$", "$$")
+
+
+_VARIABLE = re.compile(r"\$(?:\$|\{(?P<braced>\w+)(?:(?P<how>:?[-?+])(?P<other>[^}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
+"""Matches a variable as compose files write it, and two dollars."""
 
 
 def _mount(entry: Any) -> tuple[str, str, str]:

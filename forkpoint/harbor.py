@@ -11,6 +11,7 @@ import shlex
 import tarfile
 from asyncio import to_thread
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,21 @@ from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkMode
 
 from forkpoint.client import AsyncClient, AsyncRollout
-from forkpoint.compose_file import ComposeFileError, spec_of
+from forkpoint.compose_file import ComposeFileError, has_files, spec_of
 from forkpoint.errors import ForkpointError
 from forkpoint.own_shell import line_of
 from forkpoint.results import ShellResult
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 """Matches what names of rollouts and labels do without."""
+
+
+_VARIABLES = {
+    "ENV_AGENT_LOGS_PATH": "/logs/agent", "ENV_VERIFIER_LOGS_PATH": "/logs/verifier",
+    "ENV_ARTIFACTS_PATH": "/logs/artifacts", "TEST_DIR": "/tests",
+}  # fmt: skip
+"""What compose files of tasks mean by the variables that Harbor sets. Variables of this machine are not for tasks, whose
+files are a stranger's."""
 
 
 class ForkpointEnvironment(BaseEnvironment):
@@ -82,7 +91,10 @@ class ForkpointEnvironment(BaseEnvironment):
         if self._spec is None and compose.exists():
             # Its services become those of the sandbox: without them the task would be another one.
             try:
-                self._spec = spec_of(yaml.safe_load(compose.read_text()), self.task_env_config.docker_image)
+                self._spec = spec_of(
+                    yaml.safe_load(compose.read_text()), self.task_env_config.docker_image,
+                    variables=_VARIABLES, has_files=partial(has_files, self.environment_dir),
+                )  # fmt: skip
             except (ComposeFileError, yaml.YAMLError) as error:
                 raise ValueError(
                     f"{compose.name} of this task cannot be a sandbox: {error} Or pass a spec with services "

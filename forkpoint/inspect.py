@@ -7,6 +7,7 @@ from the calls of the others.
 
 import json
 import re
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
@@ -24,7 +25,7 @@ from inspect_ai.util import (
 from pydantic import BaseModel, Field
 
 from forkpoint.client import AsyncClient, AsyncRollout
-from forkpoint.compose_file import ComposeFileError, default_of, spec_of
+from forkpoint.compose_file import ComposeFileError, default_of, has_files, spec_of
 from forkpoint.errors import ForkpointError, UnreachableError
 from forkpoint.own_shell import line_of
 from forkpoint.results import ShellResult
@@ -295,7 +296,7 @@ def _config(config: BaseModel | str | None) -> ForkpointConfig:
     if isinstance(config, str):
         name = Path(config).name
         if name.endswith((".yaml", ".yml")):
-            return _composed(yaml.safe_load(Path(config).read_text()), name)
+            return _composed(yaml.safe_load(Path(config).read_text()), name, Path(config).parent)
         if "Dockerfile" in name:
             raise ValueError(f"Forkpoint builds no images. Build {name}, and name its image in forkpoint.json.")
         return ForkpointConfig(spec=json.loads(Path(config).read_text()))
@@ -307,7 +308,7 @@ def _config(config: BaseModel | str | None) -> ForkpointConfig:
     raise TypeError(f"the sandbox's configuration is a ForkpointConfig or the name of a file, not {config!r}")
 
 
-def _composed(file: Any, name: str) -> ForkpointConfig:
+def _composed(file: Any, name: str, folder: Path = Path()) -> ForkpointConfig:
     """Return the environment that a compose file describes.
 
     Raises:
@@ -315,6 +316,7 @@ def _composed(file: Any, name: str) -> ForkpointConfig:
     """
     try:
         default = default_of(file)
-        return ForkpointConfig(spec=spec_of(file, None, default), default=default)
+        spec = spec_of(file, None, default, has_files=partial(has_files, folder))
+        return ForkpointConfig(spec=spec, default=default)
     except ComposeFileError as error:
         raise ValueError(f"{name} cannot be a sandbox of Forkpoint: {error}") from error

@@ -63,6 +63,46 @@ def test_agents_service_is_the_one_of_inspect(services: dict[str, Any], name: st
     assert default_of({"services": services}) == name
 
 
+PUBLISHED = """
+services:
+  client:
+    build: {dockerfile: Dockerfile}
+    image: ${TASK_IMAGE}
+    container_name: ${TASK_NAME}
+    command: ["sh", "-c", "sleep infinity"]
+    environment: ["TEST_DIR=${TESTS}", "MODE=${MODE:-fast}", "PRICE=$$5"]
+    volumes: ["${LOGS_HERE}:${LOGS_THERE}", "./agent-logs:/agent-logs/"]
+    ports: ["8080:80"]
+    deploy: {resources: {limits: {cpus: "${CPUS:-1}", memory: 2G}}}
+  db:
+    image: postgres:${TAG-16}
+    volumes: ["./db-logs:/logs"]
+"""
+
+
+def test_a_published_file_runs_as_it_is() -> None:
+    """Directories for logs, published ports, variables of the harness, and limits, as in public sets of tasks."""
+    spec = EnvironmentSpec.model_validate(
+        spec_of(yaml.safe_load(PUBLISHED), "task:1", "client", variables={"TESTS": "/te$ts", "LOGS_THERE": "/logs"})
+    )
+    assert (spec.image, spec.env) == ("task:1", {"TEST_DIR": "/te$ts", "MODE": "fast", "PRICE": "$5"})
+    assert spec.setup == ("mkdir -p -- /.services/db/logs /agent-logs /logs",)
+    assert (spec.limits.cpus, spec.limits.memory_mb) == (1.0, 2048)
+    assert spec.services["db"].image == "postgres:16"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a$A", "a1"), ("${A}b", "1b"), ("${NO-x}", "x"), ("${EMPTY-x}", ""), ("${EMPTY:-x}", "x"), ("${A:+y}", "y"),
+        ("${NO+y}", ""), ("$$A", "$A"), ("${A:?must}", "1"),
+    ],
+)  # fmt: skip
+def test_variables_have_the_values_of_compose(text: str, value: str) -> None:
+    file = {"services": {"main": {"image": "i", "environment": {"X": text}}}}
+    assert spec_of(file, None, variables={"A": "1", "EMPTY": ""})["env"] == {"X": value}
+
+
 @pytest.mark.parametrize(
     "command", ["tail -f /dev/null", ["sh", "-c", "sleep infinity"], "/bin/bash", "sh", ["cat"], "trap : TERM; wait"]
 )
@@ -98,10 +138,13 @@ def test_what_the_agents_service_cannot_be_is_refused(main: dict[str, Any], othe
         ({}, "names no image"),
         ({"image": "i", "privileged": True}, "has 'privileged'"),
         ({"image": "i", "network_mode": "host"}, "has 'network_mode'"),
-        ({"image": "i", "volumes": ["./data:/data"]}, "no paths of the host"),
+        ({"image": "i", "volumes": ["./full:/data"]}, "no paths of the host"),
+        ({"image": "i", "volumes": ["./conf:/data:ro"]}, "no paths of the host"),
+        ({"image": "i", "volumes": ["/var/run/docker.sock:/x"]}, "no paths of the host"),
+        ({"image": "i", "volumes": ["./l:${WHERE}"]}, r"variable \$\{WHERE\}"),
         ({"image": "i", "volumes": ["data:/data:ro"]}, "no read-only volumes"),
         ({"image": "i", "volumes": [{"type": "bind", "source": "/etc", "target": "/x"}]}, "no paths of the host"),
-        ({"image": "${IMAGE}"}, "uses a variable"),
+        ({"image": "${IMAGE}"}, "uses the variable"),
         ({"image": "i", "environment": ["TOKEN"]}, "without a value"),
         ({"image": "i", "environment": {"TOKEN": None}}, "without a value"),
         ({"image": "i", "depends_on": {"m": {"condition": "service_completed_successfully"}}}, "keep running"),
@@ -109,7 +152,9 @@ def test_what_the_agents_service_cannot_be_is_refused(main: dict[str, Any], othe
 )
 def test_what_a_sandbox_cannot_be_is_refused(service: dict[str, Any], why: str) -> None:
     with pytest.raises(ComposeFileError, match=why):
-        spec_of({"services": {"main": {"image": "task:1"}, "db": service}}, None)
+        spec_of(
+            {"services": {"main": {"image": "task:1"}, "db": service}}, None, has_files=lambda path: path == "./full"
+        )
 
 
 @pytest.mark.parametrize(
