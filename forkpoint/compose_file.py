@@ -91,7 +91,7 @@ def spec_of(
 
 
 def has_files(folder: Path, source: str) -> bool:
-    """Return whether the source of a mount in a folder's compose file is a file, or a directory with something in it."""
+    """Return whether the source of a mount, in a compose file of a folder, is a file or a directory with some."""
     path = folder / source
     return path.is_file() or (path.is_dir() and any(path.iterdir()))
 

@@ -36,7 +36,7 @@ _VARIABLES = {
     "ENV_AGENT_LOGS_PATH": "/logs/agent", "ENV_VERIFIER_LOGS_PATH": "/logs/verifier",
     "ENV_ARTIFACTS_PATH": "/logs/artifacts", "TEST_DIR": "/tests",
 }  # fmt: skip
-"""What compose files of tasks mean by the variables that Harbor sets. Variables of this machine are not for tasks, whose
+"""What compose files of tasks mean by the variables that Harbor sets. This machine's variables are not for tasks, whose
 files are a stranger's."""
 
 

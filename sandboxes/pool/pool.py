@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 
 from sandboxes.driver import Sandbox
 from sandboxes.pool.lifecycle import LifecycleEvent, SandboxState
-from sandboxes.pool.room import Bound, Room
+from sandboxes.pool.room import Room, RoomBound
 from sandboxes.pool.roster import Roster, Slot
 from sandboxes.task_owner import start as start_task
 
@@ -114,7 +114,7 @@ class Pool:
         return newly
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> RoomBound:
         """The most sandboxes at this moment, and what bounds them."""
         return self._room.bound(self._taken)
 

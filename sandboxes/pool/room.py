@@ -32,7 +32,7 @@ _LOOK_S = 1.0
 """How long a look counts: it costs half a millisecond."""
 
 
-class Bound(NamedTuple):
+class RoomBound(NamedTuple):
     """The most sandboxes, what bounds them, and what helps, as parts of a sentence."""
 
     most: int
@@ -54,33 +54,33 @@ class Room:
         """
         self._setting, self._reserve_bytes, self._workers = setting, reserve_bytes, workers
         self._other_files = other_files
-        self._looked_at, self._bound = -_LOOK_S, Bound(1, "", "")
+        self._looked_at, self._bound = -_LOOK_S, RoomBound(1, "", "")
 
-    def bound(self, live: int) -> Bound:
+    def bound(self, live: int) -> RoomBound:
         """Return the most sandboxes with which the machine has room for all, `live` ones of which there are already."""
         if self._setting is not None:
-            return Bound(self._setting, "max_sandboxes", "raise max_sandboxes")
+            return RoomBound(self._setting, "max_sandboxes", "raise max_sandboxes")
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_S:
             self._looked_at, self._bound = now, min(self._bounds(live))
         return self._bound
 
-    def _bounds(self, live: int) -> Iterator[Bound]:
-        yield Bound(_MOST // self._workers, "the most that one proxy serves", "use more machines (docs/cluster.md)")
+    def _bounds(self, live: int) -> Iterator[RoomBound]:
+        yield RoomBound(_MOST // self._workers, "the most that one proxy serves", "use more machines (docs/cluster.md)")
         free = (available_bytes() - max(self._reserve_bytes, _total_bytes() // _RESERVE_SHARE)) // self._workers
-        yield Bound(max(1, live + free // SANDBOX_BYTES), "memory", "give it more memory")
+        yield RoomBound(max(1, live + free // SANDBOX_BYTES), "memory", "give it more memory")
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Connections never get more than three quarters.
         soft = _MOST_FILES if soft == resource.RLIM_INFINITY else soft
         files = max(soft // 4, soft - self._other_files) // SANDBOX_DESCRIPTORS
-        yield Bound(max(1, files), "open files", "raise the limit of open files (ulimit -n, LimitNOFILE=)")
+        yield RoomBound(max(1, files), "open files", "raise the limit of open files (ulimit -n, LimitNOFILE=)")
         pages = (_number("/proc/sys/fs/pipe-user-pages-soft") or cgroups.UNLIMITED) // self._workers
         remedy = "raise the limit of pipes (sysctl fs.pipe-user-pages-soft=262144)"
-        yield Bound(max(1, (pages - pages // _RESERVE_SHARE) // SANDBOX_PIPE_PAGES), "pipes", remedy)
+        yield RoomBound(max(1, (pages - pages // _RESERVE_SHARE) // SANDBOX_PIPE_PAGES), "pipes", remedy)
         for limit, used in _processes():
             free = (limit - limit // _RESERVE_SHARE - used) // self._workers
             remedy = "raise the limit of processes (kernel.pid_max, TasksMax=)"
-            yield Bound(max(1, live + free // SANDBOX_PROCESSES), "processes", remedy)
+            yield RoomBound(max(1, live + free // SANDBOX_PROCESSES), "processes", remedy)
 
 
 def open_more_files() -> None:

@@ -8,7 +8,7 @@ import pytest
 from sandboxes.linux import cgroups
 from sandboxes.linux.cgroups import Bounded
 from sandboxes.pool import room
-from sandboxes.pool.room import Bound, Room, available_bytes, open_more_files
+from sandboxes.pool.room import Room, RoomBound, available_bytes, open_more_files
 
 GB = 1 << 30
 
@@ -26,7 +26,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_setting_is_the_bound(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(room, "available_bytes", lambda: 0)
-    assert Room(7).bound(3) == Bound(7, "max_sandboxes", "raise max_sandboxes")
+    assert Room(7).bound(3) == RoomBound(7, "max_sandboxes", "raise max_sandboxes")
 
 
 @pytest.mark.usefixtures("machine")
@@ -36,7 +36,7 @@ def test_a_large_machine_has_room_for_thousands() -> None:
 
 def test_memory_bounds_and_what_lives_already_counts_as_room(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(room, "available_bytes", lambda: 9 * GB)
-    assert Room(None).bound(100) == Bound(100 + GB // room.SANDBOX_BYTES, "memory", "give it more memory")
+    assert Room(None).bound(100) == RoomBound(100 + GB // room.SANDBOX_BYTES, "memory", "give it more memory")
     # Two workers have half of what is free, and each what it has.
     assert Room(None, workers=2).bound(100).most == 100 + GB // 2 // room.SANDBOX_BYTES
 
