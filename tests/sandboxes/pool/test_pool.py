@@ -328,6 +328,19 @@ def test_a_sandbox_whose_state_cannot_be_kept_is_closed_last() -> None:
     pooled(test, budget=3)
 
 
+def test_sandboxes_that_leave_before_their_rollouts_have_ended_are_counted() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        for owner in (None, 2, 3):
+            await pool.release(await pool.start(driver.make, "n1", owner))
+        assert await pool.close_victim()
+        assert pool.newly_evicted() == 0
+        await pool.release_owner(2)
+        assert [await pool.close_victim() for _ in range(2)] == [True, True]
+        assert (pool.evicted, pool.newly_evicted(), pool.newly_evicted()) == (1, 1, 0)
+
+    pooled(test, budget=3)
+
+
 def test_a_sandbox_that_is_taken_while_its_state_is_kept_stays() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         slots = [await pool.start(driver.make, "n1", owner) for owner in (None, 2)]
