@@ -1,0 +1,145 @@
+"""Runs a program with exactly the rights that a container or a hardened machine gives it.
+
+`python -m tests.rights '{"capabilities": ["SETUID"], "refused": ["mount"]}' PROGRAM…` gives up the rest, then executes
+the program. `Rights.wrapper` is this command, for the `wrapper` of `tests.machine.Proxy`.
+"""
+
+import ctypes
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sandboxes.linux import confine
+from sandboxes.linux import syscalls as kernel
+
+CAPABILITIES = (
+    "CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP",
+    "LINUX_IMMUTABLE", "NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK", "IPC_OWNER",
+    "SYS_MODULE", "SYS_RAWIO", "SYS_CHROOT", "SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE",
+    "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "MKNOD", "LEASE", "AUDIT_WRITE", "AUDIT_CONTROL", "SETFCAP",
+    "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG", "WAKE_ALARM", "BLOCK_SUSPEND", "AUDIT_READ", "PERFMON", "BPF",
+    "CHECKPOINT_RESTORE",
+)  # fmt: skip
+"""The names of the capabilities, by number (linux/capability.h)."""
+DOCKER = (
+    "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE", "NET_RAW",
+    "SYS_CHROOT", "MKNOD", "AUDIT_WRITE", "SETFCAP",
+)  # fmt: skip
+"""The capabilities that Docker gives a container."""
+MOUNTS = (
+    "mount", "umount2", "pivot_root", "open_tree", "move_mount", "fsopen", "fsconfig", "fsmount", "fspick",
+    "mount_setattr",
+)  # fmt: skip
+"""The calls that Docker's profile refuses beside those that make namespaces, and that AppArmor refuses a process that
+was not allowed user namespaces."""
+_PR_SET_KEEPCAPS, _PR_CAP_AMBIENT_RAISE = 8, 2
+_CLONE3, _ERRNO, _ALLOW = 435, 0x00050000, 0x7FFF0000
+_LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
+_MORE_CALLS = {"chroot": (161, 51), "seccomp": (317, 277)}
+"""Numbers of calls (x86_64, aarch64) that sandboxes may make, so that `confine.REFUSED` has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What a program may do.
+
+    Attributes:
+        capabilities: The capabilities that it can have; None for all of this machine's.
+        refused: The system calls that fail with EPERM. "clone" stands for a clone that makes namespaces.
+        absent: Whether clone3 does not exist, as in Docker's profile.
+        uid: The user that it runs as.
+        no_new_privileges: Whether set-uid programs give it nothing.
+    """
+
+    capabilities: tuple[str, ...] | None = None
+    refused: tuple[str, ...] = ()
+    absent: bool = False
+    uid: int = 0
+    no_new_privileges: bool = False
+
+    @property
+    def wrapper(self) -> tuple[str, ...]:
+        """The command before a program."""
+        root = str(Path(__file__).parents[1])
+        program = f"import sys; sys.path.insert(0, {root!r}); from tests.rights import main; main()"
+        return (sys.executable, "-c", program, json.dumps(asdict(self)))
+
+    def keeps(self, capability: str) -> bool:
+        """Return whether the program has a capability, as far as this machine has it."""
+        return self.uid == 0 and (self.capabilities is None or capability in self.capabilities)
+
+    def take(self) -> None:
+        """Give up every other right, for good."""
+        if self.no_new_privileges:
+            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        if self.uid:
+            _become_user(self.uid)
+        elif self.capabilities is not None:
+            for number, name in enumerate(CAPABILITIES):
+                if name not in self.capabilities and kernel.permitted() >> number & 1:
+                    kernel.prctl(kernel.PR_CAPBSET_DROP, number)
+        if self.refused or self.absent:
+            # Without no_new_privs a filter needs CAP_SYS_ADMIN, which root still has here.
+            if self.uid:
+                kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+            kernel.seccomp(_refusing(self.refused, absent=self.absent))
+
+
+POD = Rights(DOCKER, (*MOUNTS, "unshare", "setns", "clone"), absent=True)
+"""A container with Docker's default rights."""
+BARE_POD = Rights((), POD.refused, absent=True, no_new_privileges=True)
+"""A container as the restricted policy of Kubernetes has it, but for root."""
+UBUNTU = Rights((), (*MOUNTS, "chroot", "sethostname"), uid=1000)
+"""An ordinary user of Ubuntu 24.04, who can make a user namespace, in which AppArmor then refuses all that needs a
+right."""
+
+
+def _become_user(uid: int) -> None:
+    """Become an ordinary user who can read this interpreter, which may lie in root's home."""
+    kernel.prctl(_PR_SET_KEEPCAPS, 1)
+    confine.become_user(uid, uid, [])
+    reading = 1 << CAPABILITIES.index("DAC_READ_SEARCH")
+    sets = struct.pack("=6I", reading, reading, reading, 0, 0, 0)
+    kernel.syscall("capset", ctypes.c_char_p(struct.pack("=Ii", 0x20080522, 0)), ctypes.c_char_p(sets))
+    kernel.prctl(kernel.PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, CAPABILITIES.index("DAC_READ_SEARCH"))
+
+
+def _refusing(names: Iterable[str], *, absent: bool) -> bytes:
+    """Return a filter of system calls as a BPF program (seccomp(2))."""
+    column = ("x86_64", "aarch64").index(kernel.MACHINE)
+    refused = _instruction(_RETURN, _ERRNO | confine.EPERM)
+    program = [_instruction(_LOAD, 0)]
+    if absent:
+        program += [_instruction(_EQUAL, _CLONE3, 0, 1), _instruction(_RETURN, _ERRNO | confine.ENOSYS)]
+    for name in names:
+        if name == "clone":
+            continue
+        number = (confine.REFUSED.get(name) or _MORE_CALLS[name])[column]
+        program += [_instruction(_EQUAL, number or 0, 0, 1), refused]
+    if "clone" in names:
+        program += [
+            _instruction(_EQUAL, (56, 220)[column], 0, 4), _instruction(_LOAD, 16),
+            _instruction(_ANY_BIT, confine.NEW_NAMESPACES, 0, 1), refused, _instruction(_RETURN, _ALLOW),
+        ]  # fmt: skip
+    return b"".join([*program, _instruction(_RETURN, _ALLOW)])
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def main() -> None:
+    """Take the rights in the first argument, and execute the rest."""
+    members = json.loads(sys.argv[1])
+    kept = members["capabilities"]
+    members |= {"capabilities": None if kept is None else tuple(kept), "refused": tuple(members["refused"])}
+    Rights(**members).take()
+    os.execvp(sys.argv[2], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()
