@@ -118,10 +118,10 @@ def main() -> None:
     # The workers hold what an agent's calls take, and inherit the score.
     oom_score.write(AGENT_SCORE)
     engine, data_dir, network = sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "network"
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (worker.MAX_DESCRIPTORS, worker.MAX_DESCRIPTORS))
     try:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (worker.MAX_DESCRIPTORS, worker.MAX_DESCRIPTORS))
         module = module_of(engine)
         getattr(module, "prepare", lambda: None)()
         prepare()

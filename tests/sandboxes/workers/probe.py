@@ -53,12 +53,19 @@ def _outcome(attempt: Callable[[], object]) -> str:
     return "done"
 
 
+def rights_of(pid: int) -> dict[str, str]:
+    """Return what the kernel says of a process, and its environment."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    rights = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    return rights | {"environ": Path(f"/proc/{pid}/environ").read_text()}
+
+
 async def _probe(folder: Path) -> None:
     pool = WorkerPool(__spec__.name if __spec__ else "", folder)
     try:
         await pool.open()
         worker = await pool.dedicated()
-        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{worker.pid}/status").read_text().splitlines())
+        status = rights_of(worker.pid)
         tried = (await worker.ask(Try(), timeout_s=30)).message
         rights = status["NoNewPrivs"], *tried.results, hex(int(status["CapEff"], 16))
         print("confined" if pool.confined else "open", *rights)

@@ -18,6 +18,7 @@ from sandboxes.workers.pool import MAX_READERS, WorkerLostError, WorkerPool, Wor
 from tests.machine import data_directory, wait_until
 from tests.rights import BARE_POD, POD, Rights
 from tests.sandboxes.box import needs_root
+from tests.sandboxes.workers.probe import rights_of
 
 Test = Callable[[WorkerPool], Awaitable[None]]
 ENDLESS = "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELECT count(*) FROM n"
@@ -162,13 +163,6 @@ def test_readers_are_limited(tmp_path: Path) -> None:
         assert not pool.workers
 
     with_pool(tmp_path, test)
-
-
-def rights_of(pid: int) -> dict[str, str]:
-    folder = Path(f"/proc/{pid}")
-    lines = (folder / "status").read_text().splitlines()
-    rights = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-    return rights | {"environ": (folder / "environ").read_text()}
 
 
 @needs_root
