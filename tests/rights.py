@@ -7,11 +7,14 @@ the program. `Rights.wrapper` is this command, for the `wrapper` of `tests.machi
 import ctypes
 import json
 import os
+import re
 import struct
+import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from sandboxes.linux import confine
 from sandboxes.linux import syscalls as kernel
@@ -72,6 +75,14 @@ class Rights:
         """Return whether the program has a capability, as far as this machine has it."""
         return self.uid == 0 and (self.capabilities is None or capability in self.capabilities)
 
+    def doctor(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Return what doctor shows a proxy with these rights, by name."""
+        os.chown(folder, self.uid, self.uid)
+        command = [sys.executable, "-m", "forkpoint", "doctor", "--json", "--data", str(folder / "data")]
+        done = subprocess.run([*self.wrapper, *command], capture_output=True, text=True, check=False, timeout=120)
+        assert not (folder / "data").exists()
+        return {requirement["name"]: requirement for requirement in json.loads(done.stdout)}
+
     def take(self) -> None:
         """Give up every other right, for good."""
         if self.no_new_privileges:
@@ -87,6 +98,19 @@ class Rights:
             if self.uid:
                 kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
             kernel.seccomp(_refusing(self.refused, absent=self.absent))
+
+
+def least_rights() -> dict[str, str]:
+    """Return the capabilities of `local` in the table of docs/deploying.md, each with what happens without it."""
+    page = (Path(__file__).parents[1] / "docs" / "deploying.md").read_text()
+    table = page.partition("| Capability of `local`")[2].partition("\n\n")[0]
+    rows = [row.split("|")[1:-1] for row in table.splitlines() if row.startswith("| `")]
+    return {name: row[-1].strip() for row in rows for name in re.findall(r"`([A-Z_]+)`", row[0])}
+
+
+def capabilities_here() -> tuple[str, ...]:
+    """Return the capabilities that this machine has; a process cannot be given others."""
+    return tuple(name for number, name in enumerate(CAPABILITIES) if kernel.permitted() >> number & 1)
 
 
 POD = Rights(DOCKER, (*MOUNTS, "unshare", "setns", "clone"), absent=True)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.agents.elsewhere import elsewhere
 from tests.machine import PLAIN, Proxy, data_directory, needs_root, serving
-from tests.rights import BARE_POD, POD, Rights
+from tests.rights import BARE_POD, POD, Rights, least_rights
 from tests.sandboxes.postgres_cluster import cluster, require_postgres
 from tests.sandboxes.videos import make
 
@@ -118,3 +118,32 @@ def test_proxy_whose_workers_cannot_run_is_never_ready(driver: str) -> None:
     assert done.stderr.startswith(
         f"The driver {driver} cannot run here: trial of {driver}: the zygote of workers does not start"
     )
+
+
+LEAST = least_rights()
+
+
+def test_shells_need_no_right_that_the_table_lacks() -> None:
+    """A sandbox runs, has limits, and its live processes are saved."""
+    with data_directory() as folder:
+        shown = Rights(tuple(LEAST)).doctor(folder)
+    unmet = [name for name, requirement in shown.items() if not requirement["ok"]]
+    # Docker and CRIU may not be installed.
+    assert set(unmet) <= {"images", "checkpoints"}
+    assert "SYS_TIME" not in shown["checkpoints"]["detail"]
+
+
+@pytest.mark.parametrize("capability", [name for name, without in LEAST.items() if without == "no sandbox"])
+def test_shells_need_each_right_of_the_table(capability: str) -> None:
+    with data_directory() as folder:
+        shown = Rights(tuple(name for name in LEAST if name != capability)).doctor(folder)
+    names = {name for name, requirement in shown.items() if requirement["required"] and not requirement["ok"]}
+    assert names in ({"namespaces"}, {"trial of local"})
+
+
+def test_live_processes_are_not_saved_if_they_cannot_be_restored() -> None:
+    """CRIU's own check does not need the right to set clocks, but each restore does."""
+    with data_directory() as folder:
+        shown = Rights(tuple(name for name in LEAST if name != "SYS_TIME")).doctor(folder)
+    assert shown["trial of local"]["ok"]
+    assert "need the capability SYS_TIME" in shown["checkpoints"]["detail"]

@@ -1,12 +1,9 @@
 """What `doctor` says about a data directory and the settings."""
 
-import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -63,8 +60,7 @@ def test_why_shells_are_executed_is_reported(monkeypatch: pytest.MonkeyPatch) ->
 def test_missing_rights_are_named(rights: Rights, cause: str) -> None:
     """A namespace in which no mount can be changed is of no use. SQLite works all the same."""
     with data_directory() as folder:
-        os.chown(folder, rights.uid, rights.uid)
-        shown = examined(rights, folder)
+        shown = rights.doctor(folder)
     unmet = {
         name: requirement for name, requirement in shown.items() if requirement["required"] and not requirement["ok"]
     }
@@ -78,18 +74,10 @@ def test_missing_rights_are_named(rights: Rights, cause: str) -> None:
 def test_doctor_does_not_point_to_itself() -> None:
     """A sandbox that cannot start has a text for users who have not asked doctor yet."""
     with data_directory() as folder:
-        shown = examined(Rights(refused=("pivot_root",)), folder)
+        shown = Rights(refused=("pivot_root",)).doctor(folder)
     assert not shown["trial of local"]["ok"]
     assert "pivot_root" in shown["trial of local"]["detail"]
     assert not any("forkpoint doctor`" in f"{each['detail']}{each['remedy']}" for each in shown.values())
-
-
-def examined(rights: Rights, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what doctor shows a proxy with some rights, by name."""
-    command = [*rights.wrapper, sys.executable, "-m", "forkpoint", "doctor", "--json", "--data", str(folder / "data")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert not (folder / "data").exists()
-    return {requirement["name"]: requirement for requirement in json.loads(done.stdout)}
 
 
 @pytest.mark.parametrize(
