@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Rights:
         absent: Whether clone3 does not exist, as in Docker's profile.
         uid: The user that it runs as.
         no_new_privileges: Whether set-uid programs give it nothing.
+        masked: Whether /proc/sys is read-only.
     """
 
     capabilities: tuple[str, ...] | None = None
@@ -63,6 +64,7 @@ class Rights:
     absent: bool = False
     uid: int = 0
     no_new_privileges: bool = False
+    masked: bool = False
 
     @property
     def wrapper(self) -> tuple[str, ...]:
@@ -85,6 +87,11 @@ class Rights:
 
     def take(self) -> None:
         """Give up every other right, for good."""
+        if self.masked:
+            kernel.unshare(kernel.CLONE_NEWNS)
+            kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+            kernel.mount("/proc/sys", "/proc/sys", "", kernel.MS_BIND)
+            kernel.mount("", "/proc/sys", "", kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY)
         if self.no_new_privileges:
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         if self.uid:
@@ -113,9 +120,9 @@ def capabilities_here() -> tuple[str, ...]:
     return tuple(name for number, name in enumerate(CAPABILITIES) if kernel.permitted() >> number & 1)
 
 
-POD = Rights(DOCKER, (*MOUNTS, "unshare", "setns", "clone"), absent=True)
+POD = Rights(DOCKER, (*MOUNTS, "unshare", "setns", "clone"), absent=True, masked=True)
 """A container with Docker's default rights."""
-BARE_POD = Rights((), POD.refused, absent=True, no_new_privileges=True)
+BARE_POD = replace(POD, capabilities=(), no_new_privileges=True)
 """A container as the restricted policy of Kubernetes has it, but for root."""
 UBUNTU = Rights((), (*MOUNTS, "chroot", "sethostname"), uid=1000)
 """An ordinary user of Ubuntu 24.04, who can make a user namespace, in which AppArmor then refuses all that needs a

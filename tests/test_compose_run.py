@@ -153,12 +153,10 @@ def test_killed_proxy_leaves_no_sandbox(proxy: ComposedProxy) -> None:
 
 
 def test_rights_of_the_file_are_enough(proxy: ComposedProxy) -> None:
-    """Sandboxes have limits by control group, and processes of replays can get the pids of the recording."""
+    """Sandboxes run, and have limits by control group."""
     command = [sys.executable, "-m", "forkpoint", "doctor", "--json", "--data", f"{proxy.data}/doctor"]
     shown = {each["name"]: each for each in json.loads(proxy.daemon.ask("exec", "proxy", *command))}
     assert [name for name in ("namespaces", "control groups", "trial of local") if not shown[name]["ok"]] == []
-    pids = proxy.daemon.ask("exec", "proxy", "bash", "-c", "test -w /proc/sys/kernel/ns_last_pid && echo writable")
-    assert pids == "writable\n"
     proxy.daemon.ask("stop", "--time", "40", "proxy")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import httpx
 import pytest
 
 from tests.agents.elsewhere import elsewhere
-from tests.machine import PLAIN, Proxy, data_directory, needs_root, serving
+from tests.machine import PLAIN, Proxy, data_directory, needs_root, require_criu, serving
 from tests.rights import BARE_POD, POD, Rights, least_rights
 from tests.sandboxes.postgres_cluster import cluster, require_postgres
 from tests.sandboxes.videos import make
@@ -147,3 +148,19 @@ def test_live_processes_are_not_saved_if_they_cannot_be_restored() -> None:
         shown = Rights(tuple(name for name in LEAST if name != "SYS_TIME")).doctor(folder)
     assert shown["trial of local"]["ok"]
     assert "need the capability SYS_TIME" in shown["checkpoints"]["detail"]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_pids_of_replays.py::test_replays_get_the_recorded_pids",
+        "test_checkpoints.py::test_kept_state_survives_a_killed_driver",
+    ],
+)
+def test_processes_get_their_pids_where_settings_are_read_only(test: str) -> None:
+    """A container has /proc/sys read-only, in which the kernel is told the next pid."""
+    require_criu()
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", f"tests/sandboxes/local/{test}"]
+    rights = Rights(tuple(LEAST), masked=True)
+    done = subprocess.run([*rights.wrapper, *command], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout

@@ -5,6 +5,7 @@ Each function raises OSError, with the name of the call in its text, if the kern
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import platform
@@ -259,8 +260,26 @@ def _fsconfig(context: int, command: int, key: str | None, value: str | None) ->
         ctypes.c_char_p(key.encode() if key else None),
         ctypes.c_char_p(os.fsencode(value) if value else None),
         ctypes.c_int(0),
-        about=f"overlay {key} {value}" if key else "overlay create",
+        about=f"overlay {key} {value}" if key else "create",
     )
+
+
+def open_sysctl(name: str) -> int:
+    """Return a descriptor of a setting of the kernel for writing, such as `kernel/ns_last_pid`.
+
+    Containers have /proc/sys read-only. A new mount of /proc, which takes CAP_SYS_ADMIN, is not.
+    """
+    try:
+        return os.open(f"/proc/sys/{name}", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+    context = syscall("fsopen", ctypes.c_char_p(b"proc"), ctypes.c_uint(FSOPEN_CLOEXEC), about="proc")
+    with Opened(context):
+        _fsconfig(context, FSCONFIG_CMD_CREATE, None, None)
+        mounted = syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
+    with Opened(mounted):
+        return os.open(f"sys/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=mounted)
 
 
 def clone_mount(path: str, attributes: int = 0) -> int:
@@ -393,8 +412,8 @@ def keep_no_ended_connections() -> None:
 
     A port in TIME_WAIT is taken for a minute, and would be state of a sandbox that nothing shows.
     """
-    with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/tcp_max_tw_buckets", "w") as file:  # noqa: PTH123
-        file.write("0")
+    with contextlib.suppress(OSError), Opened(open_sysctl("net/ipv4/tcp_max_tw_buckets")) as file:
+        os.write(file, b"0")
 
 
 def bring_up_loopback() -> None:
