@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sandboxes.linux import confine
+from sandboxes.linux import cgroups, confine
 from sandboxes.linux import syscalls as kernel
 
 CAPABILITIES = (
@@ -56,7 +56,7 @@ class Rights:
         absent: Whether clone3 does not exist, as in Docker's profile.
         uid: The user that it runs as.
         no_new_privileges: Whether set-uid programs give it nothing.
-        masked: Whether /proc/sys is read-only.
+        masked: Whether /proc/sys and control groups are read-only, as in containers.
     """
 
     capabilities: tuple[str, ...] | None = None
@@ -91,7 +91,8 @@ class Rights:
             kernel.unshare(kernel.CLONE_NEWNS)
             kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
             kernel.mount("/proc/sys", "/proc/sys", "", kernel.MS_BIND)
-            kernel.mount("", "/proc/sys", "", kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY)
+            for path in ["/proc/sys", *(str(path) for _, path in cgroups.hierarchies())]:
+                kernel.mount("", path, "", kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY)
         if self.no_new_privileges:
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         if self.uid:

@@ -135,11 +135,16 @@ def _cgroups() -> Requirement:
             "",
             required=False,
         )
-    detail = (
-        f"{groups.problem}; limits apply to each process (memory) and user (processes) instead of each sandbox, and "
-        "sandboxes compete with the proxy for CPUs"
+    # The kernel counts the processes of users other than root only (setrlimit(2), RLIMIT_NPROC).
+    processes = (
+        "the number of processes is not limited" if os.geteuid() == 0 else "processes for all sandboxes together"
     )
-    remedy = "Run as root, or as a service with delegated control groups: systemd-run --user --scope -p Delegate=yes …"
+    detail = (
+        f"{groups.problem}; memory is limited for each process instead of each sandbox, {processes}, and sandboxes "
+        "compete with the proxy for CPUs"
+    )
+    remedy = "Run as root with writable control groups (docs/deploying.md), or as a service with delegated ones: "
+    remedy += "systemd-run --user --scope -p Delegate=yes …"
     return Requirement("control groups", False, detail, remedy, required=False)
 
 
