@@ -45,6 +45,8 @@ def _needed(settings: Settings) -> dict[str, str]:
     names = settings.driver_names
     if "drivers" in settings.model_fields_set:
         return dict.fromkeys(names, "It can be taken out of the setting drivers.")
+    if settings.cluster is not None:
+        return dict.fromkeys(names, "It is not left out, because any member of a cluster may get its tasks.")
     needed = {
         name: "It is not left out, because the data directory has states of it."
         # Each worker has a directory of its own (`proxy.workers.division`).

@@ -25,6 +25,7 @@ def test_driver_that_nothing_asks_for_is_left_out(tmp_path: Path) -> None:
     [
         {"drivers": ("local", "sqlite")}, {"drivers": ("container",)},
         {"default_spec": EnvironmentSpec(image="debian:12")},
+        {"cluster": "postgresql://db/x", "cluster_secret": "0123456789abcdef", "store": "/srv/states"},
     ],
 )  # fmt: skip
 def test_driver_that_a_setting_names_is_needed(settings: dict[str, object], tmp_path: Path) -> None:
