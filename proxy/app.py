@@ -9,7 +9,7 @@ import functools
 import gc
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -77,13 +77,14 @@ class StartError(RuntimeError):
     """The proxy cannot start. The text says why, and what helps."""
 
 
-def run(settings: Settings, inherited: int | None = None) -> None:
+def run(settings: Settings, inherited: int | None = None, left_out: Sequence[str] = ()) -> None:
     """Serve until SIGTERM or SIGINT; the calls in flight are answered first.
 
     Args:
         settings: The settings.
         inherited: The file descriptor of a listening socket that the parent process made; None to listen on the host
             and port of the settings.
+        left_out: A sentence for each driver that is missing in the settings because it cannot run here.
 
     Raises:
         StartError: The port is in use, the descriptor is no listening socket, the data directory belongs to another
@@ -100,8 +101,11 @@ def run(settings: Settings, inherited: int | None = None) -> None:
             raise StartError(str(error)) from error
         except OSError as error:
             raise _unusable(settings, error) from error
+        for sentence in left_out:
+            log.warning(sentence)
         default = settings.default_spec
-        if default.driver == "local" and default.base == "host" and default.image is None:
+        runs_shells = default.driver == "local" and "local" in settings.driver_names
+        if runs_shells and default.base == "host" and default.image is None:
             log.info(
                 "tasks without a base of their own run on this machine's system (base: host), which is for trying out: "
                 "each change of the machine begins new trees. See docs/tasks.md."
@@ -231,8 +235,7 @@ def _family(host: str) -> socket.AddressFamily:
 def _drivers(settings: Settings) -> dict[str, Driver]:
     spares = {"postgres": settings.postgres_spares}
     created: dict[str, Driver] = {}
-    # `local` runs images too; `container` is its name of earlier versions.
-    for name in dict.fromkeys("local" if name == "container" else name for name in settings.drivers):
+    for name in settings.driver_names:
         directory = settings.data / name
         checkpointer: CheckpointerFactory = no_checkpointer
         if settings.checkpoints:

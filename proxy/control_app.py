@@ -86,7 +86,7 @@ def _health(app: FastAPI, control: ControlPlane) -> None:
 
     @app.get("/readyz", tags=["health"], name="get_readiness", responses={503: PROBLEM})
     async def readyz() -> dict[str, str]:
-        """Report that calls can be answered: the store is open and can be written."""
+        """Report that calls can be answered: each driver has run a trial, and the store can be written."""
         if not engine.lifecycle.ready:
             raise RefusalError(503, "not-ready", "the store and the drivers are still opening. Try again soon.")
         engine.store.database.check_writable()

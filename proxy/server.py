@@ -13,6 +13,7 @@ from proxy.dataplane.hit_protocol import HitFirst, protocol_for
 from proxy.dataplane.response_reports import report_responses
 from proxy.dataplane.socket_protocol import BoundedSocketProtocol
 from proxy.engine import Engine
+from proxy.first_call import first_call
 from proxy.priority import go_first, make_threads, raise_session
 from proxy.workers.worker import Worker
 
@@ -73,9 +74,10 @@ class _Server(uvicorn.Server):
             url = url_of(*listener.getsockname()[:2])
             write_address(self._engine.settings.data, url)
             # From here on the proxy answers.
-            first_call = f'try: curl -s {url}/t/demo/r/1/shell/exec -d \'{{"command": "uname -a"}}\''
             log.info("listening", url=url, page=f"{url}/ui/")
-            log.info(first_call)
+            engine = self._engine
+            default, needs_token = engine.settings.default_spec.driver, engine.access.needs_token
+            log.info(first_call(url, default, engine.drivers, needs_token=needs_token))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.lifecycle.hang_up()

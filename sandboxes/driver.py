@@ -326,3 +326,16 @@ class Driver(Protocol):
     async def aclose(self) -> None:
         """Close every sandbox. Frozen states stay for the next instance. Idempotent."""
         ...
+
+
+@runtime_checkable
+class TriedDriver(Driver, Protocol):
+    """A driver that can find out whether this machine lets its sandboxes run."""
+
+    async def trial(self) -> None:
+        """Run a call, or start what calls need, and end it again. The driver is open, in a directory of its own.
+
+        Raises:
+            SandboxError, SpecError, OSError: Calls would fail. The text says why.
+        """
+        ...

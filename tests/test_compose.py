@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from proxy.settings import Settings
+from tests.rights import least_rights
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,7 +39,22 @@ def test_users_of_older_compose_get_the_same_proxy(compose: dict[str, Any]) -> N
     proxy = compose["services"]["proxy"]
     assert re.findall(r"-v (\S+)", command) == proxy["volumes"]
     assert {name.partition("=")[0] for name in re.findall(r"-e (\w+)", command)} == set(proxy["environment"])
-    assert proxy["privileged"] is ("--privileged" in command)
+    assert re.findall(r"--cap-add (\S+)", command) == proxy["cap_add"]
+    assert re.findall(r"--cap-drop (\S+)", command) == proxy["cap_drop"]
+    assert re.findall(r"--security-opt (\S+)", command) == proxy["security_opt"]
+    assert re.findall(r"--cgroupns (\S+)", command) == [proxy["cgroup"]]
+    assert "--privileged" not in command
+
+
+def test_rights_are_those_of_the_table(compose: dict[str, Any]) -> None:
+    """The page has a table of what each driver needs; the files give the sum of it for `local`, and nothing else."""
+    named = sorted(least_rights())
+    pod = yaml.safe_load_all((ROOT / "docker" / "deploy" / "kubernetes" / "forkpoint.yaml").read_text())
+    (workload,) = [each for each in pod if each["kind"] == "StatefulSet"]
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": named}
+    assert compose["services"]["proxy"]["cap_add"] == named
+    assert compose["services"]["proxy"]["cap_drop"] == ["ALL"]
 
 
 def test_port_is_published_on_loopback_only(compose: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ import yaml
 from forkpoint.ephemeral_proxy import free_port
 from tests.dockerd import Dockerd, dockerd
 from tests.machine import Process, alive, data_directory, process, wait_until
+from tests.rights import capabilities_here
 from tests.sandboxes.docker import BASH_IMAGE, make_bash_image, require_docker
 from tests.sandboxes.image_archives import bash_image
 
@@ -77,12 +78,12 @@ class ComposedProxy:
     def _command(self) -> list[str]:
         service = self.service
         flags = ["--name", "proxy", "--hostname", service["hostname"], "--network", "host"]
-        assert service["privileged"]
-        # Not `--privileged`: this machine may lack a capability, and a container cannot be given what is not here.
-        for option in ("seccomp", "apparmor", "systempaths"):
-            flags += ["--security-opt", f"{option}=unconfined"]
-        flags += ["--cap-add", "ALL"]
-        flags += [word for name in _missing_capabilities() for word in ("--cap-drop", name)]
+        flags += ["--cgroupns", service["cgroup"]]
+        flags += [word for option in service["security_opt"] for word in ("--security-opt", option)]
+        flags += [word for name in service["cap_drop"] for word in ("--cap-drop", name)]
+        # This machine may lack a capability, and a container cannot be given what is not here.
+        here = [name for name in service["cap_add"] if name in capabilities_here()]
+        flags += [word for name in here for word in ("--cap-add", name)]
         environment = service["environment"] | {
             "FORKPOINT_HOST": "127.0.0.1",
             "FORKPOINT_PORT": str(self.port),
@@ -120,13 +121,6 @@ def proxy_service() -> dict[str, Any]:
     return service
 
 
-def _missing_capabilities() -> list[str]:
-    """Return the capabilities that this machine cannot give; only one has been seen to be missing."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    bounding = int(next(line for line in status if line.startswith("CapBnd:")).split()[1], 16)
-    return [] if bounding >> 24 & 1 else ["SYS_RESOURCE"]
-
-
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ComposedProxy]:
     require_docker()
@@ -156,6 +150,14 @@ def test_killed_proxy_leaves_no_sandbox(proxy: ComposedProxy) -> None:
     running = proxy.processes()
     proxy.daemon.ask("stop", "--time", "40", "proxy")
     assert not alive(running)
+
+
+def test_rights_of_the_file_are_enough(proxy: ComposedProxy) -> None:
+    """Sandboxes run, and have limits by control group."""
+    command = [sys.executable, "-m", "forkpoint", "doctor", "--json", "--data", f"{proxy.data}/doctor"]
+    shown = {each["name"]: each for each in json.loads(proxy.daemon.ask("exec", "proxy", *command))}
+    assert [name for name in ("namespaces", "control groups", "trial of local") if not shown[name]["ok"]] == []
+    proxy.daemon.ask("stop", "--time", "40", "proxy")
 
 
 def test_images_in_files_need_no_socket(proxy: ComposedProxy, tmp_path: Path) -> None:

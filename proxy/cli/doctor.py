@@ -1,30 +1,30 @@
-"""Checks of the machine: the requirements of local sandboxes, for `forkpoint doctor` and before `serve`."""
+"""Checks of the machine: what each driver needs, for `forkpoint doctor` and before `serve`."""
 
 import asyncio
 import os
 import platform
 import re
 import resource
+import secrets
 import shutil
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
-from sandboxes import IMPORT_ROOT
-from sandboxes.calls import ToolCall
+from proxy.cli.namespaces import probe
+from sandboxes.driver import TriedDriver, fulfils
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.cgroups import Cgroups
-from sandboxes.local.driver import LocalDriver
+from sandboxes.linux.files import remove_tree
+from sandboxes.local.machine import SEE_DOCTOR
+from sandboxes.plugins import DriverContext, PluginError, make_driver
 from sandboxes.shell_files import copies
-from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.sqlite_volatile import clock_can_be_set
 from sandboxes.sqlite.file_clone import Method, choose, measure
 from snapshots.criu.binary import CriuBinary, CriuMissingError
@@ -34,6 +34,12 @@ OLDEST_KERNEL = (5, 14)
 MOUNT_ATTR_NOSYMFOLLOW); also the kernel of RHEL 9."""
 DESCRIPTORS_PER_SANDBOX = 8
 """File descriptors that the proxy holds for each sandbox, rounded up."""
+_OTHER_DIRECTORY = "Choose a writable directory with free disk space: --data DIR."
+_TRIAL_REMEDIES = {
+    "local": "In a container, compare its rights with those in docs/deploying.md. The data directory must be on a file "
+    "system that overlayfs can write to: ext4, xfs, btrfs or tmpfs, not NFS or another overlay.",
+}
+"""What helps where the trial of a driver fails, if there is more to say than the error does."""
 _TRIAL_BYTES = 16 << 20
 """Size of the file whose fork is timed."""
 
@@ -47,10 +53,11 @@ class Requirement:
     detail: str  # What the check measured.
     remedy: str  # What to do if it is not met.
     required: bool = True  # Whether sandboxes cannot run without it. If not, a feature or a limit is missing.
+    driver: str = ""  # The driver that needs it; empty if the proxy itself does.
 
 
-def check(data_dir: Path, *, checkpoints: bool = True) -> list[Requirement]:
-    """Check this machine, and run `true` in a real sandbox. Removes what it created.
+def check(data_dir: Path, drivers: Sequence[str] = ("local",), *, checkpoints: bool = True) -> list[Requirement]:
+    """Check this machine for these drivers, and have each of them run a trial. Removes what it created.
 
     The directory of the store and the snapshots need not exist. `checkpoints` is the setting of this name: whether CRIU
     is used if it works.
@@ -58,48 +65,37 @@ def check(data_dir: Path, *, checkpoints: bool = True) -> list[Requirement]:
     results = [*_platform()]
     if not all(requirement.ok for requirement in results):
         return results
-    results += [_namespaces(), _file_system(data_dir), _cgroups(), _descriptors(), _images()]
-    results += [*_damage(data_dir), *_host_changes(data_dir)]
-    if all(requirement.ok for requirement in results if requirement.required):
-        results += [_trial(data_dir), _shells(), _criu() if checkpoints else _no_checkpoints(), _sqlite(data_dir)]
+    local = "local" in drivers
+    if local:
+        results += [_kernel(), _namespaces(), _file_system(data_dir), _cgroups(), _descriptors(), _images()]
+        results += _host_changes(data_dir)
+    results += _damage(data_dir)
+    local = local and all(requirement.ok for requirement in results if requirement.required)
+    results += _trials(data_dir, [name for name in drivers if local or name != "local"])
+    if local:
+        results += [_shells(), _criu() if checkpoints else _no_checkpoints()]
+    if "sqlite" in drivers:
+        results += [_sqlite(data_dir)]
     return results
 
 
 def _platform() -> Iterator[Requirement]:
     linux = sys.platform == "linux"
     yield Requirement("Linux", linux, platform.system(), "Run Forkpoint on Linux, for example in a virtual machine.")
-    match = re.match(r"(\d+)\.(\d+)", platform.release())
-    version = (int(match[1]), int(match[2])) if match else (0, 0)
-    remedy = f"Boot kernel {'.'.join(map(str, OLDEST_KERNEL))} or newer."
-    yield Requirement("kernel", version >= OLDEST_KERNEL, platform.release(), remedy)
     remedy = "Use an x86_64 or aarch64 machine: the filter of system calls knows only these."
     yield Requirement("processor", kernel.MACHINE in {"x86_64", "aarch64"}, kernel.MACHINE, remedy)
 
 
+def _kernel() -> Requirement:
+    match = re.match(r"(\d+)\.(\d+)", platform.release())
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    remedy = f"Boot kernel {'.'.join(map(str, OLDEST_KERNEL))} or newer."
+    return Requirement("kernel", version >= OLDEST_KERNEL, platform.release(), remedy, driver="local")
+
+
 def _namespaces() -> Requirement:
-    name = "namespaces"
-    if os.geteuid() == 0:
-        return _try_in_child(
-            name,
-            kernel.CLONE_NEWNS,
-            "root",
-            "If Forkpoint runs in a container, start that container with --privileged.",
-        )
-    remedy = "Run as root, or allow user namespaces: sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu also "
-    remedy += "kernel.apparmor_restrict_unprivileged_userns=0."
-    return _try_in_child(name, kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS, "unprivileged, in a user namespace", remedy)
-
-
-def _try_in_child(name: str, flags: int, detail: str, remedy: str) -> Requirement:
-    """Try to create namespaces in a child process, because success would change this process."""
-    program = f"from sandboxes.linux import syscalls; syscalls.unshare({flags})"
-    # Without -P, modules in the directory where this was started would come before ours.
-    pid = os.posix_spawn(
-        sys.executable, [sys.executable, "-S", "-P", "-c", program], {"PYTHONPATH": IMPORT_ROOT},
-        file_actions=[(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)],
-    )  # fmt: skip
-    ok = os.waitpid(pid, 0)[1] == 0
-    return Requirement(name, ok, detail if ok else f"{detail}: the kernel refuses to create them", remedy)
+    ok, detail, remedy = probe()
+    return Requirement("namespaces", ok, detail, remedy, driver="local")
 
 
 def _file_system(data_dir: Path) -> Requirement:
@@ -107,7 +103,7 @@ def _file_system(data_dir: Path) -> Requirement:
     free = shutil.disk_usage(existing).free
     ok = os.access(existing, os.W_OK | os.X_OK) and free > 2 * RESERVE_BYTES
     detail = f"{existing}: {free >> 20} MB free" if os.access(existing, os.W_OK) else f"{existing} is not writable"
-    return Requirement("data directory", ok, detail, "Choose a writable directory with free disk space: --data DIR.")
+    return Requirement("data directory", ok, detail, _OTHER_DIRECTORY)
 
 
 def _damage(data_dir: Path) -> Iterator[Requirement]:
@@ -140,11 +136,16 @@ def _cgroups() -> Requirement:
             "",
             required=False,
         )
-    detail = (
-        f"{groups.problem}; limits apply to each process (memory) and user (processes) instead of each sandbox, and "
-        "sandboxes compete with the proxy for CPUs"
+    # The kernel counts the processes of users other than root only (setrlimit(2), RLIMIT_NPROC).
+    processes = (
+        "the number of processes is not limited" if os.geteuid() == 0 else "processes for all sandboxes together"
     )
-    remedy = "Run as root, or as a service with delegated control groups: systemd-run --user --scope -p Delegate=yes …"
+    detail = (
+        f"{groups.problem}; memory is limited for each process instead of each sandbox, {processes}, and sandboxes "
+        "compete with the proxy for CPUs"
+    )
+    remedy = "Run as root with writable control groups (docs/deploying.md), or as a service with delegated ones: "
+    remedy += "systemd-run --user --scope -p Delegate=yes …"
     return Requirement("control groups", False, detail, remedy, required=False)
 
 
@@ -239,30 +240,44 @@ def _sqlite(data_dir: Path) -> Requirement:
     return Requirement("databases", method is not Method.COPY, detail, remedy, required=False)
 
 
-def _trial(data_dir: Path) -> Requirement:
-    remedy = (
-        "See the error above. If Forkpoint runs in a container, start it with --privileged. The data directory must "
-    )
-    remedy += "be on a file system that overlayfs can write to: ext4, xfs, btrfs or tmpfs, not NFS or another overlay."
+def _trials(data_dir: Path, names: Sequence[str]) -> list[Requirement]:
+    """Have drivers run a trial, each in a new directory below the data directory."""
+    folder = data_dir / f"check-{secrets.token_hex(4)}"
+    results, drivers = list[Requirement](), dict[str, TriedDriver]()
+    for name in names:
+        try:
+            driver = make_driver(name, DriverContext(folder / name))
+        except PluginError as error:
+            results.append(Requirement("package", False, str(error).rstrip("."), "Install it.", driver=name))
+        else:
+            drivers |= {name: driver} if fulfils(driver, TriedDriver) else {}
+    if not drivers:
+        return results
     created = not data_dir.exists()
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="check-", dir=data_dir) as folder:
-            exit_code = asyncio.run(_run_true(Path(folder)))
-    except (SandboxError, SpecError, OSError) as error:
-        return Requirement("trial sandbox", False, str(error), remedy)
-    finally:
-        if created and data_dir.exists() and not any(data_dir.iterdir()):
-            data_dir.rmdir()
-    return Requirement("trial sandbox", exit_code == 0, f"`true` exited with {exit_code}", remedy)
-
-
-async def _run_true(folder: Path) -> int:
-    driver = LocalDriver(folder)
-    await driver.open()
+        folder.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        return [*results, Requirement("data directory", False, str(error), _OTHER_DIRECTORY)]
     try:
-        sandbox = await driver.start(EnvironmentSpec())
-        call = ToolCall("shell", "exec", {"command": "true", "timeout_s": 10.0, "session": "main"})
-        return int(orjson.loads((await sandbox.execute(call)).result.body)["exit_code"])
+        return [*results, *asyncio.run(_tried(drivers))]
+    finally:
+        remove_tree(folder)
+        if created and not any(data_dir.iterdir()):
+            data_dir.rmdir()
+
+
+async def _tried(drivers: Mapping[str, TriedDriver]) -> list[Requirement]:
+    return list(await asyncio.gather(*(_trial(name, driver) for name, driver in drivers.items())))
+
+
+async def _trial(name: str, driver: TriedDriver) -> Requirement:
+    """Open a driver, have it run its trial, and close it."""
+    try:
+        await driver.open()
+        await driver.trial()
+    except (SandboxError, SpecError, OSError) as error:
+        detail = str(error).removesuffix(SEE_DOCTOR).rstrip(" .")
+        return Requirement(f"trial of {name}", False, detail, _TRIAL_REMEDIES.get(name, ""), driver=name)
     finally:
         await driver.aclose()
+    return Requirement(f"trial of {name}", True, "works", "", driver=name)

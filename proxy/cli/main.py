@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
@@ -146,6 +147,7 @@ def serve(
     )
     from proxy.app import StartError, run
     from proxy.cli.doctor import check
+    from proxy.cli.starting import plan
     from sandboxes.linux.syscalls import share_heap
     from sandboxes.pool.room import open_more_files
 
@@ -157,13 +159,11 @@ def serve(
         fail(f"--data must name a directory, and {settings.data} is a file.")
     for unknown, meant in unknown_variables(os.environ):
         typer.echo(f"{unknown} is not a setting and is ignored.{meant and f' Did you mean {meant}?'}", err=True)
-    # Only the local driver needs these checks; the container driver checks Docker itself when it opens.
-    requirements = check(settings.data, checkpoints=settings.checkpoints) if "local" in settings.drivers else []
-    if not _met(requirements):
-        _show(requirements, Console(stderr=True))
-        fail("This machine does not meet the requirements of sandboxes, so commands would run unprotected. See above.")
+    start = plan(settings, check(settings.data, settings.driver_names, checkpoints=settings.checkpoints))
+    if start.refusal:
+        fail(start.refusal)
     try:
-        run(settings, descriptor)
+        run(start.settings, descriptor, start.left_out)
     except StartError as error:
         try:
             fail(f"The proxy cannot start: {error}")
@@ -176,13 +176,23 @@ def serve(
 @app.command(rich_help_panel=RUN, epilog="Example: forkpoint doctor --json")
 def doctor(
     data: DataOption = None,
+    apparmor: Annotated[
+        bool, typer.Option("--apparmor", help="Print an AppArmor profile that allows the launcher user namespaces.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Check this machine against the requirements of sandboxes, and say how to meet those that it does not."""
+    """Check this machine against the requirements of the drivers, and say how to meet those that it does not."""
     from proxy.cli.doctor import check
+    from proxy.cli.namespaces import profile, shared_interpreter
 
+    if apparmor:
+        interpreter = os.path.realpath(sys.executable)
+        if warning := shared_interpreter(interpreter):
+            typer.echo(warning, err=True)
+        typer.echo(profile(interpreter), nl=False)
+        return
     settings = _settings(None, data=data)
-    requirements = check(settings.data, checkpoints=settings.checkpoints)
+    requirements = check(settings.data, settings.driver_names, checkpoints=settings.checkpoints)
     if json:
         print_json(requirements)
     else:

@@ -18,7 +18,7 @@ from proxy.refusals import RefusalError
 from sandboxes.spec import EnvironmentSpec
 
 _DOCTOR_S = 60.0
-"""Longest run of `doctor`. Its trial sandbox takes a second; a loaded machine takes ten."""
+"""Longest run of `doctor`. Its trials take a second; a loaded machine takes ten."""
 _MINUTE = 60
 
 system = APIRouter(

@@ -26,6 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from sandboxes.linux import syscalls as kernel
+
 UNLIMITED = 1 << 62
 _OWN_PIDS = 2
 """Processes of ours that are in the group too, pid 1 and a template: agents would have so many fewer."""
@@ -85,9 +87,10 @@ class Cgroups:
         self.version, candidates = hierarchy
         for groups in candidates:
             try:
+                _make_writable(groups)
                 self.parents = self._make_below(groups)
             except OSError as error:
-                self.problem = f"{error.filename}: {error.strerror}"
+                self.problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
                 self.close()
             else:
                 self.problem = ""
@@ -119,11 +122,12 @@ class Cgroups:
         group = _own_groups().get(CPU)
         if group is None:
             return
+        _make_writable({CPU: group})
         # Two levels, so that `sweep`, which kills what is in the groups below a group, finds the processes.
-        self.cpu = group / self.name
-        self.behind = self.cpu / "sandboxes"
-        self.behind.mkdir(parents=True, exist_ok=True)
-        (self.cpu / "cpu.shares").write_text(str(_SHARES_PER_CORE * (os.cpu_count() or 1)))
+        own = group / self.name
+        (own / "sandboxes").mkdir(parents=True, exist_ok=True)
+        self.cpu, self.behind = own, own / "sandboxes"
+        (own / "cpu.shares").write_text(str(_SHARES_PER_CORE * (os.cpu_count() or 1)))
 
     def _separate_sandboxes(self) -> None:
         """Give each sandbox a CPU group of its own in version 2; in version 1 it has one beside `behind`."""
@@ -272,6 +276,19 @@ def _find_hierarchy() -> tuple[int, list[dict[str, Path]]] | None:
     groups = [around, mount_points()[""]]
     able = [group for group in groups if {MEMORY, PIDS} <= set((group / "cgroup.controllers").read_text().split())]
     return (2, [{MEMORY: group, PIDS: group} for group in able]) if able else None
+
+
+def _make_writable(groups: dict[str, Path]) -> None:
+    """Make the mounts of groups writable in this process's mount namespace, if they are read-only and it may.
+
+    A container runtime mounts its own groups read-only. CAP_SYS_ADMIN is needed for this, as for sandboxes.
+    """
+    for group in groups.values():
+        if os.statvfs(group).f_flag & os.ST_RDONLY:
+            mount = next(path for path in (group, *group.parents) if path.is_mount())
+            # A remount sets all flags anew; these are those of container runtimes and of systemd.
+            flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+            kernel.mount("", str(mount), "", kernel.MS_REMOUNT | kernel.MS_BIND | flags)
 
 
 class Bounded(NamedTuple):

@@ -57,6 +57,13 @@ NETLINK_ROUTE = 0
 """The one protocol of AF_NETLINK that programs need: libc lists interfaces and addresses with it."""
 INTERNET_PROTOCOLS = (0, 1, 6, 17, 58)
 """The protocols of AF_INET and AF_INET6: the default, ICMP, TCP, UDP and ICMPv6. Others load modules of the kernel."""
+_FAMILIES: dict[int, tuple[int, ...]] = {
+    AF_UNIX: (),
+    AF_INET: INTERNET_PROTOCOLS,
+    AF_INET6: INTERNET_PROTOCOLS,
+    AF_NETLINK: (NETLINK_ROUTE,),
+}
+"""The families of sockets that a sandbox's processes make, and their protocols; an empty tuple means all."""
 _LAST_CALL = 466
 """The newest call, removexattrat, that this list was made for (Linux 6.13). The calls of later kernels were
 not reviewed yet, so they do not exist in a sandbox."""
@@ -150,10 +157,11 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
 
 
 @functools.cache
-def program(machine: str) -> bytes:
+def program(machine: str, *, sockets: bool = True) -> bytes:
     """Return the filter for a machine, `x86_64` or `aarch64`, as a BPF program (pure). See the module for its order.
 
-    Made once, 0.4 ms: a launcher calls this before it forks.
+    Without `sockets` none can be made, so the process has no network, whatever namespace it is in. Made once, 0.4 ms: a
+    launcher calls this before it forks.
     """
     column = list(_AUDIT).index(machine)
     numbers = sorted(pair[column] for pair in REFUSED.values() if pair[column] is not None)  # type: ignore[type-var]
@@ -186,17 +194,7 @@ def program(machine: str) -> bytes:
             ],
         ),
         (_SOCKETPAIR[machine], _allow_sockets({AF_UNIX: ()})),
-        (
-            _SOCKET[machine],
-            _allow_sockets(
-                {
-                    AF_UNIX: (),
-                    AF_INET: INTERNET_PROTOCOLS,
-                    AF_INET6: INTERNET_PROTOCOLS,
-                    AF_NETLINK: (NETLINK_ROUTE,),
-                }
-            ),
-        ),
+        (_SOCKET[machine], _allow_sockets(_FAMILIES if sockets else {})),
     ):
         instructions += [_instruction(_EQUAL, number, 0, len(rule)), *rule]
     return b"".join([*instructions, _instruction(_RETURN, _ALLOW)])

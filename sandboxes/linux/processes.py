@@ -22,8 +22,8 @@ from collections.abc import Set as AbstractSet
 Process = tuple[int, int]
 """A pid and its start time in clock ticks. Together they name one process, even after its pid is used again."""
 
-LAST_PID = "/proc/sys/kernel/ns_last_pid"
-"""The file of the kernel that says which pid was assigned last, in the pid namespace of who reads it."""
+LAST_PID = "kernel/ns_last_pid"
+"""The setting of the kernel that says which pid was assigned last, in the pid namespace of who reads it."""
 GRACE_S = 0.03
 """How long a process that outlives its command may take to end before it counts as a background process.
 
@@ -266,7 +266,7 @@ def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
 
 def last_pid() -> int:
     """Return the pid that was assigned last in this pid namespace."""
-    return int(shown(LAST_PID))
+    return int(shown(f"/proc/sys/{LAST_PID}"))
 
 
 def set_last_pid(file: int, number: int) -> None:

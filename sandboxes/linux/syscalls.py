@@ -36,7 +36,9 @@ MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 
 CAP_DAC_OVERRIDE = 1
+CAP_SYS_ADMIN = 21
 CAP_SYS_RESOURCE = 24
+CAP_SYS_TIME = 25
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_NAME = 15
@@ -317,8 +319,26 @@ def _fsconfig(context: int, command: int, key: str | None, value: str | None) ->
         ctypes.c_char_p(key.encode() if key else None),
         ctypes.c_char_p(os.fsencode(value) if value else None),
         ctypes.c_int(0),
-        about=f"overlay {key} {value}" if key else "overlay create",
+        about=f"overlay {key} {value}" if key else "create",
     )
+
+
+def open_sysctl(name: str) -> int:
+    """Return a descriptor of a setting of the kernel for writing, such as `kernel/ns_last_pid`.
+
+    Containers have /proc/sys read-only. A new mount of /proc, which takes CAP_SYS_ADMIN, is not.
+    """
+    try:
+        return os.open(f"/proc/sys/{name}", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+    context = syscall("fsopen", ctypes.c_char_p(b"proc"), ctypes.c_uint(FSOPEN_CLOEXEC), about="proc")
+    with Opened(context):
+        _fsconfig(context, FSCONFIG_CMD_CREATE, None, None)
+        mounted = syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
+    with Opened(mounted):
+        return os.open(f"sys/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=mounted)
 
 
 def clone_mount(path: str, attributes: int = 0) -> int:
@@ -451,8 +471,8 @@ def keep_no_ended_connections() -> None:
 
     A port in TIME_WAIT is taken for a minute, and would be state of a sandbox that nothing shows.
     """
-    with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/tcp_max_tw_buckets", "w") as file:  # noqa: PTH123
-        file.write("0")
+    with contextlib.suppress(OSError), Opened(open_sysctl("net/ipv4/tcp_max_tw_buckets")) as file:
+        os.write(file, b"0")
 
 
 def bring_up_loopback() -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import orjson
 
+from sandboxes.calls import ToolCall
 from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import FrozenState
 from sandboxes.egress.portable_recordings import PortableRecordings
@@ -131,6 +132,17 @@ class LocalDriver:
         self.image_store.open()
         self.bases.open()
         self.roots.open()
+
+    async def trial(self) -> None:
+        """Run `true` in a sandbox, see `sandboxes.driver.TriedDriver`."""
+        sandbox = await self.start(EnvironmentSpec())
+        try:
+            call = ToolCall("shell", "exec", {"command": "true", "timeout_s": 10.0, "session": "main"})
+            answer = orjson.loads((await sandbox.execute(call)).result.body)
+        finally:
+            await sandbox.close()
+        if answer["exit_code"] != 0:
+            raise SandboxError(f"`true` exited with {answer['exit_code']}: {answer['stderr']}".rstrip(": "))
 
     async def aclose(self) -> None:
         """Close every sandbox, the spares and the launcher. Idempotent."""

@@ -75,7 +75,7 @@ class Launcher:
         self.own_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._last_pid = os.open(LAST_PID, os.O_WRONLY | os.O_CLOEXEC)
+            self._last_pid = kernel.open_sysctl(LAST_PID)
         except OSError:
             self._last_pid = -1
 

@@ -45,6 +45,8 @@ from sandboxes.task_owner import TaskOwner
 
 _log = logging.getLogger(__name__)
 
+SEE_DOCTOR = "Run `forkpoint doctor` to see why."
+"""Ends the text of errors that say that this machine cannot run sandboxes; doctor itself leaves it out."""
 START_S = 30.0
 """Longest wait for a sandbox to start; on an idle machine it takes milliseconds. The value is an estimate."""
 
@@ -119,7 +121,7 @@ class Machine:
             "the launcher of sandboxes",
             "sandboxes.local.launcher",
             [str(host_view), *([kernel.OLDER_MOUNTS] if os.environ.get(kernel.OLDER_MOUNTS) else [])],
-            hint="Run `forkpoint doctor` to see why.",
+            hint=SEE_DOCTOR,
             prepare=self.cgroups.put_behind,
         )
         self._keeps_links: dict[tuple[str, ...], bool] = {}
@@ -237,9 +239,7 @@ class Machine:
             self._discard(spare)
             # The process has reported why it ended, which is worth more than a closed channel.
             if isinstance(error, PeerFailedError):
-                raise SandboxError(
-                    f"a sandbox could not be set up: {error}. Run `forkpoint doctor` to see why."
-                ) from error
+                raise SandboxError(f"a sandbox could not be set up: {error}. {SEE_DOCTOR}") from error
             raise
         return spare
 

@@ -83,6 +83,10 @@ class PostgresDriver:
             await self.aclose()
             raise
 
+    async def trial(self) -> None:
+        """Start a worker and end it, see `sandboxes.driver.TriedDriver`."""
+        await self.worker_pool.trial()
+
     async def aclose(self) -> None:
         """Close all sandboxes, drop their clones and end all workers. Templates stay. Idempotent."""
         await asyncio.gather(*(sandbox.close() for sandbox in list(self.sandboxes)))

@@ -53,6 +53,10 @@ class SqliteDriver:
         await asyncio.to_thread(self.store.open)
         self._sources.open()
 
+    async def trial(self) -> None:
+        """Start a worker and end it, see `sandboxes.driver.TriedDriver`."""
+        await self.worker_pool.trial()
+
     async def aclose(self) -> None:
         """Close all sandboxes, end all workers and release the data directory. Idempotent."""
         await self._sandboxes.close()

@@ -61,6 +61,10 @@ class VideoDriver:
         self._contents.open()
         self._memo.open()
 
+    async def trial(self) -> None:
+        """Start a worker and end it, see `sandboxes.driver.TriedDriver`."""
+        await self.worker_pool.trial()
+
     async def aclose(self) -> None:
         """Close all sandboxes, cancel all jobs, end the workers, and release the directory. Idempotent."""
         await self._sandboxes.close()

@@ -162,6 +162,16 @@ class WorkerPool:
         """
         self.confined = (await self._zygote.start()).confined
 
+    async def trial(self) -> None:
+        """Have a worker use every code path of its engine once; `SandboxError` if it cannot."""
+        worker = await self.dedicated()
+        try:
+            await worker.ask(WarmUp(), timeout_s=START_S)
+        except (WorkerLostError, WorkerStuckError) as error:
+            raise SandboxError(f"a worker cannot run: {error}") from error
+        finally:
+            await worker.close()
+
     async def aclose(self) -> None:
         """End every worker and the zygote. Idempotent."""
         self._restocks.cancel()

@@ -88,23 +88,23 @@ def drop_privileges(data_dir: Path, *, network: bool) -> bool:
 
     Confined means that files outside `data_dir` are out of reach. Without Landlock (the kernel has it disabled) only
     the engine's own rules protect them. An engine that talks to a server keeps the network, and is not confined.
+
+    None of it needs a right, so it holds in a container without any too.
     """
-    privileged = os.geteuid() == 0
-    if privileged and not network:
-        kernel.unshare(kernel.CLONE_NEWNET)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    if privileged:
-        for capability in range(confine.LAST_CAPABILITY + 1):
-            # Older kernels have fewer capabilities and refuse the higher numbers.
-            with contextlib.suppress(OSError):
-                kernel.prctl(kernel.PR_CAPBSET_DROP, capability)
-        # The one that they keep bypasses permission checks on files.
-        # The data directory may lie below a directory that only another user may search.
-        kernel.capset(1 << kernel.CAP_DAC_OVERRIDE)
+    for capability in range(confine.LAST_CAPABILITY + 1):
+        # Older kernels have fewer capabilities and refuse the higher numbers. Without CAP_SETPCAP all are refused; then
+        # no_new_privs keeps a program that is executed from getting one.
+        with contextlib.suppress(OSError):
+            kernel.prctl(kernel.PR_CAPBSET_DROP, capability)
+    # The one that they keep, if they have it, bypasses permission checks on files.
+    # The data directory may lie below a directory that only another user may search.
+    kernel.capset(1 << kernel.CAP_DAC_OVERRIDE & kernel.permitted())
     if network:
         # A client library reads certificates, password files and resolver settings from many directories.
         return False
-    kernel.seccomp(confine.program(kernel.MACHINE))
+    # Not a network namespace, which needs a right. Workers make no sockets; theirs come with the request to fork them.
+    kernel.seccomp(confine.program(kernel.MACHINE, sockets=False))
     try:
         landlock.restrict_to(data_dir)
     except OSError:
@@ -118,10 +118,10 @@ def main() -> None:
     # The workers hold what an agent's calls take, and inherit the score.
     oom_score.write(AGENT_SCORE)
     engine, data_dir, network = sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "network"
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (worker.MAX_DESCRIPTORS, worker.MAX_DESCRIPTORS))
     try:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (worker.MAX_DESCRIPTORS, worker.MAX_DESCRIPTORS))
         module = module_of(engine)
         getattr(module, "prepare", lambda: None)()
         prepare()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.ipc.inherited import FEATURES, KERNEL_FD, LIBRARIES, PROGRAM, SOCKET_FD
+from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.files import remove_tree
 
 ARGUMENTS = ("criu", "--no-default-config", "--libdir", "/dev", "swrk", str(SOCKET_FD))
@@ -50,11 +51,14 @@ class CriuBinary:
         """Copy the machine's CRIU into a directory, which is made again, and probe the kernel with it. Blocking.
 
         `criu` is the program to copy; None looks for an installed one. Raises CriuMissingError if none is installed,
-        none works on this kernel, or the proxy is not root.
+        none works on this kernel, or the proxy is not root or may not set clocks.
         """
         # A restore writes ns_last_pid and enters foreign namespaces, both of which need CAP_SYS_ADMIN.
         if os.geteuid() != 0:
             raise CriuMissingError("checkpoints of live processes need root: CRIU restores processes with their pids")
+        # `criu check` does not notice: only a restore sets the clocks of a time namespace (time_namespaces(7)).
+        if not kernel.permitted() >> kernel.CAP_SYS_TIME & 1:
+            raise CriuMissingError("checkpoints of live processes need the capability SYS_TIME: a restore sets clocks")
         candidates = [criu] if criu else [Path(path) for path in (shutil.which("criu"), *_PATHS) if path]
         installed = [path for path in dict.fromkeys(candidates) if path.is_file()]
         if not installed:

@@ -177,7 +177,7 @@ class CriuCheckpointer:
         fds: list[int] = []
         try:
             if restores:
-                fds.append(os.open(LAST_PID, os.O_WRONLY | os.O_CLOEXEC))
+                fds.append(kernel.open_sysctl(LAST_PID))
             # From here on the order is that of `criu_launch.CriuFiles`.
             reply = far.detach()
             fds.append(reply)

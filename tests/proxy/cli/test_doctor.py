@@ -1,12 +1,19 @@
 """What `doctor` says about a data directory and the settings."""
 
+import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from proxy.cli.doctor import _host_changes, _namespaces, _shells, check
+from proxy.cli.main import app
+from proxy.cli.namespaces import closed_to_users, shared_interpreter
 from sandboxes.shell_files import copies
-from tests.machine import require_sandboxes
+from tests.machine import data_directory, needs_root, require_sandboxes
+from tests.rights import DOCKER, MOUNTS, POD, UBUNTU, Rights
 
 
 def test_changes_of_the_host_are_reported(tmp_path: Path) -> None:
@@ -48,3 +55,72 @@ def test_modules_of_the_current_directory_are_not_loaded(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert _namespaces() == at_home
     assert not (tmp_path / "loaded").exists()
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("rights", "cause"),
+    [
+        (POD, "root: unshare 0x20000: Operation not permitted; the capability SYS_ADMIN is missing"),
+        (replace(POD, capabilities=(*DOCKER, "SYS_ADMIN")), "unshare 0x20000: Operation not permitted; this process"),
+        (Rights(refused=MOUNTS), "root: mount  on /: Operation not permitted; this process is confined by"),
+        (UBUNTU, "unprivileged, in a user namespace: mount  on /: Operation not permitted; this process"),
+    ],
+    ids=["pod", "profile", "mounts", "ubuntu"],
+)
+def test_missing_rights_are_named(rights: Rights, cause: str) -> None:
+    """A namespace in which no mount can be changed is of no use. SQLite works all the same."""
+    with data_directory() as folder:
+        shown = rights.doctor(folder)
+    unmet = {
+        name: requirement for name, requirement in shown.items() if requirement["required"] and not requirement["ok"]
+    }
+    assert list(unmet) == ["namespaces"]
+    assert cause in unmet["namespaces"]["detail"]
+    assert unmet["namespaces"]["remedy"]
+    assert shown["trial of sqlite"]["ok"]
+
+
+@needs_root
+def test_doctor_does_not_point_to_itself() -> None:
+    """A sandbox that cannot start has a text for users who have not asked doctor yet."""
+    with data_directory() as folder:
+        shown = Rights(refused=("pivot_root",)).doctor(folder)
+    assert not shown["trial of local"]["ok"]
+    assert "pivot_root" in shown["trial of local"]["detail"]
+    assert not any("forkpoint doctor`" in f"{each['detail']}{each['remedy']}" for each in shown.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cause", "remedy"),
+    [
+        ("clone", "0", "kernel.unprivileged_userns_clone is 0", "kernel.unprivileged_userns_clone=1"),
+        ("most", "0", "user.max_user_namespaces is 0", "user.max_user_namespaces="),
+        ("apparmor", "1", "AppArmor restricts user namespaces, as on Ubuntu 24.04", "`forkpoint doctor --apparmor`"),
+    ],
+)
+def test_what_closes_namespaces_to_users_is_named(name: str, value: str, cause: str, remedy: str) -> None:
+    opened = {"apparmor": "", "clone": "1", "most": "100"}
+    assert closed_to_users(opened) is None
+    assert closed_to_users(dict.fromkeys(opened, "")) is None
+    known = closed_to_users(opened | {name: value})
+    assert known is not None
+    assert cause in known[0]
+    assert remedy in known[1]
+
+
+def test_profile_is_for_one_interpreter() -> None:
+    """Where the interpreter is the system's, a warning says that other programs get the right too."""
+    done = CliRunner().invoke(app, ["doctor", "--apparmor"])
+    assert f'profile forkpoint "{os.path.realpath(sys.executable)}" flags=(unconfined) {{\n  userns,\n' in done.output
+    assert "--copies" in shared_interpreter("/usr/bin/python3.12")
+    assert shared_interpreter("/opt/forkpoint/bin/python3") == ""
+
+
+@pytest.mark.parametrize("drivers", [["http"], ["sqlite"], ["local", "sqlite", "http"]])
+def test_only_drivers_in_use_are_checked(drivers: list[str], tmp_path: Path) -> None:
+    names = {requirement.name for requirement in check(tmp_path, drivers)}
+    assert {name for name in names if name.startswith("trial")} == {f"trial of {name}" for name in drivers} - {
+        "trial of http"
+    }
+    assert ("namespaces" in names) == ("local" in drivers)

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes.linux import syscalls as kernel
 from sandboxes.sqlite.messages import ReadPages, RunTool, SharedState
 from sandboxes.workers.messages import SetLimits
 from sandboxes.workers.pool import MAX_READERS, WorkerLostError, WorkerPool, WorkerStuckError
-from tests.machine import wait_until
+from tests.machine import data_directory, wait_until
+from tests.rights import BARE_POD, POD, Rights
 from tests.sandboxes.box import needs_root
+from tests.sandboxes.workers.probe import rights_of
 
 Test = Callable[[WorkerPool], Awaitable[None]]
 ENDLESS = "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELECT count(*) FROM n"
@@ -162,16 +165,9 @@ def test_readers_are_limited(tmp_path: Path) -> None:
     with_pool(tmp_path, test)
 
 
-def rights_of(pid: int) -> dict[str, str]:
-    folder = Path(f"/proc/{pid}")
-    lines = (folder / "status").read_text().splitlines()
-    rights = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-    return rights | {"net": str((folder / "ns/net").readlink()), "environ": (folder / "environ").read_text()}
-
-
 @needs_root
 def test_workers_are_confined(tmp_path: Path) -> None:
-    """A worker has no network, no capabilities but one, and no files outside its directory."""
+    """A worker has no capabilities but one, and no files outside its directory."""
 
     async def test(pool: WorkerPool) -> None:
         assert pool.confined
@@ -179,11 +175,24 @@ def test_workers_are_confined(tmp_path: Path) -> None:
         rights = rights_of(worker.pid)
         assert (rights["NoNewPrivs"], rights["Seccomp"], int(rights["CapEff"], 16)) == ("1", "2", 2)
         assert len(rights["environ"].strip("\0").split("\0")) <= 4
-        assert rights["net"] != rights_of(os.getpid())["net"]
         with pytest.raises(WorkerLostError, match=r"denied|unable to open"):
             await worker.ask(query("SELECT 1", "/etc/hostname"), timeout_s=30)
 
     with_pool(tmp_path, test)
+
+
+@needs_root
+@pytest.mark.parametrize("rights", [Rights(), POD, BARE_POD, Rights(uid=1000)], ids=["all", "pod", "bare", "user"])
+def test_workers_need_no_rights_and_have_no_network(rights: Rights) -> None:
+    """With any rights of the proxy they start, are confined to their directory, and can make no socket."""
+    with data_directory() as folder:
+        (folder / "tmp").mkdir()
+        os.chown(folder, rights.uid, rights.uid)
+        probe = [sys.executable, "-m", "tests.sandboxes.workers.probe", str(folder)]
+        done = subprocess.run([*rights.wrapper, *probe], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    capabilities = hex(rights.keeps("DAC_OVERRIDE") << kernel.CAP_DAC_OVERRIDE)
+    assert done.stdout.split() == ["confined", "1", *["EAFNOSUPPORT"] * 4, "EPERM", "EACCES", capabilities]
 
 
 def test_killed_zygote_is_replaced(tmp_path: Path) -> None:
@@ -208,6 +217,7 @@ def test_workers_die_with_the_driver(tmp_path: Path) -> None:
     program = f"""
 import asyncio
 from pathlib import Path
+from sandboxes.linux import syscalls as kernel
 from sandboxes.sqlite.messages import ReadPages, RunTool, SharedState
 from sandboxes.workers.messages import SetLimits
 from sandboxes.workers.pool import WorkerPool
