@@ -4,7 +4,6 @@ import asyncio
 import os
 import platform
 import re
-import resource
 import secrets
 import shutil
 import sqlite3
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from proxy.cli.namespaces import probe
+from proxy.settings import Settings
 from sandboxes.driver import TriedDriver, fulfils
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
@@ -24,6 +24,7 @@ from sandboxes.linux.cgroups import Cgroups
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.machine import SEE_DOCTOR
 from sandboxes.plugins import DriverContext, PluginError, make_driver
+from sandboxes.pool.room import Room, open_more_files
 from sandboxes.shell_files import copies
 from sandboxes.sql.sqlite_volatile import clock_can_be_set
 from sandboxes.sqlite.file_clone import Method, choose, measure
@@ -32,8 +33,8 @@ from snapshots.criu.binary import CriuBinary, CriuMissingError
 OLDEST_KERNEL = (5, 14)
 """The first kernel on whose mounts no link is followed where it is told so by descriptor (mount_setattr(2),
 MOUNT_ATTR_NOSYMFOLLOW); also the kernel of RHEL 9."""
-DESCRIPTORS_PER_SANDBOX = 8
-"""File descriptors that the proxy holds for each sandbox, rounded up."""
+_ENOUGH = 200
+"""Live sandboxes for which a machine should have room: three groups of 64 rollouts."""
 _OTHER_DIRECTORY = "Choose a writable directory with free disk space: --data DIR."
 _TRIAL_REMEDIES = {
     "local": "In a container, compare its rights with those in docs/deploying.md. The data directory must be on a file "
@@ -67,7 +68,7 @@ def check(data_dir: Path, drivers: Sequence[str] = ("local",), *, checkpoints: b
         return results
     local = "local" in drivers
     if local:
-        results += [_kernel(), _namespaces(), _file_system(data_dir), _cgroups(), _descriptors(), _images()]
+        results += [_kernel(), _namespaces(), _file_system(data_dir), _cgroups(), _room(), _images()]
         results += _host_changes(data_dir)
     results += _damage(data_dir)
     local = local and all(requirement.ok for requirement in results if requirement.required)
@@ -149,13 +150,13 @@ def _cgroups() -> Requirement:
     return Requirement("control groups", False, detail, remedy, required=False)
 
 
-def _descriptors() -> Requirement:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    sandboxes = hard // DESCRIPTORS_PER_SANDBOX
-    ok = sandboxes >= 200
-    remedy = "Raise the limit: ulimit -Hn 65536, or LimitNOFILE= of the service."
+def _room() -> Requirement:
+    """Report for how many live sandboxes this machine has room, and what bounds their number."""
+    open_more_files()
+    room = Room(None, other_files=int(Settings.model_fields["max_connections"].default)).bound(0)
+    remedy = f"For more, {room.remedy}."
     return Requirement(
-        "descriptors", ok, f"{soft} (hard limit {hard}), enough for {sandboxes} sandboxes", remedy, required=False
+        "room", room.most >= _ENOUGH, f"{room.most} live sandboxes, by {room.by}", remedy, required=False
     )
 
 

@@ -43,7 +43,7 @@ def check_rules(rules: Path) -> str:
 
 
 def test_alerts_are_rules_of_prometheus() -> None:
-    assert "9 rules found" in check_rules(MONITORING / "alerts.yml")
+    assert "10 rules found" in check_rules(MONITORING / "alerts.yml")
 
 
 def test_expressions_of_the_dashboard_are_right(tmp_path: Path) -> None:
@@ -152,4 +152,4 @@ def test_prometheus_scrapes_a_proxy(tmp_path: Path) -> None:
 
             wait_until(lambda: value() == 1, "Prometheus has no sample of a hit", within_s=60)
             wait_until(lambda: "unknown" not in evaluated(), "rules were not evaluated", within_s=60)
-            assert evaluated() == ["ok"] * 9
+            assert evaluated() == ["ok"] * 10
