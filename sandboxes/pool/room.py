@@ -22,6 +22,8 @@ SANDBOX_PIPE_PAGES = 12
 beyond, answers may show that pipes are small, and are their rollouts' own (`linux/user_counts`)."""
 SANDBOX_PROCESSES = 8
 """Processes of a sandbox: 3 were measured, and a command has some of its own."""
+_MEMORY_SHARE = 2
+"""One part in so many of the memory is for sandboxes that wait: other programs may need theirs suddenly."""
 _RESERVE_SHARE = 8
 """One part in so many of the memory, and of the processes, stays free for what agents' commands take."""
 _MOST = 4096
@@ -67,8 +69,10 @@ class Room:
 
     def _bounds(self, live: int) -> Iterator[RoomBound]:
         yield RoomBound(_MOST // self._workers, "the most that one proxy serves", "use more machines (docs/cluster.md)")
-        free = (available_bytes() - max(self._reserve_bytes, _total_bytes() // _RESERVE_SHARE)) // self._workers
-        yield RoomBound(max(1, live + free // SANDBOX_BYTES), "memory", "give it more memory")
+        total = _total_bytes()
+        free = (available_bytes() - max(self._reserve_bytes, total // _RESERVE_SHARE)) // self._workers
+        most = min(live + free // SANDBOX_BYTES, total // _MEMORY_SHARE // self._workers // SANDBOX_BYTES)
+        yield RoomBound(max(1, most), "memory", "give it more memory")
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Connections never get more than three quarters.
         soft = _MOST_FILES if soft == resource.RLIM_INFINITY else soft

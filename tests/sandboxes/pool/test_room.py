@@ -16,8 +16,8 @@ GB = 1 << 30
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine without limits but those that a test sets."""
-    monkeypatch.setattr(room, "available_bytes", lambda: 64 * GB)
-    monkeypatch.setattr(room, "_total_bytes", lambda: 64 * GB)
+    monkeypatch.setattr(room, "available_bytes", lambda: 256 * GB)
+    monkeypatch.setattr(room, "_total_bytes", lambda: 256 * GB)
     monkeypatch.setattr(room, "_processes", lambda: [Bounded(1 << 22, 500)])
     monkeypatch.setattr(room, "_number", lambda _: cgroups.UNLIMITED)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
@@ -35,16 +35,21 @@ def test_a_large_machine_has_room_for_thousands() -> None:
 
 
 def test_memory_bounds_and_what_lives_already_counts_as_room(machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(room, "available_bytes", lambda: 9 * GB)
+    machine.setattr(room, "available_bytes", lambda: 33 * GB)
     assert Room(None).bound(100) == RoomBound(100 + GB // room.SANDBOX_BYTES, "memory", "give it more memory")
     # Two workers have half of what is free, and each what it has.
     assert Room(None, workers=2).bound(100).most == 100 + GB // 2 // room.SANDBOX_BYTES
 
 
 def test_less_memory_than_its_reserve_takes_room_away(machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(room, "available_bytes", lambda: 7 * GB)
+    machine.setattr(room, "available_bytes", lambda: 31 * GB)
     assert Room(None).bound(500).most == 500 - -(-GB // room.SANDBOX_BYTES)
     assert Room(None).bound(20).most == 1
+
+
+def test_half_of_the_memory_is_for_others(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(room, "_total_bytes", lambda: 8 * GB)
+    assert Room(None).bound(0)[:2] == (4 * GB // room.SANDBOX_BYTES, "memory")
 
 
 def test_open_files_bound(machine: pytest.MonkeyPatch) -> None:
@@ -66,7 +71,7 @@ def test_processes_bound(machine: pytest.MonkeyPatch) -> None:
 
 
 def test_a_look_counts_for_a_second(machine: pytest.MonkeyPatch) -> None:
-    memory = iter([9 * GB, 20 * GB])
+    memory = iter([33 * GB, 90 * GB])
     machine.setattr(room, "available_bytes", lambda: next(memory))
     machine.setattr(room, "_LOOK_S", 3600.0)
     own = Room(None)
