@@ -25,6 +25,8 @@ UNIT = Path("/etc/systemd/system/forkpoint.service")
 DATA = Path("/var/lib/forkpoint")
 _READY_S = 180.0
 _CALL_S = 240.0
+_NEEDS = {"CI": "true", "FORKPOINT_NEEDS_CRIU": "1"}
+"""Variables with which tests fail instead of being skipped."""
 _JSON = ("-H", "Content-Type: application/json", "-o", "/dev/null")
 
 
@@ -280,7 +282,7 @@ def _tests(*arguments: str) -> Callable[[], str]:
             "5",
             *arguments,
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"CI": "true"})
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | _NEEDS)
         if done.returncode:
             print(done.stdout[-6000:])
         last = done.stdout.strip().splitlines()[-1]
@@ -290,12 +292,17 @@ def _tests(*arguments: str) -> Callable[[], str]:
     return run
 
 
+_SECURITY = "refused or out_of_reach or bomb or look_into or loopback"
+_CHECKPOINTS = "oom_scores or restored_sandbox_is_confined or sessions_come_back"
+"""Which of their tests run here: those that depend on the kernel, as many as end within minutes."""
+
 CHECKS: dict[str, Callable[[], str]] = {
     "doctor": doctor, "readme": readme, "service": service, "memory": memory, "pids": pids, "cpus": cpus, "disk": disk,
     "oom-score": oom_score, "oom-order": oom_order, "killed": killed, "stopped": stopped, "user": user,
     "killed-alone": killed_alone,
     "tests-groups": _tests("tests/sandboxes/linux/test_cgroups_v2.py", "tests/sandboxes/linux/test_processes.py"),
-    "tests-security": _tests("tests/sandboxes/local/test_security.py"),
+    "tests-security": _tests("tests/sandboxes/local/test_security.py", "-k", _SECURITY),
+    "tests-checkpoints": _tests("tests/sandboxes/local/test_checkpoints.py", "-k", _CHECKPOINTS),
 }  # fmt: skip
 """The checks, in the order in which they run."""
 
