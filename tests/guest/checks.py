@@ -190,8 +190,11 @@ _SHELTER = "for n in {{-1000..-1}}; do for p in {0}; do echo $n > /proc/$p/oom_s
 def oom_score() -> str:
     """An agent cannot give any of its processes a score below 0; the proxy's is -500."""
     with _served() as main:
-        answer = _shell("oom", f"sleep 1000 & {_SHELTER.format('self $$ $! 1')} 2>/dev/null; true")
-        assert answer["stdout"] == "", answer["stdout"]
+        # The second rollout is restored from a checkpoint of the first one's processes.
+        for rollout in ("1", "2"):
+            _shell("oom", "sleep 1000 &", rollout=rollout)
+            answer = _shell("oom", f": {rollout}; {_SHELTER.format('self $$ $! 1')} 2>/dev/null; true", rollout=rollout)
+            assert answer["stdout"] == "", f"rollout {rollout}: {answer['stdout']}"
         scores = {int(_read(Path("/proc", pid, "oom_score_adj")) or 0) for pid in _pids_of_sandboxes()}
         assert scores, "no process of a sandbox is there"
         assert min(scores) >= 0, scores
@@ -355,10 +358,12 @@ def _set_up(task: str, **limits: float) -> None:
     subprocess.run(["curl", "-sf", "-X", "PUT", f"{URL}/api/v1/tasks/{task}", "-d", spec, *_JSON], check=True)
 
 
-def _shell(task: str, command: str, *, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Run a command as rollout 1 of a task; call `meanwhile` again and again until it is answered."""
+def _shell(
+    task: str, command: str, *, rollout: str = "1", meanwhile: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Run a command as a rollout of a task; call `meanwhile` again and again until it is answered."""
     body = json.dumps({"command": command, "timeout_s": _CALL_S})
-    curl = ["curl", "-s", f"{URL}/t/{task}/r/1/shell/exec", "-d", body]
+    curl = ["curl", "-s", f"{URL}/t/{task}/r/{rollout}/shell/exec", "-d", body]
     with subprocess.Popen(curl, stdout=subprocess.PIPE, text=True) as call:
         while call.poll() is None:
             meanwhile()
