@@ -87,7 +87,8 @@ class Cgroups:
             try:
                 self.parents = self._make_below(groups)
             except OSError as error:
-                self.problem = f"{error.filename}: {error.strerror}"
+                # A write that the kernel refuses has no name of a file.
+                self.problem = f"{error.filename or groups[MEMORY]}: {error.strerror}"
                 self.close()
             else:
                 self.problem = ""
