@@ -26,6 +26,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 LEFT_OUT = {
     "tests/agents/": "real clients of other products",
     "tests/ui/": "a browser",
+    "tests/guest/": "QEMU",
     "tests/manual/test_s": "a browser",
     "tests/sandboxes/images/test_daemon.py": "Docker",
     "tests/test_images_through_proxy.py": "minutes",

@@ -90,7 +90,8 @@ class Cgroups:
                 _make_writable(groups)
                 self.parents = self._make_below(groups)
             except OSError as error:
-                self.problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+                # A write that the kernel refuses has no name of a file.
+                self.problem = f"{error.filename or groups[MEMORY]}: {error.strerror}"
                 self.close()
             else:
                 self.problem = ""

@@ -5,6 +5,7 @@ python -m tests.guest memory pids        some of them
 python -m tests.guest -- uname -a        a command, as root
 """
 
+import signal
 import sys
 import time
 
@@ -45,4 +46,6 @@ def passes(guest: Guest, name: str) -> bool:
 
 
 if __name__ == "__main__":
+    # A time limit ends this with SIGTERM, and the machine has to end too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -25,6 +25,8 @@ UNIT = Path("/etc/systemd/system/forkpoint.service")
 DATA = Path("/var/lib/forkpoint")
 _READY_S = 180.0
 _CALL_S = 240.0
+_NEEDS = {"CI": "true", "FORKPOINT_NEEDS_CRIU": "1"}
+"""Variables with which tests fail instead of being skipped."""
 _JSON = ("-H", "Content-Type: application/json", "-o", "/dev/null")
 
 
@@ -188,8 +190,11 @@ _SHELTER = "for n in {{-1000..-1}}; do for p in {0}; do echo $n > /proc/$p/oom_s
 def oom_score() -> str:
     """An agent cannot give any of its processes a score below 0; the proxy's is -500."""
     with _served() as main:
-        answer = _shell("oom", f"sleep 1000 & {_SHELTER.format('self $$ $! 1')} 2>/dev/null; true")
-        assert answer["stdout"] == "", answer["stdout"]
+        # The second rollout is restored from a checkpoint of the first one's processes.
+        for rollout in ("1", "2"):
+            _shell("oom", "sleep 1000 &", rollout=rollout)
+            answer = _shell("oom", f": {rollout}; {_SHELTER.format('self $$ $! 1')} 2>/dev/null; true", rollout=rollout)
+            assert answer["stdout"] == "", f"rollout {rollout}: {answer['stdout']}"
         scores = {int(_read(Path("/proc", pid, "oom_score_adj")) or 0) for pid in _pids_of_sandboxes()}
         assert scores, "no process of a sandbox is there"
         assert min(scores) >= 0, scores
@@ -204,8 +209,9 @@ def oom_order() -> str:
         for task in ("eater", "bystander"):
             _set_up(task, memory_mb=8192, timeout_s=_CALL_S)
         _shell("bystander", "echo on")
-        eat = "b = []\nwhile True: b.append(b'x' * (1 << 24))"
-        answer = _shell("eater", f"{_SHELTER.format('self $$')} 2>/dev/null; {_python(eat)}")
+        # Large pieces: the kernel gives up pages of files first, and each pause of the program brings some back.
+        eat = "open('/proc/self/oom_score_adj', 'w').write('0')\nb = []\nwhile True: b.append(b'x' * (1 << 28))"
+        answer = _shell("eater", _python(eat))
         assert answer.get("exit_code", 137) == 137, answer
         assert _main_pid() == main, "the proxy was ended"
         assert _shell("bystander", "echo still on")["stdout"] == "still on\n"
@@ -280,7 +286,7 @@ def _tests(*arguments: str) -> Callable[[], str]:
             "5",
             *arguments,
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"CI": "true"})
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | _NEEDS)
         if done.returncode:
             print(done.stdout[-6000:])
         last = done.stdout.strip().splitlines()[-1]
@@ -290,12 +296,17 @@ def _tests(*arguments: str) -> Callable[[], str]:
     return run
 
 
+_SECURITY = "refused or out_of_reach or bomb or look_into or loopback"
+_CHECKPOINTS = "oom_scores or restored_sandbox_is_confined or sessions_come_back"
+"""Which of their tests run here: those that depend on the kernel, as many as end within minutes."""
+
 CHECKS: dict[str, Callable[[], str]] = {
     "doctor": doctor, "readme": readme, "service": service, "memory": memory, "pids": pids, "cpus": cpus, "disk": disk,
     "oom-score": oom_score, "oom-order": oom_order, "killed": killed, "stopped": stopped, "user": user,
     "killed-alone": killed_alone,
     "tests-groups": _tests("tests/sandboxes/linux/test_cgroups_v2.py", "tests/sandboxes/linux/test_processes.py"),
-    "tests-security": _tests("tests/sandboxes/local/test_security.py"),
+    "tests-security": _tests("tests/sandboxes/local/test_security.py", "-k", _SECURITY),
+    "tests-checkpoints": _tests("tests/sandboxes/local/test_checkpoints.py", "-k", _CHECKPOINTS),
 }  # fmt: skip
 """The checks, in the order in which they run."""
 
@@ -348,10 +359,12 @@ def _set_up(task: str, **limits: float) -> None:
     subprocess.run(["curl", "-sf", "-X", "PUT", f"{URL}/api/v1/tasks/{task}", "-d", spec, *_JSON], check=True)
 
 
-def _shell(task: str, command: str, *, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Run a command as rollout 1 of a task; call `meanwhile` again and again until it is answered."""
+def _shell(
+    task: str, command: str, *, rollout: str = "1", meanwhile: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Run a command as a rollout of a task; call `meanwhile` again and again until it is answered."""
     body = json.dumps({"command": command, "timeout_s": _CALL_S})
-    curl = ["curl", "-s", f"{URL}/t/{task}/r/1/shell/exec", "-d", body]
+    curl = ["curl", "-s", f"{URL}/t/{task}/r/{rollout}/shell/exec", "-d", body]
     with subprocess.Popen(curl, stdout=subprocess.PIPE, text=True) as call:
         while call.poll() is None:
             meanwhile()

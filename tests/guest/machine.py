@@ -120,6 +120,8 @@ def booted(image: Image) -> Iterator[Guest]:
 def _command(image: Image, folder: Path) -> list[str]:
     # The processor is emulated, with every feature that QEMU knows. `snapshot` keeps writes in a file of QEMU's.
     return [
+        # It ends with this process, however that ends.
+        "setpriv", "--pdeathsig", "KILL",
         QEMU, "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", str(min(2, os.cpu_count() or 1)),
         "-m", str(_MEMORY_MB),
         "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-nic", "none",

@@ -164,3 +164,15 @@ def test_processes_stay_in_a_group_of_others(busy: tuple[Path, int], hierarchy: 
         assert group_of(hierarchy, pid) == own
     finally:
         groups.close()
+
+
+@needs_root
+def test_a_refusal_names_the_group(busy: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no other group can be reached, the reason is the kernel's."""
+    own, _ = busy
+    monkeypatch.setattr(cgroups, "mount_points", lambda: {"": own})
+    monkeypatch.setattr(cgroups, "_is_ours", lambda _group: False)
+    groups = Cgroups("here")
+    groups.open()
+    assert (groups.writable, groups.problem) == (False, f"{own}: Device or resource busy")
+    assert not (own / "here").exists()
