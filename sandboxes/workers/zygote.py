@@ -91,6 +91,10 @@ def drop_privileges(data_dir: Path, *, network: bool) -> bool:
 
     None of it needs a right, so it holds in a container without any too.
     """
+    if not network:
+        # A second fence, where it can be had, behind the filter below.
+        with contextlib.suppress(OSError):
+            kernel.unshare(kernel.CLONE_NEWNET)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(confine.LAST_CAPABILITY + 1):
         # Older kernels have fewer capabilities and refuse the higher numbers. Without CAP_SETPCAP all are refused; then
@@ -103,7 +107,7 @@ def drop_privileges(data_dir: Path, *, network: bool) -> bool:
     if network:
         # A client library reads certificates, password files and resolver settings from many directories.
         return False
-    # Not a network namespace, which needs a right. Workers make no sockets; theirs come with the request to fork them.
+    # Workers make no sockets; theirs come with the request to fork them.
     kernel.seccomp(confine.program(kernel.MACHINE, sockets=False))
     try:
         landlock.restrict_to(data_dir)
