@@ -234,19 +234,6 @@ class Settings(BaseSettings):
         return tuple(dict.fromkeys("local" if name == "container" else name for name in self.drivers))
 
     @property
-    def needed_drivers(self) -> frozenset[str]:
-        """The drivers without which the proxy must not start; the others were not asked for by anybody.
-
-        They are those that the settings name, and those that have states in the data directory.
-        """
-        if "drivers" in self.model_fields_set:
-            return frozenset(self.driver_names)
-        named = {self.default_spec.driver} if "default_spec" in self.model_fields_set else set()
-        # Each worker has a directory of its own (`proxy.workers.division`).
-        used = {path.name for folder in ("", "worker-*/") for path in self.data.glob(f"{folder}*")}
-        return frozenset(name for name in self.driver_names if name in named | used)
-
-    @property
     def source_rules(self) -> SourceRules:
         """What specs may name, and which files of this proxy none may reach."""
         # A TOML file may hold the token.

@@ -114,7 +114,9 @@ def test_without_the_compiled_library_there_are_no_copies(machine: Path, anchor_
     assert not (tmp_path / "made/files/digest").exists()
 
 
-def test_a_proxy_starts_without_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_starts_without_copies_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Those of an earlier start do not stay: this machine's bash may be another one by now."""
 
     def no_copies(_folder: Path) -> None:
@@ -123,6 +125,8 @@ def test_a_proxy_starts_without_copies(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "files").mkdir()
     monkeypatch.setattr(copies, "make", no_copies)
     assert copies.made_or_none(tmp_path) is None
+    assert "each shell is executed" in caplog.text
+    assert "no compiler" in caplog.text
     assert not tmp_path.exists()
 
 
