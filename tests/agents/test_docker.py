@@ -158,14 +158,14 @@ def test_unknown_image_is_not_found(proxy: Proxy) -> None:
 
 
 def test_name_conflicts_and_missing_features_are_refused(proxy: Proxy, task: str) -> None:
-    """A name that is in use, volumes and ports are refused with Docker's status codes."""
+    """A name that is in use, mounts of files and devices are refused with Docker's status codes."""
     with sdk(proxy, task) as client:
         container = client.containers.create("any:1", "sleep infinity", name="taken")
         with pytest.raises(APIError) as conflict:
             client.containers.create("any:1", "sleep infinity", name="taken")
         assert conflict.value.status_code == 409
         assert f'already in use by container "{container.id}"' in str(conflict.value)
-        for more in ({"volumes": ["/etc:/mnt"]}, {"ports": {"80/tcp": 8080}}):
+        for more in ({"volumes": ["/etc:/mnt"]}, {"volumes": ["data:/data"]}, {"devices": ["/dev/kvm:/dev/kvm"]}):
             with pytest.raises(APIError) as refused:
                 client.containers.create("any:1", "sleep infinity", **more)
             assert refused.value.status_code == 400
