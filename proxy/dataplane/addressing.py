@@ -106,14 +106,16 @@ class Addressing:
     def asked(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> Asked:
         """Return what a request of a running rollout asks for, whichever rollout of its tree sends it."""
         dialect = self.dialect(rollout, address.endpoint)
-        if dialect.headers_matter and dialect.deciding is None:
+        # Dialects of other packages may have no such attribute.
+        deciding = getattr(dialect, "deciding", None) if dialect.headers_matter else ()
+        if deciding is None:
             # Any header may decide, and they differ from client to client: remembering calls would hit too rarely.
             return Asked(dialect.read(request := request_of(scope, address, body)), None, request)
         # Rollouts of a group send the same bytes, and a miss is read by the hit path and by the regular path. The key
         # holds all that decides the meaning, so equal keys mean equal calls.
         key: Hashable = (address.endpoint, address.path, scope["method"], scope["query_string"], body, rollout.tree.id)
-        if dialect.deciding:
-            key = (key, tuple([header for header in scope["headers"] if header[0] in dialect.deciding]))
+        if deciding:
+            key = (key, tuple([header for header in scope["headers"] if header[0] in deciding]))
         call = self._calls.get(key)
         if call is not None:
             return Asked(call, key, None)
