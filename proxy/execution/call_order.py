@@ -128,11 +128,12 @@ class CallOrder:
         # 1. A call that the tree knows goes first, in the order of `lock`.
         while key not in rollout.node.records:
             known = any(other in rollout.node.records for other in queue.commuting)
+            # Read once: between two looks the window may end, and nothing would end the wait.
+            remaining_s = until - loop.time()
             # 3. No waiting call is known: the smallest key goes first, so that the order recorded here is
             # canonical.
-            if loop.time() >= until and not known and key == min(queue.commuting):
+            if remaining_s <= 0 and not known and key == min(queue.commuting):
                 return
-            remaining_s = until - loop.time()
             # 2. Within the window a known call may still arrive. After it, only the end of another call can change
             # anything.
             try:

@@ -2,9 +2,13 @@
 
 import asyncio
 import itertools
+import time
 from pathlib import Path
 
+import pytest
+
 from proxy.engine import Engine
+from proxy.execution.call_order import WINDOW_S
 from proxy.tree.keys import call_key
 from proxy.tree.rollout import Outcome, Rollout
 from tests.proxy.rig import engine, shell
@@ -65,3 +69,21 @@ def test_other_calls_wait_for_commuting_calls(tmp_path: Path) -> None:
             assert all(str(n).encode() in running.store.records.result(answer.record).body for n in range(3))
 
     asyncio.run(go())
+
+
+def test_the_window_may_end_at_any_moment(tmp_path: Path) -> None:
+    """Also between two looks at the clock: a call that waits alone would then wait for ever."""
+
+    async def go() -> None:
+        async with engine(tmp_path) as running:
+            task = await running.tasks.open("task")
+            rollout = running.tasks.rollouts.begin(task, "r", task.tree, task.tree.root)
+            loop, looks = asyncio.get_running_loop(), itertools.count(loop_time := time.monotonic(), WINDOW_S * 0.6)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(loop, "time", lambda: next(looks))
+                turn = running.step.order
+                turn.arrive(rollout)
+                async with turn.turn(rollout, call_key(shell("echo")), commutes=True):
+                    assert loop.time() > loop_time
+
+    asyncio.run(asyncio.wait_for(go(), 60.0))
