@@ -165,7 +165,10 @@ def test_name_conflicts_and_missing_features_are_refused(proxy: Proxy, task: str
             client.containers.create("any:1", "sleep infinity", name="taken")
         assert conflict.value.status_code == 409
         assert f'already in use by container "{container.id}"' in str(conflict.value)
-        for more in ({"volumes": ["/etc:/mnt"]}, {"volumes": ["data:/data"]}, {"devices": ["/dev/kvm:/dev/kvm"]}):
+        refusals: list[dict[str, Any]] = [
+            {"volumes": ["/etc:/mnt"]}, {"volumes": ["data:/data"]}, {"devices": ["/dev/kvm:/dev/kvm"]},
+        ]  # fmt: skip
+        for more in refusals:
             with pytest.raises(APIError) as refused:
                 client.containers.create("any:1", "sleep infinity", **more)
             assert refused.value.status_code == 400
