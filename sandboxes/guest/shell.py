@@ -187,7 +187,7 @@ class Shell:
         for output in (self.out, self.err):
             output.drain(0)
             output.take()
-        widen([self.out.fd, self.err.fd, self.dump_fd])
+        widen((self.out.fd, self.err.fd, self.dump_fd))
         go, text = self._orders(command)
         # A shorter command must not end with the tail of the last one.
         overwrite(self.command_fd, text)
