@@ -3,13 +3,13 @@
 What a sandbox cannot be is refused, because a task without one of its parts would be another task.
 """
 
-import posixpath
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from sandboxes.local.service_commands import SERVICES, absolute, is_system, making
 
 MAIN = "main"
 """The main container's name in a spec, and in the compose files of most harnesses."""
@@ -83,8 +83,8 @@ def spec_of(
         "services": {name: _service(name, side, main) for name, side in sides.items()},
         "volumes": _volumes({**sides, MAIN: agent}),
     }  # fmt: skip
-    if folders := _folders({**sides, MAIN: agent}, has_files):
-        spec["setup"] = [f"mkdir -p -- {shlex.join(folders)}"]
+    if made := making(_folders({**sides, MAIN: agent}, has_files)):
+        spec["setup"] = list(made)
     if limits := _limits(main, agent):
         spec["limits"] = limits
     return spec | ({"workdir": agent["working_dir"]} if agent.get("working_dir") else {})
@@ -184,9 +184,7 @@ def _volumes(services: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, s
     for name, service in services.items():
         for entry in service.get("volumes") or ():
             source, target, options = _mount(entry)
-            if not target:
-                continue
-            if _is_path(source):
+            if not target or _is_path(source):
                 continue
             if "ro" in options.split(","):
                 raise ComposeFileError(
@@ -201,18 +199,18 @@ def _folders(services: Mapping[str, Mapping[str, Any]], has_files: Callable[[str
     """Return where services mount directories of the client's machine, as paths in the main container."""
     folders = set()
     for name, service in services.items():
-        below = "" if name == MAIN else f"/.services/{name}"
+        below = "" if name == MAIN else f"{SERVICES}/{name}"
         for entry in service.get("volumes") or ():
             source, target, options = _mount(entry)
             if not target or not _is_path(source):
                 continue
-            system = re.match(r"/+(bin|boot|dev|etc|lib|proc|run|sbin|sys|usr|var/lib|var/run)\b", source)
+            system = source.startswith("/") and is_system(absolute(source))
             if "ro" in options.split(",") or system or has_files(source):
                 raise ComposeFileError(
                     f"Service {name!r} mounts {source} for its files, and a sandbox has no paths of the host: put the "
                     "files into the image."
                 )
-            folders.add(below + posixpath.normpath(f"/{target.lstrip('/')}"))
+            folders.add(below + absolute(target))
     return sorted(folders)
 
 

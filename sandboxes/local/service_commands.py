@@ -1,5 +1,6 @@
 """Commands that run in a side service: in its root directory, with its variables, its directory and its user (pure)."""
 
+import posixpath
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,3 +73,27 @@ def only_port(exposed: Iterable[str]) -> int | None:
     ports = [entry.partition("/") for entry in exposed]
     numbers = [number for number, _, protocol in ports if protocol in ("", "tcp") and number.isdigit()]
     return int(numbers[0]) if len(numbers) == 1 else None
+
+
+_SYSTEM = (
+    "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr", "/var/lib",
+    "/var/run",
+)  # fmt: skip
+"""Directories that are mounted for what is in them, and with them sockets such as Docker's."""
+
+
+def absolute(path: str) -> str:
+    """Return a path from the root in its shortest form, whatever slashes it begins with."""
+    # Two slashes at the beginning would stay.
+    return posixpath.normpath(f"/{path.lstrip('/')}")
+
+
+def is_system(path: str) -> bool:
+    """Return whether an absolute path, in its shortest form, is the root or in a directory of the system."""
+    return path == "/" or any(path == system or path.startswith(f"{system}/") for system in _SYSTEM)
+
+
+def making(folders: Iterable[str]) -> tuple[str, ...]:
+    """Return the set-up commands that make directories: none without any."""
+    paths = list(folders)
+    return (f"mkdir -p -- {shlex.join(paths)}",) if paths else ()

@@ -141,6 +141,8 @@ def test_what_the_agents_service_cannot_be_is_refused(main: dict[str, Any], othe
         ({"image": "i", "volumes": ["./full:/data"]}, "no paths of the host"),
         ({"image": "i", "volumes": ["./conf:/data:ro"]}, "no paths of the host"),
         ({"image": "i", "volumes": ["/var/run/docker.sock:/x"]}, "no paths of the host"),
+        ({"image": "i", "volumes": ["/lib64:/x"]}, "no paths of the host"),
+        ({"image": "i", "volumes": ["/srv/../etc:/x"]}, "no paths of the host"),
         ({"image": "i", "volumes": ["./l:${WHERE}"]}, r"variable \$\{WHERE\}"),
         ({"image": "i", "volumes": ["data:/data:ro"]}, "no read-only volumes"),
         ({"image": "i", "volumes": [{"type": "bind", "source": "/etc", "target": "/x"}]}, "no paths of the host"),

@@ -13,12 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.compat.docker.mounts import making, mounts_of
+from proxy.compat.docker.mounts import mounts_of
 from proxy.compat.docker.requests import ContainerSpec, arguments_of, variables
 from proxy.compat.docker.waiting_commands import waits as waits_alone
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
-from sandboxes.local.service_commands import SERVICES, only_port
+from sandboxes.local.service_commands import SERVICES, making, only_port
 from sandboxes.server_spec import MAIN
 
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
@@ -188,7 +188,8 @@ def environment(members: Sequence[ProjectMember], requests: Mapping[str, Environ
     folders = [
         command
         for member in sorted(members, key=lambda member: member.name)
-        for command in making(member.folders, "" if member is main else f"{SERVICES}/{member.name}")
+        for below in ("" if member is main else f"{SERVICES}/{member.name}",)
+        for command in making(f"{below}{folder}" for folder in member.folders)
     ]
     unused = sorted(further - names - {MAIN}) if services else []
     if wrong := [name for name in unused if not _HOST_NAME.fullmatch(name)]:

@@ -5,18 +5,12 @@ outside. Published tasks mount directories to get logs out of a container. Such 
 state, from which `docker cp` and the files of the REST API read. What comes in by a mount has to be copied in.
 """
 
-import posixpath
-import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from proxy.refusals import RefusalError
+from sandboxes.local.service_commands import absolute, is_system
 
-_SYSTEM = (
-    "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr", "/var/lib",
-    "/var/run",
-)  # fmt: skip
-"""Directories that are mounted for what is in them, and with them sockets such as Docker's."""
 _COPY = "Put the files into the image, or copy them in with `docker cp` or `docker compose cp`."
 
 
@@ -48,8 +42,8 @@ def mounts_of(host: Mapping[str, Any]) -> Mounts:
                 )  # fmt: skip
             volumes.append((source, target))
             continue
-        path = _normal(source)
-        if read_only or not source.startswith("/") or path == "/" or _is_system(path):
+        path = absolute(source)
+        if read_only or not source.startswith("/") or is_system(path):
             raise RefusalError(
                 400, "docker", f"{source} at {target}: Forkpoint mounts nothing of the client's machine, and a "
                 f"directory {'that is read-only' if read_only else 'of the system'} is mounted for its files. {_COPY}",
@@ -72,25 +66,10 @@ def _entries(host: Mapping[str, Any]) -> Iterable[tuple[str, str, bool]]:
             yield source, target, bool(mount.get("ReadOnly"))
 
 
-def _is_system(path: str) -> bool:
-    return any(path == system or path.startswith(f"{system}/") for system in _SYSTEM)
-
-
 def _target(path: str) -> str:
     if not path.startswith("/") or "\0" in path:
         raise RefusalError(400, "docker", f"{path!r} is no absolute path in a container.")
-    return _normal(path)
-
-
-def _normal(path: str) -> str:
-    # Two slashes at the beginning would stay.
-    return posixpath.normpath(f"/{path.lstrip('/')}")
-
-
-def making(folders: Iterable[str], below: str = "") -> tuple[str, ...]:
-    """Return the set-up commands that make directories, below the root of a side service if that is given."""
-    paths = [f"{below}{folder}" for folder in folders]
-    return (f"mkdir -p -- {shlex.join(paths)}",) if paths else ()
+    return absolute(path)
 
 
 def notes_of(host: Mapping[str, Any]) -> list[str]:

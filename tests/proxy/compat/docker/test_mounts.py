@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from proxy.compat.docker import requests
-from proxy.compat.docker.mounts import making, mounts_of, notes_of
+from proxy.compat.docker.mounts import mounts_of, notes_of
 from proxy.refusals import RefusalError
+from sandboxes.local.service_commands import making
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_what_an_empty_directory_cannot_stand_for_is_refused(bind: str) -> None:
 
 def test_directories_are_made_whatever_their_names() -> None:
     assert making(()) == ()
-    assert making(["/logs", "/-x; rm y"], "/.services/db") == (
+    assert making(["/.services/db/logs", "/.services/db/-x; rm y"]) == (
         "mkdir -p -- /.services/db/logs '/.services/db/-x; rm y'",
     )
 
