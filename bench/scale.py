@@ -3,6 +3,8 @@
 - **live**: rollouts make a call that changes a file, then think, as agents do. More and more of them live at once.
 - **room**: the same number of rollouts, with room for all, for half and for a quarter of them (`max_sandboxes`).
 - **burst**: rollouts that begin at the same moment. Each makes the same first call, and then one of its own.
+- **states**: rollouts that write 200 kB with each call and do not think, with a budget for few of their states. Then
+  each of them is followed half its way by another, which leaves it there and reads what it was told of.
 
 Each row has a proxy and a data directory of its own. `--quick` runs small sizes and takes a minute.
 """
@@ -174,13 +176,71 @@ def burst(options: Namespace, sizes: Iterable[int]) -> None:
     console.print(shown)
 
 
+STATE_CALLS = 25
+
+
+async def fill(proxy: Proxy, options: Namespace) -> tuple[Tally, Tally, list[int]]:
+    """Make states as fast as the proxy takes them; return these calls, those of followers, and the bytes kept."""
+    async with httpx.AsyncClient(base_url=proxy.url, timeout=PATIENCE_S, trust_env=False) as client:
+        made, followed, kept = Tally(), Tally(), [0]
+        until, numbers = time.monotonic() + options.fill, iter(range(1 << 30))
+
+        def write(number: int, turn: int) -> str:
+            return f"head -c 200000 /dev/urandom > f{turn}; echo {number}"
+
+        async def lead() -> None:
+            while time.monotonic() < until:
+                # Each is the first of a task of its own, so all its calls are misses.
+                number = next(numbers) * GROUP
+                for turn in range(STATE_CALLS):
+                    await call(client, number, write(number, turn), made)
+                for turn in range(STATE_CALLS // 2):
+                    await call(client, number + 1, write(number, turn), followed)
+                await call(client, number + 1, "cat f* | wc -c", followed)
+                for rollout in (number, number + 1):
+                    await client.delete(f"/api/v1/tasks/scale-{number // GROUP}/rollouts/{rollout}")
+
+        async def watch() -> None:
+            while time.monotonic() < until:
+                await asyncio.sleep(1.0)
+                kept.append((await client.get("/api/v1/stats")).json()["snapshot_bytes"])
+
+        await asyncio.gather(watch(), *(lead() for _ in range(options.leaders)))
+        return made, followed, kept
+
+
+def states(options: Namespace) -> None:
+    budget = 100 << 20
+    shown = table(
+        f"states of 200 kB for {options.fill:g} s, {options.leaders} at once, budget {budget >> 20} MiB",
+        "calls", "states a second", "calls p50 ms", "p99", "CPU ms a call", "most MiB kept", "followers' calls p50 ms",
+        "evicted", "not kept", "refused",
+    )  # fmt: skip
+    console.print(f"states: {options.fill:g} s …")
+    with measured(options, snapshot_bytes=str(budget)) as (proxy, cpu):
+        before = cpu.seconds()
+        made, followed, kept = asyncio.run(fill(proxy, options))
+        spent_s, stats = cpu.seconds() - before, proxy.view("stats")
+        refused = made.refused | followed.refused
+        calls = len(made.ms) + len(followed.ms)
+        shown.add_row(
+            str(calls), f"{len(made.ms) / options.fill:.0f}", f"{median(made.ms):.0f}",
+            f"{made.percentile(0.99):.0f}", f"{spent_s / calls * 1e3:.1f}", f"{max(kept) >> 20}",
+            f"{median(followed.ms):.1f}", str(stats["evictions"]), str(stats["hits_refused"]),
+            json.dumps(refused) if refused else "",
+        )  # fmt: skip
+    console.print(shown)
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=["live", "room", "burst"], help="live, room, burst")
+    parser.add_argument("parts", nargs="*", default=["live", "room", "burst", "states"], help="live, room, burst, states")
     parser.add_argument("--quick", action="store_true", help="small sizes, a minute in all")
     parser.add_argument("--live", type=int, nargs="+", default=[10, 100, 500])
     parser.add_argument("--room", type=int, default=100, help="rollouts for the rows of room")
     parser.add_argument("--burst", type=int, nargs="+", default=[100, 600])
+    parser.add_argument("--fill", type=float, default=60.0, help="seconds for which states are made")
+    parser.add_argument("--leaders", type=int, default=4, help="rollouts that make states at once")
     parser.add_argument("--think", type=float, default=8.0, help="seconds from one call of a rollout to its next")
     parser.add_argument("--turns", type=int, default=4, help="calls of each rollout after its first")
     disk = Path("/var/tmp")  # noqa: S108 - a directory of its own is made in it
@@ -188,12 +248,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.live, options.room, options.burst, options.think, options.turns = [5, 20], 16, [20], 2.0, 2
+        options.fill = 10.0
     if "live" in options.parts:
         live(options, options.live)
     if "room" in options.parts:
         room(options, options.room)
     if "burst" in options.parts:
         burst(options, options.burst)
+    if "states" in options.parts:
+        states(options)
 
 
 if __name__ == "__main__":

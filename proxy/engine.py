@@ -200,7 +200,7 @@ class Engine:
         """Evict snapshots until their budgets hold, and return how many were evicted."""
         # For tasks that are not in memory, the store knows at which nodes running rollouts are.
         self.journal.fold()
-        return await self.cache.fit(self.trees.node, self.snapshot_value.prospect, self.forgetting.abandon)
+        return await self.cache.fit(self.snapshot_value)
 
     async def close_ended(self) -> None:
         """Close the idle sandboxes in which processes of ended rollouts run.
@@ -356,7 +356,10 @@ def build_engine(
         snapshots, drivers, counts,
         budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
     )  # fmt: skip
-    snapshot_value = SnapshotValue(cache, counts, walkers, stored_positions)
+    trees = OpenTrees(store.trees, cache)
+    snapshot_value = SnapshotValue(
+        cache, counts, walkers, trees, stored_positions, None if gate is None else store.records.save_set_aside
+    )
     capture = Capture(cache, pool, counts, store.records.save_node)
     roots = RootChanges(drivers, settings.source_rules, counts)
     maker = SandboxMaker(drivers, pool, cache, capture, counts, roots)
@@ -373,7 +376,6 @@ def build_engine(
         executor.quotas = Quotas(
             settings.quotas, patience_s=settings.sandbox_patience_s, max_waiting=settings.max_requests // 2
         )
-    trees = OpenTrees(store.trees, cache)
 
     notes = StepNotes(counts, warm, lambda record: answers.of(record).model_tokens, traces)
     step = Stepper(executor, journal, notes, gate)

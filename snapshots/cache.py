@@ -4,15 +4,17 @@ A snapshot is attached to its node (1), leased by restores (2), dropped after fa
 byte budgets is exceeded (4): one for all snapshots, and one for images of live processes. The steps are numbered below.
 
 An eviction costs time and never an answer. What goes first are snapshots of states that a replay has reached before.
-Then states go at which no rollout is: they are forgotten with their snapshots. Others stay, although they exceed the
-budget (`full`). Beyond a hard bound no further snapshot is taken (`accepts`), and none is given up for another.
+Others are given time to be proven, until half of the room above the budget is used (`PATIENCE`). Then those go that no
+running rollout needs: no rollout is led to their states any more before one of them has made the call again. What is
+needed stays (`full`). Beyond a hard bound no further snapshot is taken (`accepts`), and none is given up for another.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import structlog
 
@@ -20,7 +22,7 @@ from sandboxes.driver import Driver, FrozenState
 from sandboxes.errors import SandboxError, StateGoneError
 from snapshots.costs import Costs, SnapshotKind
 from snapshots.failures import RestoreFailures
-from snapshots.policy import Prospect, abandoned, unproven, victims
+from snapshots.policy import Prospect, unneeded, unproven, victims
 from snapshots.snapshot import Snapshot, StateNode, snapshot_kind
 from snapshots.store import SnapshotStore
 
@@ -31,6 +33,10 @@ HARD_SHARE = 1.25
 
 Evictions follow freezes by some seconds and proofs by minutes. Nearer to 1, more states go without a snapshot
 meanwhile. Farther from it, the disk must have more room than the budgets say."""
+PATIENCE = 0.5
+"""Share of the room between a budget and its hard bound that is left to states that wait for their proofs.
+
+A proof takes seconds, and with 50 new states of 200 kB a second the least room lasts half a minute."""
 HARD_BYTES = 256 << 20
 """Least room between a budget and its hard bound, in bytes, so that a small budget does not refuse the only ways."""
 
@@ -59,7 +65,24 @@ class Durations(Protocol):
         ...
 
 
-N = TypeVar("N", bound=StateNode)
+class Judge(Protocol):
+    """Knows what snapshots are worth. `proxy.execution.snapshot_value.SnapshotValue` does."""
+
+    async def read_back(self, snapshots: list[Snapshot]) -> None:
+        """Bring some of the trees of these snapshots into memory that are not there."""
+        ...
+
+    def prospects(self, snapshots: list[Snapshot]) -> list[Prospect]:
+        """Return what is known of the snapshots whose nodes are in memory, or have been forgotten."""
+        ...
+
+    def node(self, snapshot: Snapshot) -> StateNode | None:
+        """Return the node of a snapshot; None if it is not in memory or has been forgotten."""
+        ...
+
+    def give_up(self, node: StateNode) -> None:
+        """Lead no rollout to a node whose snapshot goes and to which no other way is known."""
+        ...
 
 
 class SnapshotCache:
@@ -254,54 +277,45 @@ class SnapshotCache:
             if snapshot.tree == tree:
                 self._store.drop(snapshot)
 
-    async def fit(
-        self,
-        find: Callable[[int, int], N | None],
-        prospect: Callable[[Snapshot, N | None], Prospect],
-        abandon: Callable[[N], None],
-    ) -> int:
-        """Evict snapshots until both budgets hold, free what no snapshot uses, and return how many were evicted.
-
-        `find` returns the node of a tree id and a node id; None if it has been forgotten. `prospect` returns what is
-        known of a snapshot's worth at its node. `abandon` forgets a node at which no rollout is, so that none is led
-        there any more.
-        """
+    async def fit(self, judge: Judge) -> int:
+        """Evict snapshots until both budgets hold, free what no snapshot uses, and return how many were evicted."""
         self._hopeless.intersection_update(snapshot.id for snapshot in self._store)
         unproven_before, self.unproven = self.unproven, []
-
-        def evict(kind: SnapshotKind, snapshots: list[Snapshot], excess_bytes: int) -> int:
-            # 4. Least value first, until the budget holds. Pinned and leased snapshots are never chosen.
-            prospects = [self._judged(prospect(s, find(s.tree, s.node))) for s in snapshots] if excess_bytes > 0 else []
-            chosen = victims(prospects, excess_bytes=excess_bytes)
-            waiting = unproven(prospects)
-            if not chosen and not waiting:
-                # Only states without another way are left. Those where no rollout is are forgotten.
-                chosen = abandoned(prospects, excess_bytes=excess_bytes)
-                for name in chosen:
-                    snapshot = self._store.get(name)
-                    node = None if snapshot is None else find(snapshot.tree, snapshot.node)
-                    if node is not None:
-                        abandon(node)
-            for name in chosen:
-                self._evict(name, find)
-            if excess_bytes > 0 and not chosen:
-                self.unproven += [name for name in waiting if name not in self.unproven]
-            self._note_full(kind, is_full=excess_bytes > 0 and not chosen and not waiting)
-            return len(chosen)
-
         # Images first: evicting them also counts towards the budget for all snapshots.
         # Images share nothing, so their bytes can be summed up without the drivers.
-        images = [snapshot for snapshot in self._store if snapshot.kind == "processes"]
-        evicted = evict("processes", images, sum(image.size_bytes for image in images) - self._checkpoint_bytes)
+        evicted = await self._evict_over("processes", self.checkpoint_bytes, self._checkpoint_bytes, judge)
         self.used_bytes = await self._collect()
         # Snapshots share storage, so only the drivers know what an eviction freed: count again after each round.
-        while count := evict("files", list(self._store), self.used_bytes - self._budget_bytes):
+        while count := await self._evict_over("files", self.used_bytes, self._budget_bytes, judge):
             evicted += count
             self.used_bytes = await self._collect()
         if self.unproven and not unproven_before:
             log.info("snapshots exceed their budget until replays prove their states", snapshots=len(self.unproven))
         self._counters.evictions += evicted
         return evicted
+
+    async def _evict_over(self, kind: SnapshotKind, used_bytes: int, budget_bytes: int, judge: Judge) -> int:
+        """Evict snapshots of one kind (images, or any) that exceed a budget; return how many."""
+        excess_bytes = used_bytes - budget_bytes
+        if excess_bytes > 0:
+            await judge.read_back([snapshot for snapshot in self._store if kind in ("files", snapshot.kind)])
+        snapshots = [snapshot for snapshot in self._store if kind in ("files", snapshot.kind)]
+        # 4. Least value first, until the budget holds. Pinned and leased snapshots are never chosen. No await from here
+        # on: what a rollout needs now is what it needs when the snapshots go.
+        prospects = [self._judged(prospect) for prospect in judge.prospects(snapshots)] if excess_bytes > 0 else []
+        chosen, waiting = victims(prospects, excess_bytes=excess_bytes), unproven(prospects)
+        if not chosen:
+            spared_bytes = PATIENCE * (_hard_bound(budget_bytes) - budget_bytes) if waiting else 0.0
+            chosen = unneeded(prospects, excess_bytes=math.ceil(excess_bytes - spared_bytes))
+            for node in [judge.node(snapshot) for snapshot in snapshots if snapshot.id in set(chosen)]:
+                if node is not None:
+                    judge.give_up(node)
+        for name in chosen:
+            self._evict(name, judge)
+        if excess_bytes > 0 and not chosen:
+            self.unproven += [name for name in waiting if name not in self.unproven]
+        self._note_full(kind, is_full=excess_bytes > 0 and not chosen and not waiting)
+        return len(chosen)
 
     def _judged(self, prospect: Prospect) -> Prospect:
         """Return a prospect with what attempts to prove it have shown."""
@@ -316,12 +330,12 @@ class SnapshotCache:
             )  # fmt: skip
         (self.full.add if is_full else self.full.discard)(kind)
 
-    def _evict(self, name: str, find: Callable[[int, int], StateNode | None]) -> None:
+    def _evict(self, name: str, judge: Judge) -> None:
         # Another round, or a dropped tree, may have removed the snapshot already.
         snapshot = self._store.get(name)
         if snapshot is not None:
             # The node may have got another snapshot since; it keeps that one.
-            node = find(snapshot.tree, snapshot.node)
+            node = judge.node(snapshot)
             if node is not None and node.snapshot == name:
                 node.snapshot = None
             self.failures.forget(snapshot.id)

@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from typing import Generic, Protocol
+from typing import Generic, Protocol, TypeVar
 
 import structlog
 
@@ -22,10 +22,11 @@ from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
 from sandboxes.task_owner import TaskOwner
-from snapshots.cache import N, SnapshotCache, SnapshotCounters
+from snapshots.cache import SnapshotCache, SnapshotCounters
 from snapshots.snapshot import StateNode, snapshot_kind
 
 log = structlog.get_logger()
+N = TypeVar("N", bound=StateNode)
 
 FREEZE_DELAY_S = 0.02
 """How long a freeze is put off if no call wants the sandbox.

@@ -69,7 +69,8 @@ class Prospect:
     size_bytes: int
     reproducible: bool = True  # Whether another way may reach the state: none of its calls is known to diverge.
     proven: bool = True  # Whether another way is known to reach it: each of its calls has been replayed to its state.
-    occupied: bool = True  # Whether a running rollout is at the state, or at one that came from it.
+    # Whether the snapshot is the nearest way to where a running rollout is, or to where it may be led.
+    needed: bool = True
     held: str = ""  # Why the snapshot must not be evicted ("pinned", "leased"); empty if it may be.
     # Whether the other way replays a call that may well reach another state (`tree.doubtful`), for a state without
     # live processes.
@@ -154,14 +155,13 @@ def victims(prospects: Iterable[Prospect], *, excess_bytes: int) -> list[str]:
     return _least_valuable((p for p in prospects if p.proven and not p.held), excess_bytes)
 
 
-def abandoned(prospects: Iterable[Prospect], *, excess_bytes: int) -> list[str]:
-    """Return the names of snapshots without another way to give up with their states, until `excess_bytes` are freed.
+def unneeded(prospects: Iterable[Prospect], *, excess_bytes: int) -> list[str]:
+    """Return the names of snapshots to give up although no replay has reached their states, least value first.
 
-    Only states at which no rollout is, and from which none went on: a rollout that makes the same calls later runs
-    them again and gets a state of its own. This too costs time and no answer.
+    No running rollout is where it needs them. A later one that makes the same calls is not led there: it runs them
+    again, which proves the states or makes others. This too costs time and no answer.
     """
-    chosen = (p for p in prospects if not (p.reproducible or p.occupied or p.held))
-    return _least_valuable(chosen, excess_bytes)
+    return _least_valuable((p for p in prospects if not (p.needed or p.held)), excess_bytes)
 
 
 def unproven(prospects: Iterable[Prospect]) -> list[str]:

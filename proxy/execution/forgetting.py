@@ -20,10 +20,6 @@ from snapshots.cache import SnapshotCache
 FORGOTTEN = "it was forgotten; rollouts that stood there go on alone"
 """Why a node was set aside. The store holds this text, so a change would orphan the nodes of existing files."""
 
-ABANDONED = "its snapshot was given up when the budget was exceeded, and no replay reaches it"
-"""Why a node was set aside that no rollout needed."""
-
-
 @dataclass(frozen=True, slots=True)
 class ForgetResult:
     """What forgetting a node did: the names of the rollouts that were ended, and of those that are still there."""
@@ -82,15 +78,6 @@ class Forgetting:
             await self._delete(tree, node)
         ended = sorted(rollout.name for rollout in present) if end_rollouts else []
         return ForgetResult(count, ended, sorted(rollout.name for rollout in staying))
-
-    def abandon(self, node: Node) -> None:
-        """Lead no rollout to a node any more, because its snapshot is given up and no replay reaches it.
-
-        No running rollout is there or below. The records stay for views; the next call runs again.
-        """
-        tree = next((tree for tree in self._trees if tree.nodes.get(node.id) is node), None)
-        if tree is not None and node.origin is not None and not node.diverged:
-            self._store.records.save_set_aside(tree.set_aside(node.origin, ABANDONED))
 
     async def sweep(self) -> int:
         """Delete what was kept for rollouts that have ended since; return how many nodes were deleted."""

@@ -64,6 +64,10 @@ class OpenTrees:
         """Return a tree that is in memory; None if it would have to be read back."""
         return self._trees.get(tree_id)
 
+    def exists(self, tree_id: int) -> bool:
+        """Return whether there is such a tree, in memory or not."""
+        return tree_id in self._trees or self._store.exists(tree_id)
+
     def load(self, tree_id: int) -> Tree:
         """Return a tree that exists in the store."""
         tree = self._trees.get(tree_id)
@@ -98,7 +102,7 @@ class OpenTrees:
     def node(self, tree_id: int, node_id: int) -> Node | None:
         """Return a node of any tree; None if the node or its tree was deleted."""
         # The store is queried first: `load` requires that the tree exists.
-        if tree_id not in self._trees and not self._store.exists(tree_id):
+        if not self.exists(tree_id):
             return None
         return self.load(tree_id).nodes.get(node_id)
 

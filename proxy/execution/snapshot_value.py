@@ -7,13 +7,15 @@ A snapshot is worth the seconds that it saves at each use, times the uses to exp
 - *Expected uses.* Rollouts that are above the node in the tree may still come to it (`_behind`). How many of them need
   a sandbox there follows from this node's history (visits and demand) and from that of all nodes (`Reuse`).
 - *No other way.* A state that no replay reaches has only its snapshot. While a replay is only expected to reach a
-  state, its snapshot is not evicted: `proxy.audit.prover` tries the replay first.
+  state, its snapshot is kept for `proxy.audit.prover` to try the replay, and as long as a rollout needs it.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain
 
+from proxy.execution.open_trees import OpenTrees
 from proxy.telemetry.counters import Counters
 from proxy.tree.restore_plan import RestorePlan, kind_of, plan_restore
 from proxy.tree.task import Walkers
@@ -21,26 +23,39 @@ from proxy.tree.tree import Node, Tree
 from snapshots.cache import SnapshotCache
 from snapshots.costs import SnapshotKind
 from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, is_cheap, why, worth_keeping
-from snapshots.snapshot import Snapshot, snapshot_kind
+from snapshots.snapshot import Snapshot, StateNode, snapshot_kind
 
 _LOOK_BACK = 100
 """How many calls above a state rollouts count as coming to it.
 
 A rollout farther above leaves the path before it with near certainty. With far fewer, the rollouts of a group that is
 just starting are not seen."""
+ABANDONED = "its snapshot was given up when the budget was exceeded, and no replay is known to reach it"
+"""Why a node was set aside that no rollout needed."""
+_READ_BACK = 8
+"""How many trees are brought into memory at once to see whether their snapshots can go. A large one takes seconds."""
 
 
 class SnapshotValue:
     """Values the snapshots of all trees, those that could be taken too."""
 
     def __init__(
-        self, cache: SnapshotCache, counts: Counters, walkers: Walkers, stored: Callable[[int], Iterable[Node]]
+        self,
+        cache: SnapshotCache,
+        counts: Counters,
+        walkers: Walkers,
+        trees: OpenTrees,
+        stored: Callable[[int], Iterable[Node]],
+        save_set_aside: Callable[[list[Node]], object] | None = None,
     ) -> None:
         """Value the snapshots of a cache. `stored` returns the nodes of a tree at which the store has running rollouts.
 
-        These include rollouts that are not in memory; `walkers` has those that are.
+        These include rollouts that are not in memory; `walkers` has those that are. `save_set_aside` saves the nodes
+        that are set aside because their snapshots are given up. None where no record answers a call without a known
+        way back (`has_way_back`), so that nothing need be set aside.
         """
-        self._cache, self._counts, self._walkers, self._stored = cache, counts, walkers, stored
+        self._cache, self._counts, self._walkers, self._trees = cache, counts, walkers, trees
+        self._stored, self._save_set_aside = stored, save_set_aside
         self.reuse = Reuse()  # How often nodes needed a sandbox again, learnt over all nodes made in this process.
 
     def note_demand(self, node: Node) -> None:
@@ -72,18 +87,54 @@ class SnapshotValue:
                 return True
         return worth_keeping(self._prospect(node, tree.id, driver, kind), cost_s=cost_s)
 
-    def prospect(self, snapshot: Snapshot, node: Node | None) -> Prospect:
-        """Return what is known of a snapshot's worth at its node; nothing if the node has been forgotten (None)."""
-        # A forgotten node is worth nothing: its snapshot is the first to be evicted.
-        if node is None:
-            return Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes, occupied=False)
-        return self._prospect(node, snapshot.tree, snapshot.driver, snapshot_kind(snapshot), snapshot)
+    async def read_back(self, snapshots: Iterable[Snapshot]) -> None:
+        """Bring some of the trees of these snapshots into memory that are not there."""
+        closed = dict.fromkeys(snapshot.tree for snapshot in snapshots if self._trees.get(snapshot.tree) is None)
+        for tree_id in list(closed)[:_READ_BACK]:
+            if self._trees.exists(tree_id):
+                await self._trees.read_back(tree_id)
+            else:
+                self._cache.drop_tree(tree_id)
+
+    def node(self, snapshot: Snapshot) -> Node | None:
+        """Return the node of a snapshot; None if it is not in memory or has been forgotten."""
+        tree = self._trees.get(snapshot.tree)
+        return None if tree is None else tree.nodes.get(snapshot.node)
+
+    def prospects(self, snapshots: Iterable[Snapshot]) -> list[Prospect]:
+        """Return what is known of the snapshots whose trees are in memory. O(snapshots + their rollouts' suffixes)."""
+        needed: dict[int, set[Node]] = {}
+        prospects = []
+        for snapshot in snapshots:
+            tree = self._trees.get(snapshot.tree)
+            if tree is None:
+                continue
+            if tree.id not in needed:
+                needed[tree.id] = self._needed(tree.id)
+            node = tree.nodes.get(snapshot.node)
+            if node is None:
+                # A forgotten node is worth nothing: its snapshot is the first to be evicted.
+                prospects.append(Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes, needed=False))
+            else:
+                kind, is_needed = snapshot_kind(snapshot), node in needed[tree.id]
+                prospect = self._prospect(node, snapshot.tree, snapshot.driver, kind, snapshot)
+                prospects.append(replace(prospect, needed=is_needed))
+        return prospects
+
+    def give_up(self, node: StateNode) -> None:
+        """Lead no rollout to a node whose snapshot goes and to which no other way is known."""
+        if self._save_set_aside is None or not isinstance(node, Node) or node.origin is None or node.diverged:
+            return
+        tree = next((tree for tree in self._trees if tree.nodes.get(node.id) is node), None)
+        if tree is not None:
+            self._save_set_aside(tree.set_aside(node.origin, ABANDONED))
 
     def explain(self, node: Node, tree: Tree) -> str:
         """Return a sentence that says why the node's state is kept, or why not."""
         snapshot = self._cache.of(node)
         if snapshot is not None:
-            return f"kept: {why(self.prospect(snapshot, node))}"
+            prospect = self._prospect(node, tree.id, snapshot.driver, snapshot_kind(snapshot), snapshot)
+            return f"kept: {why(prospect)}"
         if node.unfreezable:
             return f"not kept: it cannot be frozen: {node.unfreezable}"
         if tree.spec.cache == "never":
@@ -97,7 +148,7 @@ class SnapshotValue:
 
     def is_last_way(self, node: Node, tree: Tree) -> bool:
         """Return whether a sandbox at the node may be all that is left of a state that a running rollout needs."""
-        return self._may_be_lost(node, tree) and self._is_occupied(node, tree.id)
+        return self._may_be_lost(node, tree) and node in self._needed(tree.id)
 
     def is_last_way_of_others(self, node: Node, tree: Tree, rollout: int | None) -> bool:
         """Return whether a sandbox at the node may be all that is left of a state that another rollout is in.
@@ -145,8 +196,6 @@ class SnapshotValue:
             size_bytes=0 if snapshot is None else snapshot.size_bytes,
             reproducible=plan is not None,
             proven=is_proven,
-            # Looked up only where it decides: the walk up from every rollout may be long.
-            occupied=plan is not None or snapshot is None or self._is_occupied(node, tree_id),
             held=held,
             doubtful=kind == "files" and plan is not None and any(record.doubtful for record in plan.suffix),
         )
@@ -172,19 +221,19 @@ class SnapshotValue:
             above = source.origin
         return behind
 
-    def _is_occupied(self, node: Node, tree_id: int) -> bool:
-        """Return whether a running rollout is at a node, or at one that came from it."""
-        seen: set[Node] = set()
+    def _needed(self, tree_id: int) -> set[Node]:
+        """Return the nodes from each running rollout of a tree up to the nearest snapshot, or to the root."""
+        # Records that answer calls without a known way back may lead rollouts anywhere on the path.
+        paths = self._save_set_aside is not None
+        needed: set[Node] = set()
         positions = (rollout.node for rollout in self._walkers.of(tree_id))
         for position in chain(positions, self._stored(tree_id)):
             at: Node | None = position
             # Each node is walked up once, however many rollouts share the path.
-            while at is not None and at not in seen:
-                if at is node:
-                    return True
-                seen.add(at)
-                at = None if at.origin is None else at.origin.source
-        return False
+            while at is not None and at not in needed:
+                needed.add(at)
+                at = None if at.origin is None or (at.snapshot is not None and not paths) else at.origin.source
+        return needed
 
     def _way_without(self, node: Node, driver: str, *, proven: bool = False) -> RestorePlan | None:
         """Return the cheapest way to the node without its snapshot or a sandbox that happens to be there, if any."""

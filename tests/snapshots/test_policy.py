@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from snapshots.policy import (
     Prospect,
     Reuse,
-    abandoned,
     at_stake_s,
     expected_uses,
     is_cheap,
+    unneeded,
     unproven,
     value,
     victims,
@@ -29,7 +29,7 @@ prospects = st.builds(
     size_bytes=st.integers(0, 1 << 40),
     reproducible=st.booleans(),
     proven=st.booleans(),
-    occupied=st.booleans(),
+    needed=st.booleans(),
     held=st.sampled_from(["", "pinned", "leased"]),
     doubtful=st.booleans(),
 )
@@ -47,11 +47,11 @@ def test_held_and_unproven_snapshots_are_never_victims(kept: list[Prospect], exc
 
 
 @given(lists, st.integers(0, 1 << 42))
-def test_only_lost_states_without_rollouts_are_abandoned(kept: list[Prospect], excess: int) -> None:
+def test_only_what_no_rollout_needs_is_given_up_unproven(kept: list[Prospect], excess: int) -> None:
     by_name = {prospect.name: prospect for prospect in kept}
-    for name in abandoned(kept, excess_bytes=excess):
+    for name in unneeded(kept, excess_bytes=excess):
         prospect = by_name[name]
-        assert (prospect.reproducible, prospect.occupied, prospect.held) == (False, False, "")
+        assert (prospect.needed, prospect.held) == (False, "")
 
 
 @given(lists)

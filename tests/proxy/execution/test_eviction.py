@@ -14,6 +14,7 @@ from proxy.engine import Engine
 from proxy.execution.errors import StateLostError
 from proxy.tree import tree as trees
 from proxy.tree.rollout import Outcome, Rollout
+from snapshots import cache
 from tests.proxy.execution.test_divergence import RandomDriver, lose_sandboxes, output
 from tests.proxy.rig import ask, engine
 from tests.proxy.test_restart import abandon, open_engine
@@ -197,9 +198,12 @@ class History:
 
 
 @settings(max_examples=60)
-@given(events, st.integers(1, 1500))
-def test_a_kept_state_is_never_lost(history: list[tuple[str, int]], budget_bytes: int) -> None:
-    """Whatever is evicted, proven, closed or restarted: a rollout at a state that had a snapshot reads its own file."""
+@given(events, st.integers(1, 1500), st.booleans())
+def test_a_kept_state_is_never_lost(history: list[tuple[str, int]], budget_bytes: int, flooded: bool) -> None:
+    """Whatever is evicted, proven, closed or restarted: a rollout at a state that had a snapshot reads its own file.
+
+    In a flood of states, those that no rollout needs go before they are proven.
+    """
 
     async def body(data: Path) -> None:
         story = History(data, budget_bytes)
@@ -209,5 +213,32 @@ def test_a_kept_state_is_never_lost(history: list[tuple[str, int]], budget_bytes
         await lose_sandboxes(story.running)
         await story.running.aclose()
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "PATIENCE", 0.0 if flooded else 0.5)
         asyncio.run(body(Path(folder)))
+
+
+def test_states_are_given_up_as_fast_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a flood no state is refused a snapshot. A running rollout keeps its nearest; a later one makes the others."""
+    monkeypatch.setattr(cache, "HARD_BYTES", 0)
+    monkeypatch.setattr(trees, "PROOF_AGE_S", 60.0)
+
+    async def body() -> None:
+        async with engine(tmp_path, driver := RandomDriver(), snapshot_bytes=2000) as running:
+            rollout = await running.tasks.rollout("task", "r1")
+            for number in range(20):
+                await ask(running, rollout, f"echo {'x' * 400} {number} random > f")
+                await running.capture.drain()
+                await running.evict_snapshots()
+                assert rollout.node.snapshot is not None, "the nearest state is kept"
+            assert running.cache.accepts("files")
+            before = await output(running, rollout, "cat f")
+            await lose_sandboxes(running)
+            assert await output(running, rollout, "cat f ; true") == before
+            executed = len(driver.executed)
+            other = await running.tasks.rollout("task", "r2")
+            assert (await ask(running, other, f"echo {'x' * 400} 0 random > f"))[1] is not Outcome.HIT
+            assert len(driver.executed) > executed
+            other.tree.check()
+
+    asyncio.run(body())

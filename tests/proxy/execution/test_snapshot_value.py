@@ -365,12 +365,17 @@ def test_more_rollouts_behind_mean_more_expected_uses(tmp_path: Path) -> None:
             await ask(running, first, "echo 1 > a")
             await running.capture.drain()
             snapshot = snapshot_of(running, first.node)
-            before = running.snapshot_value.prospect(snapshot, first.node).uses
+
+            def uses() -> float:
+                [prospect] = running.snapshot_value.prospects([snapshot])
+                return prospect.uses
+
+            before = uses()
             others = [await running.tasks.rollout("task", f"r{number}") for number in range(3)]
-            assert running.snapshot_value.prospect(snapshot, first.node).uses > before
+            assert uses() > before
             for other in others:
                 await running.tasks.rollouts.finish(other)
-            assert running.snapshot_value.prospect(snapshot, first.node).uses == before
+            assert uses() == before
 
     asyncio.run(go())
 
