@@ -60,6 +60,8 @@ _FOLD_EVERY_S = 2.0
 """Interval at which steps are folded from the journal into the store: the journal then holds few megabytes."""
 _SWEEP_EVERY_S = 10.0
 """Interval at which idle sandboxes, cold tasks and snapshots over budget are removed."""
+_EVICT_EVERY_S = 1.0
+"""Interval at which it is seen whether states come faster than proofs."""
 _COLLECT_EVERY_S = 1.0
 """Interval at which new nodes and records are frozen, if there are enough."""
 
@@ -178,6 +180,7 @@ class Engine:
         self.lifecycle.background += [
             BackgroundWork("fold", _FOLD_EVERY_S, self.journal.trickle),
             BackgroundWork("sweep", _SWEEP_EVERY_S, self._sweep),
+            BackgroundWork("evict", _EVICT_EVERY_S, self._evict_crowded),
             BackgroundWork("ended rollouts", _END_EVERY_S, self.close_ended),
             BackgroundWork("collect", _COLLECT_EVERY_S, Collector(self.trees).settle),
             BackgroundWork("warm", 0.0, self.warm.work),
@@ -201,6 +204,10 @@ class Engine:
         # For tasks that are not in memory, the store knows at which nodes running rollouts are.
         self.journal.fold()
         return await self.cache.fit(self.snapshot_value)
+
+    async def _evict_crowded(self) -> None:
+        if self.cache.crowded:
+            await self.evict_snapshots()
 
     async def close_ended(self) -> None:
         """Close the idle sandboxes in which processes of ended rollouts run.

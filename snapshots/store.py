@@ -50,6 +50,7 @@ class SnapshotStore:
             for name, driver in (drivers or {}).items()
         }
         self._snapshots: dict[str, Snapshot] = {}
+        self.checkpoint_bytes = 0  # Bytes of the snapshots that hold live processes.
 
     def open(self) -> int:
         """Read the manifests, remove half-written and damaged snapshots, and return how many remain.
@@ -85,8 +86,14 @@ class SnapshotStore:
             else:
                 _remove(path)
             return False
-        self._snapshots[snapshot.id] = snapshot
+        self._add(snapshot)
         return True
+
+    def _add(self, snapshot: Snapshot) -> Snapshot:
+        self._snapshots[snapshot.id] = snapshot
+        if snapshot.kind == "processes":
+            self.checkpoint_bytes += snapshot.size_bytes
+        return snapshot
 
     def _path(self, name: str) -> Path:
         return self._directory / name[:_SHARE] / name
@@ -131,8 +138,7 @@ class SnapshotStore:
         except BaseException:
             _remove(self._path(name))
             raise
-        self._snapshots[name] = _snapshot(name, manifest)
-        return self._snapshots[name]
+        return self._add(_snapshot(name, manifest))
 
     def load(self, snapshot: Snapshot) -> FrozenState:
         """Read what a driver needs to restore a snapshot. Blocking.
@@ -153,6 +159,8 @@ class SnapshotStore:
         """Remove a snapshot. The driver's next `collect` frees the storage that only it used."""
         # Popped first, so that a second drop, and a `get` meanwhile, find nothing.
         if self._snapshots.pop(snapshot.id, None) is not None:
+            if snapshot.kind == "processes":
+                self.checkpoint_bytes -= snapshot.size_bytes
             _remove(self._path(snapshot.id))
 
     def get(self, name: str | None) -> Snapshot | None:

@@ -20,6 +20,7 @@ from snapshots.cache import SnapshotCache
 FORGOTTEN = "it was forgotten; rollouts that stood there go on alone"
 """Why a node was set aside. The store holds this text, so a change would orphan the nodes of existing files."""
 
+
 @dataclass(frozen=True, slots=True)
 class ForgetResult:
     """What forgetting a node did: the names of the rollouts that were ended, and of those that are still there."""
