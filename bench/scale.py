@@ -213,8 +213,7 @@ def states(options: Namespace) -> None:
     budget = 100 << 20
     shown = table(
         f"states of 200 kB for {options.fill:g} s, {options.leaders} at once, budget {budget >> 20} MiB",
-        "calls", "states a second", "calls p50 ms", "p99", "CPU ms a call", "most MiB kept", "followers' calls p50 ms",
-        "evicted", "not kept", "refused",
+        "calls", "a second", "p50 ms", "p99", "CPU ms", "MiB", "followers p50", "evicted", "not kept", "refused",
     )  # fmt: skip
     console.print(f"states: {options.fill:g} s …")
     with measured(options, snapshot_bytes=str(budget)) as (proxy, cpu):
