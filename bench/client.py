@@ -71,13 +71,11 @@ class Measured:
     cpu_us: float
 
 
-def post(server: Server, path: str, body: bytes) -> bytes:
-    """Return one POST request as bytes."""
+def post(server: Server, path: str, body: bytes, media_type: str = "application/json", headers: str = "") -> bytes:
+    """Return one POST request as bytes. Each of the further `headers` ends its line."""
     host, port = server.address
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    )
-    return f"{head}\r\n\r\n".encode() + body
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: {media_type}\r\n{headers}"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def measure(server: Server, requests: Sequence[bytes], *, connections: int, seconds: float) -> Measured:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import httpx
+
 from bench.client import WRK, Measured, Server, measure, post, running, walk
 from bench.machine import console, median, table
 from forkpoint.ephemeral_proxy import ephemeral_proxy, free_port
@@ -55,6 +57,23 @@ def standing_at(server: Server, depth: int, rollouts: int) -> Contender:
     for name in names:
         walk(server, [*steps(server, name, depth), shell(server, name, READ_ONLY)])
     return Contender(f"hit at depth {depth:,}", server, [shell(server, name, READ_ONLY) for name in names])
+
+
+def through_e2b(server: Server, rollouts: int) -> Contender:
+    """Create sandboxes by E2B's protocol, and start the same command in each. Only the first start is a miss."""
+    process = {"cmd": "/bin/bash", "args": ["-l", "-c", "printf '%01450d' 7"]}
+    message = json.dumps({"process": process}).encode()
+    body = bytes(1) + len(message).to_bytes(4, "big") + message
+    requests = []
+    for _ in range(rollouts):
+        created = httpx.post(f"{server.url}/t/{TASK}-e2b/e2b/sandboxes", json={}, trust_env=False).json()
+        path, media_type = f"/t/{TASK}-e2b/e2b/process.Process/Start", "application/connect+json"
+        headers = {"E2b-Sandbox-Id": created["sandboxID"], "E2b-Sandbox-Port": "49983"}
+        sent = {**headers, "Content-Type": media_type}
+        httpx.post(server.url + path, content=body, headers=sent, trust_env=False).raise_for_status()
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        requests.append(post(server, path, body, media_type, lines))
+    return Contender("hit through E2B", server, requests)
 
 
 def rounds(contenders: Sequence[Contender], count: int, seconds: float) -> dict[tuple[str, int], list[Measured]]:
@@ -108,7 +127,8 @@ def main() -> None:
         server = Server(proxy.url, proxy.pid)
         console.print(f"Recording {options.depth:,} calls, and walking {CONNECTIONS[-1]} rollouts along them …")
         deep, shallow = (standing_at(server, depth, CONNECTIONS[-1]) for depth in (options.depth, 10))
-        contenders = [Contender("bare-ASGI echo", floor, [post(floor, "/", b"x" * REQUEST_BYTES)]), shallow, deep]
+        e2b = through_e2b(server, CONNECTIONS[-1])
+        contenders = [Contender("bare-ASGI echo", floor, [post(floor, "/", b"x" * REQUEST_BYTES)]), shallow, deep, e2b]
         show(contenders, rounds(contenders, options.rounds, options.seconds))
         show_walk(server, options.depth)
 

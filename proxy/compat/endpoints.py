@@ -13,6 +13,7 @@ from proxy.engine import Engine
 from proxy.http.address import Address
 from proxy.http.exchange import Exchange
 from proxy.refusals import Problem
+from proxy.tree.rollout import Rollout
 from sandboxes.plugins import ENDPOINTS, installed, load
 
 RequestScope = Mapping[str, Any]
@@ -45,6 +46,18 @@ class Endpoint(Protocol):
 
     async def refuse(self, scope: RequestScope, address: Address, problem: Problem, exchange: Exchange) -> None:
         """Answer a request with a problem that was noticed before the request was read."""
+        ...
+
+
+@runtime_checkable
+class KnowingEndpoint(Endpoint, Protocol):
+    """An endpoint that answers calls which the tree knows on the hit path."""
+
+    def known_call(self, scope: RequestScope, address: Address, body: bytes, rollout: Rollout) -> bytes | None:
+        """Return the whole HTTP response to a call and take its step; None if it is not known, or needs an await.
+
+        `rollout` runs. The URL names it, or the session that the client got from the proxy.
+        """
         ...
 
 

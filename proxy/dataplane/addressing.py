@@ -25,7 +25,7 @@ MAX_REMEMBERED_BODY_BYTES = 2048
 """Limits the body of a remembered request, so that the memory of calls stays below 16 MiB of bodies."""
 
 
-_SESSIONS = {"mcp": mcp.SESSION.encode()}
+_SESSIONS = {"mcp": mcp.SESSION.encode(), "e2b": b"e2b-sandbox-id"}
 """The headers in which endpoints get their sessions, by the endpoints' names."""
 
 

@@ -55,7 +55,7 @@ class DataPlane:
         # At most one answers on the hit path and takes connections over: Docker's.
         self.streaming = next((each for each in endpoints.values() if isinstance(each, StreamingEndpoint)), None)
         self.apis = frozenset(endpoints)
-        self._hit_path = HitPath(engine, self._addressing, self.apis)
+        self._hit_path = HitPath(engine, self._addressing, endpoints)
         self._dispatch = Dispatch(engine, self._addressing, endpoints)
         self._sockets = Sockets(engine, engine.answers)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+from proxy.compat.endpoints import Endpoint, KnowingEndpoint
 from proxy.dataplane.addressing import Addressing, request_of, session_of
 from proxy.dialects.base import AT_ONCE_BYTES, Call, Request
 from proxy.engine import Engine
@@ -32,15 +33,19 @@ _MAX_FORM_BYTES = 64 << 10
 
 
 class HitPath:
-    """Answers calls that the tree knows. Requests to `apis`, which are no dialects, take the regular path."""
+    """Answers calls that the tree knows.
 
-    def __init__(self, engine: Engine, addressing: Addressing, apis: frozenset[str]) -> None:
+    Requests to `apis`, which are no dialects, take the regular path, unless the API answers them itself.
+    """
+
+    def __init__(self, engine: Engine, addressing: Addressing, apis: Mapping[str, Endpoint]) -> None:
         self._step, self._addressing = engine.step, addressing
         # The same dictionary that `Tasks` changes: a rollout that ends is gone here at once.
         self._answers, self._rollouts = engine.answers, engine.tasks.rollouts.running
         self._largest_bytes = min(engine.settings.max_body_bytes, AT_ONCE_BYTES)
         self._endpoints = engine.counts.endpoints
         self._apis = apis
+        self._knowing = {name: api for name, api in apis.items() if isinstance(api, KnowingEndpoint)}
         # Responses to requests that mean the same, and get the same form of the same answer.
         self._forms: LruCache[Hashable, bytes] = LruCache(_FORMS_BYTES, len)
 
@@ -52,7 +57,10 @@ class HitPath:
         # 1. URL -> `Address`: the rollout and the endpoint. An unfamiliar host name or a browser's header also ends
         # here, so foreign pages never get a hit.
         address = self._addressing.remembered(scope)
-        if address is None or address.endpoint in self._apis or len(body) > self._largest_bytes:
+        if address is None or len(body) > self._largest_bytes:
+            return None
+        api = self._knowing.get(address.endpoint)
+        if api is None and address.endpoint in self._apis:
             return None
         # An ended or unknown rollout is the regular path's business: it may have to be read back from the store.
         rollout = self._rollout(scope, address)
@@ -60,7 +68,10 @@ class HitPath:
             return None
         try:
             # A bytearray cannot be part of a key below; `bytes` of bytes makes no copy.
-            return self._response(scope, address, bytes(body), rollout)
+            body = bytes(body)
+            if api is not None:
+                return api.known_call(scope, address, body, rollout)
+            return self._response(scope, address, body, rollout)
         except Exception as error:  # noqa: BLE001 - the regular path meets the same error and reports it
             log.debug("hit path failed", error=repr(error))
             return None

@@ -271,3 +271,55 @@ def test_silent_stream_sends_keepalives(proxy: Proxy) -> None:
         first, *between, end, last = [next(iter(event)) for event in stream]
     assert (first, end, last) == ("start", "end", "last")
     assert set(between) == {"keepalive"}
+
+
+def started(client: Client, command: str, **headers: str) -> httpx.Response:
+    """Start a process as a client that reads the response as one."""
+    body = connect.envelope({"process": {"cmd": "/bin/bash", "args": ["-c", command]}})
+    sent = {**client.headers, "content-type": connect.STREAM, **headers}
+    return client.http.post(f"{client.base}/{START}", content=body, headers=sent)
+
+
+def test_known_starts_are_answered_whole(proxy: Proxy) -> None:
+    """A known start is one response with the events of the first run; what decides the call decides the hit as well."""
+    first, plain, other, own = (
+        Client(proxy, "whole"), Client(proxy, "whole"), Client(proxy, "whole"),
+        Client(proxy, "whole", envVars={"A": "own"}),
+    )  # fmt: skip
+    command = "echo ${A-none}; echo wrong >&2; echo ran >>/root/runs; exit 3"
+    made = started(first, command)
+    # Once another rollout has had the answer, a way to its state is known.
+    started(Client(proxy, "whole"), command)
+    known = started(plain, command)
+    assert "content-length" not in made.headers
+    assert known.headers["cache-status"] == "forkpoint; hit"
+    assert known.content == made.content
+    assert calls(proxy, "whole", plain.sandbox) == [("run", "hit")]
+    # A sandbox with variables of its own runs another call, and so does one with a time limit.
+    assert "cache-status" not in started(own, command).headers
+    assert calls(proxy, "whole", own.sandbox) == [("run", "miss")]
+    assert "cache-status" not in started(other, command, **{"connect-timeout-ms": "9000"}).headers
+    # A header that names another sandbox than its URL is never that other sandbox's call.
+    assert started(plain, command, **{"e2b-sandbox-id": "nobody"}).headers.get("cache-status") is None
+    # At the next node the same call is another one.
+    assert "cache-status" not in started(plain, "wc -l </root/runs").headers
+    paused = Client(proxy, "whole")
+    assert started(paused, command).headers["cache-status"] == "forkpoint; hit"
+    paused.control("POST", f"/sandboxes/{paused.sandbox}/pause")
+    assert started(paused, "wc -l </root/runs").status_code == 502
+
+
+def test_starts_behind_followed_processes_come_after_their_output(proxy: Proxy) -> None:
+    """While a background process is followed, a known start waits for the polls before it."""
+    seen = []
+    for _ in range(2):
+        client = Client(proxy, "behind")
+        client.run("mkfifo /root/gate")
+        with client.start("exec 3<>/root/gate; read -r line <&3; echo heard; read -r line <&3") as stream:
+            next(stream)
+            client.run("echo one >/root/gate")
+            heard = base64.b64decode(next(stream)["data"]["stdout"])
+            seen.append((heard, "cache-status" in started(client, "echo after").headers))
+        steps = [tool for tool, _ in calls(proxy, "behind", client.sandbox)]
+    assert seen == [(b"heard\n", False)] * 2
+    assert steps.index("attend") < len(steps) - 1

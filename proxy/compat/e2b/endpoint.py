@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from proxy.compat.e2b.file_requests import CallsRequest, WatchRequest
 from proxy.compat.e2b.processes import Processes
 from proxy.compat.e2b.requests import E2BRequest, ProcessRequest, ProcessStart
 from proxy.compat.e2b.responses import json_response
+from proxy.compat.e2b.sandbox_note import SandboxNote
 from proxy.compat.e2b.sandbox_registry import RunningSandbox, SandboxRegistry
 from proxy.compat.e2b.sandboxes import SandboxControl
 from proxy.compat.endpoints import EndpointContext
@@ -23,17 +24,29 @@ from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.asgi import Receive, Send
 from proxy.http.exchange import Exchange, beside, raw
+from proxy.http.lru_cache import LruCache
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_response
 from proxy.refusals import Problem, RefusalError
+from proxy.tree.keys import CallKey, call_key
 from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall, ToolResult
+from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
 StreamRequest = ProcessStart | ProcessRequest | WatchRequest
 """Requests whose response may be a stream."""
 _ENVD_VERBS = ("health", "envs", "init")
 """REST requests that go to envd in the sandbox, not to the control plane."""
+
+_START_PATH = "process.Process/Start"
+_DECIDING = frozenset({
+    b"authorization", b"connect-timeout-ms", b"content-encoding", b"content-type", b"e2b-sandbox-id",
+    b"e2b-sandbox-port", b"host",
+})  # fmt: skip
+"""The headers that decide which call a start is, and in which sandbox."""
+_MAX_KEYS, _REMEMBERED_BYTES = 4096, 4096
+"""How many starts are remembered, and the largest of their bodies: 16 MiB in all."""
 
 
 class SandboxGoneError(Exception):
@@ -55,6 +68,8 @@ class E2bEndpoint:
         self._watches = DirWatches(engine, self._processes)
         self._registry = SandboxRegistry(engine, self._processes)
         self._control = SandboxControl(engine, self._registry)
+        # Keys of starts by the bytes that decide them.
+        self._keys: LruCache[Hashable, CallKey] = LruCache(_MAX_KEYS)
 
     async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
         """Answer a request, and count the problem that the client was sent, if any."""
@@ -63,6 +78,29 @@ class E2bEndpoint:
         problem = await self._answer(address.task, request, grant, exchange.send, exchange.receive)
         if problem is not None:
             self._count(problem)
+
+    def known_call(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> bytes | None:
+        """Answer the start of a process that the tree knows; see `KnowingEndpoint.known_call`."""
+        if scope["method"] != "POST" or address.path != _START_PATH:
+            return None
+        note = self._registry.awake(rollout)
+        deciding = [header for header in scope["headers"] if header[0] in _DECIDING]
+        if note is None or any(
+            name == b"e2b-sandbox-id" and value.decode("latin-1") != rollout.name for name, value in deciding
+        ):
+            return None
+        spec = self._engine.tasks.spec(rollout.task)
+        headers = tuple(header for header in deciding if header[0] != b"e2b-sandbox-id")
+        # Rollouts of a group send the same, so the key holds all that decides the call but the sandbox's own name.
+        same = (spec.directory, rollout.tree.id, body, headers, tuple(note.envs.items()))
+        key = self._keys.get(same)
+        if key is None:
+            key = _start_key(self._request_of(scope, address, body), spec, note)
+            if key is None:
+                return None
+            if len(body) <= _REMEMBERED_BYTES:
+                self._keys[same] = key
+        return self._processes.known(rollout, key)
 
     async def refuse(self, scope: Mapping[str, Any], address: Address, problem: Problem, exchange: Exchange) -> None:
         """Answer a request with a problem that was noticed before the request was read."""
@@ -142,10 +180,7 @@ class E2bEndpoint:
         rollout = sandbox.rollout
         try:
             if isinstance(request, ProcessStart):
-                # The request's variables win over the sandbox's.
-                env = {**sandbox.note.envs, **request.call.arguments["env"]}
-                call = replace(request.call, arguments={**request.call.arguments, "env": env})
-                await self._processes.start(rollout, replace(request, call=call), stream)
+                await self._processes.start(rollout, _with_variables(request, sandbox.note), stream)
             elif isinstance(request, WatchRequest):
                 await self._watches.follow(rollout, request, stream)
             elif request.verb == "connect":
@@ -220,6 +255,20 @@ class E2bEndpoint:
             headers = (("retry-after", str(retry_s)),) if retry_s else ()
             await _respond(send, json_response({"code": status, "message": str(error)}, status, headers))
         return problem
+
+
+def _start_key(request: Request, spec: EnvironmentSpec, note: SandboxNote) -> CallKey | None:
+    """Return the key of a start; None for a start that no other rollout can share, or of another port."""
+    parsed = requests.read(request, spec)
+    if not isinstance(parsed, ProcessStart) or parsed.has_terminal or requests.port_of(request) != requests.ENVD_PORT:
+        return None
+    return call_key(_with_variables(parsed, note).call)
+
+
+def _with_variables(start: ProcessStart, note: SandboxNote) -> ProcessStart:
+    """Return a start with the sandbox's variables. The request's own win over them."""
+    arguments = start.call.arguments
+    return replace(start, call=replace(start.call, arguments={**arguments, "env": {**note.envs, **arguments["env"]}}))
 
 
 def _form(request: StreamRequest) -> StreamForm:

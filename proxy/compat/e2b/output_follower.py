@@ -135,6 +135,10 @@ class OutputFollower:
             self._connect(rollout, pid, stream)
         return change
 
+    def follows(self, rollout: Rollout) -> bool:
+        """Return whether a background process of a rollout is followed, so that polls may come before its calls."""
+        return rollout.id in self._followed
+
     def catch_up(self, rollout: Rollout) -> None:
         """Take the polls that the tree knows at the rollout's node, and send what they returned.
 

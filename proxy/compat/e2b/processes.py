@@ -17,13 +17,15 @@ from hashlib import blake2b
 from typing import Any
 
 from proxy.compat.e2b import responses
-from proxy.compat.e2b.connect_rpc import ConnectError
+from proxy.compat.e2b.connect_rpc import STREAM, ConnectError
 from proxy.compat.e2b.event_stream import EventStream
 from proxy.compat.e2b.output_follower import OutputFollower, not_found
 from proxy.compat.e2b.process_lifecycle import NEXT, ProcessChange, ProcessState
 from proxy.compat.e2b.requests import ProcessRequest, ProcessStart
 from proxy.engine import Engine
 from proxy.execution.step_notes import Answer
+from proxy.http.answer_cache import HIT_HEADERS, response
+from proxy.http.lru_cache import LruCache
 from proxy.tree.keys import CallKey, call_key, private_key
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node
@@ -37,6 +39,8 @@ DISCONNECT_GRACE_S = 0.1
 """How long after a retry the loss of the first stream may be noticed; the two arrive on different connections."""
 START_EVENT_S = 5.0
 """Delay after which a client gets the start event although its process waits for a sandbox: SDKs time out."""
+_RESPONSES_BYTES = 32 << 20
+"""Memory of whole responses to starts that the tree knows."""
 LIST = ToolCall("process", "list", {})
 """The call that lists the background processes of a sandbox."""
 
@@ -138,6 +142,8 @@ class Processes:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._step = engine, engine.step
         self._runs: dict[int, ProcessRun] = {}
+        # Responses to known starts, by record.
+        self._responses: LruCache[int, bytes] = LruCache(_RESPONSES_BYTES, len)
         self._tasks = TaskOwner()
         self.follower = OutputFollower(engine)  # Polls the background processes.
 
@@ -188,6 +194,25 @@ class Processes:
             if run.pid:
                 stream.begin(run.pid)
         return await asyncio.shield(run.task)
+
+    def known(self, rollout: Rollout, key: CallKey) -> bytes | None:
+        """Return the whole HTTP response to a start whose process has ended, and take its step; None for any other."""
+        if rollout.id in self._runs or self.follower.follows(rollout):
+            return None
+        record = self._step.find(rollout, key)
+        if record is None:
+            return None
+        whole = self._responses.get(record.id)
+        if whole is None:
+            result = self._engine.store.records.result(record)
+            body = responses.whole_stream(result, pid_of(record.source, record.key))
+            if body is None:
+                return None
+            headers = [(b"content-type", STREAM.encode()), (b"content-length", b"%d" % len(body)), *HIT_HEADERS]
+            whole = self._responses[record.id] = response(200, headers, body)
+        # Last, as on any hit: whatever fails above leaves the rollout where its agent saw it.
+        self._step.take(rollout, record)
+        return whole
 
     async def connect(self, rollout: Rollout, pid: int | None, tag: str, stream: EventStream) -> None:
         """Follow a background process, by its pid or, if that is None, by the tag that it was started with.

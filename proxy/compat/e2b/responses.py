@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from proxy.compat.e2b.connect_rpc import ConnectError
+from proxy.compat.e2b.connect_rpc import ConnectError, end, envelope
 from proxy.compat.e2b.sandbox_note import SandboxNote
 from proxy.dialects.base import Local
 from sandboxes.calls import ToolResult
@@ -87,23 +87,38 @@ def ended(body: bytes) -> ProcessEvent | None:
 
     Raises ConnectError if the process was killed at its deadline, or could not be started.
     """
-    end = ending(body)
-    if end.timed_out:
+    last = ending(body)
+    if last.timed_out:
         raise ConnectError("deadline_exceeded", "context deadline exceeded")
-    if end.exit_code is None:
+    if last.exit_code is None:
         return None
     # 126 and 127 are also what a shell returns. Only the sandbox's own message means that nothing ran.
-    if end.exit_code in (126, 127):
+    if last.exit_code in (126, 127):
         stdout = b"".join(data for kind, data in frames(body) if kind == OUT)
         if cannot_start(stdout):
             raise ConnectError("invalid_argument", stdout.decode(errors="replace").strip())
     # The texts are those of Go's os.ProcessState, which envd sends.
-    if end.signal:
-        status = f"signal: {_SIGNAL_NAMES.get(end.signal, end.signal)}"
+    if last.signal:
+        status = f"signal: {_SIGNAL_NAMES.get(last.signal, last.signal)}"
         return {"event": {"end": {"exitCode": -1, "exited": False, "status": status, "error": status}}}
-    status = f"exit status {end.exit_code}"
-    event: dict[str, Any] = {"exitCode": end.exit_code, "exited": True, "status": status}
-    return {"event": {"end": {**event, "error": status} if end.exit_code else event}}
+    status = f"exit status {last.exit_code}"
+    event: dict[str, Any] = {"exitCode": last.exit_code, "exited": True, "status": status}
+    return {"event": {"end": {**event, "error": status} if last.exit_code else event}}
+
+
+def whole_stream(result: ToolResult, pid: int) -> bytes | None:
+    """Return the whole stream of a recorded start of a process, as its client gets it from a hit.
+
+    None if the process continues, was killed at its deadline or could not be started.
+    """
+    try:
+        last = ended(result.body) if result.status == 200 else None
+    except ConnectError:
+        return None
+    if last is None:
+        return None
+    events = (started(pid), *output(result.body, terminal=False), last)
+    return b"".join(map(envelope, events)) + end()
 
 
 def cannot_start(data: bytes) -> bool:

@@ -51,6 +51,11 @@ class SandboxRegistry:
             self.pause(RunningSandbox(rollout, note))
         return RunningSandbox(rollout, self._notes[rollout.id])
 
+    def awake(self, rollout: Rollout) -> SandboxNote | None:
+        """Return what is stored about a sandbox that takes calls now; None if it has to be looked at by `find`."""
+        note = self._notes.get(rollout.id)
+        return None if note is None or note.paused or note.is_over(time.time()) else note
+
     async def require(self, task: str, name: str) -> RunningSandbox:
         """Return a sandbox. Raises RefusalError (404) if it does not exist or has ended."""
         sandbox = await self.find(task, name)
