@@ -233,9 +233,7 @@ def states(options: Namespace) -> None:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "parts", nargs="*", default=["live", "room", "burst", "states"], help="some of these"
-    )
+    parser.add_argument("parts", nargs="*", default=["live", "room", "burst", "states"], help="some of these")
     parser.add_argument("--quick", action="store_true", help="small sizes, a minute in all")
     parser.add_argument("--live", type=int, nargs="+", default=[10, 100, 500])
     parser.add_argument("--room", type=int, default=100, help="rollouts for the rows of room")
