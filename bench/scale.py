@@ -5,16 +5,19 @@
 - **burst**: rollouts that begin at the same moment. Each makes the same first call, and then one of its own.
 - **states**: rollouts that write 200 kB with each call and do not think, with a budget for few of their states. Then
   each of them is followed half its way by another, which leaves it there and reads what it was told of.
+- **steady**: groups of rollouts that begin, make 25 calls and end, for a long time, with small budgets for states and
+  trees. What the proxy takes is printed each minute; only the history of rollouts and records may grow.
 
 Each row has a proxy and a data directory of its own. `--quick` runs small sizes and takes a minute.
 """
 
 import asyncio
 import json
+import os
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -231,6 +234,74 @@ def states(options: Namespace) -> None:
     console.print(shown)
 
 
+async def keep_busy(proxy: Proxy, options: Namespace, report: Callable[[Tally], None]) -> None:
+    """Let groups of rollouts begin, call and end until the time is over; report once a minute."""
+    async with httpx.AsyncClient(base_url=proxy.url, timeout=PATIENCE_S, trust_env=False) as client:
+        until, numbers, tally = time.monotonic() + options.steady, iter(range(1 << 30)), Tally()
+
+        async def one(number: int) -> None:
+            for turn in range(STATE_CALLS):
+                # A quarter of the calls is the same in each rollout of a group.
+                own = "" if turn % 4 == 0 else f" {number}"
+                await call(client, number, f"head -c 20000 /dev/urandom > f{turn % 5}; echo {turn}{own} >> log", tally)
+                await asyncio.sleep(options.pause)
+            await client.delete(f"/api/v1/tasks/scale-{number // GROUP}/rollouts/{number}")
+
+        async def group() -> None:
+            while time.monotonic() < until:
+                first = next(numbers) * GROUP
+                await asyncio.gather(*(one(number) for number in range(first, first + GROUP)))
+
+        async def watch() -> None:
+            while time.monotonic() < until:
+                await asyncio.sleep(60.0)
+                await asyncio.to_thread(report, tally)
+                tally.ms.clear()
+
+        await asyncio.gather(watch(), *(group() for _ in range(options.groups)))
+
+
+def steady(options: Namespace) -> None:
+    shown = table(
+        f"steady load for {options.steady:g} s", "calls", "p50 ms", "p99", "memory MB", "descriptors", "processes",
+        "states MiB", "disk MiB", "B a call", "records", "refused",
+    )  # fmt: skip
+    calls = 0
+    settings = {"snapshot_bytes": str(200 << 20), "tree_memory_records": "20000", "answer_memory_bytes": str(16 << 20)}
+    with measured(options, **settings) as (proxy, _):
+        seen_bytes = 0
+
+        def report(tally: Tally) -> None:
+            nonlocal calls, seen_bytes
+            stats, made = proxy.view("stats"), len(tally.ms)
+            assert proxy.process is not None
+            calls += made
+            disk = _disk_bytes(proxy.data) - stats["snapshot_bytes"]
+            row = (
+                str(calls), f"{median(tally.ms):.0f}", f"{tally.percentile(0.99):.0f}",
+                f"{_private_kb(proxy.process.pid) / 1024:.0f}",
+                str(len(list(Path(f"/proc/{proxy.process.pid}/fd").iterdir()))), str(len(proxy.processes())),
+                str(stats["snapshot_bytes"] >> 20), str(disk >> 20), f"{(disk - seen_bytes) / max(1, made):.0f}",
+                str(stats["misses"]), json.dumps(tally.refused) if tally.refused else "",
+            )  # fmt: skip
+            seen_bytes = disk
+            console.print(" ".join(f"{value:>9}" for value in row))
+            shown.add_row(*row)
+
+        asyncio.run(keep_busy(proxy, options, report))
+    console.print(shown)
+
+
+def _disk_bytes(folder: Path) -> int:
+    """Return the bytes that a directory takes on the disk; files that go meanwhile do not count."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(f"{place}/{name}").st_blocks * 512
+    return total
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=["live", "room", "burst", "states"], help="some of these")
@@ -240,6 +311,9 @@ def main() -> None:
     parser.add_argument("--burst", type=int, nargs="+", default=[100, 600])
     parser.add_argument("--fill", type=float, default=60.0, help="seconds for which states are made")
     parser.add_argument("--leaders", type=int, default=4, help="rollouts that make states at once")
+    parser.add_argument("--steady", type=float, default=1800.0, help="seconds of steady load")
+    parser.add_argument("--groups", type=int, default=4, help="groups of rollouts that are live in it")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds of thinking in it")
     parser.add_argument("--think", type=float, default=8.0, help="seconds from one call of a rollout to its next")
     parser.add_argument("--turns", type=int, default=4, help="calls of each rollout after its first")
     disk = Path("/var/tmp")  # noqa: S108 - a directory of its own is made in it
@@ -247,7 +321,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.live, options.room, options.burst, options.think, options.turns = [5, 20], 16, [20], 2.0, 2
-        options.fill = 10.0
+        options.fill, options.steady = 10.0, 60.0
     if "live" in options.parts:
         live(options, options.live)
     if "room" in options.parts:
@@ -256,6 +330,8 @@ def main() -> None:
         burst(options, options.burst)
     if "states" in options.parts:
         states(options)
+    if "steady" in options.parts:
+        steady(options)
 
 
 if __name__ == "__main__":
