@@ -150,7 +150,7 @@ def test_kill_under_load_loses_no_answer(folder: Path) -> None:
             for number, received in enumerate(load.answers_of):
                 # A state that died with the proxy before it was kept has no way back: its call is repeated once.
                 for walk, expected in (
-                    ("repeats", {"forkpoint; hit", "forkpoint; fwd=miss; stored"}),
+                    ("repeats", {"forkpoint; hit", "forkpoint; fwd=miss; stored; detail=not-kept"}),
                     ("hits", {"forkpoint; hit"}),
                 ):
                     again = [exec_(client, f"{walk}{number}", command) for command in trajectory(number)]

@@ -23,6 +23,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (LIST, "report", report.report, "forkpoint report --by step --label run=r7 --against run=r8 --html report.html"),
     (INSPECT, "tree", inspecting.tree, "forkpoint tree demo --node n3 --depth 5"),
     (INSPECT, "rollout", inspecting.rollout, "forkpoint rollout demo 1"),
+    (INSPECT, "why", inspecting.why, "forkpoint why demo 1 3"),
     (INSPECT, "node", inspecting.node, "forkpoint node demo n2"),
     (INSPECT, "diff", inspecting.diff, "forkpoint diff demo n1 n2"),
     (INSPECT, "html", data.html, "forkpoint html demo rollout.html --rollout 1"),

@@ -49,6 +49,29 @@ def rollout(
     show(view, render_rollout, json=json)
 
 
+def why(
+    proxy: ControlClient,
+    task: TaskArgument,
+    name: RolloutArgument,
+    call: Annotated[
+        int | None, typer.Argument(help="Number of the call, from 1; default: all that were no hits.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show why calls of a rollout were no hits, and what helps."""
+    from proxy.cli.rendering.reasons import render_reasons
+
+    path = ("tasks", task, "rollouts", name, "why")
+    items = proxy.items(*path)
+    if call is not None:
+        items = [item for item in items if item["turn"] == call - 1]
+        if not items:
+            raise typer.BadParameter(
+                f"rollout {name} has no call {call}. `forkpoint rollout {task} {name}` lists them."
+            )
+    show(items, partial(render_reasons, task=task, every=call is not None), json=json)
+
+
 def node(proxy: ControlClient, task: TaskArgument, name: NodeArgument, json: JsonOption = False) -> None:
     """Show a node: its call and answer, what changed, past rollouts, and why it has a snapshot or not."""
     from proxy.cli.rendering.views import render_node

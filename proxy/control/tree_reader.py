@@ -97,9 +97,9 @@ class Reader:
         rows = self._store.rollouts.steps(rollout["id"], end, values)
         aside = {record.id: record for record in tree.aside}
         part = wanted.part(rows, rollout["calls"], lambda row: (row[0],))
-        return part.page(lambda row: self._step(*row, self._record(row[1], tree) or aside.get(row[1])))
+        return part.page(lambda row: self._step(*row, self.record(row[1], tree) or aside.get(row[1])))
 
-    def _record(self, number: int, tree: Tree) -> Record | None:
+    def record(self, number: int, tree: Tree) -> Record | None:
         """Return a record of a tree; None if it was forgotten or set aside."""
         origin = self._store.records.origin(number)
         source = None if origin is None else tree.nodes.get(origin[1])

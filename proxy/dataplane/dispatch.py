@@ -351,7 +351,8 @@ def _refuse_smuggling(scope: Scope) -> None:
 
 
 def _headers_of(answer: Answer) -> RawHeaders:
-    return [(b"cache-status", _CACHE_STATUS[answer.outcome]), (b"server-timing", _server_timing(answer.timing))]
+    status = _CACHE_STATUS[answer.outcome] + (b"; detail=not-kept" if answer.timing.known else b"")
+    return [(b"cache-status", status), (b"server-timing", _server_timing(answer.timing))]
 
 
 def _server_timing(timing: Timing) -> bytes:

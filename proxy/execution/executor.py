@@ -149,7 +149,7 @@ class Executor:
                 if record is None:
                     # The tree knows the call, but no way back to where it leads: each rollout executes it for itself.
                     if (known := node.records.get(key)) is not None:
-                        flight.apart = True
+                        flight.apart = timing.known = True
                         self._counts.hits_refused["unfreezable" if known.target.unfreezable else "not-kept"] += 1
                     # A call that waited for another one of its kind in vain has no new patience, or equal calls would
                     # be refused one after the other.

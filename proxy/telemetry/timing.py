@@ -32,6 +32,7 @@ class Timing:
         replay_s: Replaying calls.
         wait_s: Waiting for an earlier call of the rollout, for the same call of another one, or for a sandbox.
         replayed_calls: How many calls were replayed.
+        known: Whether the tree knew the call, but no way back to the state that it leads to.
     """
 
     endpoint: str = ""
@@ -40,6 +41,7 @@ class Timing:
     replay_s: float = 0.0
     wait_s: float = 0.0
     replayed_calls: int = 0
+    known: bool = False
 
     @contextmanager
     def measure(self, field: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Query, Request
 
 from proxy.control.paging import ListQuery, Page, list_query
+from proxy.control.reasons import WhyView, reasons
 from proxy.control.routes.params import (
     ControlDep,
     EngineDep,
@@ -83,6 +84,22 @@ async def get_rollout(
     row = _newest(engine, task.name, rollout)
     steps = control.reader.steps(row, engine.trees.load(row["tree"]), wanted)
     return RolloutDetail(**_view(engine, row, task.rollouts.get(rollout), request), steps=steps)
+
+
+@router.get("/tasks/{task}/rollouts/{rollout}/why", name="explain_calls")
+async def explain(
+    control: ControlDep,
+    task: TaskDep,
+    rollout: RolloutName,
+    wanted: Annotated[ListQuery, list_query("turn", default="turn")],
+) -> Page[WhyView]:
+    """Explain why each call of the newest rollout of this name was answered from the tree or not."""
+    engine = control.engine
+    engine.journal.fold()
+    row = _newest(engine, task.name, rollout)
+    tree = engine.trees.load(row["tree"])
+    steps = control.reader.steps(row, tree, wanted)
+    return Page(items=await reasons(engine, control.reader, tree, row, steps.items), total=steps.total, next=steps.next)
 
 
 @router.delete("/tasks/{task}/rollouts/{rollout}", status_code=204)

@@ -36,6 +36,25 @@ def test_calls_of_a_rollout_are_counted_from_one(proxy: Running) -> None:
     assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
 
 
+def test_why_names_reasons_and_other_states(proxy: Running) -> None:
+    for rollout in ("first", "second"):
+        for command in ("echo one > f", "cat f", "X=1"):
+            proxy.exec(rollout, command, task="why-demo")
+    text = typed(proxy, "why", "why-demo", "first")
+    assert "0 of 3 calls were hits" in text
+    assert "new-call: No rollout of this task had made this call before." in text
+    assert "3 of 3 calls were hits" in typed(proxy, "why", "why-demo", "second")
+    assert "hit: The tree knew the answer." in typed(proxy, "why", "why-demo", "second", "1")
+    proxy.exec("lost", "echo other > f", task="why-demo")
+    proxy.exec("lost", "cat f", task="why-demo")
+    [item] = as_json(proxy, "why", "why-demo", "lost", "2")
+    nearest = item["nearest"]
+    assert f"forkpoint diff why-demo {nearest['node']} {item['node']}" in typed(
+        proxy, "why", "why-demo", "lost", "2"
+    ).replace("\n", "")
+    typed(proxy, "why", "why-demo", "second", "9", code=2)
+
+
 def test_node_shows_call_and_snapshot_reason(proxy: Running) -> None:
     _, one, _ = nodes(proxy)
     text = typed(proxy, "node", "demo", one)
@@ -67,7 +86,7 @@ def test_tree_is_exported_and_imported(proxy: Running, tmp_path: Path) -> None:
     assert as_json(proxy, "import", str(file), "copied")["records"] == 3
     # The file has no states, so a call that changes something runs here before its rollout is led behind it.
     statuses = [proxy.exec("r", call, task="copied").headers["cache-status"] for call in ("echo one > f", "cat f")]
-    assert statuses == ["forkpoint; fwd=miss; stored", "forkpoint; hit"]
+    assert statuses == ["forkpoint; fwd=miss; stored; detail=not-kept", "forkpoint; hit"]
     with_states = tmp_path / "states.tar"
     assert proxy.client.post(f"/api/v1/tasks/demo/nodes/{nodes(proxy)[1]}/snapshot").is_success
     as_json(proxy, "export", "demo", str(with_states), "--snapshots")
