@@ -28,6 +28,7 @@ from tests.sandboxes.box import local_driver, opened, run
 
 ROLLOUTS = 4
 KILLS = 3
+STORED = "forkpoint; fwd=miss; stored"
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_kill_under_load_loses_no_answer(folder: Path) -> None:
             for number, received in enumerate(load.answers_of):
                 # A state that died with the proxy before it was kept has no way back: its call is repeated once.
                 for walk, expected in (
-                    ("repeats", {"forkpoint; hit", "forkpoint; fwd=miss; stored; detail=not-kept"}),
+                    ("repeats", {"forkpoint; hit", STORED, f"{STORED}; detail=not-kept"}),
                     ("hits", {"forkpoint; hit"}),
                 ):
                     again = [exec_(client, f"{walk}{number}", command) for command in trajectory(number)]
