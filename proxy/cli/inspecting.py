@@ -54,7 +54,7 @@ def why(
     task: TaskArgument,
     name: RolloutArgument,
     call: Annotated[
-        int | None, typer.Argument(help="Number of the call, from 1; default: all that were no hits.")
+        int | None, typer.Argument(min=1, help="Number of the call, from 1; default: all that were no hits.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -62,13 +62,9 @@ def why(
     from proxy.cli.rendering.reasons import render_reasons
 
     path = ("tasks", task, "rollouts", name, "why")
-    items = proxy.items(*path)
-    if call is not None:
-        items = [item for item in items if item["turn"] == call - 1]
-        if not items:
-            raise typer.BadParameter(
-                f"rollout {name} has no call {call}. `forkpoint rollout {task} {name}` lists them."
-            )
+    items = proxy.items(*path) if call is None else proxy.request("GET", *path, params={"turn": call - 1})["items"]
+    if call is not None and not items:
+        raise typer.BadParameter(f"rollout {name} has no call {call}. `forkpoint rollout {task} {name}` lists them.")
     show(items, partial(render_reasons, task=task, every=call is not None), json=json)
 
 

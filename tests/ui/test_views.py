@@ -224,6 +224,19 @@ def test_rollout_is_a_waterfall_of_calls(proxy: Running, ui: Page) -> None:
     expect(rows).to_have_count(5)
 
 
+def test_a_miss_says_why(proxy: Running, ui: Page) -> None:
+    for rollout, command in (("first", "echo a > f"), ("second", "echo b > f")):
+        proxy.exec(rollout, command, task="why")
+        node = proxy.exec(rollout, "cat f", task="why").headers["x-forkpoint-node"]
+    go(ui, "#/t/why/r/second")
+    ui.get_by_role("button", name="cat f").click()
+    row = ui.locator(".answer-row")
+    expect(row).to_contain_text("other-state")
+    expect(row).to_contain_text(re.compile(r"after n\d+, here echo b > f, there echo a > f"))
+    row.get_by_role("link", name="What differs").click()
+    expect(ui).to_have_url(re.compile(rf"#/t/why/diff/n\d+/{node}$"))
+
+
 def test_two_rollouts_are_compared(ui: Page) -> None:
     go(ui, "#/t/demo/rollouts")
     ui.get_by_label("Compare first").check()

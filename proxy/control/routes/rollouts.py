@@ -4,6 +4,7 @@ import asyncio
 import json
 import secrets
 import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request
@@ -92,14 +93,18 @@ async def explain(
     task: TaskDep,
     rollout: RolloutName,
     wanted: Annotated[ListQuery, list_query("turn", default="turn")],
+    turn: Annotated[int | None, Query(ge=0, lt=1 << 62, description="Only the call of this turn.")] = None,
 ) -> Page[WhyView]:
     """Explain why each call of the newest rollout of this name was answered from the tree or not."""
+    if turn is not None:
+        wanted = replace(wanted, after=(turn - 1,), limit=1, descending=False)
     engine = control.engine
     engine.journal.fold()
     row = _newest(engine, task.name, rollout)
     tree = engine.trees.load(row["tree"])
     steps = control.reader.steps(row, tree, wanted)
-    return Page(items=await reasons(engine, control.reader, tree, row, steps.items), total=steps.total, next=steps.next)
+    items = await reasons(engine, control.reader, tree, row, steps.items)
+    return Page(items=items, total=steps.total, next=steps.next) if turn is None else Page.whole(items)
 
 
 @router.delete("/tasks/{task}/rollouts/{rollout}", status_code=204)

@@ -28,6 +28,8 @@ def test_a_call_that_is_known_elsewhere_names_the_nearest_state(proxy: Running) 
     assert second[2]["nearest"] == {
         "node": after_both, "rollouts": 1, "last_common": after_a, "here": "echo b > g", "there": "echo a > g",
     }  # fmt: skip
+    assert get(proxy, "tasks/elsewhere/rollouts/second/why?turn=2") == {"items": second[2:3], "total": 1, "next": None}
+    assert get(proxy, "tasks/elsewhere/rollouts/second/why?turn=9")["items"] == []
     # Here the rollout itself is at the node where the others went on.
     assert [item["reason"] for item in third] == ["other-state", "hit", "hit", "hit"]
     assert (third[0]["nearest"]["here"], third[0]["nearest"]["there"]) == (None, "echo a > f")

@@ -45,7 +45,7 @@ export async function rolloutView({ main, params, signal, setParams }, task, nam
     more.hidden = steps.length >= shown.calls;
   };
   const toggle = (step) => {
-    if (!opened.delete(step.turn)) opened.set(step.turn, answerRow(task, step, signal));
+    if (!opened.delete(step.turn)) opened.set(step.turn, answerRow(task, path, step, signal));
     draw();
     body.querySelector(`[data-turn="${step.turn}"] button`)?.focus();
   };
@@ -95,17 +95,30 @@ function drawHead(head, task, shown, steps) {
 }
 
 /** Return the row below a call that shows its whole text and its answer. */
-function answerRow(task, step, signal) {
+function answerRow(task, rollout, step, signal) {
   const stage = h("td", { colspan: 6, class: "inline-answer" }, h("p", { class: "dim" }, "…"));
   const path = `tasks/${names(task)}/nodes/${step.node}`;
+  const reason = h("div", { class: "dim" });
+  if (step.outcome === "miss" || step.outcome === "bypass") {
+    get(`${rollout}/why?turn=${step.turn}`, { signal }).then(({ items: [why] }) => put(reason, why && whyNot(task, why)), (error) => put(reason, notice(error)));
+  }
   if (!step.node) put(stage, h("p", { class: "dim" }, "The record of this call was forgotten."));
   else {
     get(`${path}/calls/${step.record}`, { signal }).then(
-      (call) => put(stage, h("div", { class: "stack" }, command(call), answer(call.answer, `${path}/answer?record=${step.record}`, signal))),
+      (call) => put(stage, h("div", { class: "stack" }, command(call), reason, answer(call.answer, `${path}/answer?record=${step.record}`, signal))),
       (error) => put(stage, notice(error)),
     );
   }
   return h("tr", { class: "answer-row" }, stage);
+}
+
+/** Return why a call was no hit: what the reason means, what helps, and the nearest state that knew the call. */
+function whyNot(task, { reason, meaning, remedy, node, nearest }) {
+  const to = (text, where) => h("a", { href: `#/t/${names(task)}${where}` }, text);
+  return [
+    h("p", {}, h("span", { class: "chip" }, reason), ` ${meaning} ${remedy}`),
+    nearest && h("p", {}, "It was known at ", to(nearest.node, `?node=${nearest.node}`), `: after ${nearest.last_common}, ${nearest.here === null ? "" : `here ${nearest.here}, `}there ${nearest.there ?? "nothing"}. `, to("What differs", `/diff/${nearest.node}/${node}`)),
+  ];
 }
 
 function stepRow(task, step, { from, parts, hit }, span, on, open, toggle) {
