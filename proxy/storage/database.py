@@ -55,7 +55,7 @@ BLOCK = 1 << 32
 hold rows of all of them. 2**21 blocks stay below 2**53, which JSON numbers hold exactly."""
 _PAGE_BYTES = 512
 """Size of the pages of a new file, SQLite's least. A recorded call changes five to eight of them, and a commit writes
-each whole. With SQLite's usual 4,096 it writes five times as much (decision 0057)."""
+each whole. With SQLite's usual 4,096 it writes five times as much."""
 _DISK_BLOCK_BYTES = 4096
 """Size of a block of Linux file systems (ext4, XFS and Btrfs by default)."""
 _WRITABLE = "checked"

@@ -70,7 +70,7 @@ _INDEXES = (
     ("rollouts", ["token_digest"]),
 )
 # sqlite-utils cannot create a table WITHOUT ROWID. With a row ID each step is stored twice, in the table and in the
-# index of its primary key: decision 0026 has the measurement.
+# index of its primary key: docs/decisions/0003-journal-and-store.md.
 _STEPS_CHECKSUM = (
     "({prefix}rollout * 1000003 + {prefix}turn * 65537 + {prefix}record * 257 + {prefix}outcome) % 4294967291"
 )

@@ -1,7 +1,7 @@
 """CRIU's program: finds it, makes a copy that is safe to run inside a sandbox, and probes the kernel once.
 
 CRIU runs inside a sandbox's namespaces, where an agent may have put anything into the file system
-(docs/decisions/0011-criu-inside.md). So it starts with a directory as its root that holds the program, its libraries
+(docs/decisions/0011-criu.md). So it starts with a directory as its root that holds the program, its libraries
 and nothing else of the host. It must load nothing from the sandbox:
 
 - No configuration file and no plug-in: `ARGUMENTS` turn the first off, and look for the second in /dev.

@@ -10,7 +10,7 @@
 # 4. When the client loses its connection and sends the same start again, the retry adopts the run: the call is not
 #    executed twice, and the new stream gets the recorded result.
 #
-# `process_lifecycle` writes these states as a table. See docs/decisions/0015.
+# `process_lifecycle` writes these states as a table. See docs/decisions/0015-processes-and-connections.md.
 
 import asyncio
 from hashlib import blake2b
