@@ -110,7 +110,7 @@ class SnapshotCache:
         # Names of the snapshots that can be evicted once a replay has reached their states, least value first; as of
         # the last `fit` that found too little to evict.
         self.unproven: list[str] = []
-        # Kinds of snapshots whose budget is exceeded by states that cannot be evicted at all.
+        # Kinds of snapshots whose budget is exceeded by states that rollouts need, or that are held.
         self.full: set[SnapshotKind] = set()
         self._hopeless: set[str] = set()
         self._fitting = asyncio.Lock()
@@ -336,7 +336,7 @@ class SnapshotCache:
             await asyncio.sleep(0)
         if not chosen:
             self.unproven += [name for name in waiting if name not in self.unproven]
-        self._note_full(kind, is_full=not chosen and not waiting)
+        self._note_full(kind, is_full=not chosen and (not waiting or used_bytes > _hard_bound(budget_bytes)))
         return evicted
 
     def _judged(self, judge: Judge, snapshots: list[Snapshot]) -> list[Prospect]:
@@ -349,8 +349,8 @@ class SnapshotCache:
     def _note_full(self, kind: SnapshotKind, *, is_full: bool) -> None:
         if is_full and kind not in self.full:
             log.warning(
-                "states that no replay reaches exceed their budget. Beyond a quarter more none is taken. Raise the "
-                "budget, or end the rollouts that are there.",
+                "states that running rollouts need exceed their budget. Beyond a quarter more none is taken. Raise "
+                "the budget, or end the rollouts that are there.",
                 kind=kind, bytes=self.used_bytes,
             )  # fmt: skip
         (self.full.add if is_full else self.full.discard)(kind)

@@ -280,6 +280,7 @@ def test_the_hard_bound_is_never_reached_by_what_no_rollout_needs(
         kept = rig.attached()
         assert needed & unproven <= kept
         assert rig.cache.accepts("files") or len(needed & unproven) * 500 > 12_500
+        assert ("files" in rig.cache.full) == (rig.cache.used_bytes > 10_000 and not rig.cache.accepts("files"))
         if not needed:
             assert 10_000 - 500 < rig.cache.used_bytes <= 11_250
         assert not set(rig.given_up) & needed
