@@ -5,7 +5,9 @@ it holds. TVCACHE (arXiv 2602.10986) keeps a fork for every mutating call; here 
 that are cheap to replay need no snapshot. `bench/regret.py` measures these rules against the best choice in hindsight.
 """
 
-from collections.abc import Iterable
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 FUTURE = 0.5
@@ -66,7 +68,8 @@ class Prospect:
     # Seconds that it saves at each use: the cheapest other way and its risk (`at_stake_s`) less the restore.
     saved_s: float
     uses: float  # Expected number of uses.
-    size_bytes: int
+    size_bytes: int  # Bytes that it added to the states it was built on.
+    parts: tuple[str, ...] = ()  # The units of storage that hold it, those that it shares among them.
     reproducible: bool = True  # Whether another way may reach the state: none of its calls is known to diverge.
     proven: bool = True  # Whether another way is known to reach it: each of its calls has been replayed to its state.
     # Whether the snapshot is the nearest way to where a running rollout is, or to where it may be led.
@@ -146,22 +149,22 @@ def why(prospect: Prospect) -> str:
     return "; ".join(reasons)
 
 
-def victims(prospects: Iterable[Prospect], *, excess_bytes: int) -> list[str]:
+def victims(prospects: Iterable[Prospect], *, excess_bytes: float) -> list[str]:
     """Return the names of the snapshots to evict, least value first, until `excess_bytes` are freed.
 
     Snapshots that are held (leased, pinned), or that may be the only way to their state, are never among them, even if
     less is freed then. An eviction costs time and never an answer, so the other way must have been proven.
     """
-    return _least_valuable((p for p in prospects if p.proven and not p.held), excess_bytes)
+    return _least_valuable(list(prospects), lambda p: p.proven and not p.held, excess_bytes)
 
 
-def unneeded(prospects: Iterable[Prospect], *, excess_bytes: int) -> list[str]:
+def unneeded(prospects: Iterable[Prospect], *, excess_bytes: float) -> list[str]:
     """Return the names of snapshots to give up although no replay has reached their states, least value first.
 
     No running rollout is where it needs them. A later one that makes the same calls is not led there: it runs them
     again, which proves the states or makes others. This too costs time and no answer.
     """
-    return _least_valuable((p for p in prospects if not (p.needed or p.held)), excess_bytes)
+    return _least_valuable(list(prospects), lambda p: not (p.needed or p.held), excess_bytes)
 
 
 def unproven(prospects: Iterable[Prospect]) -> list[str]:
@@ -175,12 +178,45 @@ def _order(prospect: Prospect) -> tuple[float, str]:
     return value(prospect), prospect.name
 
 
-def _least_valuable(prospects: Iterable[Prospect], excess_bytes: int) -> list[str]:
-    chosen: list[str] = []
-    for prospect in sorted(prospects, key=_order):
-        if excess_bytes <= 0:
-            break
-        chosen.append(prospect.name)
-        # An estimate, because parts may be shared. `fit` counts again once the drivers have collected.
-        excess_bytes -= prospect.size_bytes
-    return chosen
+def _least_valuable(prospects: list[Prospect], may_go: Callable[[Prospect], bool], excess_bytes: float) -> list[str]:
+    """Return what frees the bytes at the least value. What frees nothing stays, until what shares its parts has gone.
+
+    A state shares the storage of the states that it was built on, so only the last of them frees a part.
+    """
+    users, bytes_of = Counter(part for p in prospects for part in _parts(p)), dict[str, float]()
+    # The state with the fewest parts of those that have one has brought it along.
+    for prospect in sorted(prospects, key=lambda p: (len(p.parts), p.name)):
+        own = [part for part in _parts(prospect) if part not in bytes_of]
+        bytes_of.update((part, prospect.size_bytes / len(own)) for part in own)
+    stay = {part for prospect in prospects if not may_go(prospect) for part in _parts(prospect)}
+    # Those that can be freed, each with the parts that only states like it have.
+    parts_of = {p.name: [x for x in _parts(p) if x not in stay and bytes_of[x]] for p in prospects if may_go(p)}
+    waiting = [_order(prospect) for prospect in prospects if parts_of.get(prospect.name)]
+    heapq.heapify(waiting)
+    order, shared = {name: (worth, name) for worth, name in waiting}, list[tuple[float, str]]()
+    sharing: defaultdict[str, list[str]] = defaultdict(list)
+    chosen: dict[str, None] = {}
+    while excess_bytes > 0 and (waiting or shared):
+        # Where states share all that they have, one of them must go without freeing anything.
+        is_forced = not waiting
+        _, name = heapq.heappop(shared if is_forced else waiting)
+        freed = sum(bytes_of[part] for part in parts_of[name] if users[part] == 1)
+        if name in chosen:
+            continue
+        if not (freed or is_forced):
+            sharing[min(parts_of[name], key=users.__getitem__)].append(name)
+            heapq.heappush(shared, order[name])
+            continue
+        chosen[name] = None
+        # An estimate all the same: live sandboxes use parts, too. `fit` counts again once the drivers have collected.
+        excess_bytes -= freed
+        for part in parts_of[name]:
+            users[part] -= 1
+            if users[part] == 1:
+                for other in sharing.pop(part, ()):
+                    heapq.heappush(waiting, order[other])
+    return list(chosen)
+
+
+def _parts(prospect: Prospect) -> tuple[str, ...]:
+    return prospect.parts or (prospect.name,)

@@ -114,7 +114,8 @@ class SnapshotValue:
             node = tree.nodes.get(snapshot.node)
             if node is None:
                 # A forgotten node is worth nothing: its snapshot is the first to be evicted.
-                prospects.append(Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes, needed=False))
+                gone = Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes, snapshot.parts, needed=False)
+                prospects.append(gone)
             else:
                 kind, is_needed = snapshot_kind(snapshot), node in needed[tree.id]
                 prospect = self._prospect(node, snapshot.tree, snapshot.driver, kind, snapshot)
@@ -194,6 +195,7 @@ class SnapshotValue:
             saved_s=saved_s,
             uses=expected_uses(self.reuse, behind=behind, visits=node.visits, demand=node.demand),
             size_bytes=0 if snapshot is None else snapshot.size_bytes,
+            parts=() if snapshot is None else snapshot.parts,
             reproducible=plan is not None,
             proven=is_proven,
             held=held,

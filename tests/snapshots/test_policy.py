@@ -66,7 +66,8 @@ def test_victims_free_enough_and_no_more(kept: list[Prospect], excess: int) -> N
     chosen = victims(kept, excess_bytes=excess)
     freed = sum(sizes[name] for name in chosen)
     if freed < excess:
-        assert set(chosen) == {prospect.name for prospect in kept if may_go(prospect)}
+        # What frees nothing stays.
+        assert set(chosen) == {prospect.name for prospect in kept if may_go(prospect) and prospect.size_bytes}
     else:
         assert not chosen or freed - sizes[chosen[-1]] < excess
 
@@ -77,8 +78,45 @@ def test_the_least_valuable_are_evicted_first(kept: list[Prospect], excess: int)
     chosen = victims(kept, excess_bytes=excess)
     values = [value(by_name[name]) for name in chosen]
     assert values == sorted(values)
-    spared = [value(prospect) for prospect in kept if may_go(prospect) and prospect.name not in chosen]
+    freeing = [prospect for prospect in kept if may_go(prospect) and prospect.size_bytes]
+    spared = [value(prospect) for prospect in freeing if prospect.name not in chosen]
     assert not values or all(values[-1] <= other for other in spared)
+
+
+def state(name: str, parts: str, size_bytes: int, *, worth: float = 1.0, proven: bool = True) -> Prospect:
+    return Prospect(name, worth, 1.0, size_bytes, tuple(parts), proven=proven)
+
+
+def test_states_that_others_were_built_on_go_last() -> None:
+    """A chain of layers, the newest first, is freed from its end, and no further than it must be."""
+    chain = [state(f"s{depth}", "fedcba"[5 - depth :], 100_000, worth=depth) for depth in range(6)]
+    assert victims(chain, excess_bytes=150_000) == ["s5", "s4"]
+    assert victims(chain, excess_bytes=600_000) == ["s5", "s4", "s3", "s2", "s1", "s0"]
+    # A rollout is at the end of the chain: nothing of it would be freed.
+    held = [*chain[:5], replace(chain[5], held="leased")]
+    assert victims(held, excess_bytes=600_000) == []
+
+
+def test_states_with_the_same_parts_go_together() -> None:
+    """Calls that changed the session alone have added no layer."""
+    same = [state("a", "x", 100_000, worth=3), state("b", "x", 0, worth=2), state("c", "yx", 50_000)]
+    assert victims(same, excess_bytes=10_000) == ["c"]
+    assert victims(same, excess_bytes=60_000) == ["c", "a", "b"]
+    assert victims([*same, state("d", "x", 0, proven=False)], excess_bytes=60_000) == ["c"]
+
+
+stacks = st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, unique=True), min_size=1, max_size=8)
+
+
+@given(stacks, st.sets(st.integers(0, 7)))
+def test_all_that_can_be_freed_is_freed(parts: list[list[str]], held: set[int]) -> None:
+    """Whatever is shared: in the end no part is left that only states have which may go."""
+    kept = [state(f"s{n}", "".join(own), 100, proven=n not in held) for n, own in enumerate(parts)]
+    chosen = set(victims(kept, excess_bytes=1 << 40))
+    needed = {part for prospect in kept if not prospect.proven for part in prospect.parts}
+    for prospect in kept:
+        assert prospect.proven or prospect.name not in chosen
+        assert prospect.name in chosen or set(prospect.parts) <= needed
 
 
 @given(lists, st.integers(0, 1 << 42), st.randoms())
