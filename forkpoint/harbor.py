@@ -11,7 +11,6 @@ import shlex
 import tarfile
 from asyncio import to_thread
 from contextlib import suppress
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,10 @@ from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkMode
 
 from forkpoint.client import AsyncClient, AsyncRollout
-from forkpoint.compose_file import ComposeFileError, has_files, spec_of
+from forkpoint.compose_errors import ComposeFileError, Reason
+from forkpoint.compose_file import MAIN, spec_of
 from forkpoint.errors import ForkpointError
+from forkpoint.image_builds import ImageBuilder
 from forkpoint.own_shell import line_of
 from forkpoint.results import ShellResult
 
@@ -52,13 +53,13 @@ class ForkpointEnvironment(BaseEnvironment):
         labels: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Check that the proxy's sandboxes can be this environment; `start` connects.
+        """Keep what Harbor passes. `start` builds the image, connects, and raises what is wrong: one trial fails then.
 
         Args:
             args: What Harbor passes.
             url: The proxy's URL; None for FORKPOINT_URL, or the proxy on this machine.
             spec: The environment, as `docs/tasks.md` describes it; None for what the task's `docker-compose.yaml` says,
-                else for a container of the task's `docker_image`.
+                else for a container of the task's `docker_image`, else for one of its `Dockerfile`.
             offline: Whether a task that may use the network is run without one.
             labels: Labels of the rollout, such as `run`.
             kwargs: What else Harbor passes.
@@ -80,6 +81,10 @@ class ForkpointEnvironment(BaseEnvironment):
         return EnvironmentCapabilities(disable_internet=True, docker_compose=True)
 
     def _validate_definition(self) -> None:
+        """Check nothing yet: an error in the constructor would end the job with all its other trials."""
+
+    def _environment(self, *, force_build: bool) -> dict[str, Any]:
+        """Return the spec of the task. Raises ValueError if no sandbox can be its environment."""
         if self.network_policy.network_mode == NetworkMode.PUBLIC and not self._offline:
             raise ValueError(
                 "This task may use the network, and Forkpoint's sandboxes have none. If the task works without, pass "
@@ -87,29 +92,38 @@ class ForkpointEnvironment(BaseEnvironment):
             )
         if self.extra_docker_compose_paths:
             raise ValueError("Forkpoint has no --extra-docker-compose. Write its members into docker-compose.yaml.")
-        compose = self.environment_dir / "docker-compose.yaml"
-        if self._spec is None and compose.exists():
+        if self._spec is not None:
+            return self._spec
+        config, folder = self.task_env_config, self.environment_dir
+        build = ImageBuilder(folder, timeout_s=config.build_timeout_sec)
+        has_dockerfile, compose = (folder / "Dockerfile").exists(), folder / "docker-compose.yaml"
+        image = None if force_build and has_dockerfile else config.docker_image
+        limits = {"cpus": config.cpus, "memory_mb": config.memory_mb, "disk_mb": config.storage_mb}
+        limits = {name: limit for name, limit in limits.items() if limit}
+        try:
+            if not compose.exists():
+                if not (image or has_dockerfile):
+                    raise ComposeFileError(Reason.NO_IMAGE, "This task has neither docker_image nor a Dockerfile.")
+                return {"image": image or build(), "limits": limits}
             # Its services become those of the sandbox: without them the task would be another one.
-            try:
-                self._spec = spec_of(
-                    yaml.safe_load(compose.read_text()), self.task_env_config.docker_image,
-                    variables=_VARIABLES, has_files=partial(has_files, self.environment_dir),
-                )  # fmt: skip
-            except (ComposeFileError, yaml.YAMLError) as error:
-                raise ValueError(
-                    f"{compose.name} of this task cannot be a sandbox: {error} Or pass a spec with services "
-                    '(docs/services.md): --environment-kwarg spec=\'{"image": "NAME", "services": …}\'.'
-                ) from error
-        if self._spec is None and not self.task_env_config.docker_image:
-            raise ValueError(
-                "This task names no image ([environment] docker_image). Build its Dockerfile, and pass "
-                '--environment-kwarg spec=\'{"image": "NAME"}\'.'
+            file = yaml.safe_load(compose.read_text())
+            if has_dockerfile and not image:
+                # As in Harbor, the file says only what differs from the Dockerfile.
+                file = _with_dockerfile(file)
+            sizes = {"CPUS": str(config.cpus or ""), "MEMORY": f"{config.memory_mb}M" if config.memory_mb else ""}
+            spec = spec_of(
+                file, image, variables=_VARIABLES | sizes, folder=folder, build=build, note=self.logger.warning
             )
+        except (ComposeFileError, yaml.YAMLError) as error:
+            raise ValueError(
+                f"The environment of this task cannot be a sandbox: {error} Or pass a spec (docs/tasks.md): "
+                '--environment-kwarg spec=\'{"image": "NAME"}\'.'
+            ) from error
+        return spec | {"limits": limits | spec.get("limits", {})}
 
     async def start(self, force_build: bool) -> None:
         """Begin the trial's rollout, and upload the task's files."""
-        del force_build  # who names an image has built it
-        spec = {"image": self.task_env_config.docker_image} if self._spec is None else self._spec
+        spec = await to_thread(self._environment, force_build=force_build)
         digest = sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:8]
         self._client = AsyncClient(self._url)
         task = self._client.task(f"{_named(self.environment_name)}-{digest}")
@@ -260,6 +274,17 @@ class ForkpointEnvironment(BaseEnvironment):
         result = await self.rollout.exec(line_of(["/bin/bash", "-c", script, "bash", *arguments]))
         if result.exit_code:
             raise RuntimeError(f"{script!r} failed for {arguments}: {result.output}")
+
+
+def _with_dockerfile(file: Any) -> Any:
+    """Return a compose file whose main service is built from the Dockerfile beside it, unless it says otherwise."""
+    services = file.get("services") if isinstance(file, dict) else None
+    if not isinstance(services, dict):
+        return file
+    agent = services.get(MAIN) or {}
+    if not isinstance(agent, dict) or agent.get("image") or agent.get("build"):
+        return file
+    return file | {"services": services | {MAIN: agent | {"build": "."}}}
 
 
 def _finished(result: ShellResult, timeout_s: int | None) -> ExecResult:
