@@ -201,40 +201,40 @@ def _check(name: str, service: Service, names: set[str], note: Callable[[str], o
 
 def _refusals(service: Service, names: set[str]) -> Iterator[tuple[str, Reason, str]]:
     """Yield each member that a sandbox cannot have, and why."""
-    resources = (service.get("deploy") or {}).get("resources") or {}
-    mode, pid = str(service.get("network_mode") or ""), str(service.get("pid") or "")
-    if service.get("privileged"):
-        yield "privileged", Reason.RIGHTS, "programs of a sandbox have no rights over its machine."
-    if pid and pid != "private":
-        yield "pid", Reason.RIGHTS, f"a sandbox shows no processes of {pid!r}."
-    if service.get("ipc") not in (None, "", "private", "shareable", "none"):
-        yield "ipc", Reason.RIGHTS, "a sandbox shares no memory with other processes."
-    if service.get("read_only"):
-        yield "read_only", Reason.RIGHTS, "the files of a sandbox are writable."
+    for key, allowed, reason, why in _REFUSED:
+        if service.get(key) and service[key] not in allowed:
+            yield key, reason, why
     if "nvidia" in str(service.get("runtime")):
         yield "runtime", Reason.DEVICES, _NO_DEVICES
-    for key in ("devices", "gpus"):
-        if service.get(key):
-            yield key, Reason.DEVICES, _NO_DEVICES
+    resources = (service.get("deploy") or {}).get("resources") or {}
     if (resources.get("reservations") or {}).get("devices"):
         yield "deploy.resources.reservations.devices", Reason.DEVICES, _NO_DEVICES
+    mode, _, shared = str(service.get("network_mode") or "").partition(":")
     if mode == "none" and len(names) > 1:
         # A sandbox of one service has no network either. A side service without one could not be reached.
         yield "network_mode", Reason.NETWORK, "all services of a sandbox share one network."
-    if mode.startswith("container:") or (mode.startswith("service:") and mode.partition(":")[2] not in names):
+    if mode == "container" or (mode == "service" and shared not in names):
         yield "network_mode", Reason.NETWORK, "the containers of other projects cannot be reached."
-    if service.get("extends"):
-        yield "extends", Reason.MALFORMED, "write the whole service into the file."
     for other, how in _conditions(service).items():
         if how == "service_completed_successfully":
-            why = (
-                "it waits for the end of a service, but services of a sandbox keep running. Do its work in the image, "
-                "or in `setup` of a spec."
-            )
-            yield f"depends_on.{other}", Reason.COMMAND, why
+            yield f"depends_on.{other}", Reason.COMMAND, _KEEP_RUNNING
 
 
 _NO_DEVICES = "a sandbox has no devices."
+_KEEP_RUNNING = (
+    "it waits for the end of a service, but services of a sandbox keep running. Do its work in the image, or in "
+    "`setup` of a spec."
+)
+_REFUSED: tuple[tuple[str, tuple[str, ...], Reason, str], ...] = (
+    ("privileged", (), Reason.RIGHTS, "programs of a sandbox have no rights over its machine."),
+    ("pid", ("private",), Reason.RIGHTS, "a sandbox shows no processes of others."),
+    ("ipc", ("private", "shareable", "none"), Reason.RIGHTS, "a sandbox shares no memory with others."),
+    ("read_only", (), Reason.RIGHTS, "the files of a sandbox are writable."),
+    ("devices", (), Reason.DEVICES, _NO_DEVICES),
+    ("gpus", (), Reason.DEVICES, _NO_DEVICES),
+    ("extends", (), Reason.MALFORMED, "write the whole service into the file."),
+)
+"""Members that a sandbox cannot have, the values that are none, and why."""
 
 
 def _conditions(service: Service) -> dict[str, str]:

@@ -96,7 +96,7 @@ def _add_path(result: Mounted, name: str, mount: Mount, target: str, folder: Pat
     source = mount.source
     if source.startswith("/") and is_system(absolute(source)):
         raise _refused(name, mount, "it is a directory of the system")
-    found = None if folder is None or source.startswith("$") else folder / os.path.expanduser(source)
+    found = None if folder is None or source.startswith("$") else folder / Path(source).expanduser()
     if found is None or not found.exists():
         if found is None and (mount.read_only or Path(source).suffix):
             raise _refused(name, mount, "a sandbox has no paths of the client's machine")

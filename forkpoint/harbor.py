@@ -22,7 +22,7 @@ from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkMode
 
 from forkpoint.client import AsyncClient, AsyncRollout
-from forkpoint.compose_errors import ComposeFileError, Reason
+from forkpoint.compose_errors import ComposeFileError
 from forkpoint.compose_file import MAIN, spec_of
 from forkpoint.errors import ForkpointError
 from forkpoint.image_builds import ImageBuilder
@@ -58,8 +58,8 @@ class ForkpointEnvironment(BaseEnvironment):
         Args:
             args: What Harbor passes.
             url: The proxy's URL; None for FORKPOINT_URL, or the proxy on this machine.
-            spec: The environment, as `docs/tasks.md` describes it; None for what the task's `docker-compose.yaml` says,
-                else for a container of the task's `docker_image`, else for one of its `Dockerfile`.
+            spec: The environment, as `docs/tasks.md` describes it; None for that of the task: its
+                `environment/forkpoint.json`, else its `docker-compose.yaml`, else its `docker_image` or `Dockerfile`.
             offline: Whether a task that may use the network is run without one.
             labels: Labels of the rollout, such as `run`.
             kwargs: What else Harbor passes.
@@ -94,32 +94,34 @@ class ForkpointEnvironment(BaseEnvironment):
             raise ValueError("Forkpoint has no --extra-docker-compose. Write its members into docker-compose.yaml.")
         if self._spec is not None:
             return self._spec
-        config, folder = self.task_env_config, self.environment_dir
-        build = ImageBuilder(folder, timeout_s=config.build_timeout_sec)
-        has_dockerfile, compose = (folder / "Dockerfile").exists(), folder / "docker-compose.yaml"
-        image = None if force_build and has_dockerfile else config.docker_image
+        config = self.task_env_config
         limits = {"cpus": config.cpus, "memory_mb": config.memory_mb, "disk_mb": config.storage_mb}
-        limits = {name: limit for name, limit in limits.items() if limit}
         try:
-            if not compose.exists():
-                if not (image or has_dockerfile):
-                    raise ComposeFileError(Reason.NO_IMAGE, "This task has neither docker_image nor a Dockerfile.")
-                return {"image": image or build(), "limits": limits}
-            # Its services become those of the sandbox: without them the task would be another one.
-            file = yaml.safe_load(compose.read_text())
-            if has_dockerfile and not image:
-                # As in Harbor, the file says only what differs from the Dockerfile.
-                file = _with_dockerfile(file)
-            sizes = {"CPUS": str(config.cpus or ""), "MEMORY": f"{config.memory_mb}M" if config.memory_mb else ""}
-            spec = spec_of(
-                file, image, variables=_VARIABLES | sizes, folder=folder, build=build, note=self.logger.warning
-            )
-        except (ComposeFileError, yaml.YAMLError) as error:
+            spec = self._described(force_build=force_build)
+        except (ComposeFileError, yaml.YAMLError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"The environment of this task cannot be a sandbox: {error} Or pass a spec (docs/tasks.md): "
                 '--environment-kwarg spec=\'{"image": "NAME"}\'.'
             ) from error
-        return spec | {"limits": limits | spec.get("limits", {})}
+        return spec | {"limits": {name: limit for name, limit in limits.items() if limit} | spec.get("limits", {})}
+
+    def _described(self, *, force_build: bool) -> dict[str, Any]:
+        """Return what the task's files say about its environment. Raises ComposeFileError."""
+        config, folder = self.task_env_config, self.environment_dir
+        if (folder / "forkpoint.json").exists():
+            # A task's files are a stranger's, so what they name of the proxy's machine must be among its `sources`.
+            return {**json.loads((folder / "forkpoint.json").read_text()), "confined": True}
+        build = ImageBuilder(folder, timeout_s=config.build_timeout_sec)
+        has_dockerfile, compose = (folder / "Dockerfile").exists(), folder / "docker-compose.yaml"
+        image = None if force_build and has_dockerfile else config.docker_image
+        if not compose.exists():
+            return {"image": image or build()}
+        # Its services become those of the sandbox: without them the task would be another one.
+        file = yaml.safe_load(compose.read_text())
+        if has_dockerfile and not image:
+            file = _with_dockerfile(file)
+        sizes = {"CPUS": str(config.cpus or ""), "MEMORY": f"{config.memory_mb}M" if config.memory_mb else ""}
+        return spec_of(file, image, variables=_VARIABLES | sizes, folder=folder, build=build, note=self.logger.warning)
 
     async def start(self, force_build: bool) -> None:
         """Begin the trial's rollout, and upload the task's files."""
@@ -277,7 +279,10 @@ class ForkpointEnvironment(BaseEnvironment):
 
 
 def _with_dockerfile(file: Any) -> Any:
-    """Return a compose file whose main service is built from the Dockerfile beside it, unless it says otherwise."""
+    """Return a compose file whose main service is built from the Dockerfile beside it, unless it says otherwise.
+
+    As in Harbor, the file says only what differs from that.
+    """
     services = file.get("services") if isinstance(file, dict) else None
     if not isinstance(services, dict):
         return file

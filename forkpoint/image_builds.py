@@ -1,7 +1,7 @@
 """Builds the images that tasks describe by a Dockerfile, once for each content.
 
-The name of an image says what it was built from: the Dockerfile, its arguments, and every file of its context. So trials
-of a task share an image, whichever of them comes first, and a changed Dockerfile is another environment.
+The name of an image says what it was built from: the Dockerfile, its arguments, and every file of its context. So
+trials of a task share an image, whichever of them comes first, and a changed Dockerfile is another environment.
 """
 
 import os

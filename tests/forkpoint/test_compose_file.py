@@ -105,7 +105,15 @@ def test_variables_have_the_values_of_compose(text: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["tail -f /dev/null", ["sh", "-c", "sleep infinity"], "/bin/bash", "sh", ["cat"], "sh -c 'trap : TERM; sleep infinity & wait'"]
+    "command",
+    [
+        "tail -f /dev/null",
+        ["sh", "-c", "sleep infinity"],
+        "/bin/bash",
+        "sh",
+        ["cat"],
+        "sh -c 'trap : TERM; sleep infinity & wait'",
+    ],
 )
 def test_command_that_keeps_running_is_left_out(command: Any) -> None:
     assert "command" not in spec_of({"services": {"main": {"image": "i", "command": command}}}, None)

@@ -10,15 +10,15 @@ tree.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.compat.docker.mounts import Mounts, mounts_of
 from proxy.compat.docker.requests import ContainerSpec, arguments_of, variables
-from sandboxes.local.waiting_commands import waits as waits_alone
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from sandboxes.local.service_commands import SERVICES, only_port
+from sandboxes.local.waiting_commands import waits as waits_alone
 from sandboxes.server_spec import MAIN
 
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
@@ -52,7 +52,7 @@ class ProjectMember:
     depends_on: frozenset[str]  # Names of the members that must be ready before.
     volumes: Mapping[str, str]  # The path of each named volume that it uses.
     aliases: frozenset[str]  # Further names on the network.
-    mounts: Mounts = Mounts((), (), (), ())  # Directories that are made for it.
+    mounts: Mounts = field(default_factory=Mounts)  # Directories that are made for it.
 
 
 def member(

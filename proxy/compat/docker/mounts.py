@@ -24,10 +24,10 @@ class Mounts(NamedTuple):
         read_only: Paths of volumes that the container should only read.
     """
 
-    volumes: tuple[tuple[str, str], ...]
-    folders: tuple[str, ...]
-    memory: tuple[str, ...]
-    read_only: tuple[str, ...]
+    volumes: tuple[tuple[str, str], ...] = ()
+    folders: tuple[str, ...] = ()
+    memory: tuple[str, ...] = ()
+    read_only: tuple[str, ...] = ()
 
     def setup(self, below: str = "") -> tuple[str, ...]:
         """Return the commands that make the directories, below a directory of the sandbox."""
