@@ -2,7 +2,7 @@
 
 import pytest
 
-from sandboxes.local.waiting_commands import waits
+from sandboxes.waiting_commands import waits
 
 
 @pytest.mark.parametrize(
