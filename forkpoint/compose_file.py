@@ -14,8 +14,8 @@ from typing import Any
 from forkpoint.compose_errors import ComposeFileError, Reason
 from forkpoint.compose_mounts import Mounted, listed, mounted, mounts_of
 from forkpoint.compose_values import emptied, filled, plain, seconds, size_bytes, unset_variable, variables_of
+from sandboxes.images.waiting_commands import waits
 from sandboxes.local.service_commands import SERVICES, making
-from sandboxes.waiting_commands import waits
 
 MAIN = "main"
 """The main container's name in a spec, and in the compose files of most harnesses."""

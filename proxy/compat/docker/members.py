@@ -17,8 +17,8 @@ from proxy.compat.docker.mounts import Mounts, mounts_of
 from proxy.compat.docker.requests import ContainerSpec, arguments_of, variables
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
+from sandboxes.images.waiting_commands import waits as waits_alone
 from sandboxes.local.service_commands import SERVICES, only_port
-from sandboxes.waiting_commands import waits as waits_alone
 from sandboxes.server_spec import MAIN
 
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"

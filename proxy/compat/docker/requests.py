@@ -18,7 +18,7 @@ from proxy.compat.docker.mounts import mounts_of
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from sandboxes.calls import ToolCall
-from sandboxes.waiting_commands import waits
+from sandboxes.images.waiting_commands import waits
 from sandboxes.tool_clients.json_text import parse_json
 
 API, OLDEST_API = (1, 44), (1, 24)
