@@ -8,7 +8,6 @@ tests/test.sh               exits with 0 if the task is solved; its last line is
 """
 
 import glob
-import json
 import re
 import shutil
 import tomllib
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forkpoint.compose_errors import ComposeFileError
-from forkpoint.image_builds import ImageBuilder
+from forkpoint.task_environment import environment_of
 
 LOOKS = ("pwd; ls", "id -u; umask")
 """The calls of an agent that looks around first."""
@@ -62,24 +61,13 @@ def _read(folder: Path) -> TaskFolder:
     spec, skipped = dict[str, Any](), f"{missing[0].lstrip('@')} is not installed" if missing else ""
     if not skipped:
         try:
-            spec = _spec(folder, environment)
+            spec = environment_of(folder / "environment", environment)
         except ComposeFileError as error:
             skipped = str(error).splitlines()[0]
     script = (folder / "solution" / "solve.sh").read_text()
     test = (folder / "tests" / "test.sh").read_text()
     workdir = str(environment.get("workdir") or spec.get("workdir") or "/")
     return TaskFolder(folder.name, spec, (*LOOKS, *_paragraphs(script)), test, workdir, skipped)
-
-
-def _spec(folder: Path, environment: dict[str, Any]) -> dict[str, Any]:
-    limits = {"cpus": environment.get("cpus"), "memory_mb": environment.get("memory_mb")}
-    limits = {name: limit for name, limit in limits.items() if limit}
-    own = folder / "environment" / "forkpoint.json"
-    if own.exists():
-        spec: dict[str, Any] = json.loads(own.read_text())
-    else:
-        spec = {"image": environment.get("docker_image") or ImageBuilder(folder / "environment")()}
-    return spec | ({"limits": limits} if limits else {})
 
 
 def _is_here(program: str) -> bool:

@@ -341,8 +341,12 @@ def _pair(entry: str) -> tuple[str, str | None]:
 
 
 def _text(folder: Path | None, name: str) -> str:
-    path = None if folder is None else folder / name
-    return path.read_text(errors="replace") if path is not None and path.is_file() else ""
+    """Return the text of a file of the task's directory; empty if it is missing, or if a link leads elsewhere."""
+    if folder is None:
+        return ""
+    path = folder / name
+    is_own = path.is_file() and path.resolve().is_relative_to(folder.resolve())
+    return path.read_text(errors="replace") if is_own else ""
 
 
 def _only_port(service: Service) -> int | None:

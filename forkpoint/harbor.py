@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import yaml
 from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkMode
 
 from forkpoint.client import AsyncClient, AsyncRollout
 from forkpoint.compose_errors import ComposeFileError
-from forkpoint.compose_file import MAIN, spec_of
 from forkpoint.errors import ForkpointError
-from forkpoint.image_builds import ImageBuilder
 from forkpoint.own_shell import line_of
 from forkpoint.results import ShellResult
+from forkpoint.task_environment import environment_of
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 """Matches what names of rollouts and labels do without."""
@@ -39,6 +37,10 @@ _VARIABLES = {
 }  # fmt: skip
 """What compose files of tasks mean by the variables that Harbor sets. This machine's variables are not for tasks, whose
 files are a stranger's."""
+
+
+_TABLE = {"build_timeout_sec", "cpus", "docker_image", "gpus", "memory_mb", "os", "storage_mb"}
+"""Members of a task's environment that a sandbox has, or that no sandbox can have."""
 
 
 class ForkpointEnvironment(BaseEnvironment):
@@ -94,34 +96,16 @@ class ForkpointEnvironment(BaseEnvironment):
             raise ValueError("Forkpoint has no --extra-docker-compose. Write its members into docker-compose.yaml.")
         if self._spec is not None:
             return self._spec
-        config = self.task_env_config
-        limits = {"cpus": config.cpus, "memory_mb": config.memory_mb, "disk_mb": config.storage_mb}
         try:
-            spec = self._described(force_build=force_build)
-        except (ComposeFileError, yaml.YAMLError, json.JSONDecodeError) as error:
+            table = self.task_env_config.model_dump(include=_TABLE, mode="json")
+            return environment_of(
+                self.environment_dir, table, variables=_VARIABLES, force_build=force_build, note=self.logger.warning
+            )
+        except ComposeFileError as error:
             raise ValueError(
                 f"The environment of this task cannot be a sandbox: {error} Or pass a spec (docs/tasks.md): "
                 '--environment-kwarg spec=\'{"image": "NAME"}\'.'
             ) from error
-        return spec | {"limits": {name: limit for name, limit in limits.items() if limit} | spec.get("limits", {})}
-
-    def _described(self, *, force_build: bool) -> dict[str, Any]:
-        """Return what the task's files say about its environment. Raises ComposeFileError."""
-        config, folder = self.task_env_config, self.environment_dir
-        if (folder / "forkpoint.json").exists():
-            # A task's files are a stranger's, so what they name of the proxy's machine must be among its `sources`.
-            return {**json.loads((folder / "forkpoint.json").read_text()), "confined": True}
-        build = ImageBuilder(folder, timeout_s=config.build_timeout_sec)
-        has_dockerfile, compose = (folder / "Dockerfile").exists(), folder / "docker-compose.yaml"
-        image = None if force_build and has_dockerfile else config.docker_image
-        if not compose.exists():
-            return {"image": image or build()}
-        # Its services become those of the sandbox: without them the task would be another one.
-        file = yaml.safe_load(compose.read_text())
-        if has_dockerfile and not image:
-            file = _with_dockerfile(file)
-        sizes = {"CPUS": str(config.cpus or ""), "MEMORY": f"{config.memory_mb}M" if config.memory_mb else ""}
-        return spec_of(file, image, variables=_VARIABLES | sizes, folder=folder, build=build, note=self.logger.warning)
 
     async def start(self, force_build: bool) -> None:
         """Begin the trial's rollout, and upload the task's files."""
@@ -276,20 +260,6 @@ class ForkpointEnvironment(BaseEnvironment):
         result = await self.rollout.exec(line_of(["/bin/bash", "-c", script, "bash", *arguments]))
         if result.exit_code:
             raise RuntimeError(f"{script!r} failed for {arguments}: {result.output}")
-
-
-def _with_dockerfile(file: Any) -> Any:
-    """Return a compose file whose main service is built from the Dockerfile beside it, unless it says otherwise.
-
-    As in Harbor, the file says only what differs from that.
-    """
-    services = file.get("services") if isinstance(file, dict) else None
-    if not isinstance(services, dict):
-        return file
-    agent = services.get(MAIN) or {}
-    if not isinstance(agent, dict) or agent.get("image") or agent.get("build"):
-        return file
-    return file | {"services": services | {MAIN: agent | {"build": "."}}}
 
 
 def _finished(result: ShellResult, timeout_s: int | None) -> ExecResult:

@@ -103,6 +103,7 @@ def test_inspect_samples_with_a_service(checkpoints: bool, tmp_path: Path) -> No
     assert outcomes[2] == ["hit"] * (len(outcomes[0]) - 12) + ["miss"] * 14
     assert all(each["finished"] for each in rollouts)
     assert (result["checks"], result["failed"]) == (44 - len(left_out), {})
-    build, host = result["refused"]
+    build, host, dockerfile = result["refused"]
     assert "is no directory" in build
     assert "Service 'default' has 'pid'" in host
+    assert "neither docker nor buildah" in dockerfile

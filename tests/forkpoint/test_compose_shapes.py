@@ -105,6 +105,15 @@ def test_variables_come_from_files_beside_the_compose_file(tmp_path: Path) -> No
     assert (spec.env, "ACCESS_KEY" in notes) == ({"URL": "http://here"}, True)
 
 
+def test_no_link_brings_variables_of_this_machine(tmp_path: Path) -> None:
+    """A task's files are a stranger's."""
+    (tmp_path / "task").mkdir()
+    (tmp_path / "secret").write_text("KEY=secret\n")
+    (tmp_path / "task" / ".env").symlink_to(tmp_path / "secret")
+    file = {"services": {"main": {"image": "i", "environment": ["A=${KEY:-none}"]}}}
+    assert spec_of(file, None, folder=tmp_path / "task")["env"] == {"A": "none"}
+
+
 def test_limits_and_memory_file_systems(tmp_path: Path) -> None:
     assert _of("limits of processes and the kernel", tmp_path / "1")[0].limits.pids == 200
     setup = _of("memory file systems", tmp_path / "2")[0].setup
@@ -114,3 +123,7 @@ def test_limits_and_memory_file_systems(tmp_path: Path) -> None:
 def test_service_that_only_waits_is_ready(tmp_path: Path) -> None:
     spec, _ = _of("one service that is built here and one that is fetched", tmp_path)
     assert spec.services["checker"].healthcheck == ("CMD-SHELL", ":")
+
+
+def test_service_with_a_profile_is_left_out(tmp_path: Path) -> None:
+    assert _of("a service that starts on demand", tmp_path)[0].services == {}
