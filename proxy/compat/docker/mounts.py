@@ -84,6 +84,7 @@ _WITHOUT_EFFECT = {
     "SecurityOpt": "containers have the security profile of all sandboxes.",
     "Ulimits": "processes have the limits of all sandboxes.",
     "Sysctls": "kernel parameters are those of all sandboxes.",
+    "ReadonlyRootfs": "the files of a container are writable.",
     "ExtraHosts": "there is no way to other hosts. Names that lead to 127.0.0.1 are known in projects.",
 }
 """Members of HostConfig that a container does without, and what a program may notice."""
@@ -103,6 +104,11 @@ def notes_of(host: Mapping[str, Any]) -> list[str]:
     ]
     if host.get("NetworkMode") == "host":
         notes.append("The network of the host is not reached: a container has one without a way out.")
+    notes += [
+        f"HostConfig.{member} has no effect: nothing of the machine is shared with a container."
+        for member in ("PidMode", "IpcMode")
+        if host.get(member) == "host"
+    ]
     if host.get("PortBindings"):
         notes.append("No port is published: containers of a project reach each other, and clients use `docker exec`.")
     return notes

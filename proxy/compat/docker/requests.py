@@ -190,6 +190,7 @@ def _arguments(body: Mapping[str, Any], name: str) -> list[str] | None:
 _UNSUPPORTED = {
     "VolumesFrom": "has no volumes. Copy files in (docker cp).",
     "Devices": "passes no devices on.",
+    "DeviceRequests": "has no GPUs.",
 }
 """Members of HostConfig that are refused, and why."""
 

@@ -55,7 +55,10 @@ def test_a_client_is_told_what_was_not_taken_word_for_word() -> None:
     [
         ({"Privileged": True}, "no rights over the machine"), ({"CapAdd": ["SYS_PTRACE"]}, "capabilities"),
         ({"Ulimits": [{"Name": "nofile"}]}, "limits"), ({"ExtraHosts": ["a:10.0.0.1"]}, "no way to other hosts"),
-        ({"NetworkMode": "host"}, "without a way out"), ({"Binds": ["v:/v:ro"]}, "/v is writable"),
+        ({"NetworkMode": "host"}, "without a way out"),
+        ({"PidMode": "host"}, "nothing of the machine"),
+        ({"ReadonlyRootfs": True}, "writable"), ({"IpcMode": "host"}, "nothing of the machine"),
+        ({"Binds": ["v:/v:ro"]}, "/v is writable"),
     ],
 )  # fmt: skip
 def test_what_has_no_effect_is_noted(host: dict[str, Any], note: str) -> None:
