@@ -13,7 +13,7 @@ from sandboxes.spec import EnvironmentSpec
 
 _SIZES = "build_timeout_sec = 600.0\ncpus = 1\nmemory_mb = 2048\nstorage_mb = 10240\n"
 SHAPES: list[tuple[int, str, dict[str, str], str]] = [
-    # How many of 3,576 published tasks have the shape; 1 for those that Harbor's documentation names.
+    # About how many of 3,576 published tasks have the shape; 1 also for those that only Harbor's model has.
     (3566, _SIZES + "gpus = 0\nallow_internet = true\nmcp_servers = []\n", {"Dockerfile": "FROM x\n"}, ""),
     (5, _SIZES, {"Dockerfile": "FROM x\n"}, ""),
     (4, _SIZES, {"Dockerfile": "FROM x\n", "docker-compose.yaml": "services: {main: {}, api: {build: ./api}}\n"}, ""),
