@@ -11,22 +11,21 @@ import shlex
 import tarfile
 from asyncio import to_thread
 from contextlib import suppress
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import yaml
 from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkMode
 
 from forkpoint.client import AsyncClient, AsyncRollout
-from forkpoint.compose_file import ComposeFileError, has_files, spec_of
+from forkpoint.compose_errors import ComposeFileError
 from forkpoint.errors import ForkpointError
 from forkpoint.own_shell import line_of
 from forkpoint.results import ShellResult
+from forkpoint.task_environment import environment_of
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 """Matches what names of rollouts and labels do without."""
@@ -38,6 +37,10 @@ _VARIABLES = {
 }  # fmt: skip
 """What compose files of tasks mean by the variables that Harbor sets. This machine's variables are not for tasks, whose
 files are a stranger's."""
+
+
+_TABLE = {"build_timeout_sec", "cpus", "docker_image", "gpus", "memory_mb", "os", "storage_mb"}
+"""Members of a task's environment that a sandbox has, or that no sandbox can have."""
 
 
 class ForkpointEnvironment(BaseEnvironment):
@@ -52,13 +55,13 @@ class ForkpointEnvironment(BaseEnvironment):
         labels: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Check that the proxy's sandboxes can be this environment; `start` connects.
+        """Keep what Harbor passes. `start` builds the image, connects, and raises what is wrong: one trial fails then.
 
         Args:
             args: What Harbor passes.
             url: The proxy's URL; None for FORKPOINT_URL, or the proxy on this machine.
-            spec: The environment, as `docs/tasks.md` describes it; None for what the task's `docker-compose.yaml` says,
-                else for a container of the task's `docker_image`.
+            spec: The environment, as `docs/tasks.md` describes it; None for that of the task: its
+                `environment/forkpoint.json`, else its `docker-compose.yaml`, else its `docker_image` or `Dockerfile`.
             offline: Whether a task that may use the network is run without one.
             labels: Labels of the rollout, such as `run`.
             kwargs: What else Harbor passes.
@@ -80,6 +83,10 @@ class ForkpointEnvironment(BaseEnvironment):
         return EnvironmentCapabilities(disable_internet=True, docker_compose=True)
 
     def _validate_definition(self) -> None:
+        """Check nothing yet: an error in the constructor would end the job with all its other trials."""
+
+    def _environment(self, *, force_build: bool) -> dict[str, Any]:
+        """Return the spec of the task. Raises ValueError if no sandbox can be its environment."""
         if self.network_policy.network_mode == NetworkMode.PUBLIC and not self._offline:
             raise ValueError(
                 "This task may use the network, and Forkpoint's sandboxes have none. If the task works without, pass "
@@ -87,29 +94,22 @@ class ForkpointEnvironment(BaseEnvironment):
             )
         if self.extra_docker_compose_paths:
             raise ValueError("Forkpoint has no --extra-docker-compose. Write its members into docker-compose.yaml.")
-        compose = self.environment_dir / "docker-compose.yaml"
-        if self._spec is None and compose.exists():
-            # Its services become those of the sandbox: without them the task would be another one.
-            try:
-                self._spec = spec_of(
-                    yaml.safe_load(compose.read_text()), self.task_env_config.docker_image,
-                    variables=_VARIABLES, has_files=partial(has_files, self.environment_dir),
-                )  # fmt: skip
-            except (ComposeFileError, yaml.YAMLError) as error:
-                raise ValueError(
-                    f"{compose.name} of this task cannot be a sandbox: {error} Or pass a spec with services "
-                    '(docs/services.md): --environment-kwarg spec=\'{"image": "NAME", "services": …}\'.'
-                ) from error
-        if self._spec is None and not self.task_env_config.docker_image:
-            raise ValueError(
-                "This task names no image ([environment] docker_image). Build its Dockerfile, and pass "
-                '--environment-kwarg spec=\'{"image": "NAME"}\'.'
+        if self._spec is not None:
+            return self._spec
+        try:
+            table = self.task_env_config.model_dump(include=_TABLE, mode="json")
+            return environment_of(
+                self.environment_dir, table, variables=_VARIABLES, force_build=force_build, note=self.logger.warning
             )
+        except ComposeFileError as error:
+            raise ValueError(
+                f"The environment of this task cannot be a sandbox: {error} Or pass a spec (docs/tasks.md): "
+                '--environment-kwarg spec=\'{"image": "NAME"}\'.'
+            ) from error
 
     async def start(self, force_build: bool) -> None:
         """Begin the trial's rollout, and upload the task's files."""
-        del force_build  # who names an image has built it
-        spec = {"image": self.task_env_config.docker_image} if self._spec is None else self._spec
+        spec = await to_thread(self._environment, force_build=force_build)
         digest = sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:8]
         self._client = AsyncClient(self._url)
         task = self._client.task(f"{_named(self.environment_name)}-{digest}")

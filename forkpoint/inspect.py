@@ -6,13 +6,14 @@ from the calls of the others.
 """
 
 import json
+import logging
 import re
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
 
 import yaml
+from anyio import to_thread
 from inspect_ai.util import (
     ExecResult,
     OutputLimitExceededError,
@@ -25,11 +26,14 @@ from inspect_ai.util import (
 from pydantic import BaseModel, Field
 
 from forkpoint.client import AsyncClient, AsyncRollout
-from forkpoint.compose_file import ComposeFileError, default_of, has_files, spec_of
+from forkpoint.compose_errors import ComposeFileError
+from forkpoint.compose_file import default_of, spec_of
 from forkpoint.errors import ForkpointError, UnreachableError
+from forkpoint.image_builds import ImageBuilder
 from forkpoint.own_shell import line_of
 from forkpoint.results import ShellResult
 
+_log = logging.getLogger(__name__)
 _LINE_BYTES = 256 << 10
 """Limits a command's line with its standard input. The proxy takes 1 MiB; longer ones are uploaded as files before."""
 _SERVICE_LINE_BYTES = 48 << 10
@@ -90,7 +94,7 @@ class ForkpointSandbox(SandboxEnvironment):
     @classmethod
     def config_files(cls) -> list[str]:
         """Return the names of files that are the environment of the Inspect tasks beside them; the first one counts."""
-        return ["forkpoint.json", *_COMPOSE_FILES]
+        return ["forkpoint.json", *_COMPOSE_FILES, "Dockerfile"]
 
     @classmethod
     def config_deserialize(cls, config: dict[str, Any]) -> BaseModel:
@@ -101,7 +105,7 @@ class ForkpointSandbox(SandboxEnvironment):
     async def task_init(cls, task_name: str, config: BaseModel | str | None) -> None:
         """Check the environment, so that one that no sandbox can be is refused before the first sample."""
         del task_name  # Inspect passes "startup", and each sample the name of its task
-        _config(config).sandboxes()
+        (await to_thread.run_sync(_config, config)).sandboxes()
 
     @classmethod
     async def sample_init(
@@ -109,7 +113,7 @@ class ForkpointSandbox(SandboxEnvironment):
     ) -> dict[str, SandboxEnvironment]:
         """Begin the rollout of a sample; return its sandboxes, the main container first."""
         del metadata  # environments do not depend on it
-        chosen = _config(config)
+        chosen = await to_thread.run_sync(_config, config)
         client = AsyncClient(chosen.url)
         task = client.task(chosen.task_of(task_name))
         rollout = task.rollout(labels={"inspect": task_name[-60:], **chosen.labels})
@@ -298,7 +302,7 @@ def _config(config: BaseModel | str | None) -> ForkpointConfig:
         if name.endswith((".yaml", ".yml")):
             return _composed(yaml.safe_load(Path(config).read_text()), name, Path(config).parent)
         if "Dockerfile" in name:
-            raise ValueError(f"Forkpoint builds no images. Build {name}, and name its image in forkpoint.json.")
+            return ForkpointConfig(spec={"image": _built(Path(config))})
         return ForkpointConfig(spec=json.loads(Path(config).read_text()))
     if config is None:
         return ForkpointConfig()
@@ -308,15 +312,24 @@ def _config(config: BaseModel | str | None) -> ForkpointConfig:
     raise TypeError(f"the sandbox's configuration is a ForkpointConfig or the name of a file, not {config!r}")
 
 
-def _composed(file: Any, name: str, folder: Path = Path()) -> ForkpointConfig:
-    """Return the environment that a compose file describes.
+def _built(dockerfile: Path) -> str:
+    """Return the image of a Dockerfile, whose context is its directory. Raises ValueError if it cannot be built."""
+    builder = ImageBuilder(dockerfile.parent, confined=False)
+    return builder({"context": ".", "dockerfile": dockerfile.name})
+
+
+def _composed(file: Any, name: str, folder: Path | None = None) -> ForkpointConfig:
+    """Return the environment that a compose file describes; as in Inspect, paths of an object begin here.
 
     Raises:
         ValueError: A sandbox cannot be what the file describes.
     """
+    folder = folder or Path.cwd()
     try:
         default = default_of(file)
-        spec = spec_of(file, None, default, has_files=partial(has_files, folder))
+        # Contexts of evaluations are often beside the directory of the file. Who runs them has installed their code.
+        build = ImageBuilder(folder, confined=False)
+        spec = spec_of(file, None, default, folder=folder, build=build, note=_log.warning)
         return ForkpointConfig(spec=spec, default=default)
     except ComposeFileError as error:
         raise ValueError(f"{name} cannot be a sandbox of Forkpoint: {error}") from error

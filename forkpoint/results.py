@@ -244,6 +244,7 @@ class TaskInfo:
         nodes: Number of nodes in all of its trees.
         rollouts: Number of its rollouts, finished ones included.
         running: Number of rollouts that have not ended.
+        advice: What makes its states dear on the proxy's machine; empty if nothing is known, and in a list.
         root: Root of its current tree; empty in a list.
         spec: Its environment, without secret values; empty in a list.
         calls: Number of answered calls.
@@ -258,6 +259,7 @@ class TaskInfo:
     rollouts: int
     running: int
     root: str = ""
+    advice: str = ""
     spec: Mapping[str, Any] = field(default_factory=dict)
     calls: int = 0
     hit_rate: float = 0.0

@@ -329,6 +329,19 @@ class Driver(Protocol):
 
 
 @runtime_checkable
+class AdvisingDriver(Protocol):
+    """A driver that knows when states are dearer on this machine than they need be."""
+
+    def advice(self, spec: EnvironmentSpec, /) -> str:
+        """Return what makes states of a task dear here, and what it costs; empty if nothing is known.
+
+        Args:
+            spec: The environment of the task.
+        """
+        ...
+
+
+@runtime_checkable
 class TriedDriver(Driver, Protocol):
     """A driver that can find out whether this machine lets its sandboxes run."""
 

@@ -4,9 +4,11 @@ import asyncio
 import os
 import platform
 import re
+import resource
 import secrets
 import shutil
 import sqlite3
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from proxy.cli.namespaces import probe
 from proxy.settings import Settings
+from sandboxes.checkpointing import WITHOUT_CHECKPOINTS
 from sandboxes.driver import TriedDriver, fulfils
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
@@ -74,7 +77,8 @@ def check(data_dir: Path, drivers: Sequence[str] = ("local",), *, checkpoints: b
     local = local and all(requirement.ok for requirement in results if requirement.required)
     results += _trials(data_dir, [name for name in drivers if local or name != "local"])
     if local:
-        results += [_shells(), _criu() if checkpoints else _no_checkpoints()]
+        criu = _criu() if checkpoints else _no_checkpoints()
+        results += [_shells(), criu, *(_other_users() if checkpoints and criu.ok else ())]
     if "sqlite" in drivers:
         results += [_sqlite(data_dir)]
     return results
@@ -183,10 +187,7 @@ def _shells() -> Requirement:
 
 
 def _criu() -> Requirement:
-    remedy = (
-        "Without CRIU, states with live processes (a server, a REPL) are reached by replaying their calls, which is "
-    )
-    remedy += "slower. See 'Checkpoints of live processes' in docs/operating.md."
+    remedy = f"{WITHOUT_CHECKPOINTS} See 'Checkpoints of live processes' in docs/operating.md."
     with tempfile.TemporaryDirectory(prefix="forkpoint-check-") as folder:
         try:
             CriuBinary.prepare(Path(folder))
@@ -197,8 +198,35 @@ def _criu() -> Requirement:
     )
 
 
+def _other_users() -> Iterator[Requirement]:
+    """Check whether CRIU may save a process of another user, as a server's workers are; only root has any.
+
+    It reads the process's limits (prlimit(2)), which needs CAP_SYS_RESOURCE for the processes of others.
+    """
+    if os.geteuid():
+        return
+    name, detail = "processes of other users", "they can be checkpointed and restored"
+    with subprocess.Popen(["/bin/sleep", "60"], user=_NOBODY, group=_NOBODY, extra_groups=[]) as process:
+        try:
+            resource.prlimit(process.pid, resource.RLIMIT_CPU)
+            yield Requirement(name, True, detail, "", required=False)
+        except PermissionError as error:
+            detail = f"a process of user {_NOBODY} cannot be checkpointed ({error.strerror}): the capability "
+            detail += "SYS_RESOURCE is missing"
+            yield Requirement(name, False, detail, _OTHERS_REMEDY, required=False)
+        finally:
+            process.kill()
+
+
+_NOBODY = 65534
+_OTHERS_REMEDY = (
+    "Give the proxy the capability (docs/deploying.md, Least rights). Without it, states with servers whose workers "
+    "have users of their own, such as nginx, are reached by replay, and lost where a replay differs."
+)
+
+
 def _no_checkpoints() -> Requirement:
-    detail = "turned off by the setting checkpoints: states with live processes are reached by replay"
+    detail = f"turned off by the setting checkpoints. {WITHOUT_CHECKPOINTS}"
     return Requirement("checkpoints", True, detail, "", required=False)
 
 

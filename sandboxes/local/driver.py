@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import orjson
 
 from sandboxes.calls import ToolCall
-from sandboxes.checkpointing import Checkpointer, NoCheckpointer
+from sandboxes.checkpointing import WITHOUT_CHECKPOINTS, Checkpointer, NoCheckpointer
 from sandboxes.driver import FrozenState
 from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError, StateGoneError
@@ -207,6 +207,12 @@ class LocalDriver:
             self._pristine[same] = pristine
             while len(self._pristine) > _MAX_PRISTINE:
                 del self._pristine[next(iter(self._pristine))]
+
+    def advice(self, spec: EnvironmentSpec, /) -> str:
+        """Return why states with live processes are dear here; empty until such a state was met, or if they are not."""
+        del spec  # any call may leave processes running
+        why = self.machine.checkpointer.unavailable_reason
+        return f"{why}. {WITHOUT_CHECKPOINTS}" if why else ""
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> LocalSandbox:
         """Start a sandbox at a frozen state.

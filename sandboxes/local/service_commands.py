@@ -93,7 +93,7 @@ def is_system(path: str) -> bool:
     return path == "/" or any(path == system or path.startswith(f"{system}/") for system in _SYSTEM)
 
 
-def making(folders: Iterable[str]) -> tuple[str, ...]:
-    """Return the set-up commands that make directories: none without any."""
-    paths = list(folders)
-    return (f"mkdir -p -- {shlex.join(paths)}",) if paths else ()
+def making(folders: Iterable[str], memory: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the set-up commands that make directories; those for memory file systems are open to all users."""
+    lists = [("mkdir -p --", sorted(folders)), ("mkdir -p -m 1777 --", sorted(memory))]
+    return tuple(f"{command} {shlex.join(paths)}" for command, paths in lists if paths)

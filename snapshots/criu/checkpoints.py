@@ -42,6 +42,13 @@ The value is an estimate.
 """
 
 
+def _hint(error: CriuError) -> str:
+    """Return what helps against an error of CRIU, if that is known."""
+    if "rlimit" in str(error) and not kernel.permitted() >> kernel.CAP_SYS_RESOURCE & 1:
+        return ". A process belongs to another user, and the capability SYS_RESOURCE is missing (docs/deploying.md)"
+    return ""
+
+
 class CriuCheckpointer:
     """A `Checkpointer` that saves and restores live processes with CRIU, for the driver of one data directory."""
 
@@ -128,7 +135,7 @@ class CriuCheckpointer:
             await asyncio.to_thread(remove_tree, images)
             if isinstance(error, CriuError):
                 # This process tree cannot be dumped; the sandbox is unharmed.
-                raise NotFreezableError(f"CRIU: {error}") from error
+                raise NotFreezableError(f"CRIU: {error}{_hint(error)}") from error
             if isinstance(error, ChannelClosedError | PeerFailedError | TimeoutError | OSError):
                 # CRIU never ran: the fault is the sandbox's or the machine's.
                 raise SandboxError(f"CRIU could not be started: {error}") from error

@@ -191,8 +191,6 @@ def test_services_have_files_of_their_own(proxy: Proxy) -> None:
             "mounts nothing of the client's machine",
         ),
         ({"HostConfig": {"Privileged": True}}, "without privileges"),
-        ({"HostConfig": {"NetworkMode": "host"}}, "one network without a way out"),
-        ({"HostConfig": {"Binds": ["data:/data:ro"]}}, "leave `:ro` out"),
         ({"HostConfig": {"NetworkMode": "others"}}, "does not belong to project 'p'"),
         ({"Labels": {"com.docker.compose.oneoff": "True"}}, "Use `docker compose exec`"),
         ({"Healthcheck": None}, "Nothing says when service 'web' is ready"),

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from docker.errors import APIError, ImageNotFound, NotFound
 
+from proxy.execution.errors import StateLostError
 from tests.agents.serving import Proxy
 from tests.machine import data_directory, require_sandboxes, served
 
@@ -256,6 +257,26 @@ def test_command_line_works(proxy: Proxy, task: str, tmp_path: Any) -> None:
         (1,),
     ]
     assert results["b"] == results["a"]
+
+
+def test_command_line_shows_why_a_state_is_lost(proxy: Proxy, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the death of a container: the first command says why, and no later one runs."""
+    assert cli(proxy, task, "a", "run", "-d", "--name", "agent", "any:1", "sleep", "2h").returncode == 0
+
+    async def lose(*_: Any) -> None:
+        raise StateLostError("the replay reaches another state")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(proxy.engine.step, "run", lose)
+        lost = cli(proxy, task, "a", "exec", "agent", "true")
+    assert (lost.returncode, lost.stderr) == (125, "forkpoint: the replay reaches another state\n")
+    again = cli(proxy, task, "a", "exec", "agent", "true")
+    assert (again.returncode, "is not running: the replay reaches" in again.stderr) == (1, True)
+    shown = cli(
+        proxy, task, "a", "inspect", "--format", "{{.State.Running}} {{.State.ExitCode}} {{.State.Error}}", "agent"
+    )
+    assert shown.stdout == "false 137 the replay reaches another state\n"
+    assert cli(proxy, task, "a", "rm", "agent").returncode == 0
 
 
 def test_killed_client_detaches_its_command(proxy: Proxy, task: str) -> None:

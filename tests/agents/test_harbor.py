@@ -2,12 +2,15 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
+from forkpoint.image_builds import ImageBuilder
 from tests.agents.clients import newer_python, packages, run
 from tests.agents.serving import real_proxy
 from tests.machine import require_sandboxes
+from tests.sandboxes.docker import AGENT_IMAGE, make_agent_image, require_docker
 from tests.sandboxes.image_archives import agent_image
 
 
@@ -91,4 +94,34 @@ def test_harbor_task_with_a_compose_file(tmp_path: Path) -> None:
     assert first[0] == [["row 0\n", None, 0], ["row 1\n", None, 0]]
     assert (first[1], second) == ({"reward": 1.0}, first)
     assert first[3] == {"link.txt": "side 1\n", "seen.txt": "side 1\n"}
+    assert outcomes[1] == {"hit"}
+
+
+def test_harbor_task_with_a_dockerfile(tmp_path: Path) -> None:
+    """The task names no image: its Dockerfile is built by the first trial, and the second one finds the image."""
+    require_sandboxes()
+    require_docker()
+    make_agent_image()
+    python = newer_python()
+    place = packages("harbor==0.24.0", python=python)
+    path = f"{place}{os.pathsep}{Path(__file__).parents[2]}"
+    dockerfile = f"FROM {AGENT_IMAGE}\nENV OF={os.getpid()}\nRUN echo built >/built\n"
+    try:
+        with real_proxy() as proxy:
+            first, second = run(
+                place, "harbor_client.py", proxy.url, str(tmp_path),
+                json.dumps([["cat /built; echo $OF >drawn", "touch mine"]] * 2), dockerfile, python=python,
+                env={
+                    "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, "HOME": str(tmp_path),
+                    **{name: os.environ[name] for name in ("DOCKER_HOST",) if name in os.environ},
+                },
+            )  # fmt: skip
+            task = proxy.client.get("/api/v1/tasks").json()["items"][0]["task"]
+            rollouts: list[Any] = proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()["items"]
+            outcomes = [set(proxy.outcomes(task, row["rollout"])) for row in rollouts]
+    finally:
+        image = ImageBuilder(tmp_path / "task" / "environment")()
+        subprocess.run(["docker", "rmi", image], capture_output=True, check=True)
+    assert first[0][0] == ["built\n", None, 0]
+    assert (first[1:3], second) == ([{"reward": 1.0}, f"{os.getpid()}\n"], first)
     assert outcomes[1] == {"hit"}

@@ -104,6 +104,6 @@ def test_inspect_samples_with_a_service(checkpoints: bool, tmp_path: Path) -> No
     assert all(each["finished"] for each in rollouts)
     assert (result["checks"], result["failed"]) == (44 - len(left_out), {})
     build, host, dockerfile = result["refused"]
-    assert "Service 'web' has 'build'" in build
-    assert "Service 'default' has 'network_mode'" in host
-    assert "builds no images" in dockerfile
+    assert "is no directory" in build
+    assert "Service 'default' has 'pid'" in host
+    assert "neither docker nor buildah" in dockerfile

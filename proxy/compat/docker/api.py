@@ -18,7 +18,7 @@ from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
 from proxy.compat.docker.containers import Container
 from proxy.compat.docker.events import ContainerEvents
-from proxy.compat.docker.execs import ContainerExecs
+from proxy.compat.docker.execs import ContainerExecs, require_running
 from proxy.compat.docker.images import ImageRequests
 from proxy.compat.docker.lifecycle import ContainerLifecycle, StreamedResponse
 from proxy.compat.docker.mounts import notes_of
@@ -112,6 +112,17 @@ class DockerApi:
                 return self._execs.start_known(self._execs.find(address.task, address.rollout, name), connection)
         return False
 
+    def fail_exec(self, address: Address) -> bool:
+        """Note that the exec that a request would start was not run; return whether there is one."""
+        try:
+            match requests.read("POST", address.raw.decode("latin-1"), "", b"").segments:
+                case ("exec", name, "start"):
+                    self._execs.fail(self._execs.find(address.task, address.rollout, name))
+                    return True
+        except RefusalError:
+            pass
+        return False
+
     async def aclose(self) -> None:
         """Stop watching main commands, at shutdown."""
         await self._lifecycle.aclose()
@@ -138,13 +149,13 @@ class DockerApi:
                 return self._list(request, task, owner)
             case ("GET", "containers", name, "json"):
                 container = self._registry.find(task, owner, name)
-                if not (container.is_planned or self._registry.rollout(container)):
+                if not (container.is_planned or container.lost or self._registry.rollout(container)):
                     # A rollout that is not in memory may have been finished: that needs an await to find out.
                     return None
                 return responses.container_details(container, self._network_ids(task, owner))
             case ("POST", "containers", name, "exec"):
                 container = self._registry.find(task, owner, name)
-                if self._registry.rollout(container) is None:
+                if not container.lost and self._registry.rollout(container) is None:
                     return None
                 self._projects.require_whole(container)
                 return self._execs.create(request, container)
@@ -189,18 +200,24 @@ class DockerApi:
                 self._execs.find(task, owner, name)
                 return Local(200, headers=())
             case (_, "containers", name, *_) if name not in {"json", "create", "prune"}:
-                container = self._registry.find(task, owner, name)
-                if _makes_call(request):
-                    await self._projects.begin(
-                        container, lambda environment: self._begin(task, owner, environment, grant)
-                    )
-                    self._projects.require_whole(container)
-                # Loads the rollout, after which the request may be one that memory answers.
-                rollout = None if container.is_planned else await self._registry.require_rollout(container)
-                return self._container_from_memory(request, task, owner) or await self._in_container(
-                    request, container, rollout
-                )
+                return await self._of_container(request, self._registry.find(task, owner, name), grant)
         raise NO_PAGE
+
+    async def _of_container(
+        self, request: DockerRequest, container: Container, grant: Grant
+    ) -> Local | StreamedResponse:
+        task, owner = container.task, container.owner
+        if _makes_call(request):
+            if container.lost:
+                require_running(container)
+            await self._projects.begin(container, lambda environment: self._begin(task, owner, environment, grant))
+            self._projects.require_whole(container)
+        # Loads the rollout, after which the request may be one that memory answers.
+        in_memory = container.is_planned or container.lost
+        rollout = None if in_memory else await self._lifecycle.rollout_of(container)
+        return self._container_from_memory(request, task, owner) or await self._in_container(
+            request, container, rollout
+        )
 
     async def _in_container(
         self, request: DockerRequest, container: Container, rollout: Rollout | None

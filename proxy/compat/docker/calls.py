@@ -1,5 +1,7 @@
 """Calls in Docker's containers: commands, and archives that are copied in and out."""
 
+from collections.abc import Awaitable, Callable
+
 import orjson
 
 from proxy.compat.docker import archives
@@ -8,6 +10,7 @@ from proxy.compat.docker.output import OutputListener
 from proxy.compat.docker.requests import DockerRequest
 from proxy.dialects.base import Local
 from proxy.engine import Engine
+from proxy.execution.errors import StateLostError
 from proxy.http.answer_cache import Answers
 from proxy.refusals import RefusalError
 from proxy.tree.keys import CallKey, call_key
@@ -15,12 +18,16 @@ from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record
 from sandboxes.calls import ToolCall
 
+NoteLoss = Callable[[Rollout, str], Awaitable[None]]
+"""Notes that the state of a rollout is lost, and why."""
+
 
 class ContainerCalls:
     """Answers calls of containers' rollouts from the tree, or by running them."""
 
     def __init__(self, engine: Engine, answers: Answers) -> None:
         self._engine, self._answers = engine, answers
+        self.at_loss: list[NoteLoss] = []
 
     def known(self, rollout: Rollout, call: ToolCall) -> tuple[Record, bytes] | None:
         """Return a command's record and result, and take the step; None if the tree does not know it."""
@@ -82,4 +89,9 @@ class ContainerCalls:
         record = self._engine.step.known(rollout, key)
         if record is not None:
             return record
-        return (await self._engine.step.run(rollout, call, key, listener)).record
+        try:
+            return (await self._engine.step.run(rollout, call, key, listener)).record
+        except StateLostError as error:
+            for note in self.at_loss:
+                await note(rollout, str(error))
+            raise

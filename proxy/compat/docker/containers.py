@@ -77,6 +77,7 @@ class Container:
     execs: dict[str, "Exec"] = field(default_factory=dict)  # The latest exec instances by ID.
     project: str = ""  # Empty for a container by itself.
     service: str = ""  # The side service of the sandbox that it is; empty for the main container.
+    lost: str = ""  # Why its state is gone, so that it has ended; empty while it can be had.
 
     @property
     def is_planned(self) -> bool:

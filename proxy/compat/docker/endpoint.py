@@ -20,13 +20,23 @@ from proxy.http.answer_cache import response
 from proxy.http.exchange import Exchange, raw
 from proxy.http.problems import failed_call
 from proxy.refusals import Problem, RefusalError
-from sandboxes.process_output import ERR, frame
 
 _STREAM_PATHS = re.compile(rb"/docker(?:/v[0-9.]+)?/(?:exec/[^/]+/start|containers/[^/]+/attach)/?")
 """Paths of requests whose connection may become a stream."""
+_COMMAND_LINES = (b"Docker-Client/", b"compose/")
+"""How the user agents of Docker's command line and of its plugin for compose begin."""
 _NAME = "docker"
 
 log = structlog.get_logger()
+
+
+def _shows_no_response(scope: Mapping[str, Any]) -> bool:
+    """Return whether the client says only that the upgrade failed, whatever an error response says.
+
+    Docker's own daemon sends the errors of execs in the stream, too.
+    """
+    headers = {name: value for name, value in scope["headers"] if name in {b"user-agent", b"upgrade"}}
+    return b"upgrade" in headers and headers.get(b"user-agent", b"").startswith(_COMMAND_LINES)
 
 
 class _DockerErrors(Dialect):
@@ -157,8 +167,10 @@ class DockerEndpoint:
     async def _report(self, scope: Mapping[str, Any], error: Exception, connection: StreamConnection) -> None:
         """Report an error: in the stream if it is open, else as an HTTP response."""
         problem = failed_call(scope, error, self._count)
+        if not connection.opened and _shows_no_response(scope) and self._api.fail_exec(self._address_of(scope)):
+            connection.open(tty=connection.tty)
         if connection.opened:
-            await connection.send(frame(ERR, f"forkpoint: {problem.detail}\n".encode()))
+            await connection.send_error(f"forkpoint: {problem.detail}")
             return
         local = error_response(problem.status, problem.detail)
         # The connection has left HTTP's parser, so it cannot serve another request.

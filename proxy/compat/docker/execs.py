@@ -93,6 +93,8 @@ class ContainerExecs:
 
         Raises RefusalError: 409 if it was started already or its container does not run; 400 or 413 for invalid stdin.
         """
+        # Errors before the stream is open are shown as the client expects its output.
+        connection.tty = instance.spec.tty
         rollout, spec = await self._begin(instance), instance.spec
         activity = self._registry.activity(instance.container)
         sink = OutputSink(connection.send, spec.streams, tty=spec.tty)
@@ -123,6 +125,11 @@ class ContainerExecs:
         # A hit runs nothing, so the listener received nothing: send the recorded output.
         if not sink.has_output:
             await connection.send(_client_output(instance, body))
+
+    def fail(self, instance: Exec) -> None:
+        """Note that an instance was not run, unless it has an exit code."""
+        if instance.exit_code is None:
+            instance.exit(FAILED_EXIT_CODE)
 
     async def start_detached(self, instance: Exec, request: DockerRequest) -> Local:
         """Start an instance in the background, without a stream.
@@ -171,4 +178,5 @@ def _client_output(instance: Exec, body: bytes) -> bytes:
 def require_running(container: Container) -> None:
     """Raise RefusalError (409) if a request's container does not run."""
     if not container.is_running:
-        raise RefusalError(409, "docker", f"Container {container.id} is not running")
+        why = f": {container.lost}" if container.lost else ""
+        raise RefusalError(409, "docker", f"Container {container.id} is not running{why}")

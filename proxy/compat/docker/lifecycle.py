@@ -82,11 +82,34 @@ class ContainerLifecycle:
         self._events, self._projects = events, projects
         self._max_stdin_bytes, self._closing = max_stdin_bytes, closing
         self._tasks = TaskOwner()
+        calls.at_loss.append(self._lose_all)
 
     async def aclose(self) -> None:
         """Stop watching main commands. Their calls continue until `Stepper.drain` has waited for them."""
         self._tasks.cancel()
         await self._tasks.wait()
+
+    async def rollout_of(self, container: Container) -> Rollout:
+        """Return the rollout of a container.
+
+        Raises RefusalError: 404 if it was finished through another protocol; 409 if its state is lost. The container
+        has ended then.
+        """
+        try:
+            return await self._registry.require_rollout(container)
+        except RefusalError as error:
+            if error.slug == "rollout-lost":
+                await self._lose(container, str(error))
+            raise
+
+    async def _lose_all(self, rollout: Rollout, why: str) -> None:
+        """Note that a state is lost, and with it the containers that were in it."""
+        for container in self._registry.of_rollout(rollout):
+            await self._lose(container, why)
+
+    async def _lose(self, container: Container, why: str) -> None:
+        container.lost = why
+        await self._exit(container, KILLED_EXIT_CODE)
 
     async def change(self, verb: str, request: DockerRequest, container: Container) -> Local | StreamedResponse:
         """Start, stop, restart, kill or wait for a container.
@@ -136,6 +159,7 @@ class ContainerLifecycle:
 
     def _note_start(self, container: Container) -> None:
         container.change(ContainerChange.START)
+        container.lost = ""
         container.started_at = time.time()
         self._registry.save(container)
         self._events.publish("start", container)

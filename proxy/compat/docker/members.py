@@ -10,15 +10,15 @@ tree.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.compat.docker.mounts import mounts_of
+from proxy.compat.docker.mounts import Mounts, mounts_of
 from proxy.compat.docker.requests import ContainerSpec, arguments_of, variables
-from proxy.compat.docker.waiting_commands import waits as waits_alone
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
-from sandboxes.local.service_commands import SERVICES, making, only_port
+from sandboxes.images.waiting_commands import waits as waits_alone
+from sandboxes.local.service_commands import SERVICES, only_port
 from sandboxes.server_spec import MAIN
 
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
@@ -33,6 +33,7 @@ _RUN = f'"$@" >>{OUTPUT} 2>&1 || {{ c=$?; cat {OUTPUT}; exit $c; }}'
 """Runs a service's command and keeps its output. If the command fails, the start of the sandbox reports the output."""
 _HOST_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 """A name on the network, as a spec's `aliases` have it."""
+_HERE = frozenset({"127.0.0.1", "::1"})
 _SHORT_ID = re.compile(r"[0-9a-f]{12}")
 """The beginning of a container's ID, as clients show it."""
 _NS = 10**9
@@ -51,7 +52,7 @@ class ProjectMember:
     depends_on: frozenset[str]  # Names of the members that must be ready before.
     volumes: Mapping[str, str]  # The path of each named volume that it uses.
     aliases: frozenset[str]  # Further names on the network.
-    folders: tuple[str, ...] = ()  # Where the client mounts directories of its machine; see `mounts`.
+    mounts: Mounts = field(default_factory=Mounts)  # Directories that are made for it.
 
 
 def member(
@@ -91,7 +92,7 @@ def member(
         depends_on,
         _mounts(host, volumes),
         _aliases(body, own_name, name),
-        mounts_of(host).folders,
+        mounts_of(host),
     )
 
 
@@ -101,17 +102,10 @@ def _refuse(name: str, host: Mapping[str, Any], labels: Mapping[str, str]) -> No
         raise RefusalError(
             400, "docker", "Forkpoint has no `docker compose run`: a project is one state. Use `docker compose exec`."
         )
-    refused = {
-        "Privileged": "Services run without privileges. Remove `privileged` from the compose file.",
-        "ExtraHosts": "Services reach each other and no other host. Remove `extra_hosts` from the compose file.",
-    }
-    for member_name, why in refused.items():
-        if host.get(member_name):
-            raise RefusalError(400, "docker", f"Service {name!r}, HostConfig.{member_name}: {why}")
-    if host.get("NetworkMode") == "host":
+    if host.get("Privileged"):
         raise RefusalError(
-            400, "docker", f"Service {name!r} asks for the host's network. All services of a project share one network "
-            "without a way out: remove `network_mode` from the compose file.",
+            400, "docker", f"Service {name!r}, HostConfig.Privileged: services run without privileges. Remove "
+            "`privileged` from the compose file.",
         )  # fmt: skip
 
 
@@ -161,6 +155,8 @@ def _mounts(host: Mapping[str, Any], volumes: Mapping[str, str]) -> dict[str, st
 def _aliases(body: Mapping[str, Any], own_name: str, container_name: str) -> frozenset[str]:
     networks = (body.get("NetworkingConfig") or {}).get("EndpointsConfig") or {}
     named = {str(alias) for endpoint in networks.values() for alias in (endpoint or {}).get("Aliases") or ()}
+    hosts = (str(entry).partition(":") for entry in (body.get("HostConfig") or {}).get("ExtraHosts") or ())
+    named |= {name for name, _, address in hosts if address.strip("[]") in _HERE and _HOST_NAME.fullmatch(name)}
     # Compose adds the container's name, or the beginning of an ID, which differ in each project and rollout.
     return frozenset(alias for alias in named - {own_name, container_name} if not _SHORT_ID.fullmatch(alias))
 
@@ -189,7 +185,7 @@ def environment(members: Sequence[ProjectMember], requests: Mapping[str, Environ
         command
         for member in sorted(members, key=lambda member: member.name)
         for below in ("" if member is main else f"{SERVICES}/{member.name}",)
-        for command in making(f"{below}{folder}" for folder in member.folders)
+        for command in member.mounts.setup(below)
     ]
     unused = sorted(further - names - {MAIN}) if services else []
     if wrong := [name for name in unused if not _HOST_NAME.fullmatch(name)]:

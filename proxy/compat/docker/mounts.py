@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from proxy.refusals import RefusalError
-from sandboxes.local.service_commands import absolute, is_system
+from sandboxes.local.service_commands import absolute, is_system, making
 
 _COPY = "Put the files into the image, or copy them in with `docker cp` or `docker compose cp`."
 
@@ -20,26 +20,30 @@ class Mounts(NamedTuple):
     Attributes:
         volumes: Name and path of each named volume.
         folders: Paths at which a directory of the client's machine would be, each once, in order.
+        memory: Paths of memory file systems. They are directories of the state that all users can write to.
+        read_only: Paths of volumes that the container should only read.
     """
 
-    volumes: tuple[tuple[str, str], ...]
-    folders: tuple[str, ...]
+    volumes: tuple[tuple[str, str], ...] = ()
+    folders: tuple[str, ...] = ()
+    memory: tuple[str, ...] = ()
+    read_only: tuple[str, ...] = ()
+
+    def setup(self, below: str = "") -> tuple[str, ...]:
+        """Return the commands that make the directories, below a directory of the sandbox."""
+        return making((below + path for path in self.folders), (below + path for path in self.memory))
 
 
 def mounts_of(host: Mapping[str, Any]) -> Mounts:
     """Return what a create request's `HostConfig` mounts.
 
-    Anonymous volumes and memory file systems are left out: they are directories of their container. Raises RefusalError
-    (400) for what an empty directory cannot stand for.
+    Anonymous volumes are left out: they are directories of their container. Raises RefusalError (400) for what an empty
+    directory cannot stand for.
     """
-    volumes, folders = list[tuple[str, str]](), set[str]()
+    volumes, folders, read_only_paths = list[tuple[str, str]](), set[str](), list[str]()
     for source, target, read_only in _entries(host):
         if "/" not in source and source not in {".", ".."}:
-            if read_only:
-                raise RefusalError(
-                    400, "docker", f"The volume at {target} is read-only. Volumes are directories of the state, which "
-                    "all can write to: leave `:ro` out.",
-                )  # fmt: skip
+            read_only_paths += [target] if read_only else []
             volumes.append((source, target))
             continue
         path = absolute(source)
@@ -49,7 +53,9 @@ def mounts_of(host: Mapping[str, Any]) -> Mounts:
                 f"directory {'that is read-only' if read_only else 'of the system'} is mounted for its files. {_COPY}",
             )  # fmt: skip
         folders.add(_target(target))
-    return Mounts(tuple(volumes), tuple(sorted(folders)))
+    memory = {_target(str(path)) for path in host.get("Tmpfs") or ()}
+    memory |= {_target(str(mount["Target"])) for mount in host.get("Mounts") or () if mount.get("Type") == "tmpfs"}
+    return Mounts(tuple(volumes), tuple(sorted(folders)), tuple(sorted(memory)), tuple(read_only_paths))
 
 
 def _entries(host: Mapping[str, Any]) -> Iterable[tuple[str, str, bool]]:
@@ -72,12 +78,36 @@ def _target(path: str) -> str:
     return absolute(path)
 
 
+_WITHOUT_EFFECT = {
+    "Privileged": "containers have no rights over the machine.",
+    "CapAdd": "containers have the capabilities of all sandboxes.",
+    "SecurityOpt": "containers have the security profile of all sandboxes.",
+    "Ulimits": "processes have the limits of all sandboxes.",
+    "Sysctls": "kernel parameters are those of all sandboxes.",
+    "ReadonlyRootfs": "the files of a container are writable.",
+    "ExtraHosts": "there is no way to other hosts. Names that lead to 127.0.0.1 are known in projects.",
+}
+"""Members of HostConfig that a container does without, and what a program may notice."""
+
+
 def notes_of(host: Mapping[str, Any]) -> list[str]:
     """Return what a client should know of a request that is not taken word for word."""
+    mounts = mounts_of(host)
     notes = [
         f"{folder} is an empty directory of the container: nothing of the client's machine is mounted. Read it with "
         "`docker cp`."
-        for folder in mounts_of(host).folders
+        for folder in mounts.folders
+    ]
+    notes += [f"{path} is writable: volumes are directories of the state." for path in mounts.read_only]
+    notes += [
+        f"HostConfig.{member} has no effect: {why}" for member, why in _WITHOUT_EFFECT.items() if host.get(member)
+    ]
+    if host.get("NetworkMode") == "host":
+        notes.append("The network of the host is not reached: a container has one without a way out.")
+    notes += [
+        f"HostConfig.{member} has no effect: nothing of the machine is shared with a container."
+        for member in ("PidMode", "IpcMode")
+        if host.get(member) == "host"
     ]
     if host.get("PortBindings"):
         notes.append("No port is published: containers of a project reach each other, and clients use `docker exec`.")

@@ -115,6 +115,11 @@ class ContainerRegistry:
         """Return the names of the rollouts that are containers of a task."""
         return (container.rollout for container in self._by_task[task].values() if container.rollout)
 
+    def of_rollout(self, rollout: Rollout) -> list[Container]:
+        """Return the containers that a rollout is: one, or those of a project."""
+        containers = self._by_task.get(rollout.task, {}).values()
+        return [container for container in containers if container.rollout == rollout.name]
+
     def project(self, task: str, owner: str, project: str) -> list[Container]:
         """Return the containers of a project."""
         return [container for container in self.of(task, owner) if container.project == project]

@@ -15,11 +15,10 @@ from urllib.parse import parse_qsl, unquote
 import orjson
 
 from proxy.compat.docker.mounts import mounts_of
-from proxy.compat.docker.waiting_commands import waits
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from sandboxes.calls import ToolCall
-from sandboxes.local.service_commands import making
+from sandboxes.images.waiting_commands import waits
 from sandboxes.tool_clients.json_text import parse_json
 
 API, OLDEST_API = (1, 44), (1, 24)
@@ -191,6 +190,7 @@ def _arguments(body: Mapping[str, Any], name: str) -> list[str] | None:
 _UNSUPPORTED = {
     "VolumesFrom": "has no volumes. Copy files in (docker cp).",
     "Devices": "passes no devices on.",
+    "DeviceRequests": "has no GPUs.",
 }
 """Members of HostConfig that are refused, and why."""
 
@@ -228,7 +228,7 @@ def environment(body: Mapping[str, Any], config: Mapping[str, Any]) -> Environme
     return EnvironmentRequest(
         str(body["Image"]), variables(body.get("Env")), workdir,
         memory_mb=max(16, memory >> 20) if memory > 0 else None, pids=max(8, pids) if pids > 0 else None,
-        cpus=_cpus(host), setup=making(mounts_of(host).folders),
+        cpus=_cpus(host), setup=mounts_of(host).setup(),
     )  # fmt: skip
 
 

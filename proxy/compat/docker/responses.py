@@ -121,7 +121,7 @@ def container_details(container: Container, network_ids: Mapping[str, str]) -> L
     }  # fmt: skip
     state = {
         "Status": container.state, "Running": running, "Paused": False, "Restarting": False, "OOMKilled": False,
-        "Dead": False, "Pid": 1 if running else 0, "ExitCode": container.exit_code, "Error": "",
+        "Dead": False, "Pid": 1 if running else 0, "ExitCode": container.exit_code, "Error": container.lost,
         "StartedAt": timestamp(container.started_at), "FinishedAt": timestamp(container.finished_at),
     }  # fmt: skip
     test = (body.get("Healthcheck") or {}).get("Test") or ["NONE"]

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from proxy.refusals import RefusalError
 from sandboxes.listener import Headers
-from sandboxes.process_output import OUT, frame
+from sandboxes.process_output import ERR, OUT, frame
 from sandboxes.task_owner import TaskOwner
 
 WRITE_TIMEOUT_S = 30.0
@@ -68,6 +68,7 @@ class StreamConnection:
         self._lost = asyncio.Event()
         self._tasks = TaskOwner()
         self.opened = self.gone = False  # The head of the response was sent.
+        self.tty = False  # The stream is a terminal's: it has no frames.
 
     # -- called by the connection ------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class StreamConnection:
         if self.opened or self.gone:
             return
         # Marked before the write: from here on errors are reported in the stream, not as HTTP.
-        self.opened, self._opened_at = True, asyncio.get_running_loop().time()
+        self.opened, self._opened_at, self.tty = True, asyncio.get_running_loop().time(), tty
         self._write(self._head(tty=tty, headers=headers))
         if not tty:
             # A terminal's stream has no frames, so every byte of a probe would be visible.
@@ -134,6 +135,11 @@ class StreamConnection:
         if not self.gone:
             self.opened = True
             self._write(response)
+
+    async def send_error(self, text: str) -> None:
+        """Send a line of stderr."""
+        # On a terminal a line ends with both characters.
+        await self.send(f"{text}\r\n".encode() if self.tty else frame(ERR, f"{text}\n".encode()))
 
     async def send(self, data: bytes) -> None:
         """Send bytes of the stream, and wait until the client accepts more."""

@@ -11,6 +11,7 @@ from proxy.control.views.resources import Batch, WarmView, node_name
 from proxy.control.views.rollouts import TaskSummary, TaskView, task_view
 from proxy.engine import Engine
 from proxy.tree.task import Task
+from sandboxes.driver import AdvisingDriver, fulfils
 from sandboxes.spec import EnvironmentSpec
 
 router = APIRouter()
@@ -82,7 +83,9 @@ async def warm_task(engine: EngineDep, task: TaskName, batch: Batch, root: RootQ
 
 
 def _task_view(engine: Engine, task: Task) -> TaskView:
-    return task_view(task, engine.store.tasks.summary(task.name))
+    driver = engine.drivers.get(task.spec.driver)
+    advice = driver.advice(task.spec) if fulfils(driver, AdvisingDriver) else ""
+    return task_view(task, engine.store.tasks.summary(task.name), advice)
 
 
 def _summary(engine: Engine, name: str, created_at: float, totals: TaskTotals) -> TaskSummary:

@@ -26,6 +26,7 @@ class TaskView(BaseModel):
         nodes: Number of nodes in all trees of the task.
         rollouts: Number of rollouts in all trees of the task, finished rollouts included.
         running: Number of running rollouts.
+        advice: What makes states of the task dear on this machine, and what it costs; empty if nothing is known.
     """
 
     task: str
@@ -36,6 +37,7 @@ class TaskView(BaseModel):
     nodes: int
     rollouts: int
     running: int
+    advice: str = ""
 
 
 class TaskSummary(CallTotalsView):
@@ -133,8 +135,8 @@ class RolloutDetail(RolloutView):
     steps: Page[StepView]
 
 
-def task_view(task: Task, row: dict[str, Any]) -> TaskView:
-    """Return the view of a task; `row` is its summary from the store."""
+def task_view(task: Task, row: dict[str, Any], advice: str) -> TaskView:
+    """Return the view of a task; `row` is its summary from the store, and `advice` is its driver's."""
     return TaskView(
         task=task.name,
         spec=task.spec.redacted(),
@@ -144,6 +146,7 @@ def task_view(task: Task, row: dict[str, Any]) -> TaskView:
         nodes=row["nodes"],
         rollouts=row["rollouts"],
         running=len(task.rollouts),
+        advice=advice,
     )
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from proxy.cli.doctor import _host_changes, _namespaces, _shells, check
+from proxy.cli.doctor import _host_changes, _namespaces, _other_users, _shells, check
 from proxy.cli.main import app
 from proxy.cli.namespaces import closed_to_users, shared_interpreter
+from sandboxes.linux import syscalls as kernel
 from sandboxes.shell_files import copies
 from tests.machine import data_directory, needs_root, require_sandboxes
 from tests.rights import DOCKER, MOUNTS, POD, UBUNTU, Rights
@@ -33,6 +34,14 @@ def test_checkpoints_turned_off_are_shown(tmp_path: Path) -> None:
     (shown,) = [requirement for requirement in check(tmp_path, checkpoints=False) if requirement.name == "checkpoints"]
     assert shown.ok
     assert "turned off" in shown.detail
+
+
+@needs_root
+def test_processes_of_other_users_are_tried() -> None:
+    """CRIU reads their limits, which the kernel allows with one capability only."""
+    (shown,) = _other_users()
+    assert (shown.ok, shown.required) == (bool(kernel.permitted() >> kernel.CAP_SYS_RESOURCE & 1), False)
+    assert shown.ok or "SYS_RESOURCE is missing" in shown.detail
 
 
 def test_why_shells_are_executed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

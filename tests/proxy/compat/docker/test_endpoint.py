@@ -5,6 +5,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from proxy.execution.errors import StateLostError
 from sandboxes.calls import ToolCall
 from sandboxes.errors import SandboxError
 from tests.machine import Answering
@@ -32,10 +35,10 @@ def execution(running: Answering, rollout: str, container_id: str, command: str,
     return str(response.json()["Id"])
 
 
-def start(running: Answering, rollout: str, exec_id: str) -> tuple[int, dict[int, bytes]]:
-    """Start an exec as the command line does; return the status and the output by stream."""
+def start(running: Answering, rollout: str, exec_id: str, more: str = "") -> tuple[int, dict[int, bytes]]:
+    """Start an exec with an upgrade and further headers; return the status and the output by stream."""
     body = b'{"Detach":false,"Tty":false}'
-    head = f"POST /t/task/r/{rollout}/docker/exec/{exec_id}/start HTTP/1.1\r\nHost: 127.0.0.1\r\n{UPGRADE}"
+    head = f"POST /t/task/r/{rollout}/docker/exec/{exec_id}/start HTTP/1.1\r\nHost: 127.0.0.1\r\n{UPGRADE}{more}"
     with socket.create_connection(running.address, timeout=30) as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         connection.shutdown(socket.SHUT_WR)
@@ -63,15 +66,15 @@ def exit_code(running: Running, rollout: str, exec_id: str) -> Any:
 class Faults:
     """A gate of the in-memory driver at which the next `remaining` commands fail."""
 
-    def __init__(self) -> None:
-        self.remaining = 0
+    def __init__(self, error: Exception | None = None) -> None:
+        self.remaining, self.error = 0, error or SandboxError("the machine is on fire")
 
     async def __call__(self, call: ToolCall) -> None:
         if call.endpoint != "process":
             return
         if self.remaining:
             self.remaining -= 1
-            raise SandboxError("the machine is on fire")
+            raise self.error
 
 
 def test_equal_commands_run_once(tmp_path: Path) -> None:
@@ -111,6 +114,45 @@ def test_failure_after_head_is_sent_in_stream(tmp_path: Path) -> None:
         exec_id = execution(running, "a", container_id, "echo hi", AttachStdin=True)
         assert start(running, "a", exec_id) == (101, {2: b"forkpoint: the machine is on fire\n"})
         assert exit_code(running, "a", exec_id) == 125
+
+
+@pytest.mark.parametrize("agent", ["Docker-Client/28.2.2 (linux)", "compose/2.26.1"])
+def test_command_line_gets_errors_in_the_stream(tmp_path: Path, agent: str) -> None:
+    """Of another response it would show only that the upgrade failed. Its exit code is that of a failed daemon."""
+    faults = Faults()
+    with serving(tmp_path, gate=faults, any_image=True) as running:
+        container_id = container(running, "a")
+        faults.remaining = 1
+        exec_id = execution(running, "a", container_id, "echo hi")
+        told = start(running, "a", exec_id, f"User-Agent: {agent}\r\n")
+        assert told == (101, {2: b"forkpoint: the machine is on fire\n"})
+        assert exit_code(running, "a", exec_id) == 125
+        # What is no exec has no exit code to ask for.
+        assert start(running, "a", "no-such-exec", f"User-Agent: {agent}\r\n")[0] == 404
+
+
+def test_container_whose_state_is_lost_has_ended(tmp_path: Path) -> None:
+    """Harnesses notice it as the death of a container: inspection, waiting, and the next exec say so, and why."""
+    faults = Faults(StateLostError("the replay reaches another state"))
+    base = "/t/task/r/a/docker/containers"
+    with serving(tmp_path, gate=faults, any_image=True) as running:
+        container_id = container(running, "a")
+        first = execution(running, "a", container_id, "echo hi")
+        faults.remaining = 1
+        status, output = start(running, "a", first)
+        assert (status, output[0]) == (409, b'{"message":"the replay reaches another state"}\n')
+        state = running.client.get(f"{base}/{container_id}/json").json()["State"]
+        assert (state["Running"], state["Status"], state["ExitCode"]) == (False, "exited", 137)
+        assert state["Error"] == "the replay reaches another state"
+        assert running.client.post(f"{base}/{container_id}/wait").json()["StatusCode"] == 137
+        why = f"Container {container_id} is not running: the replay reaches another state"
+        for path in ("exec", "archive?path=/x"):
+            refused = running.client.request("GET" if "?" in path else "POST", f"{base}/{container_id}/{path}", json={})
+            assert (refused.status_code, refused.json()["message"]) == (409, why)
+        assert running.client.get(f"{base}/json").json() == []
+        assert running.client.delete(f"{base}/{container_id}").status_code == 204
+        # The rollout's name is free again.
+        assert start(running, "a", execution(running, "a", container(running, "a"), "echo hi")) == (101, {1: b"hi\n"})
 
 
 def test_containers_of_one_url_are_separate_rollouts(tmp_path: Path) -> None:

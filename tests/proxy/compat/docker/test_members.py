@@ -42,6 +42,12 @@ def test_container_that_waits_is_main() -> None:
     assert f": >/.services/web{OUTPUT}" in spec.setup[0]
 
 
+def test_further_hosts_that_lead_here_are_names() -> None:
+    hosts = ["db.test:127.0.0.1", "db:127.0.0.1", "far:10.0.0.1"]
+    spec = whole(made("agent", "sleep", "infinity", HostConfig={"ExtraHosts": hosts}), made("web", "serve", **HEALTHY))
+    assert spec.aliases == ("agent", "db")
+
+
 def test_member_named_main_comes_first() -> None:
     waiting = [made("first", "sleep", "infinity"), made("main", "tail", "-f", "/dev/null")]
     main = main_member(waiting)

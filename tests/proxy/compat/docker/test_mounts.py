@@ -40,7 +40,7 @@ def test_what_an_empty_directory_cannot_stand_for_is_refused(bind: str) -> None:
 def test_directories_are_made_whatever_their_names() -> None:
     assert making(()) == ()
     assert making(["/.services/db/logs", "/.services/db/-x; rm y"]) == (
-        "mkdir -p -- /.services/db/logs '/.services/db/-x; rm y'",
+        "mkdir -p -- '/.services/db/-x; rm y' /.services/db/logs",
     )
 
 
@@ -48,6 +48,28 @@ def test_a_client_is_told_what_was_not_taken_word_for_word() -> None:
     assert notes_of({}) == []
     notes = notes_of({"Binds": ["/home/me/logs:/logs"], "PortBindings": {"80/tcp": [{"HostPort": "8080"}]}})
     assert ["/logs is an empty directory" in notes[0], "No port is published" in notes[1]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("host", "note"),
+    [
+        ({"Privileged": True}, "no rights over the machine"), ({"CapAdd": ["SYS_PTRACE"]}, "capabilities"),
+        ({"Ulimits": [{"Name": "nofile"}]}, "limits"), ({"ExtraHosts": ["a:10.0.0.1"]}, "no way to other hosts"),
+        ({"NetworkMode": "host"}, "without a way out"),
+        ({"PidMode": "host"}, "nothing of the machine"),
+        ({"ReadonlyRootfs": True}, "writable"), ({"IpcMode": "host"}, "nothing of the machine"),
+        ({"Binds": ["v:/v:ro"]}, "/v is writable"),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_noted(host: dict[str, Any], note: str) -> None:
+    assert [note in text for text in notes_of(host)] == [True]
+
+
+def test_memory_file_systems_are_directories_for_all_users() -> None:
+    host = {"Tmpfs": {"/run/x": "size=1m"}, "Mounts": [{"Type": "tmpfs", "Target": "/scratch"}], "Binds": ["/h:/logs"]}
+    assert mounts_of(host).setup("/.services/db") == (
+        "mkdir -p -- /.services/db/logs", "mkdir -p -m 1777 -- /.services/db/run/x /.services/db/scratch",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,14 @@ def test_entrypoint_before_waiting_command_runs_in_background() -> None:
 
 
 @pytest.mark.parametrize(
-    "host", [{"Binds": ["/etc:/b"]}, {"Binds": ["v:/b"]}, {"Mounts": [{}]}, {"NetworkMode": "container:x"}]
+    "host",
+    [
+        {"Binds": ["/etc:/b"]},
+        {"Binds": ["v:/b"]},
+        {"Mounts": [{}]},
+        {"DeviceRequests": [{"Count": 1}]},
+        {"NetworkMode": "container:x"},
+    ],
 )
 def test_unsupported_host_config_is_refused(host: dict[str, Any]) -> None:
     """A request for a missing feature fails at once instead of behaving differently later."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.compat.docker.waiting_commands import waits
+from sandboxes.images.waiting_commands import waits
 
 
 @pytest.mark.parametrize(
