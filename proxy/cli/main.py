@@ -68,7 +68,9 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-_OTHER_VARIABLES = ("FORKPOINT_URL", "FORKPOINT_NEEDS_", "FORKPOINT_THOROUGH", "FORKPOINT_OLDER_MOUNTS")
+_OTHER_VARIABLES = (
+    "FORKPOINT_URL", "FORKPOINT_NEEDS_", "FORKPOINT_THOROUGH", "FORKPOINT_OLDER_MOUNTS", "FORKPOINT_LAUNCHER",
+)  # fmt: skip
 """Prefixes of variables that the commands and the tests read."""
 
 DataOption = Annotated[

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sandboxes.images import tree_check
+from sandboxes.linux import rights
 from sandboxes.linux.files import remove_tree
 from sandboxes.linux.syscalls import sync_file_system
 
@@ -45,6 +46,7 @@ class BuiltTrees:
                 part = self._folder / f"{name}.part"
                 remove_tree(part)
                 part.mkdir()
+                rights.give_to_root(part)
                 try:
                     build(part)
                     if checked:

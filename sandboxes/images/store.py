@@ -34,6 +34,7 @@ from sandboxes.images.archives import ImageArchive, require_platform
 from sandboxes.images.built_trees import BuiltTrees
 from sandboxes.images.config import ImageConfig, ImageError
 from sandboxes.images.daemon import DaemonImage, ImageDaemon
+from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.files import write_whole
 from sandboxes.linux.plain_paths import open_plain
 
@@ -63,9 +64,9 @@ class ImageStore:
     def __init__(self, folder: Path, *, in_place: bool = True) -> None:
         """Name the folder, which a lock of the caller's keeps for this process; `open` makes it.
 
-        Docker's directories may be used as they are (`in_place`), which needs root.
+        Docker's directories may be used as they are (`in_place`), which needs the right to read overlayfs' marks.
         """
-        self._folder, self._in_place = folder, in_place and os.geteuid() == 0
+        self._folder, self._in_place = folder, in_place and kernel.holds(kernel.CAP_SYS_ADMIN)
         self._trees = BuiltTrees(folder)
         self.daemon = ImageDaemon()
         # What `docker_layers` says of the layers that this process has looked at.

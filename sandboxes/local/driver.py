@@ -8,7 +8,6 @@ in use, the stacks of open sandboxes, and the layers of sandboxes that are being
 import asyncio
 import contextlib
 import hashlib
-import os
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from sandboxes.images.images import Images
 from sandboxes.images.store import ImageStore
 from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.ipc.launch_messages import ServiceMounts
+from sandboxes.linux import rights
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import DirLock
 from sandboxes.local.bases import Base, Bases
@@ -86,7 +86,9 @@ class LocalDriver:
         self.data_dir = data_dir.resolve()
         self.image_store = ImageStore(self.data_dir / "images")
         self.images = Images(self.image_store, self.sources, self.data_dir)
-        self.bases = Bases(self.data_dir, self.image_store, privileged=os.geteuid() == 0, rules=self.sources)
+        self.bases = Bases(
+            self.data_dir, self.image_store, privileged=rights.has_privileged_launcher(), rules=self.sources
+        )
         self.sandboxes = OpenSandboxes[LocalSandbox]()
         self.machine = Machine(
             self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer(), self.sandboxes.holding
@@ -104,6 +106,8 @@ class LocalDriver:
         Raises:
             SandboxError: Another process uses this data directory, or the machine cannot run sandboxes.
         """
+        if rights.launcher_socket() and (missing := rights.missing()):
+            raise SandboxError(f"beside its launcher, the proxy lacks the capabilities {', '.join(missing)}")
         # The kernel releases the lock with the process, even after kill -9 (flock(2)). Layers hold set-user-id programs
         # and other users' files; only root, or this user, may reach them.
         self._ownership.acquire()
