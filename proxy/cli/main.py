@@ -74,7 +74,11 @@ _OTHER_VARIABLES = (
 """Prefixes of variables that the commands and the tests read."""
 
 DataOption = Annotated[
-    Path | None, typer.Option("--data", help="Directory of the store and the snapshots.", show_default="forkpoint-data")
+    Path | None,
+    # `readable` would go by the user alone, and not by its capabilities.
+    typer.Option(
+        "--data", help="Directory of the store and the snapshots.", show_default="forkpoint-data", readable=False
+    ),
 ]
 
 
