@@ -48,7 +48,7 @@ def launcher_beside(folder: Path) -> Iterator[Path]:
             assert launcher.poll() is None
             yield path
         finally:
-            launcher.terminate()
+            launcher.kill()
 
 
 async def _keep_and_merge(folder: Path) -> None:

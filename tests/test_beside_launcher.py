@@ -13,10 +13,10 @@ import pytest
 
 from forkpoint.ephemeral_proxy import free_port
 from sandboxes.ipc.launched_process import _launch
-from sandboxes.linux import rights
+from sandboxes.linux import oom_score, rights
 from tests.beside import BESIDE, UID, USER, launcher_beside
 from tests.machine import PLAIN, Proxy, assert_nothing_left, data_directory, needs_root, serving, wait_until
-from tests.rights import CAPABILITIES, Rights
+from tests.rights import CAPABILITIES, Rights, capabilities_here, least_rights
 
 pytestmark = needs_root
 FORBIDDEN = {"SYS_ADMIN", "SYS_PTRACE", "NET_ADMIN", "SYS_MODULE", "SETUID", "SETGID", "SETPCAP", "MKNOD"}
@@ -118,25 +118,36 @@ def test_proxy_needs_no_right_to_become_root() -> None:
 
 
 def test_container_runs_both_by_one_command() -> None:
-    """The first process is the proxy, without root and for good; its signals and exit code are the container's."""
+    """The first process is the proxy, without root and for good; its signals and exit code are the container's.
+
+    A container has its control groups read-only.
+    """
+    granted = Rights(tuple(least_rights()), masked=True)
     with data_directory() as folder:
-        port, path = free_port(), folder / "run" / "launcher"
-        command = [sys.executable, "-m", "forkpoint", "launcher", "--user", USER, "--data", str(folder / "data")]
-        environment = {**os.environ, "FORKPOINT_PORT": str(port)}
-        with subprocess.Popen([*command, "--socket", str(path), "serve"], cwd=folder, env=environment) as process:
-            url = f"http://127.0.0.1:{port}"
-            wait_until(lambda: _is_ready(url, process), within_s=120)
+        data, url = folder / "data", f"http://127.0.0.1:{(port := free_port())}"
+        launcher = ["launcher", "--user", USER, "--data", str(data), "--socket", str(folder / "run" / "launcher")]
+        process = subprocess.Popen(
+            [*granted.wrapper, sys.executable, "-m", "forkpoint", *launcher, "serve"], cwd=folder,
+            env={**os.environ, "FORKPOINT_PORT": str(port)},
+        )  # fmt: skip
+        try:
+            wait_until(lambda: _is_ready(url, process), within_s=60)
             shown = rights_of(process.pid)
             assert (shown["Uid"].split(), shown["NoNewPrivs"]) == ([str(UID)] * 4, "1")
             for kind in ("CapPrm", "CapEff", "CapBnd", "CapAmb"):
                 assert capabilities_of(process.pid, kind) == set(rights.NEEDED)
             answer = httpx.post(f"{url}/t/t/r/1/shell/exec", json={"command": "id -u"}, timeout=60, verify=PLAIN)
             assert answer.json()["stdout"] == "0\n"
+            assert json.loads((data / "local" / "instance.json").read_bytes())["cgroups"]
+            assert oom_score.read(process.pid) == (oom_score.PROXY if "SYS_RESOURCE" in capabilities_here() else 0)
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) in (0, -signal.SIGTERM)
-        # The launcher's service ends with the proxy.
-        wait_until(lambda: not any(Path("/proc", child).exists() for child in children))
+            # The launcher's service ends with the proxy.
+            wait_until(lambda: not any(Path("/proc", child).exists() for child in children))
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _is_ready(url: str, process: "subprocess.Popen[bytes]") -> bool:

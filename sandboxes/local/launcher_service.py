@@ -7,6 +7,7 @@ is bounded by `grounds`. The proxy's end is `ipc.launched_process`.
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 from sandboxes.ipc.fork_server import ENVIRONMENT, command_of
 from sandboxes.ipc.frames import receive
-from sandboxes.linux import confine, rights
+from sandboxes.linux import cgroups, confine, oom_score, rights
 from sandboxes.linux import syscalls as kernel
 from sandboxes.local.launcher import FOR
 
@@ -26,6 +27,8 @@ _CREDENTIALS = struct.Struct("3i")
 _PATIENCE_S = 5.0
 """How long one that is connected may take to ask, while others wait."""
 _MOST_ARGUMENTS_BYTES = 1 << 14
+_RLIMIT_NICE, _NICENESS = 13, 30
+"""The limit of niceness (asm-generic/resource.h): 20 less the lowest one, which the proxy gives its session."""
 
 
 def listen(path: Path, uid: int) -> socket.socket:
@@ -89,9 +92,14 @@ def run_beside(program: list[str], uid: int, gid: int, listening: socket.socket,
 
     So a container's first process is the proxy: it gets the signals, and its exit code is the container's.
     """
+    # What a unit gives its proxy, and what the proxy could not give itself afterwards.
+    cgroups.make_writable()
     if os.fork() == 0:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         serve(listening, uid, folder)
+    oom_score.shelter()
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(_RLIMIT_NICE, (_NICENESS, _NICENESS))
     os.environ |= {rights.LAUNCHER: str(listening.getsockname()), "FORKPOINT_DATA": folder}
     listening.close()
     confine.become_user_with(tuple(rights.NEEDED.values()), uid, gid)
