@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-_SOCKET = Path("/run/forkpoint/launcher")
+SOCKET = Path("/run/forkpoint/launcher")
 """Where a unit's `RuntimeDirectory=forkpoint` is. Root alone may write there."""
 RayOption = Annotated[
     bool,
@@ -32,7 +32,7 @@ AddressOption = Annotated[
 def launcher(
     user: Annotated[str, typer.Option(help="User of the proxy, who alone may ask for sandboxes.")],
     data: Annotated[Path, typer.Option(help="Data directory of the proxy. It is made for the user.")],
-    socket: Annotated[Path, typer.Option(help="Socket that the proxy finds as FORKPOINT_LAUNCHER.")] = _SOCKET,
+    socket: Annotated[Path, typer.Option(help="Socket that the proxy finds as FORKPOINT_LAUNCHER.")] = SOCKET,
     command: Annotated[
         list[str] | None, typer.Argument(help="Forkpoint's command to run beside it as the user, such as serve.")
     ] = None,

@@ -178,7 +178,7 @@ WHO = "(x, os.getresuid(), os.getresgid(), sorted(os.getgroups()), os.access('/e
 
 @pytest.mark.skipif(
     not kernel.holds(kernel.CAP_SYS_RESOURCE),
-    reason="CRIU sets the memory map of other users' processes with SYS_RESOURCE",
+    reason="CRIU needs SYS_RESOURCE for processes of other users",
 )
 def test_processes_of_another_user_come_back(data_dir: Path) -> None:
     """With their user, groups and memory, and with no more rights than before."""
