@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sandboxes.linux import rights
 from sandboxes.local.driver import LocalDriver
 from sandboxes.local.layers import MAX_DEPTH
+from sandboxes.local.sandbox import LocalSandbox
+from sandboxes.rights import held
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import wait_until
 from tests.rights import Rights
@@ -22,7 +23,7 @@ from tests.sandboxes.box import opened, run
 
 USER, UID = "daemon", 1
 """A user that each Linux has."""
-BESIDE = Rights(tuple(rights.NEEDED), uid=UID)
+BESIDE = Rights(tuple(held.NEEDED), uid=UID)
 """The rights of the unit's proxy."""
 _FILES = """
 mkdir -p w/d && cd w && touch owned sticky capable && chown 1234:4321 owned d && chmod 2755 owned && chmod 3700 d
@@ -68,7 +69,7 @@ async def _keep_and_merge(folder: Path) -> None:
         assert after == before, f"{before}\nbecame\n{after}"
         assert "\n0 0 755 /\n0 0 755 /etc\n0 0 644 /etc/hostname\n" in before, before
         # What does not leave by itself is killed.
-        assert restored.link.alive
+        assert isinstance(restored, LocalSandbox)
         restored.link.die("the test ends it")
     assert not any((folder / "uppers").iterdir())
 
@@ -76,7 +77,7 @@ async def _keep_and_merge(folder: Path) -> None:
 def main() -> None:
     """Keep and merge states, whatever rights this process lacks."""
     # The driver would say at its start what is missing.
-    rights.missing = lambda: ()  # type: ignore[assignment]
+    held.missing = lambda: ()  # type: ignore[assignment]
     with suppress(KeyError):
         del os.environ["HOME"]
     asyncio.run(_keep_and_merge(Path(sys.argv[1])))

@@ -13,7 +13,8 @@ import pytest
 
 from forkpoint.ephemeral_proxy import free_port
 from sandboxes.ipc.launched_process import _launch
-from sandboxes.linux import oom_score, rights
+from sandboxes.linux import oom_score
+from sandboxes.rights import held
 from tests.beside import BESIDE, UID, USER, launcher_beside
 from tests.machine import PLAIN, Proxy, assert_nothing_left, data_directory, needs_root, serving, wait_until
 from tests.rights import CAPABILITIES, Rights, capabilities_here, least_rights
@@ -49,7 +50,7 @@ def test_proxy_without_root_serves_like_root() -> None:
         proxy = Proxy(folder, {"launcher": str(path)}, BESIDE.wrapper)
         with serving(proxy):
             assert proxy.process is not None
-            assert capabilities_of(proxy.process.pid, "CapBnd") == set(rights.NEEDED)
+            assert capabilities_of(proxy.process.pid, "CapBnd") == set(held.NEEDED)
             build = "echo built > app; chown 1234:4321 app; date +%N"
             first = shell(proxy, "1", build)
             assert "stored" in first[1]
@@ -74,7 +75,7 @@ def test_proxy_without_root_serves_like_root() -> None:
 
 def run_beside(granted: Rights, path: Path, folder: Path) -> "subprocess.CompletedProcess[str]":
     command = [*granted.wrapper, sys.executable, "-m", "tests.beside", str(folder)]
-    environment = {**os.environ, rights.LAUNCHER: str(path)}
+    environment = {**os.environ, held.LAUNCHER: str(path)}
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
 
 
@@ -93,10 +94,10 @@ def test_files_keep_their_owners_for_root() -> None:
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("capability", rights.NEEDED)
+@pytest.mark.parametrize("capability", held.NEEDED)
 def test_proxy_needs_each_capability(capability: str) -> None:
     """What the driver refuses to start without fails without it."""
-    lesser = Rights(tuple(name for name in rights.NEEDED if name != capability), uid=UID)
+    lesser = Rights(tuple(name for name in held.NEEDED if name != capability), uid=UID)
     with data_directory() as folder, launcher_beside(folder) as path:
         done = run_beside(lesser, path, folder / "data" / "less")
         assert done.returncode != 0
@@ -113,8 +114,8 @@ def test_proxy_says_which_capability_it_lacks() -> None:
 
 
 def test_proxy_needs_no_right_to_become_root() -> None:
-    assert not FORBIDDEN.intersection(rights.NEEDED)
-    assert {name: CAPABILITIES.index(name) for name in rights.NEEDED} == rights.NEEDED
+    assert not FORBIDDEN.intersection(held.NEEDED)
+    assert {name: CAPABILITIES.index(name) for name in held.NEEDED} == held.NEEDED
 
 
 def test_container_runs_both_by_one_command() -> None:
@@ -135,7 +136,7 @@ def test_container_runs_both_by_one_command() -> None:
             shown = rights_of(process.pid)
             assert (shown["Uid"].split(), shown["NoNewPrivs"]) == ([str(UID)] * 4, "1")
             for kind in ("CapPrm", "CapEff", "CapBnd", "CapAmb"):
-                assert capabilities_of(process.pid, kind) == set(rights.NEEDED)
+                assert capabilities_of(process.pid, kind) == set(held.NEEDED)
             answer = httpx.post(f"{url}/t/t/r/1/shell/exec", json={"command": "id -u"}, timeout=60, verify=PLAIN)
             assert answer.json()["stdout"] == "0\n"
             assert json.loads((data / "local" / "instance.json").read_bytes())["cgroups"]

@@ -38,7 +38,7 @@ def launcher(
     ] = None,
 ) -> None:
     """Make sandboxes as root for a proxy that is not root (docs/deploying.md)."""
-    from sandboxes.local import launcher_service as service
+    from sandboxes.rights import launcher_service as service
 
     try:
         service.require_root()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sandboxes import IMPORT_ROOT
-from sandboxes.linux import rights
 from sandboxes.linux import syscalls as kernel
+from sandboxes.rights import held
 
 _CONTROLS = {
     "apparmor": "kernel/apparmor_restrict_unprivileged_userns",
@@ -38,8 +38,8 @@ class Probe(NamedTuple):
 
 def probe() -> Probe:
     """Make the launcher's namespaces in a child process, because success would change this process."""
-    if service := rights.launcher_socket():
-        lacking = ", ".join(rights.missing())
+    if service := held.launcher_socket():
+        lacking = ", ".join(held.missing())
         how = f"root, by the launcher at {service}"
         # The trial of the driver asks it for a sandbox.
         return Probe(not lacking, how + (f"; the capabilities {lacking} are missing" if lacking else ""), _CONTAINER)

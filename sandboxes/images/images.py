@@ -9,8 +9,8 @@ from sandboxes.errors import SandboxError
 from sandboxes.images import state_image
 from sandboxes.images.config import ImageConfig
 from sandboxes.images.store import ImageStore
-from sandboxes.linux import rights
 from sandboxes.portability import NoImageError
+from sandboxes.rights import held
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 
@@ -45,7 +45,7 @@ class Images:
         """Raise `NoImageError` for a spec whose states cannot be images."""
         if spec.image is None and spec.base == "host":
             raise NoImageError("its base is this machine itself, which no image may contain. Use an image as its base.")
-        if not rights.over_files():
+        if not held.over_files():
             raise NoImageError(
                 "the proxy does not see the owners of files, because it has no rights over those of other users. "
                 "Run it as root, or beside a launcher that is root (docs/deploying.md)."

@@ -34,10 +34,10 @@ from sandboxes.images.archives import ImageArchive, require_platform
 from sandboxes.images.built_trees import BuiltTrees
 from sandboxes.images.config import ImageConfig, ImageError
 from sandboxes.images.daemon import DaemonImage, ImageDaemon
-from sandboxes.linux import rights
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.files import write_whole
 from sandboxes.linux.plain_paths import open_plain
+from sandboxes.rights import held
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class ImageStore:
 
         def build(target: Path) -> None:
             (target / below).mkdir(parents=True, exist_ok=True)
-            rights.give_to_root(target)
+            held.give_to_root(target)
             unpack(target / below)
             for above in Path(below).parents:
                 # Those that the image does not have: the same everywhere.

@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened, write_out
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -162,8 +161,7 @@ class _Removal:
     """One removal; `here` is the directory that is open, and `error` the first failure."""
 
     def __init__(self, folder: int, *, force: bool) -> None:
-        # Without rights over all files, a directory's own mode may forbid to open it or to remove what is in it.
-        self.here, self._chmods = os.dup(folder), force and not kernel.holds(kernel.CAP_DAC_OVERRIDE)
+        self.here, self._force = os.dup(folder), force
         self.error: OSError | None = None
 
     def run(self, name: str) -> None:
@@ -222,7 +220,8 @@ class _Removal:
         return _Level(name, _identity(inner), [], set())
 
     def _open(self, name: str) -> int:
-        if self._chmods:
+        if self._force and os.geteuid():
+            # Without rights over all files, a directory's own mode may forbid to open it or to remove what is in it.
             flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             with Opened(os.open(name, flags, dir_fd=self.here)) as fd, contextlib.suppress(OSError):
                 os.chmod(f"/proc/self/fd/{fd}", 0o700)  # noqa: PTH101

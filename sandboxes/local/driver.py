@@ -26,7 +26,6 @@ from sandboxes.images.images import Images
 from sandboxes.images.store import ImageStore
 from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.ipc.launch_messages import ServiceMounts
-from sandboxes.linux import rights
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import DirLock
 from sandboxes.local.bases import Base, Bases
@@ -38,6 +37,7 @@ from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.local.service_commands import SERVICES
 from sandboxes.local.services import service_orders
 from sandboxes.open_sandboxes import OpenSandboxes
+from sandboxes.rights import held
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 
@@ -87,7 +87,7 @@ class LocalDriver:
         self.image_store = ImageStore(self.data_dir / "images")
         self.images = Images(self.image_store, self.sources, self.data_dir)
         self.bases = Bases(
-            self.data_dir, self.image_store, privileged=rights.has_privileged_launcher(), rules=self.sources
+            self.data_dir, self.image_store, privileged=held.has_privileged_launcher(), rules=self.sources
         )
         self.sandboxes = OpenSandboxes[LocalSandbox]()
         self.machine = Machine(
@@ -106,7 +106,7 @@ class LocalDriver:
         Raises:
             SandboxError: Another process uses this data directory, or the machine cannot run sandboxes.
         """
-        if rights.launcher_socket() and (missing := rights.missing()):
+        if held.launcher_socket() and (missing := held.missing()):
             raise SandboxError(f"beside its launcher, the proxy lacks the capabilities {', '.join(missing)}")
         # The kernel releases the lock with the process, even after kill -9 (flock(2)). Layers hold set-user-id programs
         # and other users' files; only root, or this user, may reach them.

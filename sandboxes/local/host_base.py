@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sandboxes.host.source_walk import CHANGES, MODIFY
-from sandboxes.linux import rights
 from sandboxes.linux.file_copy import is_opaque, is_whiteout
 from sandboxes.local.layer_merge import MARKS, OPAQUE
+from sandboxes.rights import held
 
 Watch = Callable[[str, int], None]
 """Watches a directory for events, by its path and inotify's mask."""
@@ -68,7 +68,7 @@ def skeleton(target: Path) -> None:
     for name, mode in {**_EMPTY, "var": 0o755, "var/tmp": 0o1777, "etc": 0o755}.items():
         (target / name).mkdir(parents=True, exist_ok=True)
         (target / name).chmod(mode)
-    rights.give_to_root(target)
+    held.give_to_root(target)
     _fix_times(target, "var", "etc")
 
 
@@ -140,7 +140,7 @@ def _settings(etc: Path, watch: Watch) -> Iterator[Path]:
 def build_mask(target: Path, hidden: list[Path]) -> None:
     """Write the mask layer, which lies over the host's root and hides some paths. 0.3 s.
 
-    It needs rights over files (`linux.rights`).
+    It needs rights over files (`rights.held`).
     """
     host = Path("/")
     for path in host.iterdir():
@@ -159,7 +159,7 @@ def build_mask(target: Path, hidden: list[Path]) -> None:
     # Last, because `_mask_unreadable` may have hidden one of these files with a whiteout.
     _own_text(target / "etc")
     # Before directories get the host's owners, one of which may be this process's user.
-    rights.give_to_root(target)
+    held.give_to_root(target)
     # A directory of the upper layer gives the merged directory its attributes (overlayfs.rst), so the host's are
     # copied.
     for folder, _, _ in os.walk(target):

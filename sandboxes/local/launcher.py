@@ -4,8 +4,9 @@ It does what needs rights that a sandbox must not have: it forks pid 1s into new
 running sandbox to new layers, and starts CRIU in a sandbox's namespaces. It has one thread and few imports, so that a
 fork is cheap and safe.
 
-The launcher is root. It may be so beside a driver that is not (`launcher_service`), of which it does nothing but what
-`grounds` allows. Otherwise the launcher of such a driver is root of a user namespace of its own; the code is the same.
+The launcher is root. It may be so beside a driver that is not (`rights.launcher_service`), of which it does nothing but
+what `rights.grounds` allows. Otherwise the launcher of such a driver is root of a user namespace of its own; the code
+is the same.
 It exits when the driver's end of its socket closes, and all pid 1s exit with it, by their parent-death signal.
 
 Some operations need another namespace for a moment. The launcher then enters it (setns), works, and returns to its own
@@ -51,10 +52,8 @@ from sandboxes.linux.descriptors import Opened, close_all
 from sandboxes.linux.plain_paths import plain_descriptor
 from sandboxes.linux.processes import LAST_PID, set_last_pid
 from sandboxes.local import init
-from sandboxes.local.grounds import Grounds
+from sandboxes.rights.grounds import FOR, Grounds
 
-FOR = "--for"
-"""The argument before the user and the directory of a proxy that is not root; see `Grounds`."""
 _BUSY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 """How long to wait for the end of a mount. The kernel ends one some milliseconds after its last user."""
 

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sandboxes.linux import rights
 from sandboxes.local.layers import Layers, read_manifest
+from sandboxes.rights import held
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def fault_of(layer: Path) -> str:
         return "" if manifest.contents.hex() == stored["contents"] else "the content of a file was changed"
     except PermissionError:
         # An ordinary user cannot read what a sandbox, as root of its namespace, has forbidden to everybody.
-        return "it cannot be read" if rights.over_files() else ""
+        return "it cannot be read" if held.over_files() else ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"it cannot be read: {error}"
 

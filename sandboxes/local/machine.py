@@ -34,13 +34,13 @@ from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
 from sandboxes.ipc.launch_messages import ForkSandbox, LayerStack, LinksTried, TryLinks, WritePages
 from sandboxes.ipc.state_messages import ListPages, Ready
-from sandboxes.linux import rights
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers, ReadyUppers
 from sandboxes.local.reaper import Reaper
 from sandboxes.open_sandboxes import Holding
+from sandboxes.rights import held
 from sandboxes.shell_files import copies as shell_copies
 from sandboxes.task_owner import TaskOwner
 
@@ -124,7 +124,7 @@ class Machine:
             [str(host_view), *([kernel.OLDER_MOUNTS] if os.environ.get(kernel.OLDER_MOUNTS) else [])],
             hint=SEE_DOCTOR,
             prepare=self.cgroups.put_behind,
-            service=rights.launcher_socket(),
+            service=held.launcher_socket(),
         )
         self._keeps_links: dict[tuple[str, ...], bool] = {}
         self._trying_links = asyncio.Lock()
@@ -178,7 +178,7 @@ class Machine:
             # Once, however many sandboxes start together.
             if lowers not in self._keeps_links:
                 tried = await self._try_links(lowers)
-                keeps = rights.over_files() and not tried.refusal
+                keeps = held.over_files() and not tried.refusal
                 # After a shortage the next sandbox tries again: this answer holds until the proxy ends.
                 if not tried.final:
                     return keeps

@@ -27,9 +27,10 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.linux import rights, spawn
+from sandboxes.linux import spawn
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
+from sandboxes.rights import held
 from sandboxes.shell_files.programs import MalformedError, library_path, read_program
 
 _CACHE, _PRELOADS = "/etc/ld.so.cache", "/etc/ld.so.preload"
@@ -104,7 +105,7 @@ def make(folder: Path, library: Path = Path(spawn.ANCHOR), root: str = "/") -> S
             # Sandboxes show the times, and answers must not depend on when the copies were made.
             os.utime(path, (0, 0))
         os.utime(files, (0, 0))
-        rights.give_to_root(folder)
+        held.give_to_root(folder)
     except (OSError, ValueError) as error:
         raise NoShellFilesError(str(error)) from error
     return ShellFiles(str(folder), digest.hexdigest())

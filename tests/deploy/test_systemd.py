@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from proxy.cli.launching import SOCKET
-from sandboxes.linux import rights
+from sandboxes.rights import held
 from tests.rights import least_rights
 
 FOLDER = Path(__file__).parents[2] / "docker" / "deploy" / "systemd"
@@ -45,7 +45,13 @@ def test_units_are_valid(tmp_path: Path, changes: str) -> None:
         (tmp_path / f"{UNIT.name}.d").mkdir()
         (tmp_path / f"{UNIT.name}.d" / changes).write_text((FOLDER / changes).read_text())
     environment = {**os.environ, "SYSTEMD_LOG_LEVEL": "warning", "SYSTEMD_UNIT_PATH": f"{tmp_path}:"}
-    command = ["systemd-analyze", "verify", "--recursive-errors=no", tmp_path / UNIT.name, tmp_path / LAUNCHER.name]
+    command = [
+        "systemd-analyze",
+        "verify",
+        "--recursive-errors=no",
+        str(tmp_path / UNIT.name),
+        str(tmp_path / LAUNCHER.name),
+    ]
     checked = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     # Warnings about other units of this machine are none of ours.
     ours = [line for line in checked.stderr.splitlines() if "forkpoint" in line]
@@ -55,14 +61,14 @@ def test_units_are_valid(tmp_path: Path, changes: str) -> None:
 def test_proxy_of_the_unit_is_hard_to_leave() -> None:
     """systemd rates what a unit leaves open, from 0 to 10: the unit's proxy was root once, with 9.6."""
     require_analyzer()
-    command = ["systemd-analyze", "security", "--offline=true", "--threshold=30", UNIT]
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=30", str(UNIT)]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout[-3000:]
 
 
 def test_unit_gives_the_rights_that_are_needed() -> None:
     """And none that make a proxy root; what the launcher gives up, its sandboxes cannot have."""
-    needed = {f"CAP_{name}" for name in rights.NEEDED}
+    needed = {f"CAP_{name}" for name in held.NEEDED}
     assert set(values(UNIT, "AmbientCapabilities")) == set(values(UNIT, "CapabilityBoundingSet")) == needed
     assert values(UNIT, "NoNewPrivileges") == ["yes"]
     # A proxy that is root restores checkpoints and schedules itself.

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sandboxes.linux import rights
+from sandboxes.rights import held
 from tests.guest.image import CHECKOUT, INSTALLED
 
 URL = "http://127.0.0.1:8700"
@@ -64,7 +64,7 @@ def service() -> str:
         shown = dict(
             line.split(":\t") for line in Path(f"/proc/{main}/status").read_text().splitlines() if ":\t" in line
         )
-        least = f"{sum(1 << number for number in rights.NEEDED.values()):016x}"
+        least = f"{sum(1 << number for number in held.NEEDED.values()):016x}"
         found = [shown[name] for name in ("CapEff", "CapPrm", "CapBnd", "NoNewPrivs")]
         assert found == [least, least, least, "1"], found
     assert _shell("owners", "touch f; chown 1234 f; stat -c %u f /etc/hosts /root")["stdout"] == "1234\n0\n0\n"

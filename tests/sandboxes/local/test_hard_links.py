@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sandboxes.errors import NotFreezableError
-from sandboxes.linux import rights
 from sandboxes.local.driver import LocalDriver
+from sandboxes.rights import held
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import local_driver, opened, run
 
-pytestmark = pytest.mark.skipif(not rights.over_files(), reason="hard links over frozen layers need rights over files")
+pytestmark = pytest.mark.skipif(not held.over_files(), reason="hard links over frozen layers need rights over files")
 
 SPEC = EnvironmentSpec(setup=("mkdir w; chmod 700 w",), workdir="/root/w")
 LOOK = (

@@ -17,9 +17,10 @@ from typing import NoReturn
 
 from sandboxes.ipc.fork_server import ENVIRONMENT, command_of
 from sandboxes.ipc.frames import receive
-from sandboxes.linux import cgroups, confine, oom_score, rights
+from sandboxes.linux import cgroups, confine, oom_score
 from sandboxes.linux import syscalls as kernel
-from sandboxes.local.launcher import FOR
+from sandboxes.rights import held
+from sandboxes.rights.grounds import FOR
 
 MODULE = "sandboxes.local.launcher"
 _CREDENTIALS = struct.Struct("3i")
@@ -100,9 +101,9 @@ def run_beside(program: list[str], uid: int, gid: int, listening: socket.socket,
     oom_score.shelter()
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(_RLIMIT_NICE, (_NICENESS, _NICENESS))
-    os.environ |= {rights.LAUNCHER: str(listening.getsockname()), "FORKPOINT_DATA": folder}
+    os.environ |= {held.LAUNCHER: str(listening.getsockname()), "FORKPOINT_DATA": folder}
     listening.close()
-    confine.become_user_with(tuple(rights.NEEDED.values()), uid, gid)
+    confine.become_user_with(tuple(held.NEEDED.values()), uid, gid)
     os.execvp(program[0], program)  # noqa: S606 - what the command line names
 
 

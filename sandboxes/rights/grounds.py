@@ -20,6 +20,8 @@ from sandboxes.ipc.launch_messages import LayerStack
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
 
+FOR = "--for"
+"""The argument of a launcher before the user and the directory of a proxy that is not root."""
 _CGROUP, _CGROUP_2 = 0x27E0EB, 0x63677270
 """What statfs(2) says of control groups of both versions."""
 _FOLDER = kernel.open_how(

@@ -12,7 +12,7 @@ from pathlib import Path
 from sandboxes.linux import syscalls as kernel
 
 LAUNCHER = "FORKPOINT_LAUNCHER"
-"""The variable of the environment that names the socket of a launcher that is root (`local.launcher_service`)."""
+"""The variable of the environment that names the socket of a launcher that is root (`rights.launcher_service`)."""
 NEEDED = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "FSETID": 4, "KILL": 5, "SETFCAP": 31}
 """The capabilities for work on files of any owner and mode, and to end sandboxes, by number (linux/capability.h)."""
 

@@ -25,8 +25,7 @@ from sandboxes.ipc.launch_messages import (
 from sandboxes.linux import cgroups
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
-from sandboxes.local.grounds import Grounds
-from sandboxes.local.launcher import FOR
+from sandboxes.rights.grounds import FOR, Grounds
 from tests.sandboxes.box import needs_root
 
 pytestmark = needs_root
