@@ -94,6 +94,30 @@ def test_files_keep_their_owners_for_root() -> None:
         assert done.returncode == 0, done.stderr
 
 
+def test_local_driver_keeps_its_contract() -> None:
+    """Each test of the contract is run by a process with the rights of the unit's proxy."""
+    with data_directory() as folder, launcher_beside(folder) as path:
+        tests = ["tests/sandboxes/local/test_contract.py::TestLocalDriver", "tests/sandboxes/local/test_hard_links.py"]
+        command = [
+            *BESIDE.wrapper,
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n0",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-rs",
+            *tests,
+        ]
+        done = subprocess.run(
+            [*command, f"--basetemp={folder}/data/tmp"], capture_output=True, text=True, check=False, timeout=400,
+            env={**os.environ, held.LAUNCHER: str(path), "TEST_DATA": str(folder / "data")},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-5000:]
+        assert "SKIPPED" not in done.stdout, done.stdout[-5000:]
+
+
 @pytest.mark.parametrize("capability", held.NEEDED)
 def test_proxy_needs_each_capability(capability: str) -> None:
     """What the driver refuses to start without fails without it."""
