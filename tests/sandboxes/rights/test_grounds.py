@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -222,26 +223,28 @@ def test_child_is_a_sandbox_when_it_has_left(folder: Path) -> None:
         os.read(leave[0], 1)
         kernel.unshare(kernel.CLONE_NEWNS)
         os.write(left[1], b"x")
-        os.read(leave[0], 1)
-        os._exit(0)
+        signal.pause()
     grounds.add(pid)
-    with Opened(os.pidfd_open(pid)) as process:
-        with pytest.raises(PermissionError), Opened(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)) as mounts:
-            grounds.require_mounts(mounts)
-        with pytest.raises(PermissionError):
-            grounds.require_sandbox(process)
-        os.write(leave[1], b"x")
-        os.read(left[0], 1)
-        with Opened(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)) as mounts:
-            grounds.require_mounts(mounts)
-            grounds.require_sandbox(process)
-            os.write(leave[1], b"x")
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            with pytest.raises(PermissionError):
+    try:
+        with Opened(os.pidfd_open(pid)) as process:
+            with pytest.raises(PermissionError), Opened(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)) as mounts:
                 grounds.require_mounts(mounts)
             with pytest.raises(PermissionError):
                 grounds.require_sandbox(process)
-    os.waitpid(pid, 0)
-    grounds.close()
-    for fd in (*leave, *left):
-        os.close(fd)
+            os.write(leave[1], b"x")
+            os.read(left[0], 1)
+            with Opened(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)) as mounts:
+                grounds.require_mounts(mounts)
+                grounds.require_sandbox(process)
+                os.kill(pid, signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                with pytest.raises(PermissionError):
+                    grounds.require_mounts(mounts)
+                with pytest.raises(PermissionError):
+                    grounds.require_sandbox(process)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        grounds.close()
+        for fd in (*leave, *left):
+            os.close(fd)
