@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -248,3 +249,35 @@ def test_child_is_a_sandbox_when_it_has_left(folder: Path) -> None:
         grounds.close()
         for fd in (*leave, *left):
             os.close(fd)
+
+
+def test_number_of_an_ended_child_is_nobody(folder: Path) -> None:
+    """The kernel gives it to another process, perhaps one with other namespaces."""
+    grounds = Grounds(UID, str(folder))
+    ended = os.fork()
+    if ended == 0:
+        os._exit(0)
+    grounds.add(ended)
+    with subprocess.Popen(["unshare", "--mount", "sh", "-c", "echo up; exec cat"], stdin=-1, stdout=-1) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        # What the launcher would have if the number had come again.
+        os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+        grounds._children = {other.pid: grounds._children[ended]}
+        with pytest.raises(PermissionError), Opened(os.open(f"/proc/{other.pid}/ns/mnt", os.O_RDONLY)) as mounts:
+            grounds.require_mounts(mounts)
+        other.kill()
+    os.waitpid(ended, 0)
+    grounds.close()
+
+
+def test_directory_stays_the_one_that_was_checked(folder: Path, outside: Path) -> None:
+    """A link in its place, put there after the check, leads nowhere."""
+    grounds = Grounds(UID, str(folder))
+    with grounds.stack(stack(folder, f"{folder}/upper")) as checked:
+        (folder / "upper").rename(folder / "moved")
+        (folder / "upper").symlink_to(outside)
+        (Path(checked.upper) / "written").touch()
+    assert (folder / "moved" / "written").exists()
+    assert not any(outside.iterdir())
+    grounds.close()
