@@ -108,7 +108,8 @@ def test_nothing_outside_is_written_to(folder: Path, outside: Path) -> None:
     (folder / "in" / "link").symlink_to(outside.parent)
     ways = [
         str(outside), f"{folder}/../{outside.name}", f"{folder}/link", f"{folder}/in/link/{outside.name}",
-        f"{folder}/in/../../{outside.name}", f"{folder}-outside", "/proc/self/root/etc", f"{folder}/in/./../link", "",
+        f"{folder}/in/../../{outside.name}", f"{folder}-outside", f"/proc/self/root{outside}",
+        f"{folder}/in/./../link", "",
     ]  # fmt: skip
 
     async def test(server: ForkServer) -> None:
@@ -154,20 +155,35 @@ def test_no_file_but_of_its_own_control_groups_is_joined(folder: Path, outside: 
     assert (secret.read_text(), (folder / "mine").read_text()) == ("secret", "mine")
 
 
+@contextmanager
+def other_process() -> Iterator[int]:
+    """Run a process that is no sandbox, and yield its pid.
+
+    It has namespaces of its own. If the launcher did enter them, no mount of this machine would change.
+    """
+    command = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child"]
+    with subprocess.Popen([*command, "sh", "-c", "echo up; exec cat"], stdin=-1, stdout=-1) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        finally:
+            process.kill()
+
+
 def test_only_sandboxes_are_entered(folder: Path) -> None:
-    """In this process's own namespaces the launcher would be root of the machine."""
+    """In namespaces of the machine's the launcher would be root of it."""
     order = SwitchLayers(stack(folder, f"{folder}/upper"), [], NO_SERVICES, 0, same_below=False)
 
     async def test(server: ForkServer) -> None:
-        own = os.open("/proc/self/ns/mnt", os.O_RDONLY)
-        others = [own, os.open(f"/proc/{server.pid}/ns/mnt", os.O_RDONLY), os.open("/dev/null", os.O_RDONLY)]
-        table = os.open("/dev/null", os.O_RDONLY)
-        for namespace in others:
-            assert "does not touch" in await answered(server, order, [namespace, table])
-        for fd in (*others, table):
-            os.close(fd)
-        with Opened(os.pidfd_open(os.getpid())) as process:
-            assert (await server.ask(SetLastPid(1), [process])).fds == []
+        with other_process() as pid, Opened(os.pidfd_open(pid)) as process:
+            ways = [f"/proc/{pid}/ns/mnt", f"/proc/{server.pid}/ns/mnt", "/dev/null"]
+            namespaces = [os.open(way, os.O_RDONLY) for way in ways]
+            for namespace in namespaces:
+                assert "does not touch" in await answered(server, order, [namespace, namespaces[-1]])
+            for fd in namespaces:
+                os.close(fd)
+            assert (await server.ask(SetLastPid(1000), [process])).fds == []
 
     beside(folder, test)
 
@@ -176,10 +192,13 @@ def test_criu_is_not_driven(folder: Path) -> None:
     """CRIU runs with all rights, and makes processes with the rights that their images name."""
 
     async def test(server: ForkServer) -> None:
-        process, null = os.pidfd_open(os.getpid()), os.open("/dev/null", os.O_RDONLY)
-        with pytest.raises(SandboxError, match="runs no CRIU"):
+        null = os.open("/dev/null", os.O_RDONLY)
+        with (
+            other_process() as pid,
+            Opened(os.pidfd_open(pid)) as process,
+            pytest.raises(SandboxError, match="runs no CRIU"),
+        ):
             await server.ask(RunCriu(["criu"]), [process, null, null, null, null])
-        os.close(process)
         os.close(null)
 
     beside(folder, test)
