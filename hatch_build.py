@@ -5,7 +5,8 @@ collide with other packages (PyPI's `proxy.py` installs a top-level `proxy`, for
 `forkpoint/proxy/` and so on, and rewrites every import of them. An editable installation needs no copy: there the
 repository itself is on the path.
 
-The hook also compiles `vfork.c` and `anchor.c` in `sandboxes/linux`. The wheel then is for this machine's architecture.
+The hook also compiles `vfork.c` and `anchor.c` in `sandboxes/linux`. The wheel then is for this machine's architecture,
+and for the glibc that they need.
 Where no compiler works it is for every machine, and Forkpoint does without them, more slowly.
 
 Where MkDocs is installed, the hook also builds the documentation site, which the proxy then serves below `/manual/`.
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -48,6 +49,11 @@ FLAGS = {
     ANCHOR: (*_WITHOUT_LIBC, "-shared", "-fPIC", "-fvisibility=hidden"),
 }
 """The compiler's arguments, by what it makes."""
+OLDEST_GLIBC = (2, 17)
+"""The oldest glibc that a wheel names: that of CentOS 7, and the first one on aarch64."""
+_GLIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)[.\d]*\0")
+"""The name of a version in a library that needs symbols of it (`readelf -V`)."""
+_OTHER_LIBC = b"libc.musl"
 SITE = Path("proxy", "ui", "manual")
 Edit = tuple[int, int, str]
 """Begin and end of the bytes to replace, and the new text."""
@@ -86,7 +92,7 @@ class RoomsHook(BuildHookInterface):  # type: ignore[misc]
             if any(compiled):
                 build_data["pure_python"] = False
                 # The library is loaded by ctypes, so one build serves every version of Python.
-                build_data["tag"] = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"
+                build_data["tag"] = f"py3-none-{platform_of(self._copy / target for target in COMPILED.values())}"
             build_data["force_include"][str(self._copy / room)] = f"{PACKAGE}/{room}"
         if not add_site(Path(self.root), self._copy / SITE):
             self.app.display_warning("The wheel has no manual: install the dependency group `docs`, and build again.")
@@ -114,6 +120,20 @@ def compile_helper(source: Path, target: Path) -> bool:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
     except OSError:
         return False
+
+
+def platform_of(libraries: Iterable[Path]) -> str:
+    """Return the platform of a wheel with some libraries; a missing one needs nothing.
+
+    With glibc it is `manylinux_2_N`, for the oldest glibc that has all that they need (PEP 600).
+    """
+    contents = [library.read_bytes() for library in libraries if library.exists()]
+    platform = re.sub("[-.]", "_", sysconfig.get_platform())
+    if not platform.startswith("linux_") or any(_OTHER_LIBC in content for content in contents):
+        return platform
+    needed = {(int(match[1]), int(match[2])) for content in contents for match in _GLIBC.finditer(content)}
+    major, minor = max(needed | {OLDEST_GLIBC})
+    return f"many{platform.replace('_', f'_{major}_{minor}_', 1)}"
 
 
 def add_site(root: Path, target: Path) -> bool:

@@ -4,7 +4,6 @@
 the program. `Rights.wrapper` is this command, for the `wrapper` of `tests.machine.Proxy`.
 """
 
-import ctypes
 import json
 import os
 import re
@@ -39,7 +38,6 @@ MOUNTS = (
 )  # fmt: skip
 """The calls that Docker's profile refuses beside those that make namespaces, and that AppArmor refuses a process that
 was not allowed user namespaces."""
-_PR_SET_KEEPCAPS, _PR_CAP_AMBIENT_RAISE = 8, 2
 _CLONE3, _ERRNO, _ALLOW = 435, 0x00050000, 0x7FFF0000
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _MORE_CALLS = {"chroot": (161, 51), "prctl": (157, 167)}
@@ -51,7 +49,8 @@ class Rights:
     """What a program may do.
 
     Attributes:
-        capabilities: The capabilities that it can have; None for all of this machine's.
+        capabilities: The capabilities that it can have; None for all of this machine's. Another user than root has
+            these from its start, as a unit's `AmbientCapabilities=` gives them.
         refused: The system calls that fail with EPERM. "clone" stands for a clone that makes namespaces.
         absent: Whether clone3 does not exist, as in Docker's profile.
         uid: The user that it runs as.
@@ -96,7 +95,7 @@ class Rights:
         if self.no_new_privileges:
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         if self.uid:
-            _become_user(self.uid)
+            _become_user(self.uid, self.capabilities or ())
         elif self.capabilities is not None:
             for number, name in enumerate(CAPABILITIES):
                 if name not in self.capabilities and kernel.permitted() >> number & 1:
@@ -130,14 +129,10 @@ UBUNTU = Rights((), (*MOUNTS, "chroot", "sethostname"), uid=1000)
 right."""
 
 
-def _become_user(uid: int) -> None:
-    """Become an ordinary user who can read this interpreter, which may lie in root's home."""
-    kernel.prctl(_PR_SET_KEEPCAPS, 1)
-    confine.become_user(uid, uid, [])
-    reading = 1 << CAPABILITIES.index("DAC_READ_SEARCH")
-    sets = struct.pack("=6I", reading, reading, reading, 0, 0, 0)
-    kernel.syscall("capset", ctypes.c_char_p(struct.pack("=Ii", 0x20080522, 0)), ctypes.c_char_p(sets))
-    kernel.prctl(kernel.PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, CAPABILITIES.index("DAC_READ_SEARCH"))
+def _become_user(uid: int, capabilities: Iterable[str]) -> None:
+    """Become another user, with some capabilities; or an ordinary one who can read this interpreter in root's home."""
+    numbers = [CAPABILITIES.index(name) for name in (capabilities or ["DAC_READ_SEARCH"])]
+    confine.become_user_with(numbers, uid, uid)
 
 
 def _refusing(names: Iterable[str], *, absent: bool) -> bytes:

@@ -23,6 +23,7 @@ def test_compose_sets_known_settings(compose: dict[str, Any], monkeypatch: pytes
     proxy = compose["services"]["proxy"]
     for name, value in proxy["environment"].items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FORKPOINT_DATA", proxy["command"][proxy["command"].index("--data") + 1])
     settings = Settings.load()
     assert settings.default_spec.image == compose["services"]["sandbox"]["image"]
     volumes = [volume.split(":") for volume in proxy["volumes"]]
@@ -43,6 +44,9 @@ def test_users_of_older_compose_get_the_same_proxy(compose: dict[str, Any]) -> N
     assert re.findall(r"--cap-drop (\S+)", command) == proxy["cap_drop"]
     assert re.findall(r"--security-opt (\S+)", command) == proxy["security_opt"]
     assert re.findall(r"--cgroupns (\S+)", command) == [proxy["cgroup"]]
+    assert re.findall(r"--tmpfs (\S+)", command) == proxy["tmpfs"]
+    assert ("--read-only" in command) is proxy["read_only"] is True
+    assert command.split()[-1 - len(proxy["command"]) :] == [proxy["image"], *proxy["command"]]
     assert "--privileged" not in command
 
 
@@ -53,7 +57,8 @@ def test_rights_are_those_of_the_table(compose: dict[str, Any]) -> None:
     (workload,) = [each for each in pod if each["kind"] == "StatefulSet"]
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": named}
-    assert compose["services"]["proxy"]["cap_add"] == named
+    # What a proxy that is root does more: it restores checkpoints, and schedules itself.
+    assert compose["services"]["proxy"]["cap_add"] == [name for name in named if name not in {"SYS_NICE", "SYS_TIME"}]
     assert compose["services"]["proxy"]["cap_drop"] == ["ALL"]
 
 

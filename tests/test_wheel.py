@@ -1,6 +1,7 @@
 """The wheel installs beside packages with generic names, and works there."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from hatch_build import HELPER, LIBRARY, compile_helper, rewritten
+from hatch_build import ANCHOR_SOURCE, COMPILED, FLAGS, HELPER, ROOMS, compile_helper, platform_of, rewritten
+from sandboxes.linux import spawn
 from tests.machine import Proxy, data_directory, require_sandboxes
 
 REPOSITORY = Path(__file__).parents[1]
@@ -57,9 +59,51 @@ def test_wheel_has_the_manual(wheel: Path) -> None:
 def test_wheel_has_the_compiled_helper(wheel: Path, tmp_path: Path) -> None:
     """The wheel is then for this architecture and every version of Python. Without a compiler it has no helper."""
     with zipfile.ZipFile(wheel) as archive:
-        has_helper = f"forkpoint/{LIBRARY}" in archive.namelist()
-    assert has_helper == compile_helper(REPOSITORY / HELPER, tmp_path / LIBRARY.name)
-    assert ("-py3-none-linux_" if has_helper else "-py3-none-any") in wheel.name
+        packed = archive.namelist()
+    compiled = [
+        target for source, target in COMPILED.items() if compile_helper(REPOSITORY / source, tmp_path / target.name)
+    ]
+    assert [target for target in COMPILED.values() if f"forkpoint/{target}" in packed] == compiled
+    assert (
+        f"-py3-none-{platform_of(tmp_path / target.name for target in compiled)}" if compiled else "-any"
+    ) in wheel.name
+
+
+def test_helpers_are_the_same_everywhere() -> None:
+    """A checkout, a wheel and the image have all that C files of the repository are compiled into."""
+    sources = {path.relative_to(REPOSITORY) for room in ROOMS for path in (REPOSITORY / room).rglob("*.c")}
+    assert sources == set(COMPILED) == {HELPER, ANCHOR_SOURCE}
+    assert set(FLAGS) == set(COMPILED.values())
+    # What loads them looks for them where both kinds of installation put them.
+    assert {Path(spawn.LIBRARY), Path(spawn.ANCHOR)} == {REPOSITORY / target for target in COMPILED.values()}
+    # The image builds the wheel's way, with a compiler, and copies the result whole.
+    build, _, final = (REPOSITORY / "docker" / "Dockerfile").read_text().partition("\nFROM $BASE\n")
+    assert {"gcc", "libc6-dev"} <= set(build.split())
+    assert re.search(r"pip install .*--no-build-isolation \.$", build, re.MULTILINE)
+    copied = {word for line in build.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert copied >= {"hatch_build.py", *(source.parts[0] for source in COMPILED)}
+    assert "COPY --from=build /opt/venv /opt/venv" in final
+    # Neither leaves a helper out that lies in the context of the build.
+    ignored = (REPOSITORY / ".dockerignore").read_text() if (REPOSITORY / ".dockerignore").exists() else ""
+    assert not re.search(r"\.c$", ignored, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ([b""], "manylinux_2_17_x86_64"),
+        ([b"\0libc.so.6\0GLIBC_2.2.5\0", b""], "manylinux_2_17_x86_64"),
+        ([b"\0libc.so.6\0GLIBC_2.4\0GLIBC_2.34\0GLIBC_2.9\0"], "manylinux_2_34_x86_64"),
+        ([b"\0libc.musl-x86_64.so.1\0"], "linux_x86_64"),
+    ],
+)
+def test_wheel_names_the_oldest_glibc(
+    contents: list[bytes], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sysconfig.get_platform", lambda: "linux-x86_64")
+    for number, content in enumerate(contents):
+        (tmp_path / str(number)).write_bytes(content)
+    assert platform_of([*tmp_path.iterdir(), tmp_path / "missing"]) == expected
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
 )
 """Group, name, function and example of each command that talks to a running proxy."""
 _OFFLINE: tuple[tuple[str, str, Callable[..., None], str], ...] = (
+    (RUN, "launcher", launching.launcher, "forkpoint launcher --user forkpoint --data /var/lib/forkpoint"),
     (RUN, "up", launching.up, "forkpoint up --ray"),
     (RUN, "down", launching.down, "forkpoint down --ray"),
     (OPERATE, "restore", data_directory.restore, "forkpoint restore monday.backup --data restored"),

@@ -1,7 +1,11 @@
-"""Commands that start and end the proxies of several machines: `forkpoint up` and `forkpoint down`."""
+"""Commands that start what a proxy needs beside it, or the proxies of several machines."""
 
+import os
+import pwd
+import sys
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
+SOCKET = Path("/run/forkpoint/launcher")
+"""Where a unit's `RuntimeDirectory=forkpoint` is. Root alone may write there."""
 RayOption = Annotated[
     bool,
     typer.Option("--ray", help="On all nodes of a Ray cluster, which starts and watches the proxies (docs/ray.md)."),
@@ -21,6 +27,31 @@ RayOption = Annotated[
 AddressOption = Annotated[
     str, typer.Option(help="Address of the Ray cluster.", show_default="RAY_ADDRESS, else the cluster of this machine")
 ]
+
+
+def launcher(
+    user: Annotated[str, typer.Option(help="User of the proxy, who alone may ask for sandboxes.")],
+    data: Annotated[Path, typer.Option(help="Data directory of the proxy. It is made for the user.")],
+    socket: Annotated[Path, typer.Option(help="Socket that the proxy finds as FORKPOINT_LAUNCHER.")] = SOCKET,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Forkpoint's command to run beside it as the user, such as serve.")
+    ] = None,
+) -> None:
+    """Make sandboxes as root for a proxy that is not root (docs/deploying.md)."""
+    from sandboxes.rights import launcher_service as service
+
+    try:
+        service.require_root()
+        entry = pwd.getpwnam(user)
+        service.make_directory(data, entry.pw_uid, entry.pw_gid)
+        folder, listening = os.path.realpath(data), service.listen(socket, entry.pw_uid)
+    except (KeyError, OSError) as error:
+        fail(f"The launcher cannot start: {error}")
+    service.tell_ready()
+    if command is None:
+        service.serve(listening, entry.pw_uid, folder)
+    program = [sys.executable, "-m", "forkpoint", *command]
+    service.run_beside(program, entry.pw_uid, entry.pw_gid, listening, folder)
 
 
 def up(*, ray: RayOption = False, address: AddressOption = "auto", json: JsonOption = False) -> None:

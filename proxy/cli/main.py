@@ -68,11 +68,17 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-_OTHER_VARIABLES = ("FORKPOINT_URL", "FORKPOINT_NEEDS_", "FORKPOINT_THOROUGH", "FORKPOINT_OLDER_MOUNTS")
+_OTHER_VARIABLES = (
+    "FORKPOINT_URL", "FORKPOINT_NEEDS_", "FORKPOINT_THOROUGH", "FORKPOINT_OLDER_MOUNTS", "FORKPOINT_LAUNCHER",
+)  # fmt: skip
 """Prefixes of variables that the commands and the tests read."""
 
 DataOption = Annotated[
-    Path | None, typer.Option("--data", help="Directory of the store and the snapshots.", show_default="forkpoint-data")
+    Path | None,
+    # `readable` would go by the user alone, and not by its capabilities.
+    typer.Option(
+        "--data", help="Directory of the store and the snapshots.", show_default="forkpoint-data", readable=False
+    ),
 ]
 
 

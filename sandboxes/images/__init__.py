@@ -2,5 +2,5 @@
 
 Process: the proxy, in threads: everything here blocks. `docker_layers`, `tree_check`
 and `state_image` run as programs of their own.
-May import: sandboxes, sandboxes.guest.files, sandboxes.host, sandboxes.linux.
+May import: sandboxes, sandboxes.guest.files, sandboxes.host, sandboxes.linux, sandboxes.rights.
 """

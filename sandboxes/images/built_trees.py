@@ -9,6 +9,7 @@ from pathlib import Path
 from sandboxes.images import tree_check
 from sandboxes.linux.files import remove_tree
 from sandboxes.linux.syscalls import sync_file_system
+from sandboxes.rights import held
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class BuiltTrees:
                 part = self._folder / f"{name}.part"
                 remove_tree(part)
                 part.mkdir()
+                held.give_to_root(part)
                 try:
                     build(part)
                     if checked:

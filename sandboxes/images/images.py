@@ -1,7 +1,6 @@
 """The images of a driver: what their names stand for, and the states that become images."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from sandboxes.images import state_image
 from sandboxes.images.config import ImageConfig
 from sandboxes.images.store import ImageStore
 from sandboxes.portability import NoImageError
+from sandboxes.rights import held
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 
@@ -45,8 +45,11 @@ class Images:
         """Raise `NoImageError` for a spec whose states cannot be images."""
         if spec.image is None and spec.base == "host":
             raise NoImageError("its base is this machine itself, which no image may contain. Use an image as its base.")
-        if os.geteuid():
-            raise NoImageError("the proxy is not root, and only root sees the owners of files. Run the proxy as root.")
+        if not held.over_files():
+            raise NoImageError(
+                "the proxy does not see the owners of files, because it has no rights over those of other users. "
+                "Run it as root, or beside a launcher that is root (docs/deploying.md)."
+            )
 
     async def make(
         self, lowers: Sequence[str], config: ImageConfig, left_out: Sequence[str], name: str, target: Path | None

@@ -32,6 +32,7 @@ from sandboxes.images.config import ImageError
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened, write_out
 from sandboxes.linux.files import remove_entry
+from sandboxes.rights import held
 
 MAX_ENTRIES = 5_000_000
 """Limits the members of all tars of a root. The root file systems of large images have some hundred thousand."""
@@ -225,7 +226,7 @@ class RootWriter:
 def is_kept(attribute: str) -> bool:
     """Return whether files of a root have an extended attribute of their image; capabilities need root's rights."""
     if attribute == "security.capability":
-        return os.geteuid() == 0
+        return held.over_files()
     # The mounts of sandboxes interpret the prefix of overlayfs.
     return attribute.startswith("user.") and not attribute.startswith(USER_MARKS)
 
@@ -328,14 +329,14 @@ def _path_of(folder: int) -> str:
 
 
 def _own(name: str, member: tarfile.TarInfo, folder: int) -> None:
-    if os.geteuid() == 0:
+    if held.over_files():
         os.chown(name, member.uid, member.gid, dir_fd=folder, follow_symlinks=False)
     os.utime(name, (member.mtime, member.mtime), dir_fd=folder, follow_symlinks=False)
 
 
 def _set_facts(fd: int, facts: _Facts) -> None:
     # Owner first, because chown clears set-user-id bits and capabilities (chown(2)).
-    if os.geteuid() == 0:
+    if held.over_files():
         os.fchown(fd, facts.uid, facts.gid)
     os.fchmod(fd, facts.mode)
     for name, value in facts.attributes:

@@ -34,8 +34,10 @@ from sandboxes.images.archives import ImageArchive, require_platform
 from sandboxes.images.built_trees import BuiltTrees
 from sandboxes.images.config import ImageConfig, ImageError
 from sandboxes.images.daemon import DaemonImage, ImageDaemon
+from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.files import write_whole
 from sandboxes.linux.plain_paths import open_plain
+from sandboxes.rights import held
 
 _log = logging.getLogger(__name__)
 
@@ -63,9 +65,9 @@ class ImageStore:
     def __init__(self, folder: Path, *, in_place: bool = True) -> None:
         """Name the folder, which a lock of the caller's keeps for this process; `open` makes it.
 
-        Docker's directories may be used as they are (`in_place`), which needs root.
+        Docker's directories may be used as they are (`in_place`), which needs the right to read overlayfs' marks.
         """
-        self._folder, self._in_place = folder, in_place and os.geteuid() == 0
+        self._folder, self._in_place = folder, in_place and kernel.holds(kernel.CAP_SYS_ADMIN)
         self._trees = BuiltTrees(folder)
         self.daemon = ImageDaemon()
         # What `docker_layers` says of the layers that this process has looked at.
@@ -189,6 +191,7 @@ class ImageStore:
 
         def build(target: Path) -> None:
             (target / below).mkdir(parents=True, exist_ok=True)
+            held.give_to_root(target)
             unpack(target / below)
             for above in Path(below).parents:
                 # Those that the image does not have: the same everywhere.

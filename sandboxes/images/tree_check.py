@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sandboxes.guest.files import manifest
 from sandboxes.guest.files.scan import USER_MARKS
+from sandboxes.rights import held
 
 
 def digest_of(tree: Path) -> str:
@@ -29,7 +30,7 @@ def _read(tree: Path) -> str:
         content = manifest.of_tree(top, USER_MARKS, contents=True)
         return f"{content.stats.hex()} {content.contents.hex()}"
     except PermissionError:
-        if os.geteuid() == 0:
+        if held.over_files():
             raise
         # An ordinary user cannot read what the tarball forbids to everybody.
         return manifest.of_tree(top, USER_MARKS, contents=False).stats.hex()

@@ -21,6 +21,7 @@ from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest, answers_of, decode
 from sandboxes.ipc.frames import MalformedFrameError
 from sandboxes.ipc.launch_messages import ForkServerReady
+from sandboxes.ipc.launched_process import LaunchedProcess, launch
 from sandboxes.ipc.messages import Failed
 
 START_S = 30.0
@@ -31,7 +32,21 @@ STOP_S = 10.0
 
 _LIBRARY_ROOT = str(Path(msgspec.__file__).parent.parent)
 """The directory that msgspec lies in, for children that load no other installed package."""
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+
+
+def command_of(module: str, end: int, arguments: Sequence[str], *, site_packages: bool = False) -> list[str]:
+    """Return the command that runs a module's `main` with a descriptor and further arguments (pure)."""
+    # The path is set before the first import, because -I and -S leave an interpreter without ours. A child without
+    # installed packages gets msgspec all the same, and nothing else from where it lies.
+    library = f"sys.path.insert(0, {_LIBRARY_ROOT!r}); import msgspec; del sys.path[0]; "
+    program = (
+        f"import sys; {'' if site_packages else library}"
+        f"sys.path.insert(0, {IMPORT_ROOT!r}); from {module} import main; main()"
+    )
+    # -I: nothing of the user's environment. -S: no site-packages. -B: no bytecode files beside the sources.
+    flags = ["-I", "-B"] if site_packages else ["-I", "-S", "-B"]
+    return [sys.executable, *flags, "-c", program, str(end), *arguments]
 
 
 class ForkServer:
@@ -49,8 +64,9 @@ class ForkServer:
         *,
         hint: str = "",
         site_packages: bool = False,
-        environment: Mapping[str, str] = _ENVIRONMENT,
+        environment: Mapping[str, str] = ENVIRONMENT,
         prepare: Callable[[int], None] = lambda _pid: None,
+        service: str = "",
     ) -> None:
         """Describe a fork server; `start` starts it.
 
@@ -62,11 +78,13 @@ class ForkServer:
             site_packages: Whether the child may import installed packages. Without them it starts faster.
             environment: The child's whole environment.
             prepare: Called with the pid of each child that starts, before it forks anything. May block shortly.
+            service: The socket of a service that starts the child instead of this process (`launched_process`).
         """
         self._name, self._module, self._arguments, self._hint = name, module, arguments, hint
         self._site_packages, self._environment, self._prepare = site_packages, environment, prepare
+        self._service = service
         self._channel: Channel | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | LaunchedProcess | None = None
         # Several sandboxes may find the child dead at once; one of them starts the next.
         self._restarting = asyncio.Lock()
 
@@ -93,6 +111,8 @@ class ForkServer:
             return False
         if self._process.returncode is not None:
             return True
+        if isinstance(self._process, LaunchedProcess):
+            return False
         try:
             # Not reaped here (WNOWAIT): that is the event loop's part.
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -108,22 +128,13 @@ class ForkServer:
         """
         # Closed by the kernel when either process dies, however it dies: no file, no name, nothing to clean up.
         ours, theirs = socket.socketpair()
-        # The path is set before the first import, because -I and -S leave an interpreter without ours. A child without
-        # installed packages gets msgspec all the same, and nothing else from where it lies.
-        library = f"sys.path.insert(0, {_LIBRARY_ROOT!r}); import msgspec; del sys.path[0]; "
-        program = (
-            f"import sys; {'' if self._site_packages else library}"
-            f"sys.path.insert(0, {IMPORT_ROOT!r}); from {self._module} import main; main()"
-        )
-        # -I: nothing of the user's environment. -S: no site-packages. -B: no bytecode files beside the sources.
-        flags = ["-I", "-B"] if self._site_packages else ["-I", "-S", "-B"]
         # Our copy of the child's end must go: as long as it is open, the death of the child is not seen.
         with theirs:
-            # A session of its own: the proxy's may have a niceness, which sandboxes would show.
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *flags, "-c", program, str(theirs.fileno()), *self._arguments, start_new_session=True,
-                pass_fds=[theirs.fileno()], env=dict(self._environment), cwd="/", stdin=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
+            try:
+                self._process = await self._start_process(theirs)
+            except BaseException:
+                ours.close()
+                raise
         self._channel = Channel(ours)
         # The first message comes unasked, after the child has loaded everything.
         try:
@@ -135,6 +146,19 @@ class ForkServer:
             raise SandboxError(self._start_failure(str(error) or f"no response within {START_S:g} s")) from error
         self._prepare(self._process.pid)
         return ready
+
+    async def _start_process(self, end: socket.socket) -> "asyncio.subprocess.Process | LaunchedProcess":
+        if self._service:
+            try:
+                return await launch(self._service, end, self._arguments)
+            except (OSError, ValueError) as error:
+                raise SandboxError(self._start_failure(str(error))) from error
+        command = command_of(self._module, end.fileno(), self._arguments, site_packages=self._site_packages)
+        # A session of its own: the proxy's may have a niceness, which sandboxes would show.
+        return await asyncio.create_subprocess_exec(
+            *command, start_new_session=True, pass_fds=[end.fileno()], env=dict(self._environment), cwd="/",
+            stdin=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
 
     def _start_failure(self, reason: str) -> str:
         return f"{self._name} does not start: {reason}. {self._hint}".rstrip()

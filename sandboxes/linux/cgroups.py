@@ -279,6 +279,15 @@ def _find_hierarchy() -> tuple[int, list[dict[str, Path]]] | None:
     return (2, [{MEMORY: group, PIDS: group} for group in able]) if able else None
 
 
+def make_writable() -> None:
+    """Make this process's control groups writable for what it executes without the right to it, as far as it may."""
+    with contextlib.suppress(OSError):
+        own = _own_groups()
+        _, candidates = _find_hierarchy() or (0, [])
+        for groups in [*candidates, *([{CPU: own[CPU]}] if CPU in own else [])]:
+            _make_writable(groups)
+
+
 def _make_writable(groups: dict[str, Path]) -> None:
     """Make the mounts of groups writable in this process's mount namespace, if they are read-only and it may.
 

@@ -260,6 +260,20 @@ def stop_looking() -> None:
     kernel.capset(sum(1 << capability for capability in CAPABILITIES))
 
 
+def become_user_with(capabilities: Sequence[int], uid: int, gid: int) -> None:
+    """Give this process, and what it executes, another user and these capabilities at most, for good."""
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    for capability in range(LAST_CAPABILITY + 1):
+        if capability not in capabilities:
+            _drop_bounding(capability)
+    kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
+    become_user(uid, gid, [gid])
+    kept = sum(1 << capability for capability in capabilities)
+    kernel.capset(kept, kept, kept)
+    for capability in capabilities:
+        kernel.prctl(kernel.PR_CAP_AMBIENT, kernel.PR_CAP_AMBIENT_RAISE, capability)
+
+
 def become_user(uid: int, gid: int, groups: Sequence[int]) -> None:
     """Give this process another user and its groups, for good; `OSError` without the right to it (credentials(7))."""
     # The user comes last: afterwards this process has no right to change its groups.

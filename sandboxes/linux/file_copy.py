@@ -74,8 +74,8 @@ def _copy_file(name: str, status: os.stat_result, source: int, target: int, mark
                 os.write(writing, os.read(reading, _SMALL + 1))
             else:
                 copy_content(reading, writing, status.st_size)
-            if status.st_uid or status.st_gid:
-                os.fchown(writing, status.st_uid, status.st_gid)
+            # Also root's: in a directory with the set-group-ID bit a new file has the directory's group.
+            os.fchown(writing, status.st_uid, status.st_gid)
             os.fchmod(writing, stat.S_IMODE(status.st_mode))
             for attribute in os.listxattr(reading):
                 if not is_mark(attribute, marks):

@@ -41,12 +41,14 @@ CAP_SYS_RESOURCE = 24
 CAP_SYS_TIME = 25
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
+PR_SET_KEEPCAPS = 8
 PR_SET_NAME = 15
 PR_SET_SECCOMP = 22
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
+PR_CAP_AMBIENT_RAISE = 2
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 SECCOMP_MODE_FILTER = 2
 
@@ -94,6 +96,9 @@ SYSCALLS = {**_OLD, **_NEW}
 
 # struct statx (statx(2)): its size, the bit of the mount's number, and where that number is.
 _STATX_BYTES, _STATX_MNT_ID, _STATX_MNT_ID_OFFSET = 256, 0x1000, 144
+
+_STATFS_BYTES = 120
+"""The size of a `struct statfs`, whose first member is the kind."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -172,13 +177,18 @@ def permitted() -> int:
         return next(int(line.split()[1], 16) for line in status if line.startswith("CapPrm:"))
 
 
-def capset(effective: int, permitted: int | None = None) -> None:
+def holds(capability: int) -> bool:
+    """Return whether this thread may have a capability in effect."""
+    return bool(permitted() >> capability & 1)
+
+
+def capset(effective: int, permitted: int | None = None, inheritable: int = 0) -> None:
     """Set the effective and permitted capabilities of this thread to masks of bits, equal ones if only one is given.
 
-    None are inheritable.
+    Programs that it executes get those that are inheritable only if they are ambient too (capabilities(7)).
     """
     header, permitted = struct.pack("=Ii", 0x20080522, 0), effective if permitted is None else permitted
-    sets = [mask >> shift & 0xFFFFFFFF for shift in (0, 32) for mask in (effective, permitted, 0)]
+    sets = [mask >> shift & 0xFFFFFFFF for shift in (0, 32) for mask in (effective, permitted, inheritable)]
     syscall("capset", ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", *sets)))
 
 
@@ -248,14 +258,21 @@ class _Layering:
     Attributes:
         together: Whether all by one option, as before Linux 6.5. `uuid=null` came with Linux 6.6. The first overlay
             finds out.
+        attributes: `MOUNT_ATTR_…` of every overlay.
     """
 
     together = False
+    attributes = 0
 
 
 def mount_as_older_kernels() -> None:
     """Make overlays in this process, and in its forks, as kernels before Linux 6.5 need it."""
     _Layering.together = True
+
+
+def mount_without_devices() -> None:
+    """Make overlays in this process, and in its forks, in which no device node can be opened."""
+    _Layering.attributes = MOUNT_ATTR_NODEV
 
 
 def _overlay(
@@ -278,7 +295,8 @@ def _overlay(
             above = {"upperdir": upper, "workdir": work}
         name_folders(context, lowers, above, named)
         _fsconfig(context, FSCONFIG_CMD_CREATE, None, None)
-        return syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
+        attributes = ctypes.c_uint(_Layering.attributes)
+        return syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), attributes)
     finally:
         os.fchdir(before)
         close_all([context, before, *named])
@@ -450,6 +468,13 @@ def sync_file_system(folder: str) -> None:
     """Wait until everything written to the file system of a directory is on its disk (syncfs(2))."""
     with Opened(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         _check(_libc.syncfs(fd), f"syncfs {folder}")
+
+
+def kind_of_file_system(file: int) -> int:
+    """Return the number of the kind of file system that an open file is in (statfs(2), `f_type`)."""
+    answer = ctypes.create_string_buffer(_STATFS_BYTES)
+    _check(_libc.fstatfs(ctypes.c_int(file), answer), "fstatfs")
+    return int.from_bytes(answer.raw[:8], sys.byteorder)
 
 
 def set_process_name(name: str) -> None:

@@ -16,5 +16,5 @@ Process: the proxy; `launcher` and `init` run in a fork server and as pid 1 of e
 
 Pid 1, anchor and shells run inside the sandbox; `sandboxes.guest` has their code.
 May import: sandboxes, sandboxes.egress, sandboxes.guest, sandboxes.guest.anchors, sandboxes.guest.files,
-sandboxes.host, sandboxes.images, sandboxes.ipc, sandboxes.linux, sandboxes.shell_files.
+sandboxes.host, sandboxes.images, sandboxes.ipc, sandboxes.linux, sandboxes.rights, sandboxes.shell_files.
 """

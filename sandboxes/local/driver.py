@@ -8,7 +8,6 @@ in use, the stacks of open sandboxes, and the layers of sandboxes that are being
 import asyncio
 import contextlib
 import hashlib
-import os
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.local.service_commands import SERVICES
 from sandboxes.local.services import service_orders
 from sandboxes.open_sandboxes import OpenSandboxes
+from sandboxes.rights import held
 from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 
@@ -86,7 +86,9 @@ class LocalDriver:
         self.data_dir = data_dir.resolve()
         self.image_store = ImageStore(self.data_dir / "images")
         self.images = Images(self.image_store, self.sources, self.data_dir)
-        self.bases = Bases(self.data_dir, self.image_store, privileged=os.geteuid() == 0, rules=self.sources)
+        self.bases = Bases(
+            self.data_dir, self.image_store, privileged=held.has_privileged_launcher(), rules=self.sources
+        )
         self.sandboxes = OpenSandboxes[LocalSandbox]()
         self.machine = Machine(
             self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer(), self.sandboxes.holding
@@ -104,6 +106,8 @@ class LocalDriver:
         Raises:
             SandboxError: Another process uses this data directory, or the machine cannot run sandboxes.
         """
+        if held.launcher_socket() and (missing := held.missing()):
+            raise SandboxError(f"beside its launcher, the proxy lacks the capabilities {', '.join(missing)}")
         # The kernel releases the lock with the process, even after kill -9 (flock(2)). Layers hold set-user-id programs
         # and other users' files; only root, or this user, may reach them.
         self._ownership.acquire()

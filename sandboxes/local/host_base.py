@@ -15,6 +15,7 @@ from pathlib import Path
 from sandboxes.host.source_walk import CHANGES, MODIFY
 from sandboxes.linux.file_copy import is_opaque, is_whiteout
 from sandboxes.local.layer_merge import MARKS, OPAQUE
+from sandboxes.rights import held
 
 Watch = Callable[[str, int], None]
 """Watches a directory for events, by its path and inotify's mask."""
@@ -67,6 +68,7 @@ def skeleton(target: Path) -> None:
     for name, mode in {**_EMPTY, "var": 0o755, "var/tmp": 0o1777, "etc": 0o755}.items():
         (target / name).mkdir(parents=True, exist_ok=True)
         (target / name).chmod(mode)
+    held.give_to_root(target)
     _fix_times(target, "var", "etc")
 
 
@@ -136,15 +138,15 @@ def _settings(etc: Path, watch: Watch) -> Iterator[Path]:
 
 
 def build_mask(target: Path, hidden: list[Path]) -> None:
-    """Write the mask layer, which lies over the host's root and hides some paths. It needs root and takes 0.3 s."""
+    """Write the mask layer, which lies over the host's root and hides some paths. 0.3 s.
+
+    It needs rights over files (`rights.held`).
+    """
     host = Path("/")
     for path in host.iterdir():
         # An allow-list: a directory that an administrator adds to `/` tomorrow is hidden without a change here.
         if path.name not in VISIBLE and path.name not in {"var", *_EMPTY}:
             _whiteout(target / path.name)
-    # A directory of the upper layer gives the merged directory its attributes (overlayfs.rst), so the host's are
-    # copied.
-    _copy_attributes(host, target)
     for name, mode in _EMPTY.items():
         _empty(target / name, mode)
     _mask_var(host / "var", target / "var")
@@ -156,9 +158,13 @@ def build_mask(target: Path, hidden: list[Path]) -> None:
             _hide(path, target)
     # Last, because `_mask_unreadable` may have hidden one of these files with a whiteout.
     _own_text(target / "etc")
+    # Before directories get the host's owners, one of which may be this process's user.
+    held.give_to_root(target)
+    # A directory of the upper layer gives the merged directory its attributes (overlayfs.rst), so the host's are
+    # copied.
     for folder, _, _ in os.walk(target):
         path = Path(folder)
-        if path != target and not is_opaque(path, MARKS):
+        if not is_opaque(path, MARKS):
             _copy_attributes(host / path.relative_to(target), path)
     _fix_times(target)
 

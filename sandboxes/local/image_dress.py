@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sandboxes.local.lower_view import status_of
 from sandboxes.local.service_commands import SERVICES
+from sandboxes.rights import held
 
 _FIXED_NS = 10**18
 """The modification time of what is made here, 2001-09-09, so that equal images give equal root states."""
@@ -55,6 +56,7 @@ def build(dress: Dress, lowers: Sequence[str], target: Path) -> None:
     _file(target / ".dockerenv", "", 0o755)
     for volume in dress.volumes:
         _folder(lowers, target, volume, 0o755)
+    held.give_to_root(target)
     # The attributes of a directory in this layer are those that the sandbox shows (overlayfs.rst). Making an entry has
     # changed the time of its directory, so these come last, from the innermost upwards.
     for folder in sorted((path for path in target.rglob("*") if path.is_dir() and not path.is_symlink()), reverse=True):
@@ -106,7 +108,7 @@ def _take_facts(lowers: Sequence[str], target: Path, name: str) -> None:
     if there is None:
         os.utime(path, ns=(_FIXED_NS, _FIXED_NS))
         return
-    if os.geteuid() == 0:
+    if held.over_files():
         os.chown(path, there.st_uid, there.st_gid)
     path.chmod(stat.S_IMODE(there.st_mode))
     os.utime(path, ns=(there.st_mtime_ns, there.st_mtime_ns))

@@ -10,11 +10,12 @@
 # kernel then kills everything in the sandbox.
 
 import contextlib
+import errno
 import os
 import random
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sandboxes.guest import users
 from sandboxes.guest.checkpoint_restore import Restored, Restoring
@@ -44,18 +45,20 @@ NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | ke
 def run(
     channel: int,
     switches: int,
-    cgroups: list[str],
+    groups: Sequence[int],
+    cgroups: Sequence[str],
     pages: Iterable[tuple[int, int]] = (),
     *,
     privileged: bool,
     shell_files: str,
+    restores: bool,
 ) -> None:
     """Be a sandbox until the proxy closes its end.
 
     The first part needs no spec. It is done ahead, in spare sandboxes. The launcher reports on the socket `switches`
-    that layers were switched. The process joins control groups by their files, and writes to the pages, by address and
-    bytes. If the proxy is not root, this is root of a user namespace. `shell_files` is the directory of
-    `shell_files.copies`.
+    that layers were switched. The process joins control groups by their open files, whose paths are `cgroups`. It
+    writes to the pages, by address and bytes. Without `privileged`, this is root of a user namespace. `shell_files` is
+    the directory of `shell_files.copies`. If it `restores`, a checkpoint may be restored in it.
     """
     # The kernel kills this process when the launcher dies, and with this pid 1 its whole pid namespace
     # (pid_namespaces(7)). So even kill -9 of the proxy leaves no process.
@@ -63,9 +66,9 @@ def run(
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kernel.set_process_name("init")
     # Joining a group takes up to 15 ms, while the kernel waits for readers (RCU): the reason for spare sandboxes.
-    for path in cgroups:
-        with open(path, "w") as file:  # noqa: PTH123
-            file.write("0")
+    for group in groups:
+        os.write(group, b"0")
+        os.close(group)
     pids = PidsLimit(os.path.dirname(path) for path in cgroups)  # noqa: PTH120
     # The pid namespace is not in this list: the launcher's fork was born in it.
     kernel.unshare(NAMESPACES)
@@ -83,10 +86,10 @@ def run(
     link, reports = DriverLink(socket.socket(fileno=channel)), DriverLink(socket.socket(fileno=switches))
     write_pages(pages)
     link.send(Ready())
-    _start(link, reports, pids)
+    _start(link, reports, pids, restores=restores)
 
 
-def _start(link: DriverLink, switches: DriverLink, pids: PidsLimit) -> None:
+def _start(link: DriverLink, switches: DriverLink, pids: PidsLimit, *, restores: bool) -> None:
     """Wait for a spec and its layers, move into them, confine this process, and serve."""
     order, tables, (table, *files) = link.wait()
     assert isinstance(order, StartSandbox), "nothing else is sent to a spare sandbox"
@@ -110,6 +113,8 @@ def _start(link: DriverLink, switches: DriverLink, pids: PidsLimit) -> None:
     os.close(overlay)
     restored: Restored | None = None
     if order.checkpoint is not None:
+        if not restores:
+            raise OSError(errno.EPERM, "no checkpoint is restored for a proxy that is not root")
         restoring = Restoring(order.checkpoint, order.criu_arguments, files)
         link.send(RestoreStarted())
         # The next message is `FinishRestore`: the proxy has seen CRIU succeed.

@@ -4,7 +4,9 @@ It does what needs rights that a sandbox must not have: it forks pid 1s into new
 running sandbox to new layers, and starts CRIU in a sandbox's namespaces. It has one thread and few imports, so that a
 fork is cheap and safe.
 
-The launcher is root. If the driver is not, the launcher is root of a user namespace of its own; the code is the same.
+The launcher is root. It may be so beside a driver that is not (`rights.launcher_service`), of which it does nothing but
+what `rights.grounds` allows. Otherwise the launcher of such a driver is root of a user namespace of its own; the code
+is the same.
 It exits when the driver's end of its socket closes, and all pid 1s exit with it, by their parent-death signal.
 
 Some operations need another namespace for a moment. The launcher then enters it (setns), works, and returns to its own
@@ -50,6 +52,7 @@ from sandboxes.linux.descriptors import Opened, close_all
 from sandboxes.linux.plain_paths import plain_descriptor
 from sandboxes.linux.processes import LAST_PID, set_last_pid
 from sandboxes.local import init
+from sandboxes.rights.grounds import FOR, Grounds
 
 _BUSY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 """How long to wait for the end of a mount. The kernel ends one some milliseconds after its last user."""
@@ -62,9 +65,13 @@ _NEVER = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ENOSYS})
 class Launcher:
     """Serves the driver's requests, one at a time."""
 
-    def __init__(self, driver: socket.socket, *, privileged: bool) -> None:
-        """Remember the namespaces to come back to. If the driver is root, no user namespace is involved."""
+    def __init__(self, driver: socket.socket, *, privileged: bool, grounds: Grounds | None = None) -> None:
+        """Remember the namespaces to come back to. If this process is root, no user namespace is involved.
+
+        `grounds` is what a driver that is not root may name; None for one with this process's rights.
+        """
         self.driver = driver
+        self.grounds = grounds
         self.privileged = privileged
         if privileged:
             # Root's in each sandbox, as in containers. The proxy's own groups are no sandbox's.
@@ -120,29 +127,45 @@ class Launcher:
             case WritePages():
                 self._pages = addresses(checked(request.runs))
             case TryLinks():
-                return _tried(request.stack), []
+                with self._stack(request.stack) as stack:
+                    return _tried(stack), []
             case SetLastPid():
                 return Forked(), self._set_last_pid(request.number, *envelope.fds)
             case RunCriu():
                 self._run_criu(request, envelope.fds)
         return Done(), []
 
+    def _stack(self, stack: LayerStack) -> contextlib.AbstractContextManager[LayerStack]:
+        """Return a context with a stack that may be mounted for this driver."""
+        return contextlib.nullcontext(stack) if self.grounds is None else self.grounds.stack(stack)
+
     def _fork(self, request: ForkSandbox, channel: int, switches: int) -> int:
         """Fork a pid 1 and return its process descriptor. It sets itself up in parallel with the next requests."""
+        groups: list[int] = []
+        try:
+            for path in request.cgroups:
+                groups.append(_opened_group(path) if self.grounds is None else self.grounds.group(path))  # noqa: PERF401
+            return self._fork_into(groups, request, channel, switches)
+        finally:
+            close_all(groups)
+
+    def _fork_into(self, groups: list[int], request: ForkSandbox, channel: int, switches: int) -> int:
         # unshare(CLONE_NEWPID) changes where children are born, not this process; setns undoes it for the next child.
         kernel.unshare(kernel.CLONE_NEWPID)
         try:
             pid = os.fork()
             if pid == 0:
-                self._become_init(request, channel, switches)
+                self._become_init(groups, request, channel, switches)
         finally:
             # In the parent only: the child never returns from `_become_init`.
             kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+        if self.grounds is not None:
+            self.grounds.add(pid)
         # The kernel reaps children here (SIGCHLD is ignored), so the pid may be free already; then this raises and the
         # driver gets the error.
         return os.pidfd_open(pid)
 
-    def _become_init(self, request: ForkSandbox, channel: int, switches: int) -> None:
+    def _become_init(self, groups: list[int], request: ForkSandbox, channel: int, switches: int) -> None:
         code = 1
         try:
             # Nothing of the launcher's may be reachable from a sandbox.
@@ -150,9 +173,11 @@ class Launcher:
             os.close(self.own_mounts)
             os.close(self.own_pids)
             close_all([self._last_pid] if self._last_pid >= 0 else [])
+            if self.grounds is not None:
+                self.grounds.close()
             init.run(
-                channel, switches, request.cgroups, self._pages,
-                privileged=self.privileged, shell_files=request.shell_files,
+                channel, switches, groups, request.cgroups, self._pages,
+                privileged=self.privileged, shell_files=request.shell_files, restores=self.grounds is None,
             )  # fmt: skip
             code = 0
         except SystemExit:
@@ -165,7 +190,8 @@ class Launcher:
     def _mount(self, request: MountLayers, pid_1: int) -> None:
         """Mount the layers of a spare sandbox, and give them to its pid 1; see `MountLayers`."""
         try:
-            mounts = _mount(request.stack)
+            with self._stack(request.stack) as stack:
+                mounts = _mount(stack)
         except OSError as error:
             _report(pid_1, Failed(str(error)), [])
             return
@@ -179,7 +205,10 @@ class Launcher:
         report: IpcMessage = LayersSwitched(request.added_bytes, request.stack.links)
         mounts: list[int] = []
         try:
-            overlay = self._move(request, namespace, mounts)
+            if self.grounds is not None:
+                self.grounds.require_mounts(namespace)
+            with self._stack(request.stack) as stack:
+                overlay = self._move(request, stack, namespace, mounts)
         except OSError as error:
             report, overlay = Failed(str(error)), None
         _report(pid_1, report, [] if overlay is None else [*mounts, table])
@@ -188,9 +217,8 @@ class Launcher:
         if overlay is not None:
             os.close(overlay)
 
-    def _move(self, request: SwitchLayers, namespace: int, mounts: list[int]) -> int:
+    def _move(self, request: SwitchLayers, stack: LayerStack, namespace: int, mounts: list[int]) -> int:
         """Move a sandbox to new layers; return its overlay, and add mounts of the upper and of what is below it."""
-        stack = request.stack
         overlay = _writable(stack)
         upper = os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -226,6 +254,8 @@ class Launcher:
         process of the sandbox may stop it. Where the kernel lets nobody write, replays get the pids that come.
         """
         with contextlib.suppress(OSError):
+            if self.grounds is not None:
+                self.grounds.require_sandbox(sandbox)
             # Not only in the child: it is seen in the sandbox from its first moment, and has all rights.
             kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
             kernel.setns(sandbox, kernel.CLONE_NEWPID)
@@ -243,6 +273,9 @@ class Launcher:
 
     def _run_criu(self, request: RunCriu, fds: list[int]) -> None:
         """Start CRIU inside a sandbox, named by its pid 1, in a child that replies to the driver itself."""
+        if self.grounds is not None:
+            # Whoever drives CRIU, or makes its images, makes processes with any right.
+            raise OSError(errno.EPERM, "the launcher runs no CRIU for a proxy that is not root")
         pid = os.fork()
         if pid:
             return
@@ -258,6 +291,10 @@ class Launcher:
             init.report_failure(files[0], error)
         finally:
             os._exit(1)
+
+
+def _opened_group(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def _report(pid_1: int, report: IpcMessage, fds: list[int]) -> None:
@@ -421,8 +458,13 @@ def _root_is_overlay() -> bool:
 
 
 def main() -> None:
-    """Run the launcher. Arguments: the socket's descriptor, and the directory for the host's view."""
+    """Run the launcher.
+
+    Arguments: the socket's descriptor, the directory for the host's view, and options: `OLDER_MOUNTS`, or `FOR` and the
+    user and the directory of a proxy that is not root.
+    """
     driver = connect()
+    grounds: Grounds | None = None
     # Before the first fork, and with the right to it: no process of a sandbox can get a lower score then.
     oom_score.write(oom_score.SANDBOX)
     # The kernel reaps children; the driver watches them by their process descriptors.
@@ -440,6 +482,12 @@ def main() -> None:
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         if privileged:
             _show_host(sys.argv[2])
+        if FOR in sys.argv:
+            uid, folder = sys.argv[sys.argv.index(FOR) + 1 :]
+            kernel.mount_without_devices()
+            # After the namespace was made, which it compares others with.
+            grounds = Grounds(int(uid), folder)
+            os.close(grounds.folder(sys.argv[2]))
         prepare()
         # Made once here, so that no fork has to make it.
         confine.program(kernel.MACHINE)
@@ -449,7 +497,7 @@ def main() -> None:
     except OSError as error:
         driver.sendall(pack_message(Failed(str(error))))
         return
-    Launcher(driver, privileged=privileged).serve()
+    Launcher(driver, privileged=privileged, grounds=grounds).serve()
 
 
 if __name__ == "__main__":

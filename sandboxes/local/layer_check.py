@@ -12,12 +12,12 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from sandboxes.local.layers import Layers, read_manifest
+from sandboxes.rights import held
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def fault_of(layer: Path) -> str:
         return "" if manifest.contents.hex() == stored["contents"] else "the content of a file was changed"
     except PermissionError:
         # An ordinary user cannot read what a sandbox, as root of its namespace, has forbidden to everybody.
-        return "" if os.geteuid() else "it cannot be read"
+        return "it cannot be read" if held.over_files() else ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"it cannot be read: {error}"
 

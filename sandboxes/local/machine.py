@@ -40,6 +40,7 @@ from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers, ReadyUppers
 from sandboxes.local.reaper import Reaper
 from sandboxes.open_sandboxes import Holding
+from sandboxes.rights import held
 from sandboxes.shell_files import copies as shell_copies
 from sandboxes.task_owner import TaskOwner
 
@@ -123,6 +124,7 @@ class Machine:
             [str(host_view), *([kernel.OLDER_MOUNTS] if os.environ.get(kernel.OLDER_MOUNTS) else [])],
             hint=SEE_DOCTOR,
             prepare=self.cgroups.put_behind,
+            service=held.launcher_socket(),
         )
         self._keeps_links: dict[tuple[str, ...], bool] = {}
         self._trying_links = asyncio.Lock()
@@ -169,13 +171,14 @@ class Machine:
     async def keeps_links(self, lowers: tuple[str, ...]) -> bool:
         """Return whether hard links can stay links over a base's directories: the file systems must have file handles.
 
-        And we must be root: nobody else can move a directory that an agent has made read-only (`Layers.place`).
+        And we must have rights over files: without them a directory that an agent has made read-only cannot be moved
+        (`Layers.place`).
         """
         async with self._trying_links:
             # Once, however many sandboxes start together.
             if lowers not in self._keeps_links:
                 tried = await self._try_links(lowers)
-                keeps = os.geteuid() == 0 and not tried.refusal
+                keeps = held.over_files() and not tried.refusal
                 # After a shortage the next sandbox tries again: this answer holds until the proxy ends.
                 if not tried.final:
                     return keeps

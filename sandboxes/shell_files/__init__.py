@@ -1,5 +1,5 @@
 """Copies of this machine's bash and of its libraries, from which the anchor of each sandbox is loaded.
 
 Process: the proxy.
-May import: sandboxes.linux.
+May import: sandboxes.linux, sandboxes.rights.
 """

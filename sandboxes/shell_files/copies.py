@@ -30,6 +30,7 @@ from pathlib import Path
 from sandboxes.linux import spawn
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
+from sandboxes.rights import held
 from sandboxes.shell_files.programs import MalformedError, library_path, read_program
 
 _CACHE, _PRELOADS = "/etc/ld.so.cache", "/etc/ld.so.preload"
@@ -104,6 +105,7 @@ def make(folder: Path, library: Path = Path(spawn.ANCHOR), root: str = "/") -> S
             # Sandboxes show the times, and answers must not depend on when the copies were made.
             os.utime(path, (0, 0))
         os.utime(files, (0, 0))
+        held.give_to_root(folder)
     except (OSError, ValueError) as error:
         raise NoShellFilesError(str(error)) from error
     return ShellFiles(str(folder), digest.hexdigest())

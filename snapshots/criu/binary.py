@@ -53,11 +53,13 @@ class CriuBinary:
         `criu` is the program to copy; None looks for an installed one. Raises CriuMissingError if none is installed,
         none works on this kernel, or the proxy is not root or may not set clocks.
         """
-        # A restore writes ns_last_pid and enters foreign namespaces, both of which need CAP_SYS_ADMIN.
+        # CRIU is driven by the proxy, and who drives it makes processes with any right.
         if os.geteuid() != 0:
-            raise CriuMissingError("checkpoints of live processes need root: CRIU restores processes with their pids")
+            raise CriuMissingError(
+                "checkpoints of live processes need a proxy that is root: CRIU restores with all rights"
+            )
         # `criu check` does not notice: only a restore sets the clocks of a time namespace (time_namespaces(7)).
-        if not kernel.permitted() >> kernel.CAP_SYS_TIME & 1:
+        if not kernel.holds(kernel.CAP_SYS_TIME):
             raise CriuMissingError("checkpoints of live processes need the capability SYS_TIME: a restore sets clocks")
         candidates = [criu] if criu else [Path(path) for path in (shutil.which("criu"), *_PATHS) if path]
         installed = [path for path in dict.fromkeys(candidates) if path.is_file()]

@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sandboxes.rights import held
 from tests.guest.image import CHECKOUT, INSTALLED
 
 URL = "http://127.0.0.1:8700"
 GROUPS = Path("/sys/fs/cgroup")
-UNIT = Path("/etc/systemd/system/forkpoint.service")
+UNITS = Path("/etc/systemd/system")
+UNIT, CHANGES = UNITS / "forkpoint.service", UNITS / "forkpoint.service.d" / "root.conf"
 DATA = Path("/var/lib/forkpoint")
 _READY_S = 180.0
 _CALL_S = 240.0
@@ -57,19 +59,31 @@ def readme() -> str:
 
 
 def service() -> str:
-    """The unit of docs/deploying.md has its sandboxes in its own control group, and answers calls."""
-    return _has_sandboxes_inside("root")
-
-
-def user() -> str:
-    """The unit with `User=` has its sandboxes in its own control group too, with their limits."""
-    subprocess.run(["useradd", "--system", "forkpoint"], check=False, stderr=subprocess.DEVNULL)
+    """The unit of docs/deploying.md has its sandboxes in its own control group, and no right to become root."""
+    with _served() as main:
+        shown = dict(
+            line.split(":\t") for line in Path(f"/proc/{main}/status").read_text().splitlines() if ":\t" in line
+        )
+        least = f"{sum(1 << number for number in held.NEEDED.values()):016x}"
+        found = [shown[name] for name in ("CapEff", "CapPrm", "CapBnd", "NoNewPrivs")]
+        assert found == [least, least, least, "1"], found
+    assert _shell("owners", "touch f; chown 1234 f; stat -c %u f /etc/hosts /root")["stdout"] == "1234\n0\n0\n"
     return _has_sandboxes_inside("forkpoint")
 
 
-def _has_sandboxes_inside(user: str) -> str:
-    with _served(user=user) as main:
-        assert _shell(f"service-{user}", "echo $((6 * 7))")["stdout"] == "42\n"
+def user() -> str:
+    """The unit of an ordinary user has its sandboxes in its own control group too, with their limits."""
+    return _has_sandboxes_inside("forkpoint", "user")
+
+
+def root() -> str:
+    """The unit with root's rights, for checkpoints, has them there too."""
+    return _has_sandboxes_inside("root", "root")
+
+
+def _has_sandboxes_inside(user: str, variant: str = "") -> str:
+    with _served(variant) as main:
+        assert _shell(f"service-{variant}", "echo $((6 * 7))")["stdout"] == "42\n"
         groups = _sandbox_groups()
         assert groups, "no sandbox has a control group"
         own = GROUPS / "system.slice" / "forkpoint.service"
@@ -79,6 +93,7 @@ def _has_sandboxes_inside(user: str) -> str:
         limits = [[_read(group / name) for name in ("memory.max", "pids.max")] for group in groups]
         assert any("max" not in limit for limit in limits), limits
         owner = Path(f"/proc/{main}").owner()
+        assert owner == user, owner
         return f"{len(groups)} groups of sandboxes below {own}; the proxy is {owner}"
 
 
@@ -303,10 +318,11 @@ _CHECKPOINTS = "oom_scores or restored_sandbox_is_confined or sessions_come_back
 CHECKS: dict[str, Callable[[], str]] = {
     "doctor": doctor, "readme": readme, "service": service, "memory": memory, "pids": pids, "cpus": cpus, "disk": disk,
     "oom-score": oom_score, "oom-order": oom_order, "killed": killed, "stopped": stopped, "user": user,
-    "killed-alone": killed_alone,
+    "root": root, "killed-alone": killed_alone,
     "tests-groups": _tests("tests/sandboxes/linux/test_cgroups_v2.py", "tests/sandboxes/linux/test_processes.py"),
     "tests-security": _tests("tests/sandboxes/local/test_security.py", "-k", _SECURITY),
     "tests-checkpoints": _tests("tests/sandboxes/local/test_checkpoints.py", "-k", _CHECKPOINTS),
+    "tests-users": _tests("tests/sandboxes/local/test_checkpoints.py", "-k", "another_user"),
 }  # fmt: skip
 """The checks, in the order in which they run."""
 
@@ -326,14 +342,25 @@ def main(arguments: list[str]) -> int:
 
 
 @contextmanager
-def _served(*, user: str = "root") -> Iterator[int]:
-    """Have the service run for the block, and after it; yield the proxy's pid."""
-    owner = f"User={user}\nOOMScoreAdjust=0\n" if user != "root" else ""
-    unit = (Path(CHECKOUT) / "docker" / "deploy" / "systemd" / "forkpoint.service").read_text()
-    unit = unit.replace("[Install]", f"{owner}[Install]")
-    if not _is_ready() or UNIT.read_text() != unit:
+def _served(variant: str = "") -> Iterator[int]:
+    """Have the service run for the block, and after it; yield the proxy's pid.
+
+    The variant is "root" for the unit with root.conf, and "user" for the same with an ordinary user.
+    """
+    folder = Path(CHECKOUT) / "docker" / "deploy" / "systemd"
+    changes = (folder / CHANGES.name).read_text() if variant else ""
+    if variant == "user":
+        changes = changes.replace("User=root", "User=forkpoint\nOOMScoreAdjust=0")
+    if not _is_ready() or not CHANGES.exists() or CHANGES.read_text() != changes:
+        subprocess.run(["useradd", "--system", "forkpoint"], check=False, stderr=subprocess.DEVNULL)
         subprocess.run(["systemctl", "stop", "forkpoint"], check=False, stderr=subprocess.DEVNULL)
-        UNIT.write_text(unit)
+        # Without other rights, a proxy cannot use what one with them has left.
+        subprocess.run(["rm", "-rf", DATA], check=True)
+        for unit in folder.glob("*.service"):
+            (UNITS / unit.name).write_text(unit.read_text())
+        CHANGES.parent.mkdir(exist_ok=True)
+        CHANGES.write_text(changes)
+        subprocess.run(["systemctl", "stop", "forkpoint-launcher"], check=False, stderr=subprocess.DEVNULL)
         Path("/etc/forkpoint.env").write_text("FORKPOINT_AUDIT_SHARE=0\n")
         subprocess.run(["systemctl", "daemon-reload"], check=True)
         subprocess.run(["systemctl", "start", "forkpoint"], check=True)
@@ -341,7 +368,10 @@ def _served(*, user: str = "root") -> Iterator[int]:
         _wait(_is_ready, "the service is not ready", _READY_S)
         yield _main_pid()
     except BaseException:
-        subprocess.run(["journalctl", "-u", "forkpoint", "-n", "20", "-o", "cat", "--no-pager"], check=False)
+        subprocess.run(
+            ["journalctl", "-u", "forkpoint", "-u", "forkpoint-launcher", "-n", "20", "-o", "cat", "--no-pager"],
+            check=False,
+        )
         raise
 
 

@@ -18,7 +18,8 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def data_dir() -> Iterator[Path]:
     """One data directory for all: bases are built once. Not below pytest's, which is removed with less care."""
-    folder = Path(mkdtemp(prefix="forkpoint-test-", dir="/var/tmp"))
+    # Beside a launcher that is root, it lies in the directory that the launcher is for (tests/test_beside_launcher.py).
+    folder = Path(mkdtemp(prefix="forkpoint-test-", dir=os.environ.get("TEST_DATA", "/var/tmp")))
     folder.chmod(0o755)
     yield folder
     remove_tree(folder)

@@ -12,6 +12,7 @@ import pytest
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.launch_messages import RunCriu
+from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
@@ -167,6 +168,34 @@ def test_what_lives_comes_back_any_number_of_times(data_dir: Path, name: str) ->
         for box in (*clones, sandbox):
             answer = await run(box, look)
             assert answer.out == expected, answer.err
+
+    driven(data_dir, test)
+
+
+OTHER_USER = "setpriv --reuid 1234 --regid 4321 --groups 4321,99 python3 repl.py &"
+WHO = "(x, os.getresuid(), os.getresgid(), sorted(os.getgroups()), os.access('/etc/hostname', os.W_OK))"
+
+
+@pytest.mark.skipif(
+    not kernel.holds(kernel.CAP_SYS_RESOURCE),
+    reason="CRIU needs SYS_RESOURCE for processes of other users",
+)
+def test_processes_of_another_user_come_back(data_dir: Path) -> None:
+    """With their user, groups and memory, and with no more rights than before."""
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        begin = REPL.replace("mkfifo in out", "mkdir -m 777 /tmp/u; cd /tmp/u; mkfifo -m 666 in out")
+        await run(sandbox, begin.replace("python3 repl.py &", OTHER_USER) + "echo 'import os; x = 42' > in; cat out")
+        before = (await run(sandbox, f'echo "{WHO}" > in; cat out')).out
+        assert before == "(42, (1234, 1234, 1234), (4321, 4321, 4321), [99, 4321], False)\n"
+        frozen = await sandbox.freeze()
+        assert frozen.kind == "processes"
+        rights = "grep -E '^(Uid|Gid|Cap|NoNewPrivs|Seccomp)' /proc/$(pgrep -f repl.py)/status"
+        shown = (await run(sandbox, rights)).out
+        for clone in await asyncio.gather(*(driver.restore(SPEC, frozen) for _ in range(2))):
+            assert (await run(clone, f'echo "{WHO}" > in; cat out')).out == before
+            assert (await run(clone, rights)).out == shown
 
     driven(data_dir, test)
 

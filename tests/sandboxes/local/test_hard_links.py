@@ -1,7 +1,6 @@
 """Hard links that calls make stay links in frozen states, as on a plain machine."""
 
 import asyncio
-import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -12,10 +11,11 @@ from hypothesis import strategies as st
 
 from sandboxes.errors import NotFreezableError
 from sandboxes.local.driver import LocalDriver
+from sandboxes.rights import held
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import local_driver, opened, run
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="hard links over frozen layers need root")
+pytestmark = pytest.mark.skipif(not held.over_files(), reason="hard links over frozen layers need rights over files")
 
 SPEC = EnvironmentSpec(setup=("mkdir w; chmod 700 w",), workdir="/root/w")
 LOOK = (
