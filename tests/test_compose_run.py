@@ -28,6 +28,7 @@ from tests.sandboxes.image_archives import bash_image
 
 ROOT = Path(__file__).parents[1]
 TOKEN = secrets.token_hex(16)
+USER = "nobody"
 PROGRAMS = ("/usr", "/bin", "/lib", "/lib64", "/sbin", "/etc")
 
 
@@ -78,7 +79,8 @@ class ComposedProxy:
     def _command(self) -> list[str]:
         service = self.service
         flags = ["--name", "proxy", "--hostname", service["hostname"], "--network", "host"]
-        flags += ["--cgroupns", service["cgroup"]]
+        flags += ["--cgroupns", service["cgroup"], *(["--read-only"] if service["read_only"] else [])]
+        flags += [word for folder in service["tmpfs"] for word in ("--tmpfs", folder)]
         flags += [word for option in service["security_opt"] for word in ("--security-opt", option)]
         flags += [word for name in service["cap_drop"] for word in ("--cap-drop", name)]
         # This machine may lack a capability, and a container cannot be given what is not here.
@@ -88,7 +90,6 @@ class ComposedProxy:
             "FORKPOINT_HOST": "127.0.0.1",
             "FORKPOINT_PORT": str(self.port),
             "FORKPOINT_TOKEN": TOKEN,
-            "FORKPOINT_DATA": str(self.data),
             "FORKPOINT_DEFAULT_SPEC": json.dumps(self.spec),
         }
         flags += [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
@@ -101,9 +102,11 @@ class ComposedProxy:
             outer, rest = volume.split(":", 1)
             replaced = elsewhere.get(outer, outer)
             flags += ["--volume", replaced if ":" in replaced else f"{replaced}:{rest}"]
-        program = []
+        program = [str(self.data) if word == "/var/lib/forkpoint" else word for word in service["command"]]
         if self.image == BASH_IMAGE:
-            program = [sys.executable, "-m", "forkpoint", "serve"]
+            # The image has this machine's users.
+            program = [USER if word == "forkpoint" else word for word in program]
+            program = [sys.executable, "-m", "forkpoint", *program]
             for path in {*PROGRAMS, sys.base_prefix, sys.prefix, str(ROOT)}:
                 flags += ["--volume", f"{path}:{path}:ro"] if Path(path).is_dir() else []
         return ["run", "--detach", "--init=false", *flags, self.image, *program]
