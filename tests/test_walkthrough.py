@@ -10,7 +10,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted(REPOSITORY.glob("*.md")) + sorted(REPOSITORY.glob("docs/**/*.md"))
-NAME = re.compile(r"`(?P<path>(?:forkpoint|proxy|sandboxes|snapshots|bench|tests)/[\w/]+\.(?:py|c))(?:::(?P<name>[\w.]+))?`")
+NAME = re.compile(
+    r"`(?P<path>(?:forkpoint|proxy|sandboxes|snapshots|bench|tests)/[\w/]+\.(?:py|c))(?:::(?P<name>[\w.]+))?`"
+)
 """A module, `path.py` or `path.c`, or a definition in one: `path.py::name`, `path.py::Class.member`."""
 
 

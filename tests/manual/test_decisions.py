@@ -1,4 +1,4 @@
-"""The decision records are few and short, and each is held by tests that exist. References lead to records that exist."""
+"""The decision records are few and short, and held by tests that exist. References lead to records that exist."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -48,7 +48,9 @@ def sources() -> Iterator[Path]:
 
 
 def test_each_decision_is_listed_in_order() -> None:
-    rows = [(f"# {number}. {title}", name) for number, title, name in _ROW.findall((DECISIONS / "README.md").read_text())]
+    rows = [
+        (f"# {number}. {title}", name) for number, title, name in _ROW.findall((DECISIONS / "README.md").read_text())
+    ]
     assert rows == [(path.read_text().partition("\n")[0], path.name) for path in RECORDS]
     assert [path.name[:4] for path in RECORDS] == [f"{number:04}" for number in range(1, len(RECORDS) + 1)]
 

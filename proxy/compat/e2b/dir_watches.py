@@ -1,7 +1,8 @@
 """E2B's directory watches.
 
 The sandbox keeps a watch as it keeps a background process: its output lines are events in the directory. So events are
-taken up by polls, and every poll that returns events is a step of its rollout. See docs/decisions/0015-processes-and-connections.md.
+taken up by polls, and every poll that returns events is a step of its rollout. See
+docs/decisions/0015-processes-and-connections.md.
 """
 
 import asyncio

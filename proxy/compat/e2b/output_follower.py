@@ -14,7 +14,8 @@
 #    process is detached in favour of the poll.
 # 4. Once no client is connected any more, polling stops. Terminals are the exception: see `UNATTENDED_POLL_S`.
 #
-# Everything here concerns connections. What lasts is in the tree and in the sandbox. See docs/decisions/0015-processes-and-connections.md.
+# Everything here concerns connections. What lasts is in the tree and in the sandbox. See
+# docs/decisions/0015-processes-and-connections.md.
 
 import asyncio
 from dataclasses import dataclass, field
