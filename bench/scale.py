@@ -8,7 +8,7 @@
 - **steady**: groups of rollouts that begin, make 25 calls and end, for a long time, with small budgets for states and
   trees. What the proxy takes is printed each minute; only the history of rollouts and records may grow.
 
-Each row has a proxy and a data directory of its own. `--quick` runs small sizes and takes a minute.
+Each row has a proxy and a data directory of its own. `--quick` runs small sizes.
 """
 
 import asyncio
