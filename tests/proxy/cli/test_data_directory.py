@@ -46,7 +46,9 @@ def test_backup_is_served_from_another_directory(proxy: Running, backup: Path, t
         refused = again.exec("first", "cat f", task="demo")
         assert (refused.status_code, refused.json()["type"]) == (409, "urn:forkpoint:rollout-lost")
         statuses = [again.exec("new", call, task="demo").headers["cache-status"] for call in ("echo one > f", "cat f")]
-        assert statuses == ["forkpoint; fwd=miss; stored", "forkpoint; hit"], "the backup has no states"
+        assert statuses == ["forkpoint; fwd=miss; stored; detail=not-kept", "forkpoint; hit"], (
+            "the backup has no states"
+        )
     assert (tmp_path / "data" / "forkpoint.sqlite").stat().st_mode & 0o077 == 0
 
 

@@ -19,7 +19,9 @@ __all__ = ["proxy"]
 
 CLI_PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-NO_DATA = {"serve": "prints a log", "shell": "is a terminal", "down": "prints nothing"}
+NO_DATA = {
+    "serve": "prints a log", "launcher": "prints nothing", "shell": "is a terminal", "down": "prints nothing",
+}  # fmt: skip
 """The commands without --json, and why."""
 ON_RAY = {"up"}
 """The commands that need a Ray cluster."""
@@ -53,6 +55,7 @@ ARGUMENTS: Mapping[str, str] = {
     "tree": "demo",
     "upgrade": "--data FOLDER/none",
     "verify": "demo --sample 1",
+    "why": "demo first",
 }
 """What each command is given. A new command needs a line here, and one in the table of docs/cli.md."""
 STUBBED = {"cluster", "replay"}

@@ -182,6 +182,6 @@ def test_a_database_task_needs_its_database_here(proxy: Running, tmp_path: Path)
     assert proxy.client.post("/api/v1/tasks/twin/import", content=data).status_code == 201
     answer = proxy.client.post("/t/twin/r/b/sql/query", json={"sql": "INSERT INTO item (name) VALUES ('new')"})
     # No state came with the file, so the call runs here before a rollout is led behind it.
-    assert answer.headers["cache-status"] == "forkpoint; fwd=miss; stored"
+    assert answer.headers["cache-status"] == "forkpoint; fwd=miss; stored; detail=not-kept"
     after = proxy.client.post("/t/twin/r/b/sql/query", json={"sql": "SELECT count(*) FROM item"})
     assert after.json()["rows"] == [[51]], "what is not recorded is run where a replay leads"
