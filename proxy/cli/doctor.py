@@ -209,10 +209,9 @@ def _other_users() -> Iterator[Requirement]:
         return
     name, detail = "processes of other users", "they can be checkpointed and restored"
     # It ends with its input, because killing it needs a right, too.
-    command, null = ["/bin/cat"], subprocess.DEVNULL
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=null, user=_NOBODY, group=_NOBODY, extra_groups=[]
+            ["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, user=_NOBODY, group=_NOBODY, extra_groups=[]
         )
     except PermissionError:
         # Without the rights to become another user there are no such processes; the trial says what is missing.

@@ -29,9 +29,9 @@ WORKERS = "workers.json"
 _FORMAT = 1
 """Version of the rule that divides tasks, see `Share`."""
 
-_ENDING_S = 45.0
-"""How long the workers of a killed proxy may take to end: they wait for open requests (`proxy.server.GRACE_S`, 30 s),
-and their sandboxes end after that."""
+_ENDING_S = 105.0
+"""How long the workers of a killed proxy may take to end: they wait for open requests (`proxy.server.GRACE_S`, 30 s).
+Members of a cluster hand their tasks over (`proxy.engine.HAND_OVER_S`, 60 s), and sandboxes end after that."""
 
 _MODE = 0o700
 """The mode of the data directory. What lies below needs no mode of its own: no other user reaches it by a path."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from proxy.engine import HAND_OVER_S
 from proxy.server import GRACE_S
 from proxy.storage import data_dir
 from proxy.storage.data_dir import make_private, owning
@@ -62,5 +63,6 @@ def test_workers_of_a_killed_proxy_are_awaited(tmp_path: Path) -> None:
     with owning(tmp_path):
         assert is_unowned(tmp_path / "worker-0")
     ending.join()
-    # Workers wait for the requests of their clients, each time in vain if these were for one that is gone.
-    assert data_dir._ENDING_S > GRACE_S + 10
+    # Workers wait for the requests of their clients, each time in vain if these were for one that is gone. Then members
+    # of a cluster hand their tasks over.
+    assert data_dir._ENDING_S > GRACE_S + HAND_OVER_S + 10
