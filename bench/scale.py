@@ -267,7 +267,10 @@ def steady(options: Namespace) -> None:
         "states MiB", "disk MiB", "B a call", "records", "refused",
     )  # fmt: skip
     calls = 0
-    settings = {"snapshot_bytes": str(200 << 20), "tree_memory_records": "4000", "answer_memory_bytes": str(16 << 20)}
+    settings = {
+        "snapshot_bytes": str(200 << 20), "tree_memory_records": "4000", "answer_memory_bytes": str(16 << 20),
+        "sandbox_idle_s": "60",
+    }  # fmt: skip
     with measured(options, **settings) as (proxy, _):
         seen_bytes = 0
 
