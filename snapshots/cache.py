@@ -69,8 +69,8 @@ class Durations(Protocol):
 class Judge(Protocol):
     """Knows what snapshots are worth. `proxy.execution.snapshot_value.SnapshotValue` does."""
 
-    async def read_back(self, snapshots: list[Snapshot]) -> None:
-        """Bring some of the trees of these snapshots into memory that are not there."""
+    async def read_back(self, snapshots: list[Snapshot]) -> bool:
+        """Bring some of the trees of these snapshots into memory that are not there; return whether there were any."""
         ...
 
     def prospects(self, snapshots: list[Snapshot]) -> list[Prospect]:
@@ -311,7 +311,6 @@ class SnapshotCache:
         if excess_bytes <= 0:
             self._note_full(kind, is_full=False)
             return 0
-        await judge.read_back([snapshot for snapshot in self._store if kind in ("files", snapshot.kind)])
         # Tree by tree, so that the rollouts of each are looked at once.
         snapshots = sorted((s for s in self._store if kind in ("files", s.kind)), key=lambda s: s.tree)
         prospects: list[Prospect] = []
@@ -328,6 +327,9 @@ class SnapshotCache:
                 # Half of what was waited for stays, so that this does not begin again at once.
                 freed_bytes = excess_bytes - patience / 2 if waiting else excess_bytes
                 chosen = await asyncio.to_thread(unneeded, prospects, excess_bytes=freed_bytes)
+                # Trees that are not in memory are looked at only where those that are have nothing to give.
+                if not chosen and await judge.read_back(snapshots):
+                    return await self._evict_over(kind, used_bytes, budget_bytes, judge)
         evicted = 0
         for part in _slices([snapshot for name in chosen if (snapshot := self._store.get(name)) is not None]):
             # Looked at again, and without an await: what no rollout needs now is what goes.

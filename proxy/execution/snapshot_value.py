@@ -87,14 +87,15 @@ class SnapshotValue:
                 return True
         return worth_keeping(self._prospect(node, tree.id, driver, kind), cost_s=cost_s)
 
-    async def read_back(self, snapshots: Iterable[Snapshot]) -> None:
-        """Bring some of the trees of these snapshots into memory that are not there."""
+    async def read_back(self, snapshots: Iterable[Snapshot]) -> bool:
+        """Bring some of the trees of these snapshots into memory that are not there; return whether there were any."""
         closed = dict.fromkeys(snapshot.tree for snapshot in snapshots if self._trees.get(snapshot.tree) is None)
         for tree_id in list(closed)[:_READ_BACK]:
             if self._trees.exists(tree_id):
                 await self._trees.read_back(tree_id)
             else:
                 self._cache.drop_tree(tree_id)
+        return bool(closed)
 
     def node(self, snapshot: Snapshot) -> Node | None:
         """Return the node of a snapshot; None if it is not in memory or has been forgotten."""
