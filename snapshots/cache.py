@@ -81,8 +81,8 @@ class Judge(Protocol):
         """Return the node of a snapshot; None if it is not in memory or has been forgotten."""
         ...
 
-    def give_up(self, node: StateNode) -> None:
-        """Lead no rollout to a node whose snapshot goes and to which no other way is known."""
+    def give_up(self, snapshot: Snapshot) -> None:
+        """Lead no rollout to the node of a snapshot that goes, because no other way to it is known."""
         ...
 
 
@@ -367,7 +367,7 @@ class SnapshotCache:
             node = judge.node(snapshot)
             if node is not None and node.snapshot == name:
                 if not way_known:
-                    judge.give_up(node)
+                    judge.give_up(snapshot)
                 node.snapshot = None
             self.failures.forget(snapshot.id)
             self._store.drop(snapshot)

@@ -6,7 +6,7 @@ nearest such state is named, with the calls by which the two paths part.
 
 import asyncio
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,7 +19,7 @@ from proxy.control.views.rollouts import StepView
 from proxy.engine import Engine
 from proxy.storage.schema import is_whole
 from proxy.tree.keys import call_key
-from proxy.tree.tree import Node, Record, Tree
+from proxy.tree.tree import Node, Record, Tree, path
 
 Reason = Literal[
     "hit", "joined", "new-call", "other-state", "not-kept", "private", "quarantined", "never-cached", "forgotten"
@@ -204,18 +204,11 @@ def _nearest(tree: Tree, titles: Titles, node: Node, others: set[int]) -> Neares
     )
 
 
-def _upwards(node: Node) -> Iterable[Node]:
-    at: Node | None = node
-    while at is not None:
-        yield at
-        at = None if at.origin is None else at.origin.source
+def _upwards(node: Node) -> Iterator[Node]:
+    yield node
+    yield from (record.source for record in path(node))
 
 
 def _first_call(titles: Titles, node: Node, above: Node) -> str | None:
     """Return the call by which the path to a node leaves a node above it; None if they are the same."""
-    last = None
-    for at in _upwards(node):
-        if at is above:
-            return None if last is None or last.origin is None else titles.of(last.origin).text
-        last = at
-    return None
+    return next((titles.of(record).text for record in path(node) if record.source is above), None)

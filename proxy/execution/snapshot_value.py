@@ -23,7 +23,7 @@ from proxy.tree.tree import Node, Tree
 from snapshots.cache import SnapshotCache
 from snapshots.costs import SnapshotKind
 from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, is_cheap, why, worth_keeping
-from snapshots.snapshot import Snapshot, StateNode, snapshot_kind
+from snapshots.snapshot import Snapshot, snapshot_kind
 
 _LOOK_BACK = 100
 """How many calls above a state rollouts count as coming to it.
@@ -102,34 +102,34 @@ class SnapshotValue:
         tree = self._trees.get(snapshot.tree)
         return None if tree is None else tree.nodes.get(snapshot.node)
 
+    def prospect(self, snapshot: Snapshot) -> Prospect | None:
+        """Return what is known of a snapshot, but for whether it is needed; None if its tree is not in memory."""
+        if self._trees.get(snapshot.tree) is None:
+            return None
+        node = self.node(snapshot)
+        # A forgotten node is worth nothing: its snapshot is the first to be evicted.
+        if node is None:
+            return Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes, snapshot.parts)
+        return self._prospect(node, snapshot.tree, snapshot.driver, snapshot_kind(snapshot), snapshot)
+
     def prospects(self, snapshots: Iterable[Snapshot]) -> list[Prospect]:
         """Return what is known of the snapshots whose trees are in memory. O(snapshots + their rollouts' suffixes)."""
         needed: dict[int, set[Node]] = {}
         prospects = []
         for snapshot in snapshots:
-            tree = self._trees.get(snapshot.tree)
-            if tree is None:
-                continue
-            if tree.id not in needed:
-                needed[tree.id] = self._needed(tree.id)
-            node = tree.nodes.get(snapshot.node)
-            if node is None:
-                # A forgotten node is worth nothing: its snapshot is the first to be evicted.
-                gone = Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes, snapshot.parts, needed=False)
-                prospects.append(gone)
-            else:
-                kind, is_needed = snapshot_kind(snapshot), node in needed[tree.id]
-                prospect = self._prospect(node, snapshot.tree, snapshot.driver, kind, snapshot)
-                prospects.append(replace(prospect, needed=is_needed))
+            prospect = self.prospect(snapshot)
+            if prospect is not None:
+                if snapshot.tree not in needed:
+                    needed[snapshot.tree] = self._needed(snapshot.tree)
+                prospects.append(replace(prospect, needed=self.node(snapshot) in needed[snapshot.tree]))
         return prospects
 
-    def give_up(self, node: StateNode) -> None:
-        """Lead no rollout to a node whose snapshot goes and to which no other way is known."""
-        if self._save_set_aside is None or not isinstance(node, Node) or node.origin is None or node.diverged:
+    def give_up(self, snapshot: Snapshot) -> None:
+        """Lead no rollout to the node of a snapshot that goes, because no other way to it is known."""
+        tree, node = self._trees.get(snapshot.tree), self.node(snapshot)
+        if self._save_set_aside is None or tree is None or node is None or node.origin is None or node.diverged:
             return
-        tree = next((tree for tree in self._trees if tree.nodes.get(node.id) is node), None)
-        if tree is not None:
-            self._save_set_aside(tree.set_aside(node.origin, ABANDONED))
+        self._save_set_aside(tree.set_aside(node.origin, ABANDONED))
 
     def explain(self, node: Node, tree: Tree) -> str:
         """Return a sentence that says why the node's state is kept, or why not."""

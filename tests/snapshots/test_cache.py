@@ -13,7 +13,7 @@ from sandboxes.errors import SandboxError, StateGoneError
 from snapshots import cache as module
 from snapshots.cache import SnapshotCache
 from snapshots.policy import Prospect
-from snapshots.snapshot import Snapshot, StateNode
+from snapshots.snapshot import Snapshot
 from snapshots.store import SnapshotStore
 from tests.machine import snapshot_files
 from tests.sandboxes.memory_driver import MemoryDriver
@@ -58,9 +58,9 @@ class Rig:
         """Return the node of a snapshot."""
         return self.nodes.get(snapshot.node)
 
-    def give_up(self, node: StateNode) -> None:
+    def give_up(self, snapshot: Snapshot) -> None:
         """Note that a node's snapshot goes."""
-        self.given_up.append(node.id)
+        self.given_up.append(snapshot.node)
 
     def prospects(self, snapshots: list[Snapshot]) -> list[Prospect]:
         """Return what the sets of this rig say."""

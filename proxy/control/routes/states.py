@@ -117,5 +117,5 @@ def snapshot_of(engine: Engine, node: Node) -> SnapshotView | None:
 
 def _snapshot_view(engine: Engine, snapshot: Snapshot) -> SnapshotView:
     # A listing must not load trees, so a snapshot of a tree that is not in memory is shown without its value.
-    worth = next(iter(engine.snapshot_value.prospects([snapshot])), None)
+    worth = engine.snapshot_value.prospect(snapshot)
     return snapshot_view(snapshot, engine.store.trees.task_of(snapshot.tree), worth)

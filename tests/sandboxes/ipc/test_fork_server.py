@@ -25,9 +25,11 @@ class StartsCriu(IpcRequest[CriuStarted], op="test_starts_criu"):
     """A request whose answer has a descriptor."""
 
 
-def served(test: Callable[[ForkServer], Awaitable[None]]) -> None:
+def served(test: Callable[[ForkServer], Awaitable[None]], described: ForkServer | None = None) -> None:
+    """Run a test with a fork server, which is that of the echo unless another one is described."""
+
     async def go() -> None:
-        server = ForkServer("the echo", CHILD, hint="Try the next one.")
+        server = described or ForkServer("the echo", CHILD, hint="Try the next one.")
         await server.start()
         try:
             await test(server)

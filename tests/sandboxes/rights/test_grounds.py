@@ -1,6 +1,5 @@
 """What a proxy that is not root can have its launcher do: each attack is one that a proxy that was taken over tries."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -29,6 +28,7 @@ from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
 from sandboxes.rights.grounds import FOR, Grounds
 from tests.sandboxes.box import needs_root
+from tests.sandboxes.ipc.test_fork_server import served
 
 pytestmark = needs_root
 UID = 1
@@ -74,17 +74,8 @@ def stack(folder: Path, upper: str, work: str | None = None) -> LayerStack:
 
 def beside(folder: Path, test: Callable[[ForkServer], Awaitable[None]]) -> None:
     """Run a launcher for a proxy of `UID`."""
-
-    async def go() -> None:
-        arguments = [f"{folder}/host", FOR, str(UID), str(folder)]
-        server = ForkServer("the launcher", "sandboxes.local.launcher", arguments)
-        await server.start()
-        try:
-            await test(server)
-        finally:
-            await server.close()
-
-    asyncio.run(go())
+    arguments = [f"{folder}/host", FOR, str(UID), str(folder)]
+    served(test, ForkServer("the launcher", "sandboxes.local.launcher", arguments))
 
 
 async def answered(server: ForkServer, order: "MountLayers | SwitchLayers", fds: list[int]) -> str:
