@@ -87,6 +87,11 @@ def directory_of(data: Path, number: int) -> Path:
     return data / f"worker-{number}"
 
 
+def _is_workers(directory: Path) -> bool:
+    """Return whether a directory has a name of `directory_of`."""
+    return directory.name.startswith("worker-")
+
+
 def require_undivided(data: Path) -> None:
     """Raise StoreError if a data directory has a store for each of several workers, instead of one store."""
     count = workers_of(data)
@@ -105,17 +110,17 @@ def owning(data: Path) -> Iterator[None]:
     """
     make_private(data)
     ownership = DirLock(data)
-    # Earlier versions lock only the directories of their drivers.
-    drivers = [lock.parent for lock in data.glob("*/lock")]
+    below = [lock.parent for lock in data.glob("*/lock")]
     try:
         ownership.acquire(mode=None)
     except SandboxError as error:
         raise StoreError(str(error)) from error
     try:
-        # Nobody has the directory itself. So these are workers whose proxy was killed, and which end too.
+        # Nobody has the directory itself. So these are workers whose proxy was killed, and which end too, or an earlier
+        # version, which locks only the directories of its drivers and does not end.
         until_s = time.monotonic() + _ENDING_S
-        while not all(map(is_unowned, drivers)):
-            if time.monotonic() > until_s:
+        while used := [directory for directory in below if not is_unowned(directory)]:
+            if time.monotonic() > until_s or not all(map(_is_workers, used)):
                 raise StoreError(f"{data} is in use by another process. Stop it, or choose another data directory.")
             time.sleep(0.05)
         yield
