@@ -5,6 +5,7 @@ now cannot be moved, so they go on: their paths stay until they end. The three s
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from proxy.execution.open_trees import OpenTrees
@@ -124,42 +125,41 @@ class Forgetting:
         await self._close_detached()
 
     def close_cold(self, *, max_records: int, idle_s: float) -> int:
-        """Remove the tasks used longest ago from memory, until its trees fit; return how many tasks were removed.
+        """Remove what was used longest ago from memory, until its trees fit; return how many trees were removed.
 
-        A removed task is read back from the store when a request names it. `max_records` nodes and records may stay in
-        memory. A task that was used within `idle_s` stays, and so does a task with a live sandbox.
+        Trees that no task in memory uses go first: a view, a proof or an eviction has read them back. Then tasks go
+        with their trees. A request that names one reads it back from the store. `max_records` nodes and records may
+        stay in memory. What was used within `idle_s` stays, and so does a tree with a live sandbox.
         """
         # Counted once and reduced below: a sum over all trees for each task would be quadratic.
-        closed, size = 0, self._trees.size
+        size, closed, before = self._trees.size, 0, time.monotonic() - idle_s
+        if size <= max_records:
+            return 0
+        uses = Counter(tree_id for task in self._tasks for tree_id in _trees_of(task))
+        for tree in self._trees.unnamed_since(before):
+            if size > max_records and not uses[tree.id] and not self._is_live(tree):
+                self._trees.close(tree.id)
+                size, closed = size - tree.size, closed + 1
         for task in sorted(self._tasks, key=lambda task: task.last_used_at):
-            if size <= max_records or time.monotonic() - task.last_used_at < idle_s:
+            if size <= max_records or task.last_used_at > before:
                 break
-            trees = self._trees_of_only(task)
-            nodes = {node for tree in trees for node in tree.nodes.values()}
-            # A sandbox at a node of the task would have no position any more, and its state would be lost.
-            if any(slot.position in nodes for slot in self._pool.roster.slots):
+            own = _trees_of(task)
+            if any(tree is not None and self._is_live(tree) for tree in map(self._trees.get, own)):
                 continue
             # The rollouts are read back from the store, so their latest steps have to be there first.
             self._journal.fold()
             self._tasks.close(task)
-            for tree in trees:
-                self._trees.close(tree.id)
-                size -= tree.size
-            closed += 1
+            uses.subtract(own)
+            # A tree may be shared: by a task with the same environment, or by a rollout that began in another one.
+            for gone in [self._trees.close(tree_id) for tree_id in own if not uses[tree_id]]:
+                if gone is not None:
+                    size, closed = size - gone.size, closed + 1
         return closed
 
-    def _trees_of_only(self, task: Task) -> list[Tree]:
-        """Return the task's trees in memory that no other task in memory, or rollout of one, uses."""
-        used = {
-            # A tree may be shared: by a task with the same environment, or by a rollout that began in another
-            # environment.
-            tree_id
-            for other in self._tasks
-            if other is not task
-            for tree_id in (other.tree.id, *(rollout.tree.id for rollout in other.rollouts.values()))
-        }
-        own = [self._trees.get(tree_id) for tree_id in self._store.trees.ids_of(task.name) if tree_id not in used]
-        return [tree for tree in own if tree is not None]
+    def _is_live(self, tree: Tree) -> bool:
+        """Return whether a sandbox stands in a tree: closed, it would have no position, and its state would be lost."""
+        positions = (slot.position for slot in self._pool.roster.slots)
+        return any(isinstance(node, Node) and tree.nodes.get(node.id) is node for node in positions)
 
     async def _delete_but_paths(self, tree: Tree, top: Node, occupied: set[Node]) -> None:
         """Delete everything below a node, except for the paths from it to the occupied nodes."""
@@ -191,3 +191,8 @@ class Forgetting:
         """Close the sandboxes at nodes that no longer exist."""
         # A leased sandbox is not idle: its call raises `RolloutGoneError`, and the lease then closes it.
         await self._pool.close_where(lambda slot: isinstance(slot.position, Node) and slot.position.detached)
+
+
+def _trees_of(task: Task) -> set[int]:
+    """Return the numbers of the trees that a task in memory or its running rollouts use."""
+    return {task.tree.id, *(rollout.tree.id for rollout in task.rollouts.values())}

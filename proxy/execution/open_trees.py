@@ -9,6 +9,7 @@ much of that may have gathered.
 
 import asyncio
 import gc
+import time
 from collections.abc import Iterator
 from itertools import count
 
@@ -36,6 +37,8 @@ class OpenTrees:
     def __init__(self, store: TreeStore, cache: SnapshotCache) -> None:
         self._store, self._cache = store, cache
         self._trees: dict[int, Tree] = {}
+        # When each was last named by its number, on the monotonic clock.
+        self._named_at: dict[int, float] = {}
         # Trees that `read_back` reads and that have not been in memory since it began.
         self._reading: set[int] = set()
         self._closed = 0
@@ -71,7 +74,13 @@ class OpenTrees:
     def load(self, tree_id: int) -> Tree:
         """Return a tree that exists in the store."""
         tree = self._trees.get(tree_id)
+        self._named_at[tree_id] = time.monotonic()
         return self._keep(self._store.load(tree_id)) if tree is None else tree
+
+    def unnamed_since(self, at: float) -> list[Tree]:
+        """Return the trees in memory that nobody named since, the first ones first; at is on the monotonic clock."""
+        named = sorted((named_at, tree_id) for tree_id, named_at in self._named_at.items() if named_at <= at)
+        return [self._trees[tree_id] for _, tree_id in named]
 
     async def read_back(self, tree_id: int) -> None:
         """Bring a tree into memory, as `load` does, and let hits be answered meanwhile.
@@ -122,11 +131,13 @@ class OpenTrees:
     def close(self, tree_id: int) -> Tree | None:
         """Remove a tree from memory and return it; None if it was not there."""
         tree = self._trees.pop(tree_id, None)
+        self._named_at.pop(tree_id, None)
         self._closed += 0 if tree is None else tree.size
         return tree
 
     def _keep(self, tree: Tree) -> Tree:
         self._trees[tree.id] = tree
+        self._named_at[tree.id] = time.monotonic()
         self._reading.discard(tree.id)
         # Snapshots outlive the process; their nodes have just become objects again.
         self._cache.reattach(tree.id, tree.nodes)

@@ -149,6 +149,31 @@ def test_a_cold_task_is_read_back_unchanged(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def test_a_tree_that_no_task_uses_leaves_memory(tmp_path: Path) -> None:
+    """A view or an eviction reads the tree of a task back that is in memory no more; nobody else would close it."""
+
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            for task in ("first", "second"):
+                await ask(running, await running.tasks.rollout(task, "r"), "echo 1 > a")
+            await running.capture.drain()
+            await running.pool.close_where(lambda _: True)
+            first, second = [(await running.tasks.find(task)).tree for task in ("first", "second")]
+            assert running.forgetting.close_cold(max_records=second.size, idle_s=0) == 1
+            assert not running.trees.get(first.id)
+            running.trees.load(first.id)
+            assert running.forgetting.close_cold(max_records=second.size, idle_s=60) == 0, "it was named a moment ago"
+            assert running.forgetting.close_cold(max_records=second.size, idle_s=0) == 1
+            assert (running.trees.get(first.id), running.trees.get(second.id)) == (None, second)
+            # One that a rollout is restored in stays, whoever named it.
+            running.tasks.close(await running.tasks.find("second"))
+            await ask(running, await running.tasks.rollout("second", "s"), "echo 2 > b")
+            running.tasks.close(await running.tasks.find("second"))
+            assert running.forgetting.close_cold(max_records=0, idle_s=0) == 0, "a sandbox stands in it"
+
+    asyncio.run(body())
+
+
 def test_a_task_with_a_call_in_flight_stays(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path) as running:
