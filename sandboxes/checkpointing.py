@@ -13,7 +13,7 @@ MappedFiles = dict[str, str]
 ProgramStarter = Callable[[list[str], list[int]], Awaitable[Any]]
 """Starts the checkpoint program inside a sandbox.
 
-Its arguments are the program's own, and descriptors: the `sandboxes.guest.criu_launch.CriuFiles`, and for a restore
+Its arguments are the program's own, and descriptors: the `guest.checkpoints.criu_launch.CriuFiles`, and for a restore
 `ns_last_pid` before them. The caller keeps the descriptors and closes them.
 """
 

@@ -69,7 +69,7 @@ from sandboxes.ipc.server_messages import (
     UseServer,
 )
 from sandboxes.linux import confine, outlet, user_counts
-from sandboxes.linux.live_state import LiveState, inherited
+from sandboxes.linux.live_state import LiveState
 from sandboxes.linux.pids_limit import PidsLimit
 from sandboxes.linux.processes import Process, last_pid, list_processes, ran_between, run_counts
 from sandboxes.linux.socket_queues import SocketQueues
@@ -357,10 +357,7 @@ class Supervisor:
             return "datagrams wait in a socket, and a checkpoint does not hold them"
         if outlet.connected():
             return outlet.CONNECTED
-        born = self.shells.born[1:3]
         pids = {pid for pid, _ in self.survivors.processes} | {shell.pid for shell in self.shells}
-        if any(now and born and now[1:3] != born for now in map(inherited, pids)):
-            return "the CPUs or the priority of I/O of a process were changed, and a checkpoint does not hold that"
         if mapped_locks.are_held(pids):
             return mapped_locks.REASON
         return self.background.outside_checkpoint

@@ -18,7 +18,7 @@ def inherited(checkpoint: Mapping[str, Any]) -> list[str]:
     """Return CRIU's names of what restored processes inherit, in the order of `INHERITED_FD` and following (pure).
 
     They are the pipes that led to the processes when they were dumped, and mapped files that CRIU cannot open itself.
-    `guest.checkpoint_restore` makes the replacements in the same order.
+    `guest.checkpoints.restore` makes the replacements in the same order.
     """
     # The anchor's pipes come first on both sides; the order is all that connects a name with its descriptor.
     names = list(checkpoint["anchor"]["pipes"])

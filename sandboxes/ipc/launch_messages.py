@@ -140,16 +140,28 @@ class CriuStarted(IpcMessage, op="criu_started", descriptors=(1, 1)):
     """CRIU runs; the socket to it accompanies this message."""
 
 
+class WatchedFound(IpcMessage, op="watched_found"):
+    """The paths of the directories that processes watch, as far as they were found."""
+
+    paths: list[str]
+
+
+class FindWatched(IpcRequest[WatchedFound], op="find_watched"):
+    """Find the directories that processes watch, before CRIU stops them; see `guest.checkpoints.watched`."""
+
+
 class NamesInspected(IpcMessage, op="names_inspected"):
     """No name that the processes hold can lead CRIU astray.
 
     Attributes:
         mapped: CRIU's names of mapped files that it cannot open by itself, and their paths.
         times: Times of the last access and change, in ns since 1970, by path: of what a restore touches.
+        settings: What a restore has to set again, by its name; see `guest.checkpoints.lost_settings`.
     """
 
     mapped: dict[str, str]
     times: dict[str, list[int]]
+    settings: dict[str, str]
 
 
 class NamesRefused(IpcMessage, op="names_refused"):
@@ -165,10 +177,12 @@ class InspectNames(IpcRequest[NamesInspected | NamesRefused], op="inspect_names"
 
 # After CRIU's last look at a path, and before the restored processes run.
 class FollowLinks(IpcRequest[Done], op="follow_links"):
-    """Put back the times of what CRIU has touched, and let the sandbox follow symbolic links again.
+    """Put back what CRIU has touched or does not save, and let the sandbox follow symbolic links again.
 
     Attributes:
         times: What `NamesInspected` had of them at the dump.
+        settings: The same of these.
     """
 
     times: dict[str, list[int]]
+    settings: dict[str, str]

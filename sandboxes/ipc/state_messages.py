@@ -1,6 +1,6 @@
 """Messages that start, freeze and restore a sandbox; `messages` has the table of all.
 
-A checkpoint is the record that `guest.checkpoint_restore` makes of running processes. It
+A checkpoint is the record that `guest.checkpoints.restore` makes of running processes. It
 is part of a snapshot on disk, so its members are a disk format: they are carried here as plain JSON.
 """
 

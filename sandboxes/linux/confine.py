@@ -13,7 +13,9 @@ checks in this order:
 3. clone3, whose flags lie in memory that a filter cannot read, and io_setup, whose requests one counter of the machine
    bounds for everybody. ENOSYS makes programs fall back to clone, and to other input and output.
 4. Calls that are newer than this list, which fail with ENOSYS like on an older kernel.
-5. The refused calls, which fail with EPERM.
+5. The refused calls, which fail with EPERM, and what a checkpoint of CRIU loses without a trace, so that a restored
+   program would end or go on wrongly (V8's WebAssembly code is behind protection keys). That fails as on a processor or
+   a kernel without it.
 6. The flags of clone, which must not make namespaces: in a new user namespace a process has every capability again.
 7. The families and protocols of sockets. Only those are made that network namespaces separate and that programs use.
    Each other one is code of the kernel that an attacker need not reach, and AF_VSOCK leads out of a virtual machine.
@@ -35,7 +37,7 @@ LOOKING = 19
 LAST_CAPABILITY = 40
 """The highest capability of Linux 5.9 to 6.x. Older kernels have fewer, and refuse to drop those with EINVAL."""
 
-EPERM, ENOSYS, EINVAL, EPROTONOSUPPORT, EAFNOSUPPORT = 1, 38, 22, 93, 97
+EPERM, ENOSYS, EINVAL, EPROTONOSUPPORT, EAFNOSUPPORT, ENOSPC = 1, 38, 22, 93, 97, 28
 # Return values and instruction codes of classic BPF (linux/seccomp.h, linux/bpf_common.h).
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -73,6 +75,15 @@ uid 0. The machine's own limit is higher, and leaves the rest to the machine's r
 _RLIMIT_SIGPENDING = 11
 """Python 3.11 has no name for it (asm-generic/resource.h)."""
 _CLONE3 = 435
+_PKEY_ALLOC = {"x86_64": 330, "aarch64": 289}
+_MODIFY_LDT = {"x86_64": 154}
+_LOST_OPTIONS = {
+    # prctl: PR_SET_TSC, PR_MCE_KILL, PR_SET_SYSCALL_USER_DISPATCH, PR_SCHED_CORE, PR_SET_MDWE, PR_SET_MEMORY_MERGE.
+    "prctl": ({"x86_64": 157, "aarch64": 167}, (26, 33, 59, 62, 65, 67)),
+    # arch_prctl: ARCH_SET_CPUID, ARCH_REQ_XCOMP_PERM and its form for guests (AMX), ARCH_SHSTK_ENABLE.
+    "arch_prctl": ({"x86_64": 158}, (0x1012, 0x1023, 0x1025, 0x5001)),
+}
+"""Options of calls that a checkpoint loses, by the calls' numbers (linux/prctl.h, asm/prctl.h)."""
 _IO_SETUP = {"x86_64": 206, "aarch64": 0}
 _X32_BIT = 0x40000000
 _QUEUE_BYTES = 819_200
@@ -175,6 +186,9 @@ def program(machine: str, *, sockets: bool = True) -> bytes:
     instructions += [_instruction(_AT_LEAST, _LAST_CALL + 1, 0, 1), unknown]
     for number in numbers:
         instructions += [_instruction(_EQUAL, number or 0, 0, 1), refused]
+    instructions += [_instruction(_EQUAL, _PKEY_ALLOC[machine], 0, 1), _instruction(_RETURN, _ERRNO | ENOSPC)]
+    if machine in _MODIFY_LDT:
+        instructions += [_instruction(_EQUAL, _MODIFY_LDT[machine], 0, 1), unknown]
     # Each of the next rules is skipped as a whole if the call is another one.
     for number, rule in (
         (
@@ -193,11 +207,23 @@ def program(machine: str, *, sockets: bool = True) -> bytes:
                 refused,
             ],
         ),
+        *(
+            (numbers_of[machine], _refuse_options(lost))
+            for numbers_of, lost in _LOST_OPTIONS.values()
+            if machine in numbers_of
+        ),
         (_SOCKETPAIR[machine], _allow_sockets({AF_UNIX: ()})),
         (_SOCKET[machine], _allow_sockets(_FAMILIES if sockets else {})),
     ):
         instructions += [_instruction(_EQUAL, number, 0, len(rule)), *rule]
     return b"".join([*instructions, _instruction(_RETURN, _ALLOW)])
+
+
+def _refuse_options(options: Sequence[int]) -> list[bytes]:
+    """Return the rule that refuses these values of the first argument, and lets others through."""
+    refused = [_instruction(_RETURN, _ERRNO | EINVAL)]
+    checks = [part for option in options for part in (_instruction(_EQUAL, option, 0, 1), *refused)]
+    return [_instruction(_LOAD, _FIRST_ARGUMENT_OFFSET), *checks, _instruction(_RETURN, _ALLOW)]
 
 
 def _allow_sockets(families: Mapping[int, tuple[int, ...]]) -> list[bytes]:

@@ -15,6 +15,7 @@ Process: the proxy; `launcher` and `init` run in a fork server and as pid 1 of e
 |          | pid 1 for a restore  |                                         |                                         |
 
 Pid 1, anchor and shells run inside the sandbox; `sandboxes.guest` has their code.
-May import: sandboxes, sandboxes.egress, sandboxes.guest, sandboxes.guest.anchors, sandboxes.guest.files,
-sandboxes.host, sandboxes.images, sandboxes.ipc, sandboxes.linux, sandboxes.rights, sandboxes.shell_files.
+May import: sandboxes, sandboxes.egress, sandboxes.guest, sandboxes.guest.anchors, sandboxes.guest.checkpoints,
+sandboxes.guest.files, sandboxes.host, sandboxes.images, sandboxes.ipc, sandboxes.linux, sandboxes.rights,
+sandboxes.shell_files.
 """

@@ -18,7 +18,7 @@ import socket
 from collections.abc import Iterable, Sequence
 
 from sandboxes.guest import users
-from sandboxes.guest.checkpoint_restore import Restored, Restoring
+from sandboxes.guest.checkpoints.restore import Restored, Restoring
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.state_rows import StateRows

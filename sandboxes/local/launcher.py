@@ -24,7 +24,7 @@ import stat
 import sys
 import time
 
-from sandboxes.guest.criu_launch import CriuFiles, operate
+from sandboxes.guest.checkpoints.criu_launch import CriuFiles, operate
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
 from sandboxes.ipc.fork_pages import addresses, checked, own_pages, write_pages

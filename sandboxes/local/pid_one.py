@@ -9,7 +9,7 @@ from sandboxes.guest import terminal
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.anchors.template import spares
 from sandboxes.guest.background import BackgroundProcesses
-from sandboxes.guest.checkpoint_restore import Restored
+from sandboxes.guest.checkpoints.restore import Restored
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta, mapped_locks
 from sandboxes.guest.files.changes import Changes

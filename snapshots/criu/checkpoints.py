@@ -27,7 +27,14 @@ from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.inherited import INHERITED_FD
-from sandboxes.ipc.launch_messages import CriuStarted, FollowLinks, InspectNames, NamesInspected, NamesRefused
+from sandboxes.ipc.launch_messages import (
+    CriuStarted,
+    FindWatched,
+    FollowLinks,
+    InspectNames,
+    NamesInspected,
+    NamesRefused,
+)
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.files import remove_tree
 from sandboxes.linux.processes import LAST_PID
@@ -115,7 +122,7 @@ class CriuCheckpointer:
 
                 async def inspect() -> MappedFiles:
                     inspected = await _inspected(operator)
-                    (images / image_digest.TIMES).write_text(json.dumps(inspected.times))
+                    (images / image_digest.NOTED).write_text(json.dumps([inspected.times, inspected.settings]))
                     mapped.update(inspected.mapped)
                     return mapped
 
@@ -124,7 +131,8 @@ class CriuCheckpointer:
                     await on_frozen(dict(mapped))
                     was_frozen = True
 
-                await criu.dump(root_pid, inspect, run_hook)
+                watched = (await operator.ask(FindWatched())).message.paths
+                await criu.dump(root_pid, watched, inspect, run_hook)
             # Without the hook there is no copy of the files, so these images would be restored on other files.
             if not was_frozen:
                 raise NotFreezableError("CRIU ended without a notification that the processes were frozen")  # noqa: TRY301
@@ -152,15 +160,16 @@ class CriuCheckpointer:
         # Before CRIU reads a byte: damaged images could become any state.
         if not await asyncio.to_thread(image_digest.is_whole, images):
             raise StateGoneError(f"the images of checkpoint {name} are damaged or missing")
-        noted = images / image_digest.TIMES
-        # Images of older versions have none.
-        times = json.loads(noted.read_bytes()) if noted.exists() else {}
+        try:
+            times, settings = json.loads((images / image_digest.NOTED).read_bytes())
+        except FileNotFoundError as error:
+            raise StateGoneError(f"the images of checkpoint {name} were made by an earlier version") from error
         # An OSError here would be a defect of ours, so it is not turned into a SandboxError.
         try:
             async with self._operation(images, start, restores=True) as (criu, operator):
 
                 async def run_hook() -> None:
-                    await operator.ask(FollowLinks(times))
+                    await operator.ask(FollowLinks(times, settings))
 
                 # criu_launch puts the inherited descriptors at INHERITED_FD and following, in the order of the names.
                 await criu.restore({key: INHERITED_FD + index for index, key in enumerate(inherited)}, run_hook)
@@ -178,7 +187,7 @@ class CriuCheckpointer:
         assert self._binary is not None, "callers check is_available first"
         # 1. The proxy opens a socket pair and the descriptors that CRIU needs, and passes the far end and the
         # descriptors into the sandbox (`ProgramStarter`). The sandbox's side forks, enters the namespaces and starts
-        # CRIU (`sandboxes.guest.criu_launch`).
+        # CRIU (`sandboxes.guest.checkpoints.criu_launch`).
         near, far = socket.socketpair()
         operator = Channel(near)
         fds: list[int] = []

@@ -1,4 +1,4 @@
-"""Digests of the images of a checkpoint, and of the times beside them, so that damaged ones are never restored."""
+"""Digests of the images of a checkpoint, and of what is noted beside them, so that damaged ones are never restored."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 import orjson
 
 _NAME = "digests.json"
-TIMES = "times.json"
-"""The file with the times that a restore puts back; see `ipc.launch_messages.NamesInspected`."""
+NOTED = "noted.json"
+"""The file with the times and settings that a restore puts back; see `ipc.launch_messages.NamesInspected`."""
 _CHUNK_BYTES = 1 << 20
 
 
 def seal(images: Path) -> None:
-    """Write the digests of all images and of the times beside them. Blocking."""
+    """Write the digests of all images and of what is noted beside them. Blocking."""
     # Not all files: a restore writes its log and its statistics into the same directory.
-    digests = {path.name: _digest(path) for path in sorted((*images.glob("*.img"), images / TIMES))}
+    digests = {path.name: _digest(path) for path in sorted((*images.glob("*.img"), images / NOTED))}
     (images / _NAME).write_bytes(orjson.dumps(digests))
 
 

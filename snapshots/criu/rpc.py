@@ -11,7 +11,7 @@ The messages are generated from `rpc.proto`. A conversation goes like this, one 
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.ipc.inherited import IMAGES_FD
@@ -60,20 +60,22 @@ class CriuConversation:
     async def dump(
         self,
         pid: int,
+        watched: Sequence[str],
         on_held: Callable[[], Awaitable[Iterable[str]]],
         on_dumped: Callable[[], Awaitable[None]],
     ) -> None:
         """Dump a process tree, which then runs on. `pid` is its root, in CRIU's pid namespace.
 
-        `on_held` is awaited when the processes are frozen, before CRIU looks up what they hold. It returns CRIU's names
-        of files that the restore will pass as descriptors. If it raises, nothing is dumped. `on_dumped` is awaited when
-        the images are written, while the processes are still frozen. Raises CriuError if the tree cannot be dumped; its
-        processes run on.
+        `watched` are paths where CRIU looks for directories that processes watch. `on_held` is awaited when the
+        processes are frozen, before CRIU looks up what they hold. It returns CRIU's names of files that the restore
+        will pass as descriptors. If it raises, nothing is dumped. `on_dumped` is awaited when the images are written,
+        while the processes are still frozen. Raises CriuError if the tree cannot be dumped; its processes run on.
         """
         options = {
             "pid": pid,
             "leave_running": True,
             "ghost_limit": MAX_GHOST_BYTES,
+            "irmap_scan_paths": watched,
         }
         # Without the first hook, agents could lead CRIU to the host: a CRIU that has no such stage must not dump.
         stages = await self._operate("DUMP", options, {"query-ext-files": on_held, "post-dump": on_dumped})

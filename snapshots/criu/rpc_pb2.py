@@ -14,27 +14,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18snapshots/criu/rpc.proto\x12\x0e\x66orkpoint.criu\"%\n\ninherit_fd\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\n\n\x02\x66\x64\x18\x02 \x01(\x05\"\xf0\x03\n\tcriu_opts\x12\x15\n\rimages_dir_fd\x18\x01 \x01(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x15\n\rleave_running\x18\x03 \x01(\x08\x12\x17\n\x0ftcp_established\x18\x05 \x01(\x08\x12\x11\n\tshell_job\x18\x07 \x01(\x08\x12\x12\n\nfile_locks\x18\x08 \x01(\x08\x12\x11\n\tlog_level\x18\t \x01(\x05\x12\x16\n\x0enotify_scripts\x18\x0c \x01(\x08\x12\x12\n\nlink_remap\x18\x12 \x01(\x08\x12.\n\ninherit_fd\x18\x1b \x03(\x0b\x32\x1a.forkpoint.criu.inherit_fd\x12\x39\n\x13manage_cgroups_mode\x18\" \x01(\x0e\x32\x1c.forkpoint.criu.criu_cg_mode\x12\x13\n\x0bghost_limit\x18# \x01(\r\x12\x10\n\x08\x65xternal\x18% \x03(\t\x12\x0f\n\x07timeout\x18- \x01(\r\x12>\n\x0cnetwork_lock\x18@ \x01(\x0e\x32(.forkpoint.criu.criu_network_lock_method\x12\x1b\n\x13skip_file_rwx_check\x18\x42 \x01(\x08\x12\x12\n\nimages_dir\x18\x44 \x01(\t\x12\x15\n\rlog_to_stderr\x18G \x01(\x08\"x\n\x08\x63riu_req\x12+\n\x04type\x18\x01 \x01(\x0e\x32\x1d.forkpoint.criu.criu_req_type\x12\'\n\x04opts\x18\x02 \x01(\x0b\x32\x19.forkpoint.criu.criu_opts\x12\x16\n\x0enotify_success\x18\x03 \x01(\x08\"\x1d\n\x0b\x63riu_notify\x12\x0e\n\x06script\x18\x01 \x01(\t\"\x9b\x01\n\tcriu_resp\x12+\n\x04type\x18\x01 \x01(\x0e\x32\x1d.forkpoint.criu.criu_req_type\x12\x0f\n\x07success\x18\x02 \x01(\x08\x12+\n\x06notify\x18\x05 \x01(\x0b\x32\x1b.forkpoint.criu.criu_notify\x12\x10\n\x08\x63r_errno\x18\x07 \x01(\x05\x12\x11\n\tcr_errmsg\x18\t \x01(\t*=\n\rcriu_req_type\x12\t\n\x05\x45MPTY\x10\x00\x12\x08\n\x04\x44UMP\x10\x01\x12\x0b\n\x07RESTORE\x10\x02\x12\n\n\x06NOTIFY\x10\x06*\x1a\n\x0c\x63riu_cg_mode\x12\n\n\x06IGNORE\x10\x00*$\n\x18\x63riu_network_lock_method\x12\x08\n\x04SKIP\x10\x03')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18snapshots/criu/rpc.proto\x12\x0e\x66orkpoint.criu\"%\n\ninherit_fd\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\n\n\x02\x66\x64\x18\x02 \x01(\x05\"\x8a\x04\n\tcriu_opts\x12\x15\n\rimages_dir_fd\x18\x01 \x01(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x15\n\rleave_running\x18\x03 \x01(\x08\x12\x17\n\x0ftcp_established\x18\x05 \x01(\x08\x12\x11\n\tshell_job\x18\x07 \x01(\x08\x12\x12\n\nfile_locks\x18\x08 \x01(\x08\x12\x11\n\tlog_level\x18\t \x01(\x05\x12\x16\n\x0enotify_scripts\x18\x0c \x01(\x08\x12\x12\n\nlink_remap\x18\x12 \x01(\x08\x12.\n\ninherit_fd\x18\x1b \x03(\x0b\x32\x1a.forkpoint.criu.inherit_fd\x12\x39\n\x13manage_cgroups_mode\x18\" \x01(\x0e\x32\x1c.forkpoint.criu.criu_cg_mode\x12\x13\n\x0bghost_limit\x18# \x01(\r\x12\x18\n\x10irmap_scan_paths\x18$ \x03(\t\x12\x10\n\x08\x65xternal\x18% \x03(\t\x12\x0f\n\x07timeout\x18- \x01(\r\x12>\n\x0cnetwork_lock\x18@ \x01(\x0e\x32(.forkpoint.criu.criu_network_lock_method\x12\x1b\n\x13skip_file_rwx_check\x18\x42 \x01(\x08\x12\x12\n\nimages_dir\x18\x44 \x01(\t\x12\x15\n\rlog_to_stderr\x18G \x01(\x08\"x\n\x08\x63riu_req\x12+\n\x04type\x18\x01 \x01(\x0e\x32\x1d.forkpoint.criu.criu_req_type\x12\'\n\x04opts\x18\x02 \x01(\x0b\x32\x19.forkpoint.criu.criu_opts\x12\x16\n\x0enotify_success\x18\x03 \x01(\x08\"\x1d\n\x0b\x63riu_notify\x12\x0e\n\x06script\x18\x01 \x01(\t\"\x9b\x01\n\tcriu_resp\x12+\n\x04type\x18\x01 \x01(\x0e\x32\x1d.forkpoint.criu.criu_req_type\x12\x0f\n\x07success\x18\x02 \x01(\x08\x12+\n\x06notify\x18\x05 \x01(\x0b\x32\x1b.forkpoint.criu.criu_notify\x12\x10\n\x08\x63r_errno\x18\x07 \x01(\x05\x12\x11\n\tcr_errmsg\x18\t \x01(\t*=\n\rcriu_req_type\x12\t\n\x05\x45MPTY\x10\x00\x12\x08\n\x04\x44UMP\x10\x01\x12\x0b\n\x07RESTORE\x10\x02\x12\n\n\x06NOTIFY\x10\x06*\x1a\n\x0c\x63riu_cg_mode\x12\n\n\x06IGNORE\x10\x00*$\n\x18\x63riu_network_lock_method\x12\x08\n\x04SKIP\x10\x03')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'snapshots.criu.rpc_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CRIU_REQ_TYPE']._serialized_start=893
-  _globals['_CRIU_REQ_TYPE']._serialized_end=954
-  _globals['_CRIU_CG_MODE']._serialized_start=956
-  _globals['_CRIU_CG_MODE']._serialized_end=982
-  _globals['_CRIU_NETWORK_LOCK_METHOD']._serialized_start=984
-  _globals['_CRIU_NETWORK_LOCK_METHOD']._serialized_end=1020
+  _globals['_CRIU_REQ_TYPE']._serialized_start=919
+  _globals['_CRIU_REQ_TYPE']._serialized_end=980
+  _globals['_CRIU_CG_MODE']._serialized_start=982
+  _globals['_CRIU_CG_MODE']._serialized_end=1008
+  _globals['_CRIU_NETWORK_LOCK_METHOD']._serialized_start=1010
+  _globals['_CRIU_NETWORK_LOCK_METHOD']._serialized_end=1046
   _globals['_INHERIT_FD']._serialized_start=44
   _globals['_INHERIT_FD']._serialized_end=81
   _globals['_CRIU_OPTS']._serialized_start=84
-  _globals['_CRIU_OPTS']._serialized_end=580
-  _globals['_CRIU_REQ']._serialized_start=582
-  _globals['_CRIU_REQ']._serialized_end=702
-  _globals['_CRIU_NOTIFY']._serialized_start=704
-  _globals['_CRIU_NOTIFY']._serialized_end=733
-  _globals['_CRIU_RESP']._serialized_start=736
-  _globals['_CRIU_RESP']._serialized_end=891
+  _globals['_CRIU_OPTS']._serialized_end=606
+  _globals['_CRIU_REQ']._serialized_start=608
+  _globals['_CRIU_REQ']._serialized_end=728
+  _globals['_CRIU_NOTIFY']._serialized_start=730
+  _globals['_CRIU_NOTIFY']._serialized_end=759
+  _globals['_CRIU_RESP']._serialized_start=762
+  _globals['_CRIU_RESP']._serialized_end=917
 # @@protoc_insertion_point(module_scope)

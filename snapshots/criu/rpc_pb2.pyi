@@ -36,7 +36,7 @@ class inherit_fd(_message.Message):
     def __init__(self, key: _Optional[str] = ..., fd: _Optional[int] = ...) -> None: ...
 
 class criu_opts(_message.Message):
-    __slots__ = ("images_dir_fd", "pid", "leave_running", "tcp_established", "shell_job", "file_locks", "log_level", "notify_scripts", "link_remap", "inherit_fd", "manage_cgroups_mode", "ghost_limit", "external", "timeout", "network_lock", "skip_file_rwx_check", "images_dir", "log_to_stderr")
+    __slots__ = ("images_dir_fd", "pid", "leave_running", "tcp_established", "shell_job", "file_locks", "log_level", "notify_scripts", "link_remap", "inherit_fd", "manage_cgroups_mode", "ghost_limit", "irmap_scan_paths", "external", "timeout", "network_lock", "skip_file_rwx_check", "images_dir", "log_to_stderr")
     IMAGES_DIR_FD_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LEAVE_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class criu_opts(_message.Message):
     INHERIT_FD_FIELD_NUMBER: _ClassVar[int]
     MANAGE_CGROUPS_MODE_FIELD_NUMBER: _ClassVar[int]
     GHOST_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    IRMAP_SCAN_PATHS_FIELD_NUMBER: _ClassVar[int]
     EXTERNAL_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     NETWORK_LOCK_FIELD_NUMBER: _ClassVar[int]
@@ -67,13 +68,14 @@ class criu_opts(_message.Message):
     inherit_fd: _containers.RepeatedCompositeFieldContainer[inherit_fd]
     manage_cgroups_mode: criu_cg_mode
     ghost_limit: int
+    irmap_scan_paths: _containers.RepeatedScalarFieldContainer[str]
     external: _containers.RepeatedScalarFieldContainer[str]
     timeout: int
     network_lock: criu_network_lock_method
     skip_file_rwx_check: bool
     images_dir: str
     log_to_stderr: bool
-    def __init__(self, images_dir_fd: _Optional[int] = ..., pid: _Optional[int] = ..., leave_running: bool = ..., tcp_established: bool = ..., shell_job: bool = ..., file_locks: bool = ..., log_level: _Optional[int] = ..., notify_scripts: bool = ..., link_remap: bool = ..., inherit_fd: _Optional[_Iterable[_Union[inherit_fd, _Mapping]]] = ..., manage_cgroups_mode: _Optional[_Union[criu_cg_mode, str]] = ..., ghost_limit: _Optional[int] = ..., external: _Optional[_Iterable[str]] = ..., timeout: _Optional[int] = ..., network_lock: _Optional[_Union[criu_network_lock_method, str]] = ..., skip_file_rwx_check: bool = ..., images_dir: _Optional[str] = ..., log_to_stderr: bool = ...) -> None: ...
+    def __init__(self, images_dir_fd: _Optional[int] = ..., pid: _Optional[int] = ..., leave_running: bool = ..., tcp_established: bool = ..., shell_job: bool = ..., file_locks: bool = ..., log_level: _Optional[int] = ..., notify_scripts: bool = ..., link_remap: bool = ..., inherit_fd: _Optional[_Iterable[_Union[inherit_fd, _Mapping]]] = ..., manage_cgroups_mode: _Optional[_Union[criu_cg_mode, str]] = ..., ghost_limit: _Optional[int] = ..., irmap_scan_paths: _Optional[_Iterable[str]] = ..., external: _Optional[_Iterable[str]] = ..., timeout: _Optional[int] = ..., network_lock: _Optional[_Union[criu_network_lock_method, str]] = ..., skip_file_rwx_check: bool = ..., images_dir: _Optional[str] = ..., log_to_stderr: bool = ...) -> None: ...
 
 class criu_req(_message.Message):
     __slots__ = ("type", "opts", "notify_success")

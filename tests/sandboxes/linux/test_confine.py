@@ -81,6 +81,28 @@ def test_refused_calls_fail_before_they_look_at_arguments(name: str) -> None:
         assert confined(lambda: call(number)) == errno.EPERM
 
 
+@pytest.mark.skipif(kernel.MACHINE != "x86_64", reason="the numbers are those of x86-64")
+@pytest.mark.parametrize(
+    ("number", "option", "error"),
+    [(330, 0, errno.ENOSPC), (154, 1, errno.ENOSYS)]
+    + [(157, option, errno.EINVAL) for option in (26, 33, 59, 62, 65, 67)]
+    + [(158, option, errno.EINVAL) for option in (0x1012, 0x1023, 0x1025, 0x5001)],
+)
+def test_what_a_checkpoint_loses_cannot_be_had(number: int, option: int, error: int) -> None:
+    """The programs that use it go on without it, as on an older kernel or another processor."""
+
+    def attempt() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syscall(ctypes.c_long(number), *map(ctypes.c_ulong, (option, 0, 0, 0, 0))) < 0:
+            raise OSError(ctypes.get_errno(), "call")
+
+    assert confined(attempt) == error
+
+
+def test_other_options_of_a_process_can_be_set() -> None:
+    assert confined(lambda: kernel.prctl(36, 1)) == 0
+
+
 @pytest.mark.parametrize("number", [435, 467, 470, 500, 1023, 1 << 20])
 def test_calls_of_later_kernels_do_not_exist(number: int) -> None:
     assert confined(lambda: call(number)) == errno.ENOSYS

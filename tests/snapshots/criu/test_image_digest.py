@@ -10,7 +10,7 @@ from snapshots.criu import image_digest
 def sealed(images: Path) -> None:
     (images / "pages-1.img").write_bytes(b"memory" * 1000)
     (images / "core-1.img").write_bytes(b"registers")
-    (images / image_digest.TIMES).write_text("{}")
+    (images / image_digest.NOTED).write_text("{}")
     image_digest.seal(images)
     assert image_digest.is_whole(images)
 
@@ -23,7 +23,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     assert not image_digest.is_whole(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pages-1.img", image_digest.TIMES, "digests.json"])
+@pytest.mark.parametrize("name", ["pages-1.img", image_digest.NOTED, "digests.json"])
 def test_a_missing_file_is_noticed(tmp_path: Path, name: str) -> None:
     sealed(tmp_path)
     (tmp_path / name).unlink()

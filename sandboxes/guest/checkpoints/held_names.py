@@ -12,8 +12,9 @@
 #    without a link. A file that was deleted needs its directory, because CRIU makes the file there for a moment, and so
 #    the directory must not be read-only: the pipes of a container's shells are in such a place, and a shell that is
 #    killed leaves them to its children. A directory that was deleted is refused: CRIU would make it again by its path.
-# 4. No name leads into the kernel's file systems, except to a few harmless files. Their content depends on the rights
-#    of the process that opens them, and that would be CRIU. Side services of a container see them at further places.
+# 4. No name leads into the kernel's file systems, except to a few harmless files and to what tells about the process
+#    itself. The content of others depends on the rights of the process that opens them, and that would be CRIU. Side
+#    services of a container see them at further places.
 # 5. No descriptor is under way in a socket, where nobody can look at its name.
 #
 # The restore does not rely on this (`criu_launch`). It makes the difference between a state that is reached by replay
@@ -26,9 +27,11 @@
 import errno
 import fcntl
 import os
+import re
 import stat
-from collections.abc import Callable
 
+from sandboxes.guest.checkpoints import lost_settings
+from sandboxes.guest.checkpoints.lost_settings import NotDumpableError
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
 
@@ -43,6 +46,8 @@ _KERNEL_FILES = frozenset(
     b"/proc/vmstat".split()
 )
 """Files of the kernel that tell every reader the same. Monitors such as `top` keep them open."""
+_OWN_FILE = re.compile(rb"/proc/(\d+)/(?:task/\d+/)?(?:cmdline|io|limits|maps|smaps|stat|statm|status)")
+"""Files that tell about one process. It may hold them itself, since a restore opens those of the same process."""
 MAX_NAMES = 20_000
 """Limits the names of one look, which takes about 40 us a name. The processes stand still for that time.
 
@@ -56,7 +61,7 @@ _NAMESPACES = ("mnt", "pid", "user")
 _ENDED = (b"Z", b"X")
 
 
-class UnsafeNameError(Exception):
+class UnsafeNameError(NotDumpableError):
     """A process holds something that CRIU must not look up; the text says which process and what."""
 
 
@@ -66,13 +71,14 @@ class HeldNames:
     Attributes:
         mapped: CRIU's names of mapped files that it cannot open by itself, and their paths.
         times: Times of the last access and change, in ns since 1970, by path: of what a restore touches.
+        settings: What the processes have set and CRIU does not save; see `lost_settings`.
     """
 
     def __init__(self, tracer: int) -> None:
         """Look, in the sandbox's mount namespace and root. About 1 ms for a shell and a Python program.
 
-        `tracer` is CRIU, as the sandbox numbers it. `UnsafeNameError` or `OSError` mean that the processes must not be
-        dumped.
+        `tracer` is CRIU, as the sandbox numbers it. `NotDumpableError` or `OSError` mean that the processes must not
+        be dumped.
         """
         self.mapped: dict[str, str] = {}
         self.times: dict[str, list[int]] = {}
@@ -87,10 +93,22 @@ class HeldNames:
         self._listed = {int(mount[0]) for mount in mounts}
         # The type of a mount follows the separator (proc(5)).
         self._kernel_mounts = tuple(m[4] + b"/" for m in mounts if m[m.index(b"-") + 1] in {b"proc", b"sysfs"})
-        for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
-            if int(name) not in {1, tracer} and _stands_still(name, tracer):
-                self._process(name)
-        self._sockets()
+        names = filter(str.isdigit, os.listdir("/proc"))  # noqa: PTH208
+        pids = [name for name in names if int(name) not in {1, tracer} and _stands_still(name, tracer)]
+        for name in pids:
+            self._process(name)
+        bound = self._bound()
+
+        def look() -> list[bytes]:
+            noted = lost_settings.as_bytes(lost_settings.look(map(int, pids)))
+            return [noted, *_plain_sockets(bound, self._descriptors)]
+
+        noted, *paths = lost_settings.in_child(look)
+        self.settings = lost_settings.from_bytes(noted)
+        for path in paths:
+            self._note_times(os.path.dirname(path) or b"/")  # noqa: PTH120
+            if not path.endswith(_DELETED):
+                self._note_times(path)
 
     def _process(self, pid: str) -> None:
         if [os.readlink(f"/proc/{pid}/ns/{name}") for name in _NAMESPACES] != self._namespaces:  # noqa: PTH115
@@ -111,9 +129,12 @@ class HeldNames:
         where = f"/proc/{pid}/{link}"
         path = os.readlink(os.fsencode(where))  # noqa: PTH115
         if path.startswith(b"/"):
-            held = os.stat(where)  # noqa: PTH116
-            self._require_no_kernel_file(path, f"process {pid} holds {_text(path)}")
-            _require_plain(path, held, f"process {pid} holds {_text(path)}")
+            held, subject = os.stat(where), f"process {pid} holds {_text(path)}"  # noqa: PTH116
+            if (own := _OWN_FILE.fullmatch(path)) and int(own[1]) == int(pid):
+                _require_same(path, held, subject)
+                return
+            self._require_no_kernel_file(path, subject)
+            _require_plain(path, held, subject)
             self._note_deleted(path)
         elif not path.startswith(_NAMELESS) or b"io_uring" in path:
             # Namespaces, and names that the kernel cannot reach from this root. With io_uring the kernel itself writes
@@ -173,8 +194,8 @@ class HeldNames:
         status = os.lstat(path)
         self.times[name] = [status.st_atime_ns, status.st_mtime_ns]
 
-    def _sockets(self) -> None:
-        """Look at the names that Unix sockets are bound to: unlike other names, they are the agent's own words.
+    def _bound(self) -> dict[bytes, bytes]:
+        """Return the names that Unix sockets are bound to: unlike other names, they are the agent's own words.
 
         Such a name may be relative, may have been given below another root (chroot(2)) by a process that is gone, or
         its file was moved.
@@ -189,11 +210,7 @@ class HeldNames:
                     _require_plain(path + _DELETED, None, f"a socket is bound to {_text(path)}")
                 if path and not path.startswith(b"@"):
                     bound[b"socket:[%d]" % int(fields[6])] = path
-        if bound:
-            for path in _in_child(lambda: _plain_sockets(bound, self._descriptors)):
-                self._note_times(os.path.dirname(path) or b"/")  # noqa: PTH120
-                if not path.endswith(_DELETED):
-                    self._note_times(path)
+        return bound
 
 
 def _stands_still(pid: str, tracer: int) -> bool:
@@ -214,6 +231,13 @@ def _stands_still(pid: str, tracer: int) -> bool:
             f"process {pid} is not part of the tree that is dumped, or runs on without its main thread"
         )
     return bool(tracers)
+
+
+def _require_same(path: bytes, held: os.stat_result, subject: str) -> None:
+    """Raise unless a name leads to what is held, without a link."""
+    status = _look_up(path, subject)
+    if status is None or not os.path.samestat(status, held):
+        raise UnsafeNameError(f"{subject}, which is not there any more")
 
 
 def _require_plain(path: bytes, held: os.stat_result | None, subject: str) -> None:
@@ -276,7 +300,7 @@ def _plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int,
             _require_plain(path, os.fstat(bound), f"process {pid} has a socket bound to {_text(path)}")
             name = wanted[description]
             # CRIU binds a socket again to its own name, with the root of the sandbox. The name has no link on its way
-            # (`HeldNames._sockets`), so what `..` in it means shows from its words.
+            # (`HeldNames._bound`), so what `..` in it means shows from its words.
             # Two slashes at the beginning are kept by `normpath`.
             name = os.path.normpath(b"/" + name.lstrip(b"/")) if name.startswith(b"/") else path
             if path not in (name, name + _DELETED):
@@ -285,31 +309,6 @@ def _plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int,
                 )
             close_all((process, held, bound))
             paths.append(path)
-    return paths
-
-
-def _in_child(look: Callable[[], list[bytes]]) -> list[bytes]:
-    """Look from a child: it belongs to the pid namespace that this process has entered, and so can open processes."""
-    reading, writing = os.pipe2(os.O_CLOEXEC)
-    pid = os.fork()
-    if pid == 0:
-        reason, paths = "its sockets cannot be looked at", []
-        try:
-            paths = look()
-            reason = ""
-        except UnsafeNameError as error:
-            reason = str(error)
-        finally:
-            # No path has a zero byte.
-            with os.fdopen(writing, "wb") as answer:
-                answer.write(b"\0".join((reason.encode()[:1024], *paths)))
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as answer:
-        text, *paths = answer.read().split(b"\0")
-    os.waitpid(pid, 0)
-    if text:
-        raise UnsafeNameError(text.decode(errors="replace"))
     return paths
 
 

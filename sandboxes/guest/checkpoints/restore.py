@@ -24,7 +24,7 @@ from sandboxes.guest.anchors.anchor import Anchor
 from sandboxes.guest.anchors.programs import adopted_anchor
 from sandboxes.guest.anchors.shell_kit import PAGE, narrow
 from sandboxes.guest.anchors.shell_kit import new_pipes as new_shell_pipes
-from sandboxes.guest.criu_launch import CriuFiles, operate
+from sandboxes.guest.checkpoints.criu_launch import CriuFiles, operate
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_start import adopt
 from sandboxes.guest.tool_servers import new_pipes as new_server_pipes

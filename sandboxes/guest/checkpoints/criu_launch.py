@@ -29,11 +29,21 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+from sandboxes.guest.checkpoints.held_names import HeldNames
+from sandboxes.guest.checkpoints.lost_settings import NotDumpableError, put_back
+from sandboxes.guest.checkpoints.watched import watched_directories
 from sandboxes.guest.driver_link import DriverLink
-from sandboxes.guest.held_names import HeldNames, UnsafeNameError
 from sandboxes.ipc.codec import IpcMessage
 from sandboxes.ipc.inherited import FEATURES, IMAGES_FD, INHERITED_FD, KERNEL_FD, LIBRARIES, PROGRAM, SOCKET_FD
-from sandboxes.ipc.launch_messages import CriuStarted, FollowLinks, InspectNames, NamesInspected, NamesRefused
+from sandboxes.ipc.launch_messages import (
+    CriuStarted,
+    FindWatched,
+    FollowLinks,
+    InspectNames,
+    NamesInspected,
+    NamesRefused,
+    WatchedFound,
+)
 from sandboxes.ipc.messages import Done, Failed
 from sandboxes.linux import mounts
 from sandboxes.linux import syscalls as kernel
@@ -110,11 +120,14 @@ def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str]) -> Non
             poll.unregister(link)
         while (envelope := link.take()) is not None:
             match envelope.message:
+                case FindWatched():
+                    link.send(WatchedFound(watched_directories()))
                 case InspectNames():
                     link.send(_inspect(tracer))
                 case FollowLinks():
                     # First: a path of the agent's must not lead through a link.
-                    _put_back(envelope.message.times)
+                    _put_times_back(envelope.message.times)
+                    put_back(envelope.message.settings)
                     mounts.follow_links(changed)
                     link.send(Done())
 
@@ -122,13 +135,13 @@ def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str]) -> Non
 def _inspect(tracer: int) -> IpcMessage:
     try:
         names = HeldNames(tracer)
-        return NamesInspected(names.mapped, names.times)
+        return NamesInspected(names.mapped, names.times, names.settings)
     # The kernel refuses to show a name that is too long, for example. What was not seen is not dumped.
-    except (UnsafeNameError, OSError) as error:
+    except (NotDumpableError, OSError) as error:
         return NamesRefused(str(error))
 
 
-def _put_back(times: dict[str, list[int]]) -> None:
+def _put_times_back(times: dict[str, list[int]]) -> None:
     for path, (accessed, changed) in times.items():
         name = os.fsencode(path)
         status = os.lstat(name)
