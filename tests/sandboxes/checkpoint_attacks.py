@@ -78,7 +78,9 @@ REFUSED = {
     "a memory file with a path as its name": (
         _python("import ctypes; ctypes.CDLL(None).memfd_create(b'../../x', 0)"), "",
     ),
-    "a file of a process": (_shell("exec 9</proc/self/status"), ""),
+    "a file of another process": (_shell("exec 9</proc/$PPID/status"), ""),
+    "memory of a process": (_shell("exec 9</proc/self/mem"), ""),
+    "another user's view of a process": (_shell("exec 9</proc/self/environ"), ""),
     "a directory of a process": (_shell("cd /proc/self/task"), ""),
     "a kernel file": (_shell("exec 9</proc/sys/kernel/ns_last_pid"), ""),
     "a name that is too long": (

@@ -233,7 +233,8 @@ def _require_no_typing(path: str, subject: str) -> None:
             if count := _readable(fd):
                 typed = os.read(fd, count)
         finally:
-            termios.tcsetattr(fd, termios.TCSANOW, _with_local(settings, off=termios.ECHO))
+            quiet = termios.ECHO | termios.ISIG | termios.IEXTEN
+            termios.tcsetattr(fd, termios.TCSANOW, _with_local(settings, off=quiet))
             for byte in typed:
                 fcntl.ioctl(fd, _TIOCSTI, bytes([byte]))
             termios.tcsetattr(fd, termios.TCSANOW, settings)

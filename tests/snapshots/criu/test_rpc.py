@@ -15,7 +15,8 @@ CRIU_NUMBERS = {
     "criu_opts": {
         "images_dir_fd": 1, "pid": 2, "leave_running": 3, "tcp_established": 5, "shell_job": 7, "file_locks": 8,
         "log_level": 9, "notify_scripts": 12, "link_remap": 18, "inherit_fd": 27,
-        "manage_cgroups_mode": 34, "ghost_limit": 35, "irmap_scan_paths": 36, "external": 37, "timeout": 45, "network_lock": 64,
+        "manage_cgroups_mode": 34, "ghost_limit": 35, "irmap_scan_paths": 36, "external": 37, "timeout": 45,
+        "network_lock": 64,
         "skip_file_rwx_check": 66, "images_dir": 68,
         "log_to_stderr": 71,
     },
