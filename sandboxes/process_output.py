@@ -125,41 +125,56 @@ class Frames:
 
 
 class KeptOutput:
-    """The first bytes of an output, up to a limit (`limits.output_bytes`).
+    """The first bytes of an output, up to a limit (`limits.output_bytes`), or its first and its last bytes.
 
     What is kept depends on the bytes and on the limit, and not on the pieces in which they come. A cut never leaves a
     part of a UTF-8 character.
 
     Attributes:
-        data: What is kept.
-        dropped: How many more bytes came.
+        data: What is kept of the beginning.
+        dropped: How many more bytes came. The last of them may be kept too.
         end: The last bytes that came, for marks that are not cut; empty while nothing is dropped.
     """
 
     def __init__(self) -> None:
         self.data = bytearray()
         self.dropped, self.end = 0, b""
+        self._tail, self._tail_bytes = bytearray(), 0
 
-    def add(self, data: bytes, max_bytes: int) -> None:
-        """Append data. From the first byte on that is beyond the limit, all is counted and not kept."""
+    def add(self, data: bytes, max_bytes: int, tail_bytes: int = 0) -> None:
+        """Append data. Of more than max_bytes, the last tail_bytes are kept, and the first ones up to the limit."""
         if not self.dropped:
             self.data += data
             if len(self.data) <= max_bytes:
                 return
-            whole = whole_characters(self.data[:max_bytes])
+            whole = whole_characters(self.data[: max_bytes - tail_bytes])
             data = bytes(self.data[whole:])
             self.end = bytes(self.data[max(0, whole - _END_BYTES) : whole])
             del self.data[whole:]
         self.dropped += len(data)
         self.end = (self.end + data)[-_END_BYTES:]
+        self._tail_bytes = tail_bytes
+        self._tail += data
+        # Each byte is moved once at most.
+        if len(self._tail) > 2 * tail_bytes:
+            del self._tail[: len(self._tail) - tail_bytes]
 
     def take(self) -> bytes:
-        """Remove and return what was kept, with a last line about what was not."""
-        note = f"\n[forkpoint: {self.dropped} more bytes left out]\n".encode() if self.dropped else b""
-        taken = bytes(self.data) + note
+        """Remove and return what was kept, with a line in the place of what was not."""
+        tail = bytes(self._tail[len(self._tail) - self._tail_bytes :]) if self._tail_bytes else b""
+        tail = tail[begun_character(tail) :]
+        note = f"\n[forkpoint: {self.dropped - len(tail)} more bytes left out]\n".encode() if self.dropped else b""
+        taken = bytes(self.data) + note + tail
         self.data.clear()
+        self._tail.clear()
         self.dropped, self.end = 0, b""
         return taken
+
+
+def begun_character(data: bytes) -> int:
+    """Return how many bytes at the beginning are the rest of a UTF-8 character."""
+    # Bytes after the first of a character are 10xxxxxx, and there are three at the most.
+    return next((place for place, byte in enumerate(data[:3]) if byte & 0xC0 != 0x80), min(3, len(data)))
 
 
 def whole_characters(data: bytes | bytearray) -> int:

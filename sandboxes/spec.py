@@ -48,6 +48,10 @@ class Limits(BaseModel):
     output_bytes: int = Field(
         default=1 << 20, ge=0, le=1 << 28, description="Bytes that are kept of stdout, and as many of stderr."
     )
+    output_keep: Literal["head", "ends"] = Field(
+        default="head",
+        description="What is kept of a command's longer output: the first bytes, or half of them and the last bytes.",
+    )
 
 
 class Archive(BaseModel):
@@ -263,6 +267,8 @@ class EnvironmentSpec(BaseModel):
             del members["hostname"]
         if self.limits.cpus is None:
             del members["limits"]["cpus"]
+        if self.limits.output_keep == "head":
+            del members["limits"]["output_keep"]
         for database in members["databases"].values():
             del database["source"], database["dsn"]
         members["video"] = None if self.video is None else self.video.root()

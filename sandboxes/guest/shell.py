@@ -58,16 +58,20 @@ def is_in_proc_of(pid: int, folder: str) -> bool:
 
 
 class Output(KeptOutput):
-    """One stream of a shell's command, from our end of the pipe."""
+    """One stream of a shell's command, from our end of the pipe.
+
+    Attributes:
+        tail_bytes: How much of what is kept of a longer output are its last bytes.
+    """
 
     def __init__(self, fd: int) -> None:
         super().__init__()
-        self.fd = fd
+        self.fd, self.tail_bytes = fd, 0
 
     def drain(self, max_bytes: int) -> None:
-        """Read without waiting, and keep the first max_bytes."""
+        """Read without waiting, and keep max_bytes."""
         while data := read_available(self.fd):
-            self.add(data, max_bytes)
+            self.add(data, max_bytes, self.tail_bytes)
 
 
 class Shell:

@@ -38,6 +38,7 @@ class Shells(AnchoredProcesses):
         sessions: The sessions that differ from a new one, by name.
         pristine: A new shell's session; None until one has started.
         born: What the first shell passed on to its children (`live_state.inherited`).
+        tail_bytes: How much of what is kept of a command's longer output are its last bytes.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Shells(AnchoredProcesses):
         sessions: dict[str, ShellSession],
         pristine: ShellSession | None,
         user: User = ROOT,
+        tail_bytes: int = 0,
     ) -> None:
         super().__init__(user)
+        self.tail_bytes = tail_bytes
         self.environment, self.workdir = environment, workdir
         self.sessions, self.pristine = sessions, pristine
         self.born: list[str] = []

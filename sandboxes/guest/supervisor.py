@@ -385,6 +385,7 @@ class Supervisor:
             shell = self.shells.for_command(request.session)
         except ShellStartError as error:
             return not_started(error)
+        shell.out.tail_bytes = shell.err.tail_bytes = self.shells.tail_bytes
         self.shells.watch_anchor()
         # Idle shells of other sessions are no part of the command.
         others = {other.pid for other in self.shells if other is not shell}

@@ -89,6 +89,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
         memory_bytes: A limit of each process's address space; None where a control group limits memory.
         pids: A limit of the number of processes; None where a control group limits them.
         output_bytes: How much of each stream of a command is recorded.
+        tail_bytes: How much of that are the last bytes of a longer one.
         below_bytes: What the sandbox has written into layers already.
         born_ns: When the root state was made, on the clock of file times.
         reserve_bytes: With less free disk than this, failures are the machine's.
@@ -115,6 +116,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     environment: dict[str, str]
     workdir: str
     output_bytes: int
+    tail_bytes: int
     below_bytes: int
     born_ns: int
     reserve_bytes: int

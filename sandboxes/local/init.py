@@ -129,7 +129,7 @@ def _start(link: DriverLink, switches: DriverLink, pids: PidsLimit, *, restores:
     confine.confine()
     user, unknown = _user(order.user)
     environment = {**user.variables, **order.environment}
-    shells = Shells(environment, order.workdir, order.sessions, order.pristine, user)
+    shells = Shells(environment, order.workdir, order.sessions, order.pristine, user, order.tail_bytes)
     # A new session's first dump says what such a session looks like, so that one is waited for.
     begun = order.pristine is not None and restored is None and unknown is None
     if begun:

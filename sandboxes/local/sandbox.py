@@ -167,6 +167,7 @@ class LocalSandbox:
             environment={**ENVIRONMENT, **self._given, **self._spec.env},
             workdir=self._spec.directory,
             output_bytes=limits.output_bytes,
+            tail_bytes=limits.output_bytes // 2 if limits.output_keep == "ends" else 0,
             below_bytes=sum(map(self._machine.layers.size_bytes, self._layers.above_root)),
             born_ns=self._born_ns,
             reserve_bytes=RESERVE_BYTES,

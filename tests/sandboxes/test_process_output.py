@@ -127,6 +127,25 @@ def test_a_cut_of_what_is_no_text_lacks_three_bytes_at_most(data: bytes, max_byt
     assert kept.dropped or bytes(kept.data) == data
 
 
+@given(st.one_of(TEXTS, BYTES.map(b"".join)), st.integers(0, 40), st.integers(1, 9))
+def test_both_ends_of_an_output_are_kept(data: bytes, max_bytes: int, size: int) -> None:
+    """In whichever pieces it comes, and each end in whole characters; the line between them tells the rest."""
+    kept = KeptOutput()
+    for start in range(0, len(data), size):
+        kept.add(data[start : start + size], max_bytes, max_bytes // 2)
+    head = bytes(kept.data)
+    taken = kept.take()
+    if len(data) <= max_bytes:
+        assert taken == data
+        return
+    tail = taken.removeprefix(head).partition(b" more bytes left out]\n")[2]
+    assert taken == head + b"\n[forkpoint: %d more bytes left out]\n" % (len(data) - len(head) - len(tail)) + tail
+    assert (data.startswith(head), data.endswith(tail)) == (True, True)
+    assert max_bytes - 6 <= len(head) + len(tail) <= max_bytes
+    if _is_text(data):
+        assert _is_text(taken)
+
+
 def test_an_output_that_fits_is_kept_as_it_is() -> None:
     """Also if it ends within a character: the process has written it so."""
     kept = kept_of(b"a\xe2\x82", 3, 1)

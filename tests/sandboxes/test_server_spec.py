@@ -72,6 +72,11 @@ def test_services_run_beside_an_image_only() -> None:
         EnvironmentSpec.model_validate({"services": {"a": IMAGE}})
 
 
+def test_specs_that_keep_the_head_of_outputs_keep_their_root() -> None:
+    assert "output_keep" not in spec().root()["limits"]
+    assert spec(limits={"output_keep": "ends"}).root()["limits"]["output_keep"] == "ends"
+
+
 def test_specs_without_services_keep_their_root() -> None:
     assert not {"services", "volumes"} & spec().root().keys()
     assert spec(services={"a": IMAGE}).root()["services"]["a"]["image"] == "x"

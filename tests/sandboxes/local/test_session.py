@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -398,6 +399,21 @@ def test_long_output_is_cut_and_says_so(data_dir: Path) -> None:
     in_sandbox(data_dir, test, limits=Limits(output_bytes=1000))
 
 
+def test_both_ends_of_a_long_output_can_be_kept(data_dir: Path) -> None:
+    """The summary of a test run is at its end. The next call's output is whole again, and of each shell."""
+
+    async def test(sandbox: Sandbox) -> None:
+        for session in ("main", "other", "main"):
+            answer = await run(sandbox, "seq 1 60000; echo 3 failed; seq 1 60000 >&2", session=session)
+            head, _, tail = answer.out.partition("\n[forkpoint: 347903 more bytes left out]\n")
+            assert (head[:6], len(head), tail[-9:], len(tail)) == ("1\n2\n3\n", 500, "3 failed\n", 500)
+            assert answer.err.endswith("59999\n60000\n")
+            assert answer.truncated
+            assert (await run(sandbox, "seq 1 3", session=session)).out == "1\n2\n3\n"
+
+    in_sandbox(data_dir, test, limits=Limits(output_bytes=1000, output_keep="ends"))
+
+
 def test_output_is_cut_at_the_limit_each_time_alike(data_dir: Path) -> None:
     """Both streams end with a whole character, at limits around their size, in each sandbox and however they came."""
     text = "aé€𝄞" * 3
@@ -424,14 +440,15 @@ def test_output_is_cut_at_the_limit_each_time_alike(data_dir: Path) -> None:
     asyncio.run(go())
 
 
-def test_a_lost_shell_is_noticed_behind_a_long_output(data_dir: Path) -> None:
+@pytest.mark.parametrize("keep", ["head", "ends"])
+def test_a_lost_shell_is_noticed_behind_a_long_output(data_dir: Path, keep: Literal["head", "ends"]) -> None:
     """The line by which it is known is beyond the limit of what is kept."""
 
     async def test(sandbox: Sandbox) -> None:
         answer = await run(sandbox, "head -c 3000 /dev/zero; ulimit -n 4")
         assert (answer.code, LOST in answer.err) == (1, True)
 
-    in_sandbox(data_dir, test, limits=Limits(output_bytes=1000))
+    in_sandbox(data_dir, test, limits=Limits(output_bytes=1000, output_keep=keep))
 
 
 def test_invalid_utf8_becomes_replacement_characters(data_dir: Path) -> None:
