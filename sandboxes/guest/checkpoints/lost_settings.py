@@ -45,6 +45,8 @@ _DATAGRAMS = ((0, 33), (0, 34), (41, 18), (41, 19))
 _REUSEPORT = (1, 15)
 """SO_REUSEPORT, which CRIU sets in order to connect again, and leaves set."""
 _OPTION_BYTES = 16
+MAX_NOTED = 5_000
+"""Limits what is set again, about 20 us each while the processes stand still. Each TCP socket counts once."""
 
 Noted = dict[str, str]
 """What is set again: texts of files by their paths, and values of sockets' options, as hexadecimal digits, by the
@@ -70,9 +72,8 @@ def look(pids: Iterable[int]) -> Noted:
             _require_restorable(int(thread), born)
             # A thread has a directory of its own beside the processes, which is not listed (proc_tid(5)).
             texts = {name: _text(f"/proc/{thread}", name) for name in _FILES}
-            noted |= {
-                f"/proc/{thread}/{name}": _FILES[name] + texts[name] for name in _FILES if texts[name] != own[name]
-            }
+            changed = [name for name, text in texts.items() if text not in ("", own[name])]
+            noted |= {f"/proc/{thread}/{name}": _FILES[name] + texts[name] for name in changed}
         for number in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
             target = os.readlink(f"/proc/{pid}/fd/{number}")  # noqa: PTH115
             if target.startswith("socket:[") and target not in looked_at:
@@ -80,6 +81,8 @@ def look(pids: Iterable[int]) -> Noted:
             elif not target.startswith("socket:["):
                 _require_saved(pid, int(number), target)
             looked_at.add(target)
+    if len(noted) > MAX_NOTED:
+        raise NotDumpableError(f"the processes have changed more than {MAX_NOTED} settings of threads and sockets")
     return noted
 
 
@@ -138,7 +141,7 @@ def from_bytes(data: bytes) -> Noted:
 
 
 def _text(directory: str, name: str) -> str:
-    """Return the text of a file of a thread; empty for a thread that is ending, and for a file that others lack."""
+    """Return the text of a file of a thread; empty for one that is ending, and on a kernel without the file."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"{directory}/{name}") as file:  # noqa: PTH123
         return file.read().strip()
     return ""
