@@ -1,8 +1,6 @@
 """The limit of processes and threads that a sandbox has by its control group, and whether a call has come to it."""
 
-import contextlib
-import os
-from collections.abc import Iterable
+from sandboxes.linux.group_files import GroupFiles
 
 
 class PidsLimit:
@@ -16,14 +14,8 @@ class PidsLimit:
     of processes has not come to its limit then (`pids.peak`, Linux 6.1), and the failure is the machine's.
     """
 
-    def __init__(self, groups: Iterable[str]) -> None:
-        """Open the files of the group among some directories that limits processes."""
-        self._fds: dict[str, int] = {}
-        self._noted = 0
-        for group in groups:
-            for name in ("events", "max", "peak", "current"):
-                with contextlib.suppress(OSError):
-                    self._fds[name] = os.open(f"{group}/pids.{name}", os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, files: GroupFiles) -> None:
+        self._files, self._noted = files, 0
 
     def begin(self) -> None:
         """Begin a call: what has happened before does not count."""
@@ -46,7 +38,4 @@ class PidsLimit:
 
     def _number(self, name: str) -> int:
         """Return the number in a file; 0 if the kernel has no such file, or it says "max"."""
-        if (fd := self._fds.get(name)) is None:
-            return 0
-        last = os.pread(fd, 64, 0).split()[-1]
-        return int(last) if last.isdigit() else 0
+        return self._files.number(f"pids.{name}") or 0
