@@ -70,11 +70,9 @@ from sandboxes.ipc.server_messages import (
     UseServer,
 )
 from sandboxes.linux import confine, outlet, user_counts
-from sandboxes.linux.group_files import GroupFiles
 from sandboxes.linux.live_state import LiveState, inherited
-from sandboxes.linux.pids_limit import PidsLimit
 from sandboxes.linux.processes import Process, last_pid, list_processes, ran_between, run_counts
-from sandboxes.linux.resource_meter import ResourceMeter
+from sandboxes.linux.sandbox_groups import GroupFiles, PidsLimit, ResourceMeter
 from sandboxes.linux.socket_queues import SocketQueues
 
 _NO_DESCRIPTORS = (

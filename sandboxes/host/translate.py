@@ -10,7 +10,7 @@ from sandboxes.effects import Effect
 from sandboxes.guest.files import docker_archive
 from sandboxes.guest.files.operations import checksum_differs, problem
 from sandboxes.ipc.codec import Envelope, members_of
-from sandboxes.ipc.messages import CallDone, CommandOutcome, FileOutcome, ResourcesUsed, RunCommand, RunFileOperation
+from sandboxes.ipc.messages import CallDone, CommandOutcome, FileOutcome, RunCommand, RunFileOperation
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.results import Failure, failure
 
@@ -120,13 +120,8 @@ def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Exe
         shareable=not message.short,
         restless=message.state.restless,
         course=Course(message.order, message.last_pid),
-        resources=used(message.resources),
+        resources=None if message.resources is None else ResourceUse(**members_of(message.resources)),
     )
-
-
-def used(reported: ResourcesUsed | None) -> ResourceUse | None:
-    """Return what a supervisor reports that a call used."""
-    return None if reported is None else ResourceUse(**members_of(reported))
 
 
 def _result(done: Envelope[CallDone]) -> ToolResult:

@@ -35,7 +35,7 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux import confine, mounts, outlet
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.group_files import GroupFiles
+from sandboxes.linux.sandbox_groups import GroupFiles
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.local.pid_one import PidOne, Switches, opened_root
 

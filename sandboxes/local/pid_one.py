@@ -43,8 +43,8 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux import outlet, processes
 from sandboxes.linux.descriptors import close_all
-from sandboxes.linux.group_files import GroupFiles
 from sandboxes.linux.processes import death_of
+from sandboxes.linux.sandbox_groups import GroupFiles
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.trees import TOO_DEEP
 

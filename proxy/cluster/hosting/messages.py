@@ -23,10 +23,9 @@ import orjson
 from proxy.cluster.link.channels import ChannelEndedError, LinkChannel
 from proxy.cluster.link.data import OpenData
 from proxy.cluster.link.frames import LinkError
-from sandboxes.calls import Course, EgressExchange, Execution, ToolCall, ToolResult
+from sandboxes.calls import Course, EgressExchange, Execution, ResourceUse, ToolCall, ToolResult
 from sandboxes.effects import Effect, StateDigest
-from sandboxes.host.translate import used
-from sandboxes.ipc.codec import Envelope, IpcMessage, IpcRecord, Number, decode, pack_message
+from sandboxes.ipc.codec import Envelope, IpcMessage, IpcRecord, Number, decode, members_of, pack_message
 from sandboxes.ipc.frames import Inbox, MalformedFrameError
 from sandboxes.ipc.messages import ResourcesUsed
 
@@ -355,7 +354,7 @@ def execution_of(done: HostedDone, body: bytes) -> Execution:
         state=digest_of(done.exact, done.content), witness=done.witness, shareable=done.shareable,
         restless=done.restless, replay=replay, course=Course(done.order, done.last_pid),
         is_empty=done.is_empty, live=done.live, exchanges=tuple(done.exchanges),
-        resources=used(done.resources),
+        resources=None if done.resources is None else ResourceUse(**members_of(done.resources)),
     )  # fmt: skip
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.calls import ResourceUse
-from sandboxes.linux.group_files import GroupFiles
-from sandboxes.linux.resource_meter import ResourceMeter
+from sandboxes.linux.sandbox_groups import GroupFiles, ResourceMeter
 
 CPU_STAT = "usage_usec {}\nuser_usec 1\nsystem_usec 2\ncore_sched.force_idle_usec 3\n"
 CPU_STAT_1 = "nr_periods 0\nnr_throttled 0\nthrottled_time 7\n"
