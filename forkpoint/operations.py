@@ -419,7 +419,8 @@ def _tree(payload: Json) -> Tree:
 def _report(reply: Reply) -> Report:
     view = reply.payload
     rows = [made_of(ReportRow, row) for row in view["rows"]]
-    return Report(total=made_of(ReportRow, view["total"]), rows=rows, arms=view["arms"], truncated=view["truncated"])
+    total, calls = made_of(ReportRow, view["total"]), view.get("calls", [])
+    return Report(total=total, rows=rows, arms=view["arms"], truncated=view["truncated"], calls=calls)
 
 
 def _rollout(payload: Json) -> RolloutInfo:

@@ -18,6 +18,7 @@ _OUTCOMES: Mapping[str, Outcome] = {
     "forkpoint; fwd=bypass": "bypass",
 }
 _DURATION = re.compile(r"(\w+);dur=([0-9.]+)")
+_AMOUNT = re.compile(r"(\w+);desc=([0-9]+)")
 
 
 def made_of(kind: type[V], payload: Mapping[str, Any], **more: Any) -> V:
@@ -44,6 +45,10 @@ class CallResult:
         restore_s: Seconds that getting a sandbox took.
         replay_s: Seconds that bringing the sandbox to the rollout's state took.
         wait_s: Seconds that the call waited for other calls.
+        cpu_s: CPU seconds that the execution used which the answer comes from, a hit's too; None if not known.
+        peak_bytes: The most memory at one time that it used; None if not known.
+        read_bytes: Bytes that it read from disks; None if not known.
+        written_bytes: Bytes that were written to disks meanwhile; None if not known.
     """
 
     outcome: Outcome | None = None
@@ -52,6 +57,10 @@ class CallResult:
     restore_s: float = 0.0
     replay_s: float = 0.0
     wait_s: float = 0.0
+    cpu_s: float | None = None
+    peak_bytes: int | None = None
+    read_bytes: int | None = None
+    written_bytes: int | None = None
 
     @property
     def hit(self) -> bool:
@@ -180,6 +189,7 @@ class Step:
         effect: What the call changed.
         seconds: Seconds that the tool ran when the call was recorded.
         node: The node that the call led to; None if its record was forgotten since.
+        resources: What the call used of the machine when it was recorded; None if nothing is known.
     """
 
     turn: int
@@ -189,6 +199,7 @@ class Step:
     effect: list[str]
     seconds: float
     node: str | None
+    resources: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +296,7 @@ class Node:
         flags: Properties that need attention: `pinned`, `diverged`, `unreproducible`, `private`.
         children: Number of child nodes.
         answer: The recorded answer as a JSON object, if the node was requested by name; None in a tree.
+        resources: `cpu_s`, `peak_bytes`, `read_bytes` and `written_bytes` of the call; None if nothing is known.
     """
 
     id: str
@@ -300,6 +312,7 @@ class Node:
     flags: list[str]
     children: int
     answer: Mapping[str, Any] | None = None
+    resources: Mapping[str, Any] | None = None
 
     @property
     def title(self) -> str:
@@ -345,6 +358,9 @@ class ReportRow:
         saved_cost: Price of `saved_s`.
         executed_tokens: Tokens that models of video tools counted for executed calls.
         saved_tokens: Tokens that they would have counted again for hits and waits.
+        executed_cpu_s: CPU seconds of executed calls, as far as they are known; None if none is.
+        saved_cpu_s: CPU seconds that hits and waits saved, as far as they are known; None if none is.
+        peak_bytes: The most memory that one call used at one time; None if it is not known of any.
     """
 
     group: str | None
@@ -367,6 +383,9 @@ class ReportRow:
     saved_cost: float
     executed_tokens: int
     saved_tokens: int
+    executed_cpu_s: float | None = None
+    saved_cpu_s: float | None = None
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,12 +397,14 @@ class Report:
         rows: The groups in their order.
         arms: The same calls without a cache, with a stateless one and with this one, as JSON objects.
         truncated: Whether groups were left out.
+        calls: The calls whose executions used most CPU time, as JSON objects.
     """
 
     total: ReportRow
     rows: list[ReportRow]
     arms: list[Mapping[str, Any]]
     truncated: bool
+    calls: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,9 +432,13 @@ class Stats:
 
 def how_answered(reply: Reply) -> dict[str, Any]:
     """Return the members of a `CallResult` that a response's headers tell."""
-    timing = dict(_DURATION.findall(reply.headers.get("server-timing", "")))
+    header = reply.headers.get("server-timing", "")
+    timing, amounts = dict(_DURATION.findall(header)), dict(_AMOUNT.findall(header))
+    names = (("peak_bytes", "memory"), ("read_bytes", "read"), ("written_bytes", "written"))
     return {
         "outcome": _OUTCOMES.get(reply.headers.get("cache-status", "")),
         "node": reply.headers.get("x-forkpoint-node"),
         **{f"{name}_s": float(timing.get(name, 0.0)) / 1000 for name in ("tool", "restore", "replay", "wait")},
+        "cpu_s": float(timing["cpu"]) / 1000 if "cpu" in timing else None,
+        **{member: int(amounts[name]) if name in amounts else None for member, name in names},
     }

@@ -120,6 +120,22 @@ class Course(NamedTuple):
 UNKNOWN_COURSE = Course()
 
 
+class ResourceUse(NamedTuple):
+    """What a call used of the machine. All that ran in its sandbox meanwhile counts; None is what is not known.
+
+    Attributes:
+        cpu_s: CPU time in seconds.
+        peak_bytes: The most memory at one time in bytes, with the pages of files that the kernel holds for the sandbox.
+        read_bytes: Bytes that were read from disks.
+        written_bytes: Bytes that were written to disks. What the kernel writes after the call is not among them.
+    """
+
+    cpu_s: float | None = None
+    peak_bytes: int | None = None
+    read_bytes: int | None = None
+    written_bytes: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Execution:
     """The outcome of a call that really ran.
@@ -143,6 +159,7 @@ class Execution:
             has it may have put other bytes into a process.
         exchanges: The requests to hosts outside since the last call.
         volatile: The call used the clock or random numbers, so a replay may well reach another state.
+        resources: What the call used of the machine; None if the driver does not know.
     """
 
     result: ToolResult
@@ -158,3 +175,4 @@ class Execution:
     live: bool = False
     exchanges: tuple[EgressExchange, ...] = ()
     volatile: bool = False
+    resources: ResourceUse | None = None

@@ -14,7 +14,7 @@ from proxy.cli.completion import complete_task
 from proxy.cli.options import JsonOption, LabelOption
 from proxy.cli.output import show
 from proxy.cli.rendering.lists import ListColumns
-from proxy.cli.rendering.report_page import ARM_COLUMNS, Json, columns_of, name_of, page, title_of
+from proxy.cli.rendering.report_page import ARM_COLUMNS, CALL_COLUMNS, Json, columns_of, name_of, page, title_of
 from proxy.cli.text import printable
 
 Labels = list[str] | None
@@ -49,6 +49,10 @@ def report(
     show(reports if against else reports[0], lambda _: render(reports), json=json)
 
 
+_CELL_CHARS = 48
+"""Longest cell of the table of calls: the whole command is in `--json`."""
+
+
 def render(reports: Sequence[Json]) -> RenderableType:
     """Render one or two reports as tables."""
     return Group(*(part for each in reports for part in _parts(each)))
@@ -66,7 +70,11 @@ def _parts(view: Json) -> list[RenderableType]:
     for arm in view["arms"]:
         arms.add_row(*(cell(arm) for _, cell in ARM_COLUMNS))
     title = Text(printable(title_of(view)), style="bold")
-    parts: list[RenderableType] = [title, Group(table), arms]
+    parts: list[RenderableType] = [title, Group(table)]
+    if view["calls"]:
+        calls = [tuple(printable(cell(call))[:_CELL_CHARS] for _, cell in CALL_COLUMNS) for call in view["calls"]]
+        parts.append(Group(ListColumns(tuple(name for name, _ in CALL_COLUMNS), calls)))
+    parts.append(arms)
     if view["truncated"]:
         parts.append(Text("More groups were left out; choose some with --label.", style="dim"))
     return parts

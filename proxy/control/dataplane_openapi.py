@@ -29,7 +29,10 @@ _EXECUTED = {
 }
 _HEADERS = {
     "Cache-Status": {"description": "Whether the answer is a cache hit (RFC 9211).", "schema": {"type": "string"}},
-    "Server-Timing": {"description": "Milliseconds of tool, restore, replay and wait.", "schema": {"type": "string"}},
+    "Server-Timing": {
+        "description": "Milliseconds of tool, restore, replay and wait, and what the recorded execution used.",
+        "schema": {"type": "string"},
+    },
     "X-Forkpoint-Node": {"description": "The node that the rollout is at now.", "schema": {"type": "string"}},
 }
 _FILE_VERBS = {"put": "write_file", "get": "read_file", "delete": "delete_file"}

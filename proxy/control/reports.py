@@ -20,7 +20,8 @@ from typing import Any
 import orjson
 from pydantic import ConfigDict, TypeAdapter
 
-from proxy.control.views.report import Arm, ReportRow, ReportView
+from proxy.control.call_titles import TITLE_CHARS, title
+from proxy.control.views.report import Arm, CostlyCall, ReportRow, ReportView
 from proxy.storage.blobs import whole_bytes
 from proxy.storage.records import answer_of
 from proxy.storage.rollouts import label_path, label_value, labels_condition
@@ -28,12 +29,16 @@ from proxy.storage.schema import is_whole
 from proxy.tree.call_totals import CallTotals
 from proxy.tree.labels import REWARD
 from proxy.tree.rollout import Outcome
+from sandboxes.calls import ToolCall
 
 MAX_ROWS = 1000
 """Most groups of one report. Agents choose labels, so their number has no other bound."""
 BY_TASK, BY_ENDPOINT = "task", "endpoint"
 """What rollouts can be grouped by beside labels. A label of these names cannot be."""
 _LABEL = label_value("r.labels", ":by")
+_MOST_CALLS = 20
+"""Calls that a report names."""
+_EXECUTED = frozenset({Outcome.MISS, Outcome.BYPASS})
 _OVERHEADS = ("restored_s", "replayed_s", "waited_s")
 _WHOLE_ROLLOUT, _WHOLE_STEP, _WHOLE_RECORD = is_whole("rollouts", "r"), is_whole("steps", "s"), is_whole("records", "c")
 
@@ -63,19 +68,30 @@ class _Group:
     rewarded: int = 0
     rewards: float = 0.0
     overheads: dict[str, float] | None = None
+    executed_cpu_s: float | None = None
+    saved_cpu_s: float | None = None
+    peak_bytes: int | None = None
 
-    def add(self, outcome: Outcome, seconds: float, calls: int) -> None:
-        """Add calls that one record answered in one way."""
+    def add(
+        self, outcome: Outcome, seconds: float, calls: int, cpu_s: float | None = None, peak_bytes: int | None = None
+    ) -> None:
+        """Add calls that one record answered in one way, and what its execution used."""
+        cpu_s = None if cpu_s is None else cpu_s * calls
+        if outcome in _EXECUTED:
+            self.executed_cpu_s = _sum(self.executed_cpu_s, cpu_s)
+        else:
+            self.saved_cpu_s = _sum(self.saved_cpu_s, cpu_s)
+        self.peak_bytes = _most(self.peak_bytes, peak_bytes)
         self.totals.answered(outcome, seconds * calls, calls)
         self.seconds.append((seconds, calls))
         self.paid.append((0.0 if outcome is Outcome.HIT else seconds, calls))
 
     def add_tokens(self, outcome: Outcome, tokens: int) -> None:
         """Add the tokens of models for calls that were answered in one way."""
-        if outcome in (Outcome.HIT, Outcome.WAIT):
-            self.saved_tokens += tokens
-        else:
+        if outcome in _EXECUTED:
             self.executed_tokens += tokens
+        else:
+            self.saved_tokens += tokens
 
     def add_group(self, other: "_Group") -> None:
         """Add another group: one of the same name, or any for the total."""
@@ -84,6 +100,9 @@ class _Group:
         self.paid += other.paid
         self.executed_tokens += other.executed_tokens
         self.saved_tokens += other.saved_tokens
+        self.executed_cpu_s = _sum(self.executed_cpu_s, other.executed_cpu_s)
+        self.saved_cpu_s = _sum(self.saved_cpu_s, other.saved_cpu_s)
+        self.peak_bytes = _most(self.peak_bytes, other.peak_bytes)
         self.rollouts += other.rollouts
         self.rewarded += other.rewarded
         self.rewards += other.rewards
@@ -101,6 +120,7 @@ class _Group:
             reward=self.rewards / self.rewarded if self.rewarded else None, rewarded=self.rewarded,
             executed_cost=totals.executed_s / 3600 * price_per_hour, saved_cost=totals.saved_s / 3600 * price_per_hour,
             executed_tokens=self.executed_tokens, saved_tokens=self.saved_tokens,
+            executed_cpu_s=self.executed_cpu_s, saved_cpu_s=self.saved_cpu_s, peak_bytes=self.peak_bytes,
         )  # fmt: skip
 
 
@@ -115,6 +135,7 @@ class ReportPart:
     # of their tools, and wrong answers.
     repeated: tuple[int, float, int]
     damaged: int  # Rollouts and calls that are left out.
+    calls: list[CostlyCall]  # Those whose executions used most CPU time.
 
     def packed(self) -> bytes:
         """Return the part as JSON."""
@@ -144,6 +165,7 @@ def report_of(parts: Sequence[ReportPart]) -> ReportView:
         total=total.row(None, request.price_per_hour),
         rows=[groups[name].row(name, request.price_per_hour) for name in names[:MAX_ROWS]],
         truncated=len(names) > MAX_ROWS, arms=_arms(parts, total), damaged=sum(part.damaged for part in parts),
+        calls=_most_costly(call for part in parts for call in part.calls),
     )  # fmt: skip
 
 
@@ -166,9 +188,9 @@ def read_part(connection: sqlite3.Connection, request: ReportRequest) -> ReportP
             groups[name].overheads = dict(zip(_OVERHEADS, spent, strict=True))
     else:
         group, values["by"] = ("r.task", "") if request.by == BY_TASK else (_LABEL, label_path(request.by))
-        for name, outcome, seconds, calls, whole, _ in connection.execute(_calls(group, where), values):
+        for name, outcome, seconds, calls, whole, _, *used in connection.execute(_calls(group, where), values):
             if whole:
-                groups[name].add(Outcome(outcome), seconds or 0.0, calls)
+                groups[name].add(Outcome(outcome), seconds or 0.0, calls, *used)
             damaged += 0 if whole else calls
         for row in connection.execute(_rollouts(group, where), values):
             sums = groups[row[0]]
@@ -178,7 +200,8 @@ def read_part(connection: sqlite3.Connection, request: ReportRequest) -> ReportP
     (rollouts,) = connection.execute(f"SELECT COUNT(*) FROM rollouts r WHERE {where}", values).fetchone()
     calls = sum(group.totals.calls for group in groups.values())
     repeated = _repeated(connection, where, values, calls)
-    return ReportPart(request, list(groups.items()), rollouts, repeated, damaged)
+    costly = _costly_calls(connection, where, values)
+    return ReportPart(request, list(groups.items()), rollouts, repeated, damaged, costly)
 
 
 def _condition(request: ReportRequest) -> tuple[str, dict[str, Any]]:
@@ -201,12 +224,16 @@ def _damaged_rollouts(connection: sqlite3.Connection, request: ReportRequest) ->
 
 
 def _calls(group: str, where: str) -> str:
-    """Return the query of equal calls: group, outcome, seconds, number of calls, whether all is whole, call."""
+    """Return the query of equal calls.
+
+    The columns are group, outcome, seconds, number of calls, whether all is whole, call, CPU time and peak of memory.
+    """
     # Grouped before the records are joined, so that a record is checked once and not for each step.
     return (
-        f"SELECT g.name, g.outcome, c.seconds, g.calls, g.whole AND (c.id IS NULL OR {_WHOLE_RECORD}), c.call FROM "
-        f"(SELECT {group} AS name, s.outcome, s.record, COUNT(*) AS calls, {_WHOLE_STEP} AS whole FROM rollouts r "
-        f"JOIN steps s ON s.rollout = r.id WHERE {where} GROUP BY 1, 2, 3, 5) g LEFT JOIN records c ON c.id = g.record"
+        f"SELECT g.name, g.outcome, c.seconds, g.calls, g.whole AND (c.id IS NULL OR {_WHOLE_RECORD}), c.call, "
+        f"c.cpu_s, c.peak_bytes FROM (SELECT {group} AS name, s.outcome, s.record, COUNT(*) AS calls, "
+        f"{_WHOLE_STEP} AS whole FROM rollouts r JOIN steps s ON s.rollout = r.id WHERE {where} "
+        "GROUP BY 1, 2, 3, 5) g LEFT JOIN records c ON c.id = g.record"
     )
 
 
@@ -233,13 +260,13 @@ def _add_by_endpoint(
     A call is one compressed JSON value, so each is read once.
     """
     damaged, endpoints = 0, dict[int, str | None]()
-    for _, outcome, seconds, calls, whole, call in connection.execute(_calls("''", where), values).fetchall():
+    for _, outcome, seconds, calls, whole, call, *used in connection.execute(_calls("''", where), values).fetchall():
         if whole and call is not None and call not in endpoints:
             endpoints[call] = _endpoint(connection, call)
         # The endpoint of a call that was forgotten since is not known.
         endpoint = endpoints[call] if whole and call is not None else None
         if whole and (call is None or endpoint is not None):
-            groups[endpoint].add(Outcome(outcome), seconds or 0.0, calls)
+            groups[endpoint].add(Outcome(outcome), seconds or 0.0, calls, *used)
         else:
             damaged += calls
     return damaged
@@ -304,6 +331,41 @@ def _repeated(
         known += count
     # Steps whose records were forgotten since count as executed.
     return len(first) + calls - known, tool_s, wrong
+
+
+def _costly_calls(connection: sqlite3.Connection, where: str, values: Mapping[str, Any]) -> list[CostlyCall]:
+    """Return the calls of tasks whose executions used most CPU time; calls whose CPU time is not known are left out."""
+    executed = ", ".join(str(outcome.value) for outcome in _EXECUTED)
+    sql = (
+        "SELECT g.task, c.call, c.upload, SUM(g.executed), SUM(g.calls - g.executed), SUM(g.executed * c.cpu_s), "
+        "SUM((g.calls - g.executed) * c.cpu_s), MAX(c.peak_bytes) FROM "
+        f"(SELECT r.task, s.record, COUNT(*) AS calls, SUM(s.outcome IN ({executed})) AS executed "
+        f"FROM rollouts r JOIN steps s ON s.rollout = r.id WHERE {where} AND {_WHOLE_STEP} GROUP BY 1, 2) g "
+        f"JOIN records c ON c.id = g.record WHERE c.cpu_s IS NOT NULL AND {_WHOLE_RECORD} "
+        f"GROUP BY 1, 2, 3 ORDER BY 6 DESC LIMIT {_MOST_CALLS}"
+    )
+    calls = []
+    for task, call, upload, *sums in connection.execute(sql, values).fetchall():
+        made, body = _blob(connection, call), _blob(connection, upload) if upload else b""
+        # A damaged blob has no title; what its call used is in the totals.
+        if made is not None and body is not None:
+            value = orjson.loads(made)
+            text = title(ToolCall(value["endpoint"], value["tool"], value["arguments"], body))[:TITLE_CHARS]
+            names = ("executed", "saved", "executed_cpu_s", "saved_cpu_s", "peak_bytes")
+            calls.append(CostlyCall(task=task, title=text, **dict(zip(names, sums, strict=True))))
+    return calls
+
+
+def _most_costly(calls: Iterable[CostlyCall]) -> list[CostlyCall]:
+    return sorted(calls, key=lambda call: -call.executed_cpu_s)[:_MOST_CALLS]
+
+
+def _sum(first: float | None, second: float | None) -> float | None:
+    return second if first is None else first + (second or 0.0)
+
+
+def _most(first: int | None, second: int | None) -> int | None:
+    return second if first is None else max(first, second or 0)
 
 
 def _arms(parts: Sequence[ReportPart], total: _Group) -> list[Arm]:

@@ -10,6 +10,7 @@ from proxy.control.views.nodes import (
     NodeView,
     ObservationView,
     PassedRollout,
+    ResourcesView,
     TreeView,
     node_facts,
 )
@@ -114,6 +115,7 @@ class Reader:
             effect=[] if record is None else record.effect.names,  # type: ignore[arg-type]
             seconds=0.0 if record is None else record.seconds,
             node=None if record is None else node_name(record.target),
+            resources=None if record is None else self._resources(record),
         )
 
     def _node(self, node: Node, rollouts: list[str]) -> dict[str, Any]:
@@ -123,6 +125,7 @@ class Reader:
             "call": None if origin is None else self.call(origin),
             "exit_code": None if origin is None else exit_code(self._store.records.result(origin)),
             "rollouts": sorted(rollouts),
+            "resources": None if origin is None else self._resources(origin),
             "observations": [self._observation(r) for r in node.records.values() if r.observation],
         }
 
@@ -133,4 +136,8 @@ class Reader:
             seconds=record.seconds,
             hits=record.hits,
             exit_code=exit_code(self._store.records.result(record)),
+            resources=self._resources(record),
         )
+
+    def _resources(self, record: Record) -> ResourcesView | None:
+        return ResourcesView.of(self._store.records.resources(record))

@@ -23,7 +23,7 @@ from proxy.engine import Engine
 from proxy.execution.step_notes import Answer
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
-from proxy.http.answer_cache import HIT_HEADERS, HIT_STATUS, RawHeaders
+from proxy.http.answer_cache import HIT_STATUS, PreparedAnswer, RawHeaders
 from proxy.http.asgi import Receive, Scope
 from proxy.http.exchange import Exchange, beside
 from proxy.http.lru_cache import LruCache
@@ -192,7 +192,8 @@ class Dispatch:
         answer = self._constants.get(key)
         if answer is not None:
             engine.counts.answered(Outcome.HIT, answer.record.seconds)
-            await exchange.answer(self._answers.of(answer.record), HIT_HEADERS)
+            ready = self._answers.of(answer.record)
+            await exchange.answer(ready, ready.hit_headers)
             return
         rollout = await engine.tasks.rollout(task, f"~{call.key.hex()[:32]}")
         # Counted here and not by `rollout.waiting`: a second first call has found the rollout, but its task has not
@@ -253,14 +254,16 @@ class Dispatch:
             # Shielded: a client that hangs up must not cancel the answer that the first attempt waits for.
             answer = await asyncio.shield(first_attempt)
             if await self._may_repeat(rollout, answer):
-                await exchange.answer(self._answers.of(answer.record), _headers_of(answer))
+                ready = self._answers.of(answer.record)
+                await exchange.answer(ready, _headers_of(answer, ready))
                 return
         # Requests with an ID, or whose body came slowly, were not looked up on the hit path.
         record = step.known(rollout, call.key, expected=int(exchange.expected is rollout))
         if record is not None:
             endpoints[call.call.endpoint][Outcome.HIT] += 1
             self._retries.remember_hit(rollout, call, record)
-            await exchange.answer(self._answers.of(record), HIT_HEADERS)
+            ready = self._answers.of(record)
+            await exchange.answer(ready, ready.hit_headers)
             self._engine.counts.hit_s.observe(time.perf_counter() - exchange.began)
             return
         listener = exchange.listener(call)
@@ -284,7 +287,8 @@ class Dispatch:
         # A response that was passed on while it arrived only needs its end. Its record, which may be too large to
         # be held in memory, is not read.
         if not await exchange.passed():
-            await exchange.answer(self._answers.of(answer.record), _headers_of(answer))
+            ready = self._answers.of(answer.record)
+            await exchange.answer(ready, _headers_of(answer, ready))
 
     @contextmanager
     def _cancellable_as(self, name: str, rollout: Rollout, events: ServerEvents | None) -> Iterator[None]:
@@ -350,9 +354,9 @@ def _refuse_smuggling(scope: Scope) -> None:
         raise RefusalError(400, "framing", "Content-Length and Transfer-Encoding exclude each other. Send one, once.")
 
 
-def _headers_of(answer: Answer) -> RawHeaders:
+def _headers_of(answer: Answer, ready: PreparedAnswer) -> RawHeaders:
     status = _CACHE_STATUS[answer.outcome] + (b"; detail=not-kept" if answer.timing.known else b"")
-    return [(b"cache-status", status), (b"server-timing", _server_timing(answer.timing))]
+    return [(b"cache-status", status), (b"server-timing", _server_timing(answer.timing) + ready.resources)]
 
 
 def _server_timing(timing: Timing) -> bytes:

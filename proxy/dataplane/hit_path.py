@@ -18,7 +18,7 @@ from proxy.dialects.base import AT_ONCE_BYTES, Call, Request
 from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address
-from proxy.http.answer_cache import HIT_HEADERS, PreparedAnswer, response
+from proxy.http.answer_cache import PreparedAnswer, response
 from proxy.http.exchange import client_form, raw
 from proxy.http.lru_cache import LruCache
 from proxy.tree.rollout import Outcome, Rollout
@@ -129,4 +129,4 @@ class HitPath:
     def _form(self, request: Request, address: Address, rollout: Rollout, ready: PreparedAnswer) -> bytes:
         """Return the whole response in the form of the client that sent a request."""
         own = client_form(ready, self._addressing.dialect(rollout, address.endpoint), request)
-        return response(own.status, raw(own.headers) + ready.headers[ready.own :] + HIT_HEADERS, own.body)
+        return response(own.status, raw(own.headers) + ready.headers[ready.own :] + ready.hit_headers, own.body)

@@ -272,7 +272,8 @@ class Executor:
             execution.seconds, time.time(), private=private, doubtful=doubtful(call, execution), age_s=age_s,
         )  # fmt: skip
         written = self._records.save(
-            tree.id, record, new_node, execution.replay or call, execution.result, execution.course, packed
+            tree.id, record, new_node, execution.replay or call, execution.result, execution.course, packed,
+            execution.resources,
         )  # fmt: skip
         if new_node is not None:
             # The store comes first. If this raises, the tree does not know the call either, and another rollout

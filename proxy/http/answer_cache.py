@@ -6,7 +6,7 @@ from http import HTTPStatus
 from proxy.http.lru_cache import LruCache
 from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
-from sandboxes.calls import ToolResult
+from sandboxes.calls import ResourceUse, ToolResult
 from sandboxes.http_message import of_tool_server
 
 RawHeaders = list[tuple[bytes, bytes]]
@@ -15,11 +15,8 @@ RawHeaders = list[tuple[bytes, bytes]]
 HIT_STATUS = b"forkpoint; hit"
 """The value of `Cache-Status` (RFC 9211) on a hit."""
 
-HIT_HEADERS: RawHeaders = [
-    (b"cache-status", HIT_STATUS),
-    (b"server-timing", b"tool;dur=0, restore;dur=0, replay;dur=0, wait;dur=0"),
-]
-"""The proxy's own headers on a hit: no tool ran, and nothing was restored."""
+_NO_TIME = b"tool;dur=0, restore;dur=0, replay;dur=0, wait;dur=0"
+"""The times of a hit: no tool ran, and nothing was restored."""
 _OVERHEAD_BYTES = 250
 """The memory of one answer beside the bytes of its response: objects, and its entry in the cache (tracemalloc)."""
 _LOCATIONS = frozenset({"location", "content-location", "set-cookie"})
@@ -33,6 +30,7 @@ class PreparedAnswer:
     status: int
     hit: bytes  # The whole HTTP response to a hit.
     body_at: int  # Where in `hit` the body begins.
+    resources: bytes  # What `Server-Timing` says of the execution that was recorded; it begins with a comma, if at all.
     own: int  # The number of the answer's own headers.
     has_location: bool  # Whether a header holds a URL or a path, so that each client needs its own form of the answer.
     model_tokens: int = 0  # Tokens that models counted while the call ran; see `ToolResult.model_tokens`.
@@ -41,8 +39,13 @@ class PreparedAnswer:
     def headers(self) -> RawHeaders:
         """The answer's own headers, then the proxy's that every use of the answer shares. A new list."""
         # Without the status line, the headers of a hit, and the two empty lines before the body.
-        lines = self.hit[: self.body_at].split(b"\r\n")[1 : -2 - len(HIT_HEADERS)]
+        lines = self.hit[: self.body_at].split(b"\r\n")[1 : -2 - len(self.hit_headers)]
         return [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
+
+    @property
+    def hit_headers(self) -> RawHeaders:
+        """The proxy's own headers on a hit. A new list."""
+        return hit_headers(self.resources)
 
     @property
     def body(self) -> bytes:
@@ -56,7 +59,7 @@ class Answers:
     def __init__(self, records: RecordStore, *, budget_bytes: int) -> None:
         self._records = records
         self._ready: LruCache[int, PreparedAnswer] = LruCache(
-            budget_bytes, lambda ready: len(ready.hit) + _OVERHEAD_BYTES
+            budget_bytes, lambda ready: len(ready.hit) + len(ready.resources) + _OVERHEAD_BYTES
         )
 
     @property
@@ -82,12 +85,28 @@ class Answers:
             headers += [(b"content-type", result.media_type.encode()), (b"content-length", b"%d" % len(result.body))]
         own = len(headers)
         headers.append((b"x-forkpoint-node", b"n%d" % record.target.id))
-        hit = response(result.status, headers + HIT_HEADERS, result.body)
+        resources = timing_of(self._records.resources(record))
+        hit = response(result.status, headers + hit_headers(resources), result.body)
         has_location = any(name.lower() in _LOCATIONS for name, _ in result.headers)
         body_at = len(hit) - len(result.body)
-        ready = PreparedAnswer(result.status, hit, body_at, own, has_location, result.model_tokens)
+        ready = PreparedAnswer(result.status, hit, body_at, resources, own, has_location, result.model_tokens)
         self._ready[record.id] = ready
         return ready
+
+
+def hit_headers(resources: bytes = b"") -> RawHeaders:
+    """Return the proxy's own headers on a hit, with what the recorded execution used (`timing_of`)."""
+    return [(b"cache-status", HIT_STATUS), (b"server-timing", _NO_TIME + resources)]
+
+
+def timing_of(used: ResourceUse | None) -> bytes:
+    """Return what `Server-Timing` says of what an execution used; what is not known is left out."""
+    if used is None:
+        return b""
+    cpu = b"" if used.cpu_s is None else b", cpu;dur=%.3f" % (used.cpu_s * 1000)
+    amounts = ((b"memory", used.peak_bytes), (b"read", used.read_bytes), (b"written", used.written_bytes))
+    # A description, because a duration would mean milliseconds.
+    return cpu + b"".join(b", %b;desc=%d" % (name, amount) for name, amount in amounts if amount is not None)
 
 
 def response(status: int, headers: RawHeaders, body: bytes) -> bytes:

@@ -59,6 +59,10 @@ class RecordCopy(NamedTuple):
     call: bytes  # The call as its blob has it.
     upload: bytes  # The uploaded body; empty without one.
     answer: bytes  # The answer as its blob has it.
+    cpu_s: float | None = None  # What the call used of the machine, as its `ResourceUse`; None if that is not known.
+    peak_bytes: int | None = None
+    read_bytes: int | None = None
+    written_bytes: int | None = None
 
 
 class RolloutCopy(NamedTuple):
@@ -103,10 +107,11 @@ def copy_of(tree: int, record: Record, written: RecordBytes, *, is_first: bool) 
 
     If it was the first to reach its target, the target travels with it.
     """
+    digests = stored_digests(record.target) if is_first else (None, None)
     return RecordCopy(
         record.id, tree, record.source.id, record.key, record.target.id, record.effect.value, record.seconds,
         record.recorded_at, record.private, record.reproducible, None if record.age_s == math.inf else record.age_s,
-        is_first, *(stored_digests(record.target) if is_first else (None, None)), *written,
+        is_first, *digests, *written[:3], **written.resources._asdict(),
     )  # fmt: skip
 
 
@@ -208,6 +213,7 @@ class CopyStore:
         values = (
             copy.record, copy.tree, copy.source, copy.key, copy.target, call, upload, answer, copy.effect, copy.seconds,
             copy.recorded_at, copy.private, copy.reproducible, copy.age_s, False, False,
+            copy.cpu_s, copy.peak_bytes, copy.read_bytes, copy.written_bytes,
         )  # fmt: skip
         execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
 

@@ -11,6 +11,7 @@ from proxy.storage.blobs import delete_unused_blobs
 from proxy.storage.database import Execute, StoreDatabase
 from proxy.storage.schema import is_whole
 from proxy.storage.trees import TreeStore
+from sandboxes.calls import ResourceUse
 from sandboxes.spec import EnvironmentSpec
 
 _MARK = "draft "
@@ -64,16 +65,18 @@ class DraftStore:
         recorded_at: float,
         reproducible: bool,
         age_s: float | None,
+        resources: ResourceUse,
     ) -> None:
         """Write the next record; the draft's count of records grows.
 
         `ends` are the numbers of source and target within the draft, `blobs` those of the call, the upload (0 for none)
         and the answer. `age_s` is for how long background processes had been running; None if that is not known.
+        `resources` is what the call used of the machine.
         """
         source, target = (draft.first_node + node for node in ends)
         values = (
             draft.first_record + draft.records, draft.tree, source, key, target, *blobs, effect, seconds, recorded_at,
-            False, reproducible, age_s, False, False,
+            False, reproducible, age_s, False, False, *resources,
         )  # fmt: skip
         execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
         draft.records += 1

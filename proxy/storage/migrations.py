@@ -160,6 +160,17 @@ def _to_5(tables: "sqlite_utils.Database") -> None:
             rebuild(tables, name, checked_table(tables, name, columns, key), {})
 
 
+def _to_6(tables: "sqlite_utils.Database") -> None:
+    records: dict[str, type] = {
+        "id": int, "tree": int, "source": int, "key": bytes, "target": int, "call": int, "upload": int, "answer": int,
+        "effect": int, "seconds": float, "recorded_at": float, "private": int, "reproducible": int,
+        "age_s": float, "proven": int, "quarantined": int,
+        "cpu_s": float, "peak_bytes": int, "read_bytes": int, "written_bytes": int,
+    }  # fmt: skip
+    unknown = dict.fromkeys(("cpu_s", "peak_bytes", "read_bytes", "written_bytes"), "NULL")
+    rebuild(tables, "records", checked_table(tables, "records", records), unknown)
+
+
 MIGRATIONS = (
     Migration(
         2,
@@ -170,6 +181,7 @@ MIGRATIONS = (
     Migration(3, "rollouts get labels, and remember when they were last used", _to_3),
     Migration(4, "steps get checksums", _to_4),
     Migration(5, "all other rows get checksums, and records say whether an audit has quarantined them", _to_5),
+    Migration(6, "records say what their calls used of the machine", _to_6),
 )
 """All migrations, one for each version from 2 on, in order."""
 

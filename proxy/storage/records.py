@@ -11,13 +11,17 @@ import orjson
 
 from proxy.storage.blobs import BlobStore, PackedBlob, delete_unused_blobs, pack
 from proxy.storage.database import Execute, StoreDatabase
+from proxy.storage.schema import is_whole
 from proxy.tree.keys import CallKey, canonical_json
 from proxy.tree.tree import Node, Record
-from sandboxes.calls import UNKNOWN_COURSE, Course, ToolCall, ToolResult, content_type
+from sandboxes.calls import UNKNOWN_COURSE, Course, ResourceUse, ToolCall, ToolResult, content_type
 
 _LARGE_BYTES = 64 << 10
 """Answers and uploads above this size are packed in a thread: below it, packing takes less than the change of threads
 and a millisecond together."""
+
+
+_RESOURCES = f"SELECT {', '.join(ResourceUse._fields)} FROM records WHERE id = ? AND {is_whole('records')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +34,12 @@ class PackedCall:
 
 
 class RecordBytes(NamedTuple):
-    """The uncompressed bytes of a record's blobs."""
+    """The uncompressed bytes of a record's blobs, and what its call used of the machine."""
 
     call: bytes  # As JSON.
     upload: bytes  # Empty without one.
     answer: bytes  # See `RecordStore`.
+    resources: ResourceUse
 
 
 async def pack_large(call: ToolCall, result: ToolResult) -> PackedCall | None:
@@ -78,13 +83,14 @@ class RecordStore:
         result: ToolResult,
         course: Course = UNKNOWN_COURSE,
         packed: PackedCall | None = None,
+        resources: ResourceUse | None = None,
     ) -> RecordBytes:
         """Write a record with its call and answer in one transaction, and return what was written.
 
         The numbers of the blobs are set in the record. `node` is the one that the call created; None if it led to a
-        known one. `course` is what a replay is given. `packed` is what `pack_large`
-        returned; None to pack here. Raises StoreError if nothing could be written, so the call must not count as
-        recorded.
+        known one. `course` is what a replay is given. `packed` is what `pack_large` returned; None to pack here.
+        `resources` is what the call used; None if nothing is known. Raises StoreError if nothing could be written, so
+        the call must not count as recorded.
         """
         with self._database.transaction() as execute:
             value: dict[str, Any] = {"endpoint": call.endpoint, "tool": call.tool, "arguments": call.arguments}
@@ -93,7 +99,8 @@ class RecordStore:
                 value["order"] = course.order.hex()
             if course.last_pid and not record.observation:
                 value["last_pid"] = course.last_pid
-            written = RecordBytes(canonical_json(value), call.body, packed.plain_answer if packed else _answer(result))
+            answer = packed.plain_answer if packed else _answer(result)
+            written = RecordBytes(canonical_json(value), call.body, answer, resources or ResourceUse())
             record.call = self._blobs.insert(execute, written.call)
             if call.body:
                 record.upload = self._blobs.insert(execute, packed.upload if packed else call.body)
@@ -104,6 +111,7 @@ class RecordStore:
                 record.id, tree, record.source.id, record.key, record.target.id, record.call, record.upload,
                 record.answer, record.effect.value, record.seconds, record.recorded_at, record.private,
                 record.reproducible, None if record.age_s == math.inf else record.age_s, record.proven, False,
+                *written.resources,
             )  # fmt: skip
             execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
         return written
@@ -171,6 +179,12 @@ class RecordStore:
     def result(self, record: Record) -> ToolResult:
         """Return the recorded answer."""
         return answer_of(self._blobs.read(record.answer))
+
+    def resources(self, record: Record) -> ResourceUse | None:
+        """Return what the recorded call used of the machine; None if nothing is known."""
+        row = self._database.row(_RESOURCES, (record.id,))
+        use = ResourceUse(*row or ())
+        return None if use == ResourceUse() else use
 
     def origin(self, record: int) -> tuple[int, int] | None:
         """Return the numbers of a record's tree and of the node where it was made; None if it was deleted."""

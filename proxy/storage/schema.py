@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import sqlite_utils
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Version of the tables, written into each file."""
 
 _TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
@@ -28,6 +28,7 @@ _TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
         "id": int, "tree": int, "source": int, "key": bytes, "target": int, "call": int, "upload": int, "answer": int,
         "effect": int, "seconds": float, "recorded_at": float, "private": int, "reproducible": int,
         "age_s": float, "proven": int, "quarantined": int,
+        "cpu_s": float, "peak_bytes": int, "read_bytes": int, "written_bytes": int,
     }, "id"),
     ("rollouts", {
         "id": int, "task": str, "name": str, "tree": int, "start": int, "node": int, "calls": int, "finished": int,

@@ -12,6 +12,7 @@ from proxy.storage.store import Store
 from proxy.transfer.format import BundleError, Part
 from proxy.transfer.schema import BundleLine, NodeLine
 from proxy.tree.tree import Tree
+from sandboxes.calls import ResourceUse
 from sandboxes.errors import SpecError
 from sandboxes.spec import EnvironmentSpec
 from snapshots.cache import SnapshotCache
@@ -39,6 +40,7 @@ def write_draft(store: Store, draft: Draft, items: Iterable[Part | BundleLine]) 
                     execute, draft, (item.source, item.target), bytes.fromhex(item.key), (call, upload, answer),
                     effect=item.effect, seconds=item.seconds, recorded_at=item.recorded_at,
                     reproducible=item.reproducible, age_s=item.age_s,
+                    resources=ResourceUse(item.cpu_s, item.peak_bytes, item.read_bytes, item.written_bytes),
                 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from proxy.transfer.format import BLOCK, FORMAT, Writer
 from proxy.transfer.state_records import ExportedStates
 from proxy.tree.keys import KEY_VERSION
 from proxy.tree.tree import Tree
+from sandboxes.calls import ResourceUse
 
 _BATCH = 1000
 """Nodes and records in one part of the bundle: about 300 kB, which the reader holds in memory."""
@@ -164,7 +165,8 @@ class _Export:
     def _rows(self, which: str, *values: int) -> Iterator[dict[str, Any]]:
         sql = (
             "SELECT r.id, r.source, r.key, r.target, r.call, r.upload, r.answer, r.effect, r.seconds, r.recorded_at, "
-            "r.reproducible, r.age_s FROM records r JOIN nodes n ON n.id = r.target JOIN nodes m ON m.id = r.source "
+            "r.reproducible, r.age_s, r.cpu_s, r.peak_bytes, r.read_bytes, r.written_bytes FROM records r "
+            "JOIN nodes n ON n.id = r.target JOIN nodes m ON m.id = r.source "
             "WHERE r.tree = ? AND r.private = 0 AND n.diverged = '' AND m.diverged = '' "
             f"AND NOT r.quarantined AND r.id NOT IN (SELECT record FROM findings) AND {which} ORDER BY r.id"
         )
@@ -198,6 +200,8 @@ class _Export:
             "recorded_at": row["recorded_at"], "reproducible": bool(row["reproducible"]),
             "age_s": row["age_s"], **digests,
         }  # fmt: skip
+        # Left out where nothing is known, so that earlier versions read such a file too.
+        fields |= {name: row[name] for name in ResourceUse._fields if row[name] is not None}
         return orjson.dumps(fields)
 
     def _batch(self, lines: list[bytes]) -> bytes:

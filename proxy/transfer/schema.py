@@ -15,6 +15,9 @@ _DIGEST = r"^[0-9a-f]{64}$"
 _MAX_NUMBER = 1 << 40
 """Largest number of a node, and largest count: far above any tree, and far below SQLite's 63 bits."""
 
+_MAX_BYTES = (1 << 63) - 1
+"""Most bytes that a call has used: the largest number of SQLite."""
+
 
 class BundleManifest(BaseModel):
     """What a bundle states about itself.
@@ -81,6 +84,10 @@ class RecordLine(BaseModel):
         call: Digest of the blob that holds the call.
         upload: Digest of the blob that holds the uploaded bytes; None if there were none.
         answer: Digest of the blob that holds the answer.
+        cpu_s: What the call used of the machine, as its `ResourceUse`; None if that is not known.
+        peak_bytes: As `cpu_s`.
+        read_bytes: As `cpu_s`.
+        written_bytes: As `cpu_s`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -96,6 +103,10 @@ class RecordLine(BaseModel):
     call: str = Field(pattern=_DIGEST)
     upload: str | None = Field(pattern=_DIGEST)
     answer: str = Field(pattern=_DIGEST)
+    cpu_s: float | None = Field(default=None, ge=0, le=1e9, allow_inf_nan=False)
+    peak_bytes: int | None = Field(default=None, ge=0, le=_MAX_BYTES)
+    read_bytes: int | None = Field(default=None, ge=0, le=_MAX_BYTES)
+    written_bytes: int | None = Field(default=None, ge=0, le=_MAX_BYTES)
 
 
 BundleLine = NodeLine | RecordLine

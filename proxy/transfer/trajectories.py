@@ -33,6 +33,7 @@ from proxy.storage.schema import is_whole
 from proxy.tree.call_totals import CallTotals
 from proxy.tree.labels import REWARD
 from proxy.tree.rollout import Outcome
+from sandboxes.calls import ResourceUse
 from sandboxes.effects import Effect
 
 ANSWER_BYTES = 1 << 20
@@ -164,17 +165,19 @@ class _TrajectoryWriter:
             "turn": turn, "id": f"call_{turn}", "outcome": outcome.name.lower(),
             "hit": outcome in _SAVED, "record": record, "endpoint": None, "tool": None, "status": None,
             "media_type": None, "encoding": None, "truncated": False, "exit_code": None, "effect": [], "node": None,
-            "tool_s": 0.0, "recorded_at": None,
+            "tool_s": 0.0, "resources": None, "recorded_at": None,
         }  # fmt: skip
         sql = (
-            f"SELECT call, upload, answer, effect, seconds, recorded_at, target FROM records WHERE id = ? AND {_WHOLE}"
+            f"SELECT call, upload, answer, effect, seconds, recorded_at, target, {', '.join(ResourceUse._fields)} "
+            f"FROM records WHERE id = ? AND {_WHOLE}"
         )
         row = self._connection.execute(sql, (record,)).fetchone()
         if row is None:
             return call, []
-        blobs = [self._blob(number) if number else b"" for number in row[:3]]
+        blobs, use = [self._blob(number) if number else b"" for number in row[:3]], ResourceUse(*row[7:])
         call |= {
             "effect": Effect(row[3]).names, "tool_s": row[4], "recorded_at": row[5], "node": f"n{row[6]}",
+            "resources": None if use == ResourceUse() else use._asdict(),
         }  # fmt: skip
         if any(blob is None for blob in blobs):
             return call, []

@@ -166,10 +166,14 @@ def _schema(pa: Any) -> Any:
     message = pa.struct([
         ("role", text), ("content", text), ("tool_calls", pa.list_(tool_call)), ("tool_call_id", text), ("name", text),
     ])  # fmt: skip
+    used = pa.struct([
+        ("cpu_s", seconds), ("peak_bytes", whole), ("read_bytes", whole), ("written_bytes", whole),
+    ])  # fmt: skip
     call = pa.struct([
         ("turn", whole), ("id", text), ("outcome", text), ("hit", pa.bool_()), ("record", whole), ("endpoint", text),
         ("tool", text), ("status", whole), ("media_type", text), ("encoding", text), ("truncated", pa.bool_()),
         ("exit_code", whole), ("effect", pa.list_(text)), ("node", text), ("tool_s", seconds), ("recorded_at", seconds),
+        ("resources", used),
     ])  # fmt: skip
     return pa.schema([
         ("task", text), ("rollout", text), ("id", whole), ("run", text), ("step", whole), ("epoch", whole),

@@ -24,7 +24,7 @@ from proxy.control.routes.params import (
 from proxy.control.routes.rollouts import begin
 from proxy.control.tree_reader import rollouts_by_node
 from proxy.control.views.answers import ShownAnswer, shown_answer
-from proxy.control.views.nodes import CallView, EffectName
+from proxy.control.views.nodes import CallView, EffectName, ResourcesView
 from proxy.control.views.rollouts import RolloutView
 from proxy.engine import Engine
 from proxy.refusals import RefusalError
@@ -77,6 +77,7 @@ class RecordView(BaseModel):
         recorded_at: When it was recorded.
         private: Whether the record serves only the rollout that made it.
         reproducible: Whether a replay of the call is expected to reach the same state.
+        resources: What the call used of the machine; null if nothing is known.
         answer: The answer.
         passed: The latest rollouts that made the call, at most 200.
     """
@@ -92,6 +93,7 @@ class RecordView(BaseModel):
     recorded_at: UtcTime
     private: bool
     reproducible: bool
+    resources: ResourcesView | None
     answer: ShownAnswer
     passed: list[PassageView]
 
@@ -243,6 +245,7 @@ async def get_call(
         recorded_at=recorded.recorded_at,
         private=recorded.private,
         reproducible=recorded.reproducible,
+        resources=ResourcesView.of(engine.store.records.resources(recorded)),
         answer=await asyncio.to_thread(shown_answer, result),
         passed=passed,
     )

@@ -21,8 +21,8 @@ from sandboxes.guest.users import UnknownUserError, User, read
 from sandboxes.ipc.messages import ProcessOutcome, ProcessStarted, RunProcess
 from sandboxes.linux import processes
 from sandboxes.linux.descriptors import close_all
-from sandboxes.linux.pids_limit import PidsLimit
 from sandboxes.linux.processes import death_of
+from sandboxes.linux.sandbox_groups import PidsLimit
 from sandboxes.process_output import OUT, frame
 
 

@@ -53,6 +53,7 @@ from sandboxes.ipc.messages import (
     Done,
     ExpectCourse,
     FileOutcome,
+    ResourcesUsed,
     RunCommand,
     RunFileOperation,
     RunProcess,
@@ -70,8 +71,8 @@ from sandboxes.ipc.server_messages import (
 )
 from sandboxes.linux import confine, outlet, user_counts
 from sandboxes.linux.live_state import LiveState
-from sandboxes.linux.pids_limit import PidsLimit
 from sandboxes.linux.processes import Process, last_pid, list_processes, ran_between, run_counts
+from sandboxes.linux.sandbox_groups import GroupFiles, PidsLimit, ResourceMeter
 from sandboxes.linux.socket_queues import SocketQueues
 
 _NO_DESCRIPTORS = (
@@ -93,14 +94,14 @@ class Supervisor:
         background: BackgroundProcesses,
         changes: Changes,
         sockets: SocketQueues | None,
-        pids: PidsLimit,
+        groups: GroupFiles,
     ) -> None:
         self.link, self.shells, self.servers = link, shells, servers
         self.background, self.changes = background, changes
         self.survivors = Survivors(shells, background, self.living)
         self.stillness = Stillness()
         self._sockets, self._looks = sockets, ShellLooks(shells)
-        self._deaths, self._limit = ChildDeaths(), pids
+        self._deaths, self._limit, self._meter = ChildDeaths(), PidsLimit(groups), ResourceMeter(groups)
         shells.make_room = self._make_room
         self._live: LiveState | None = None
 
@@ -215,6 +216,7 @@ class Supervisor:
         runs = run_counts(self.survivors.processes)
         live = self._live_state(runs)
         self._looks.note(session, stays=bool(before))
+        self._meter.begin()
         began_at = time.perf_counter()
         try:
             performed = self._perform(request, envelope)
@@ -222,7 +224,7 @@ class Supervisor:
             # The proxy gives this sandbox up: how far the call came is not known.
             self.link.send(ServerFailed(error.kind, str(error)))
             return None
-        seconds = time.perf_counter() - began_at
+        seconds, used = time.perf_counter() - began_at, self._meter.end()
         # Before files are looked at: processes that are about to end may still be writing.
         self.survivors.settle()
         if (reached := self._limit.reached()) is not None:
@@ -261,6 +263,7 @@ class Supervisor:
             state=self.state(),
             order=None if self.survivors else self.changes.order,
             last_pid=pid_before,
+            resources=None if used is None else ResourcesUsed(*used),
         )
         return answer, performed.body, fresh
 

@@ -74,7 +74,9 @@ class McpCalls:
         body = orjson.dumps({"notifications": response.notifications, **response.payload})
         # A result that may depend on a refused reverse request is for this rollout only.
         ran = execution(done, ToolResult(200, MCP_TYPE, body))
-        return replace(ran, shareable=ran.shareable and response.shareable)
+        # Of several pages, only what the last one used is known.
+        used = ran.resources if response.pages == 1 else None
+        return replace(ran, shareable=ran.shareable and response.shareable, resources=used)
 
     async def _list_all(self, method: str, params: dict[str, Any], names: list[str]) -> Execution:
         """Return one list of what several servers have; a tool's name gets its server's name in front."""
@@ -93,8 +95,9 @@ class McpCalls:
                     )
         effect = reduce(or_, (run.effect for run in runs))
         result = ToolResult(200, MCP_TYPE, orjson.dumps({"notifications": [], "result": lists}))
-        # The last run's state is the state after all of them.
-        return replace(runs[-1], result=result, effect=effect, seconds=sum(run.seconds for run in runs))
+        # The last run's state is the state after all of them, but what it used is not what all have used.
+        seconds = sum(run.seconds for run in runs)
+        return replace(runs[-1], result=result, effect=effect, seconds=seconds, resources=None)
 
     async def _only_reads(self, name: str, tool: object) -> bool:
         """Whether a tool is known not to change its server's memory: by its annotations, if the spec trusts them.

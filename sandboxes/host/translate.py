@@ -5,11 +5,11 @@ from typing import Any
 
 import orjson
 
-from sandboxes.calls import Course, Execution, ToolCall, ToolResult
+from sandboxes.calls import Course, Execution, ResourceUse, ToolCall, ToolResult
 from sandboxes.effects import Effect
 from sandboxes.guest.files import docker_archive
 from sandboxes.guest.files.operations import checksum_differs, problem
-from sandboxes.ipc.codec import Envelope
+from sandboxes.ipc.codec import Envelope, members_of
 from sandboxes.ipc.messages import CallDone, CommandOutcome, FileOutcome, RunCommand, RunFileOperation
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.results import Failure, failure
@@ -120,6 +120,7 @@ def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Exe
         shareable=not message.short,
         restless=message.state.restless,
         course=Course(message.order, message.last_pid),
+        resources=None if message.resources is None else ResourceUse(**members_of(message.resources)),
     )
 
 

@@ -132,6 +132,10 @@ members_of = msgspec.structs.asdict
 # A timeout of NaN would compare false with every limit.
 Number = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """A float that is finite."""
+Amount = Annotated[float, msgspec.Meta(ge=0.0, le=sys.float_info.max)]
+"""A float that is finite and not negative."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A number of things that a database can hold."""
 
 
 def plain_json(levels: int) -> Any:

@@ -64,7 +64,7 @@ Between the proxy and the egress proxy of a driver (`sandboxes.egress.messages`)
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.effects import StateDigest
-from sandboxes.ipc.codec import IpcMessage, IpcRecord, IpcRequest, Number, plain_json
+from sandboxes.ipc.codec import Amount, Count, IpcMessage, IpcRecord, IpcRequest, Number, plain_json
 
 if TYPE_CHECKING:
     ReportedSession = dict[str, Any]
@@ -172,6 +172,15 @@ class ServerOutcome(IpcMessage, op="server_outcome"):
 Outcome = CommandOutcome | FileOutcome | ProcessOutcome | ServerOutcome
 
 
+class ResourcesUsed(IpcRecord):
+    """What a call used of the machine; the members are those of `ResourceUse`."""
+
+    cpu_s: Amount | None
+    peak_bytes: Count | None
+    read_bytes: Count | None
+    written_bytes: Count | None
+
+
 class CallDone(IpcMessage, op="call_done"):
     """A call has ended; the body is its output.
 
@@ -185,6 +194,7 @@ class CallDone(IpcMessage, op="call_done"):
         short: Whether the machine had none left of what all sandboxes share (`linux.user_counts`).
         order: The order in which it wrote files (`guest.files.write_order`); None if there is none.
         last_pid: The pid that was assigned last before it.
+        resources: What it used of the machine; None if the sandbox cannot tell.
         discard: The upper layer makes no difference; it is to be replaced by an empty one.
         seal: The upper layer is to become a frozen layer.
     """
@@ -202,6 +212,7 @@ class CallDone(IpcMessage, op="call_done"):
     state: StateSummary
     order: bytes | None = None
     last_pid: int = 0
+    resources: ResourcesUsed | None = None
     # At most one of the two: an upper layer is thrown away or kept.
     discard: bool = False
     seal: bool = False

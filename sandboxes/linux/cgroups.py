@@ -2,7 +2,7 @@
 
 Theory of operation. Linux has two versions of cgroups, and both are common:
 
-- Version 1 has a hierarchy for each controller, so a sandbox has one group for memory and one for pids.
+- Version 1 has a hierarchy for each controller, so a sandbox has groups for memory, pids and CPU time.
 - Version 2 has one hierarchy. A controller is available in a group's children only if the group enables it, and a group
   with processes of its own cannot enable it (Linux, Documentation/admin-guide/cgroup-v2.rst, "No Internal Process
   Constraint"). The proxy's own group has at least the proxy in it. Where that group is ours, delegated by systemd or
@@ -32,6 +32,8 @@ UNLIMITED = 1 << 62
 _OWN_PIDS = 2
 """Processes of ours that are in the group too, pid 1 and a template: agents would have so many fewer."""
 MEMORY, PIDS, CPU = "memory", "pids", "cpu"
+_ACCOUNTS, _DISKS = "cpuacct", "io"
+"""The controllers that count CPU time (version 1; in version 2 each group does) and bytes of disks (version 2)."""
 PROXY_GROUP = "forkpoint-proxy"
 """The group below a delegated group that has the delegated group's own processes. It stays as long as they do."""
 _DELEGATED = ("trusted.delegate", "user.delegate")
@@ -62,6 +64,7 @@ class Cgroups:
         parents: This instance's group by controller; empty if no hierarchy is writable.
         behind: The group with the small CPU weight that `put_behind` fills; None with version 2, which needs none.
         cpu: The group in which each sandbox has a CPU group of its own; None if it cannot be written.
+        accounts: The group in which the CPU time of each sandbox is counted (version 1); None where it is not.
         problem: Why no hierarchy is writable; empty if one is.
     """
 
@@ -72,6 +75,7 @@ class Cgroups:
         self.parents: dict[str, Path] = {}
         self.behind: Path | None = None
         self.cpu: Path | None = None
+        self.accounts: Path | None = None
         self.problem = ""
 
     def open(self) -> None:
@@ -100,6 +104,9 @@ class Cgroups:
                     self._weigh_sandboxes(groups)
                 with contextlib.suppress(OSError):
                     self._separate_sandboxes()
+                # Without accounts, nobody knows what a call has used.
+                with contextlib.suppress(OSError):
+                    self._account_sandboxes(groups)
                 return
 
     def _make_below(self, groups: dict[str, Path]) -> dict[str, Path]:
@@ -137,10 +144,23 @@ class Cgroups:
             _enable_controllers(self.parents[MEMORY], CPU)
             self.cpu = self.parents[MEMORY]
 
+    def _account_sandboxes(self, groups: dict[str, Path]) -> None:
+        if self.version == 2:
+            _enable_controllers(groups[MEMORY], _DISKS)
+            _enable_controllers(self.parents[MEMORY], _DISKS)
+            return
+        group = _own_groups().get(_ACCOUNTS)
+        if group is None:
+            return
+        _make_writable({_ACCOUNTS: group})
+        # Mostly one hierarchy with that of the CPU, and then one group.
+        (group / self.name).mkdir(exist_ok=True)
+        self.accounts = group / self.name
+
     @property
     def folders(self) -> set[Path]:
         """All groups that `close` removes. In each of them, each sandbox has a group of its own."""
-        return {*self.parents.values(), *([] if self.cpu is None else [self.cpu])}
+        return {*self.parents.values(), *(group for group in (self.cpu, self.accounts) if group is not None)}
 
     def put_behind(self, pid: int) -> None:
         """Give a process, and all that it forks from now on, the small CPU weight. Waits up to 15 ms for the kernel."""
@@ -197,7 +217,7 @@ class Cgroups:
         """Kill all processes in this instance's groups, and remove the groups."""
         for parent in self.folders:
             sweep(parent)
-        self.parents, self.behind, self.cpu = {}, None, None
+        self.parents, self.behind, self.cpu, self.accounts = {}, None, None, None
 
 
 def sweep(parent: Path) -> None:
@@ -284,7 +304,7 @@ def make_writable() -> None:
     with contextlib.suppress(OSError):
         own = _own_groups()
         _, candidates = _find_hierarchy() or (0, [])
-        for groups in [*candidates, *([{CPU: own[CPU]}] if CPU in own else [])]:
+        for groups in [*candidates, {name: own[name] for name in (CPU, _ACCOUNTS) if name in own}]:
             _make_writable(groups)
 
 

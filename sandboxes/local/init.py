@@ -35,7 +35,7 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux import confine, mounts, outlet
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.pids_limit import PidsLimit
+from sandboxes.linux.sandbox_groups import GroupFiles
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.local.pid_one import PidOne, Switches, opened_root
 
@@ -69,7 +69,7 @@ def run(
     for group in groups:
         os.write(group, b"0")
         os.close(group)
-    pids = PidsLimit(os.path.dirname(path) for path in cgroups)  # noqa: PTH120
+    files = GroupFiles(os.path.dirname(path) for path in cgroups)  # noqa: PTH120
     # The pid namespace is not in this list: the launcher's fork was born in it.
     kernel.unshare(NAMESPACES)
     # After the groups were joined: they become the root of what the sandbox sees of control groups.
@@ -86,10 +86,10 @@ def run(
     link, reports = DriverLink(socket.socket(fileno=channel)), DriverLink(socket.socket(fileno=switches))
     write_pages(pages)
     link.send(Ready())
-    _start(link, reports, pids, restores=restores)
+    _start(link, reports, files, restores=restores)
 
 
-def _start(link: DriverLink, switches: DriverLink, pids: PidsLimit, *, restores: bool) -> None:
+def _start(link: DriverLink, switches: DriverLink, groups: GroupFiles, *, restores: bool) -> None:
     """Wait for a spec and its layers, move into them, confine this process, and serve."""
     order, tables, (table, *files) = link.wait()
     assert isinstance(order, StartSandbox), "nothing else is sent to a spare sandbox"
@@ -137,7 +137,7 @@ def _start(link: DriverLink, switches: DriverLink, pids: PidsLimit, *, restores:
         shells.begin("main")
     rows = StateRows(row_table.split(tables), row_table.mapped(table))
     roots = delta.DeltaRoots(opened_root(upper_mount), lower, root)
-    pid_one = PidOne(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets, pids, shells)
+    pid_one = PidOne(link, Switches(switches, [upper_mount, lower]), roots, order, rows, sockets, groups, shells)
     if restored is not None:
         pid_one.adopt(restored)
     pid_one.serve([namespace, *listening], begun=begun, broken=unknown)

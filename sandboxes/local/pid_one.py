@@ -43,8 +43,8 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux import outlet, processes
 from sandboxes.linux.descriptors import close_all
-from sandboxes.linux.pids_limit import PidsLimit
 from sandboxes.linux.processes import death_of
+from sandboxes.linux.sandbox_groups import GroupFiles
 from sandboxes.linux.socket_queues import SocketQueues
 from sandboxes.linux.trees import TOO_DEEP
 
@@ -75,14 +75,14 @@ class PidOne:
         order: StartSandbox,
         rows: StateRows,
         sockets: SocketQueues | None,
-        pids: PidsLimit,
+        groups: GroupFiles,
         shells: Shells,
     ) -> None:
         self._link, self._switches, self._seals = link, switches, order.seals
         self._shells = shells
         self._changes, self._background = Changes(roots, order, rows), BackgroundProcesses(order.output_bytes)
         self._servers = Servers(shells)
-        self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, sockets, pids)
+        self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, sockets, groups)
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
         self._held_from = 0.0
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from sandboxes import process_output as process
-from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.calls import Execution, ResourceUse, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
@@ -32,6 +32,9 @@ from sandboxes.spec import EnvironmentSpec
 
 Gate = Callable[[ToolCall], Awaitable[None]]
 """Awaited before each call runs: a test holds a call here, or raises `SandboxError` to kill its sandbox."""
+
+USED = ResourceUse(0.25, 8 << 20, 4096, None)
+"""What every call uses. Like many machines, this one does not know everything."""
 
 _DIRECTORY = None
 
@@ -222,7 +225,7 @@ class MemorySandbox:
             if old != new:
                 effect |= flag
         witness = self._state.content() if self._state.jobs else None
-        return Execution(result, effect, 0.01, self._state.digest(), witness)
+        return Execution(result, effect, 0.01, self._state.digest(), witness, resources=USED)
 
     async def freeze(self) -> FrozenState:
         self._require_alive()

@@ -46,6 +46,20 @@ _TOKEN_COLUMNS: tuple[Column, ...] = (
     ("saved tokens", lambda row: f"{row['saved_tokens']:,}"),
 )
 """More columns, of reports with calls to models."""
+_RESOURCE_COLUMNS: tuple[Column, ...] = (
+    ("CPU s", lambda row: _seconds(row["executed_cpu_s"])),
+    ("saved CPU s", lambda row: _seconds(row["saved_cpu_s"])),
+    ("peak MB", lambda row: _megabytes(row["peak_bytes"])),
+)
+"""More columns, of reports with calls whose use of the machine is known."""
+CALL_COLUMNS: tuple[Column, ...] = (
+    ("most CPU", lambda call: str(call["title"])),
+    ("task", lambda call: str(call["task"])),
+    ("executed", lambda call: f"{call['executed']:,}"),
+    ("saved", lambda call: f"{call['saved']:,}"),
+    *_RESOURCE_COLUMNS,
+)
+"""The columns of the most costly calls."""
 ARM_COLUMNS: tuple[Column, ...] = (
     ("cache", lambda arm: str(arm["cache"])),
     ("executed calls", lambda arm: f"{arm['executed']:,}"),
@@ -58,8 +72,18 @@ ARM_COLUMNS: tuple[Column, ...] = (
 
 def columns_of(report: Json) -> tuple[Column, ...]:
     """Return the columns of a report's table, after the group."""
-    uses_models = report["total"]["executed_tokens"] or report["total"]["saved_tokens"]
-    return (*_COLUMNS, *_TOKEN_COLUMNS) if uses_models else _COLUMNS
+    total = report["total"]
+    tokens = _TOKEN_COLUMNS if total["executed_tokens"] or total["saved_tokens"] else ()
+    is_counted = total["executed_cpu_s"] is not None or total["saved_cpu_s"] is not None
+    return (*_COLUMNS, *tokens, *(_RESOURCE_COLUMNS if is_counted else ()))
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:,.2f}"
+
+
+def _megabytes(value: int | None) -> str:
+    return "" if value is None else f"{value / 1e6:,.1f}"
 
 
 def name_of(row: Json) -> str:
@@ -99,7 +123,9 @@ def _tables(report: Json, title: str) -> str:
     head = [str(report["by"]), *(name for name, _ in columns)]
     shown = _table(head, [[name, *(cell(row) for _, cell in columns)] for name, row in rows])
     arms = _table([name for name, _ in ARM_COLUMNS], [[cell(arm) for _, cell in ARM_COLUMNS] for arm in report["arms"]])
-    return f"<h2>{escape(title)}</h2>{shown}{left_out}{arms}"
+    calls = [[cell(call) for _, cell in CALL_COLUMNS] for call in report["calls"]]
+    costly = _table([name for name, _ in CALL_COLUMNS], calls) if calls else ""
+    return f"<h2>{escape(title)}</h2>{shown}{left_out}{costly}{arms}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -58,6 +58,9 @@ def render_node(view: Json) -> RenderableType:
     for name in ("parent", "seconds", "hits", "exit_code", "kept", "diverged", "unfreezable"):
         if view.get(name) not in (None, ""):
             rows.add_row(name.replace("_", " "), Text(printable(str(view[name]))))
+    if used := view.get("resources"):
+        known = (f"{name} {value:g}" for name, value in used.items() if value is not None)
+        rows.add_row("used", Text(", ".join(known)))
     for name in ("effect", "flags", "rollouts", "leads_to"):
         if view.get(name):
             rows.add_row(name.replace("_", " "), Text(printable(", ".join(map(str, view[name])))))

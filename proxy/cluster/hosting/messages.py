@@ -23,10 +23,11 @@ import orjson
 from proxy.cluster.link.channels import ChannelEndedError, LinkChannel
 from proxy.cluster.link.data import OpenData
 from proxy.cluster.link.frames import LinkError
-from sandboxes.calls import Course, EgressExchange, Execution, ToolCall, ToolResult
+from sandboxes.calls import Course, EgressExchange, Execution, ResourceUse, ToolCall, ToolResult
 from sandboxes.effects import Effect, StateDigest
-from sandboxes.ipc.codec import Envelope, IpcMessage, IpcRecord, Number, decode, pack_message
+from sandboxes.ipc.codec import Envelope, IpcMessage, IpcRecord, Number, decode, members_of, pack_message
 from sandboxes.ipc.frames import Inbox, MalformedFrameError
+from sandboxes.ipc.messages import ResourcesUsed
 
 
 class HostingError(RuntimeError):
@@ -189,6 +190,7 @@ class HostedDone(IpcMessage, op="hosted_done"):
     is_empty: bool
     live: bool
     exchanges: list[EgressExchange]
+    resources: ResourcesUsed | None = None
 
 
 class HostedFailed(IpcMessage, op="hosted_failed"):
@@ -328,6 +330,7 @@ def pack_execution(execution: Execution) -> tuple[HostedDone, bytes]:
         replay=None if replay is None else _packed_replay(replay),
         order=execution.course.order, last_pid=execution.course.last_pid,
         is_empty=execution.is_empty, live=execution.live, exchanges=list(execution.exchanges),
+        resources=None if execution.resources is None else ResourcesUsed(*execution.resources),
     )  # fmt: skip
     return done, result.body + (b"" if replay is None else replay.body)
 
@@ -351,6 +354,7 @@ def execution_of(done: HostedDone, body: bytes) -> Execution:
         state=digest_of(done.exact, done.content), witness=done.witness, shareable=done.shareable,
         restless=done.restless, replay=replay, course=Course(done.order, done.last_pid),
         is_empty=done.is_empty, live=done.live, exchanges=tuple(done.exchanges),
+        resources=None if done.resources is None else ResourceUse(**members_of(done.resources)),
     )  # fmt: skip
 
 

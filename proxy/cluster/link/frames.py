@@ -18,7 +18,7 @@ from enum import IntEnum
 from hashlib import blake2b, sha256
 from typing import NamedTuple
 
-VERSION = 5
+VERSION = 6
 """Version of the bytes. Members of another version refuse the link."""
 NONCE_BYTES = 32
 """Size of a nonce: two links never have the same keys."""

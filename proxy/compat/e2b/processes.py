@@ -24,7 +24,7 @@ from proxy.compat.e2b.process_lifecycle import NEXT, ProcessChange, ProcessState
 from proxy.compat.e2b.requests import ProcessRequest, ProcessStart
 from proxy.engine import Engine
 from proxy.execution.step_notes import Answer
-from proxy.http.answer_cache import HIT_HEADERS, response
+from proxy.http.answer_cache import hit_headers, response, timing_of
 from proxy.http.lru_cache import LruCache
 from proxy.tree.keys import CallKey, call_key, private_key
 from proxy.tree.rollout import Rollout
@@ -208,7 +208,8 @@ class Processes:
             body = responses.whole_stream(result, pid_of(record.source, record.key))
             if body is None:
                 return None
-            headers = [(b"content-type", STREAM.encode()), (b"content-length", b"%d" % len(body)), *HIT_HEADERS]
+            headers = [(b"content-type", STREAM.encode()), (b"content-length", b"%d" % len(body))]
+            headers += hit_headers(timing_of(self._engine.store.records.resources(record)))
             whole = self._responses[record.id] = response(200, headers, body)
         # Last, as on any hit: whatever fails above leaves the rollout where its agent saw it.
         self._step.take(rollout, record)

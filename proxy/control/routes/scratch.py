@@ -13,6 +13,7 @@ from proxy.control.scratch_forks import call_of, command_call
 from proxy.control.state_diff import diff
 from proxy.control.views.answers import AnswerView, answer_view
 from proxy.control.views.diff import DiffView
+from proxy.control.views.nodes import ResourcesView
 from proxy.control.views.resources import NodeName, node_name
 from proxy.dialects.base import Call
 from proxy.engine import Engine
@@ -88,6 +89,7 @@ class TrialView(BaseModel):
         seconds: How long the tool ran.
         known: Whether the tree has a record of the call at this node.
         leads_to: The node that this record leads to; null if there is no record.
+        resources: What the call used of the machine; null if nothing is known.
     """
 
     node: NodeName
@@ -96,6 +98,7 @@ class TrialView(BaseModel):
     seconds: float
     known: bool
     leads_to: NodeName | None
+    resources: ResourcesView | None = None
 
 
 @router.get("/tasks/{task}/nodes/{a}/diff/{b}")
@@ -123,6 +126,7 @@ async def try_call(control: ControlDep, position: PositionDep, trial: Trial) -> 
         seconds=execution.seconds,
         known=record is not None,
         leads_to=None if record is None else node_name(record.target),
+        resources=ResourcesView.of(execution.resources),
     )
 
 

@@ -9,7 +9,7 @@ from proxy.control.views.answers import AnswerView
 from proxy.control.views.resources import SnapshotView, node_name
 from proxy.times import UtcTime
 from proxy.tree.tree import Node, children
-from sandboxes.calls import ToolCall
+from sandboxes.calls import ResourceUse, ToolCall
 
 EffectName = Literal["none", "files", "session", "processes", "database", "unknown"]
 Flag = Literal["pinned", "diverged", "unreproducible", "private"]
@@ -38,6 +38,29 @@ class CallView(BaseModel):
         )  # fmt: skip
 
 
+class ResourcesView(BaseModel):
+    """What the execution of a call used of the machine; null is what is not known.
+
+    All that ran in the call's sandbox meanwhile is counted, background processes too.
+
+    Attributes:
+        cpu_s: CPU time in seconds.
+        peak_bytes: The most memory at one time in bytes, with cached pages of files.
+        read_bytes: Bytes that were read from disks.
+        written_bytes: Bytes that were written to disks while the call ran.
+    """
+
+    cpu_s: float | None
+    peak_bytes: int | None
+    read_bytes: int | None
+    written_bytes: int | None
+
+    @classmethod
+    def of(cls, use: ResourceUse | None) -> "ResourcesView | None":
+        """Return the view; None if nothing is known."""
+        return None if use is None else cls(**use._asdict())
+
+
 class ObservationView(BaseModel):
     """A recorded call that did not change the state.
 
@@ -47,6 +70,7 @@ class ObservationView(BaseModel):
         seconds: How long the tool ran.
         hits: Number of hits that the record has answered.
         exit_code: The exit code in the answer; null if the answer has none.
+        resources: What the call used of the machine; null if nothing is known.
     """
 
     record: int
@@ -54,6 +78,7 @@ class ObservationView(BaseModel):
     seconds: float
     hits: int
     exit_code: int | None = None
+    resources: ResourcesView | None = None
 
 
 class NodeFacts(BaseModel):
@@ -90,10 +115,12 @@ class NodeView(NodeFacts):
     Attributes:
         call: The first call that led here; null for the root.
         observations: Calls recorded at this node that did not change the state.
+        resources: What that call used of the machine; null if nothing is known.
     """
 
     call: CallView | None
     observations: list[ObservationView]
+    resources: ResourcesView | None = None
 
 
 class PassedRollout(BaseModel):

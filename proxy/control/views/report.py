@@ -26,6 +26,9 @@ class ReportRow(CallTotalsView):
         saved_cost: Price of `saved_s`.
         executed_tokens: Tokens that models of video tools counted for misses and bypasses.
         saved_tokens: Tokens that they would have counted again for hits and waits.
+        executed_cpu_s: CPU seconds of executed calls, as far as they are known; null if none is.
+        saved_cpu_s: CPU seconds that hits and waits saved, as far as they are known; null if none is.
+        peak_bytes: The most memory that one call used at one time; null if it is not known of any.
     """
 
     group: str | None
@@ -43,6 +46,31 @@ class ReportRow(CallTotalsView):
     saved_cost: float = 0.0
     executed_tokens: int = 0
     saved_tokens: int = 0
+    executed_cpu_s: float | None = None
+    saved_cpu_s: float | None = None
+    peak_bytes: int | None = None
+
+
+class CostlyCall(BaseModel):
+    """A call of a task, summed over all states at which it was made.
+
+    Attributes:
+        task: Name of the task.
+        title: The call in one line.
+        executed: How often it was executed.
+        saved: How often a hit or a wait saved its execution.
+        executed_cpu_s: CPU seconds of the executions.
+        saved_cpu_s: CPU seconds that hits and waits saved.
+        peak_bytes: The most memory that one execution used at one time; null if it is not known of any.
+    """
+
+    task: str
+    title: str
+    executed: int
+    saved: int
+    executed_cpu_s: float
+    saved_cpu_s: float
+    peak_bytes: int | None
 
 
 class Arm(BaseModel):
@@ -76,6 +104,7 @@ class ReportView(BaseModel):
         rows: The groups; numbers are in their order, and texts in alphabetical order.
         truncated: Whether groups were left out.
         arms: The same calls without a cache, with a stateless one, and with this one.
+        calls: The calls whose executions used most CPU time, the most costly first; at most 20.
         damaged: Rollouts and calls that are left out of all figures, because rows of the store are damaged.
     """
 
@@ -87,4 +116,5 @@ class ReportView(BaseModel):
     rows: list[ReportRow]
     truncated: bool
     arms: list[Arm]
+    calls: list[CostlyCall] = []
     damaged: int = 0

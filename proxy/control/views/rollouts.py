@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from proxy.control.paging import Page
-from proxy.control.views.nodes import CallView, EffectName
+from proxy.control.views.nodes import CallView, EffectName, ResourcesView
 from proxy.control.views.resources import CallTotalsView, node_name
 from proxy.times import UtcTime
 from proxy.tree.rollout import Rollout
@@ -114,6 +114,7 @@ class StepView(BaseModel):
         effect: What the call changed.
         seconds: How long the tool ran when the call was recorded.
         node: The node that the call led to; null if its record was forgotten since.
+        resources: What the call used of the machine when it was recorded; null if nothing is known.
     """
 
     turn: int
@@ -123,6 +124,7 @@ class StepView(BaseModel):
     effect: list[EffectName]
     seconds: float
     node: str | None
+    resources: ResourcesView | None = None
 
 
 class RolloutDetail(RolloutView):

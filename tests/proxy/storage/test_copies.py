@@ -12,6 +12,7 @@ from proxy.storage.records import RecordBytes
 from proxy.storage.store import Store
 from proxy.tree.keys import CallKey
 from proxy.tree.tree import Record, Tree
+from sandboxes.calls import ResourceUse
 from tests.proxy.rig import ask, engine
 
 COMMANDS = ("echo a > f", "cat f", "echo b >> f", "cat f", "sleep 1 &", "cat f")
@@ -39,7 +40,7 @@ def written(store: Store, record: Record) -> RecordBytes:
     call, upload, answer = (
         store.blobs.read(blob) if blob else b"" for blob in (record.call, record.upload, record.answer)
     )
-    return RecordBytes(call, upload, answer)
+    return RecordBytes(call, upload, answer, store.records.resources(record) or ResourceUse())
 
 
 def copies_of(store: Store, task: str) -> list[Copy]:
@@ -62,7 +63,10 @@ def shown(store: Store, tree: Tree) -> list[object]:
     tree.check()
     return [
         (node.id, node.state, node.witness, sorted(
-            (r.key, r.id, r.target.id, r.effect, r.private, r.age_s, store.records.result(r), store.records.call(r))
+            (
+                r.key, r.id, r.target.id, r.effect, r.private, r.age_s, store.records.result(r), store.records.call(r),
+                store.records.resources(r),
+            )
             for r in node.records.values()
         ))
         for node in sorted(tree.nodes.values(), key=lambda node: node.id)

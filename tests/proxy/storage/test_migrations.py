@@ -21,7 +21,7 @@ from tests.proxy.rig import ask, engine
 from tests.proxy.storage.migration_scenario import unpack
 from tests.proxy.storage.older.generate import TOKEN
 
-OLDER = ("schema-1-oldest", "schema-1-killed", "schema-2", "schema-3", "schema-4")
+OLDER = ("schema-1-oldest", "schema-1-killed", "schema-2", "schema-3", "schema-4", "schema-5")
 WALK = {"echo 1 >> log": "", "cat log": "1\n", "mkdir d": "", "cd d; pwd": "/root/d\n"}
 """Calls of rollout `a` of task `alpha` with their output in every fixture."""
 CUTS = 8
@@ -55,6 +55,7 @@ def test_older_stores_open_with_everything(tmp_path: Path, name: str) -> None:
                 tree.check()
                 for one in (one for node in tree.nodes.values() for one in node.records.values()):
                     call, result = running.store.records.call(one), running.store.records.result(one)
+                    assert running.store.records.resources(one) is None
                     outputs[call.arguments["command"]] = orjson.loads(result.body)["stdout"]
             assert running.store.trees.damaged == 0
             assert outputs == WALK | {"echo 2 > /root/log; cat /root/log": "2\n", "echo other > file": ""}

@@ -3,10 +3,10 @@
 import asyncio
 from pathlib import Path
 
-from proxy.storage.records import RecordBytes, pack_large
+from proxy.storage.records import pack_large
 from proxy.tree.keys import call_key
 from proxy.tree.tree import Record
-from sandboxes.calls import ToolCall, ToolResult
+from sandboxes.calls import ResourceUse, ToolCall, ToolResult
 from sandboxes.effects import Effect
 from tests.proxy.storage.rig import opened, rows, save, tree_of
 
@@ -38,8 +38,9 @@ def test_a_call_that_was_packed_ahead_is_stored_like_any_other(tmp_path: Path) -
         packed = asyncio.run(pack_large(call, result))
         assert packed is not None
         record = Record(store.records.new_record_id(), call_key(call), tree.root, tree.root, Effect.NONE, 0.1, 1.0)
-        written = store.records.save(tree.id, record, None, call, result, packed=packed)
-        assert written == RecordBytes(*map(store.blobs.read, (record.call, record.upload, record.answer)))
+        used = ResourceUse(0.25, 4096, None, 0)
+        written = store.records.save(tree.id, record, None, call, result, packed=packed, resources=used)
+        assert written == (*map(store.blobs.read, (record.call, record.upload, record.answer)), used)
         assert (record.answer, record.upload) == (plain.answer, plain.upload)
         assert (store.records.call(record), store.records.result(record)) == (call, result)
 

@@ -82,7 +82,7 @@ function head(task, detail, call, on, signal) {
 const nodeLink = (task, node, on) => h("a", { class: "mono", href: on.whole ? `#/t/${names(task)}/n/${node}` : `#/t/${names(task)}?node=${node}`, on: on.go ? { click: (event) => { event.preventDefault(); on.go(node); } } : {} }, node);
 
 /** Return the call: a command or statement as it was sent, other arguments as JSON. */
-export function command({ call, upload_bytes: upload }) {
+export function command({ call, upload_bytes: upload, resources }) {
   const { command, sql, ...others } = call.arguments;
   const main = typeof command === "string" ? command : typeof sql === "string" ? sql : null;
   const rest = main === null ? call.arguments : others;
@@ -93,7 +93,17 @@ export function command({ call, upload_bytes: upload }) {
     main === null ? null : h("pre", { class: "command", tabindex: "0" }, lines(main)),
     h("p", { class: "faint mono" }, [`${call.endpoint} ${call.tool}`, ...(main === null ? [] : extra.map(([name, value]) => `${name}=${visible(JSON.stringify(value)).slice(0, 120)}`)), upload ? `${bytes(upload)} uploaded` : ""].filter(Boolean).join("  ")),
     main === null ? h("pre", { class: "command", tabindex: "0" }, lines(JSON.stringify(rest, null, 2))) : null,
+    resources ? h("p", { class: "faint" }, used(resources)) : null,
   );
+}
+
+/** Return what a call used of the machine; what is not known is left out. */
+function used({ cpu_s: cpu, peak_bytes: peak, read_bytes: read, written_bytes: written }) {
+  const parts = [
+    cpu !== null && `${seconds(cpu)} of CPU`, peak !== null && `${bytes(peak)} of memory at most`,
+    read !== null && `${bytes(read)} read from disk`, written !== null && `${bytes(written)} written to disk`,
+  ];
+  return `Used ${parts.filter(Boolean).join(" · ")}`;
 }
 
 /** Return text of several lines, with control characters made visible. */

@@ -9,7 +9,11 @@ from unittest.mock import patch
 
 import pytest
 
+from proxy.cluster.hosting.messages import HostedDone, execution_of, pack_execution
+from sandboxes.calls import Execution, ResourceUse, ToolResult
 from sandboxes.driver import Driver
+from sandboxes.effects import Effect
+from sandboxes.ipc.codec import decode_bytes, encode
 from sandboxes.local.driver import LocalDriver
 from tests.machine import require_sandboxes
 from tests.proxy.cluster.hosting.pair import Pair, RemoteDriver, pair_of
@@ -69,6 +73,14 @@ def test_sandbox_closes_after_its_state_has_arrived(data_dir: Path) -> None:
         assert (await run(await pair.owner.restore(SPEC, await arriving), "cat f")).out == "1\n"
 
     with_pair(data_dir, test)
+
+
+@pytest.mark.parametrize("use", [None, ResourceUse(), ResourceUse(0.25, 1 << 40, None, 0)])
+def test_owner_learns_what_a_call_used(use: ResourceUse | None) -> None:
+    result = ToolResult(200, "text/plain", b"output")
+    done, body = pack_execution(Execution(result, Effect.NONE, 0.1, resources=use))
+    again = execution_of(decode_bytes(encode(done), HostedDone), body)
+    assert (again.resources, again.result) == (use, result)
 
 
 class TestRemoteSandbox(DriverContract):
