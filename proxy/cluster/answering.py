@@ -1,7 +1,7 @@
 """What this member answers its peers: calls of the tasks that it owns, and questions about its agents."""
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,10 +21,7 @@ from proxy.cluster.messages import (
     DrainAnswer,
     DrainQuestion,
     ElsewhereAnswer,
-    GiveBackAnswer,
-    GiveBackQuestion,
     HandQuestion,
-    HostQuestion,
     Kind,
     LeaveAnswer,
     LeaveQuestion,
@@ -32,8 +29,6 @@ from proxy.cluster.messages import (
     LoadQuestion,
     ReportAnswer,
     ReportQuestion,
-    RoomAnswer,
-    RoomQuestion,
     StreamedAnswer,
     TakeQuestion,
     unpack,
@@ -75,32 +70,12 @@ class PeerPlane(Protocol):
         ...
 
 
-class PeerHost(Protocol):
-    """What runs sandboxes of peers; see `proxy.cluster.hosting`."""
-
-    @property
-    def room(self) -> RoomAnswer:
-        """How many more sandboxes of peers would be started now."""
-        ...
-
-    async def give_back(self, hello: Hello, names: Collection[str]) -> int:
-        """Close idle sandboxes that run on a peer which needs their room; return how many were closed."""
-        ...
-
-    async def serve(self, hello: Hello, order: bytes, begin: Callable[[], LinkChannel]) -> bytes:
-        """Host one sandbox for its whole life, or return why not."""
-        ...
-
-
 class PeerQuestions:
     """Answers the questions of peers.
 
     Attributes:
         server: Accepts their links.
-        host: Answers what concerns sandboxes of peers; set before the links are accepted.
     """
-
-    host: PeerHost
 
     def __init__(self, member: Member, secret: bytes, plane: PeerPlane) -> None:
         """Answer for a member, with the secret that all members share."""
@@ -127,12 +102,6 @@ class PeerQuestions:
                 return encode(await self._take_over(question))
             case DrainQuestion() | HandQuestion() | LoadQuestion() as question:
                 return encode(await self._operate(question))
-            case RoomQuestion():
-                return encode(self.host.room)
-            case GiveBackQuestion(names=names):
-                return encode(GiveBackAnswer(await self.host.give_back(hello, names)))
-            case HostQuestion(order=order):
-                return await self.host.serve(hello, order, begin)
             case LeaveQuestion():
                 return encode(LeaveAnswer(await self._member.leaving.let_go(hello.member)))
             case ConfirmQuestion() as question:

@@ -5,7 +5,7 @@ from urllib.parse import unquote
 
 from proxy.cluster.protocol import Position
 from proxy.http.asgi import AsgiMessage, Scope
-from sandboxes.ipc.codec import IpcMessage, Number, decode_bytes, encode, members_of
+from sandboxes.ipc.codec import IpcMessage, decode_bytes, encode, members_of
 
 
 class CallQuestion(IpcMessage, op="call"):
@@ -141,56 +141,6 @@ class LoadAnswer(IpcMessage, op="loaded"):
     tasks: dict[str, int]
 
 
-class RoomQuestion(IpcMessage, op="room"):
-    """An owner asks whether a member would run sandboxes for it."""
-
-
-class RoomAnswer(IpcMessage, op="rooms"):
-    """What a member says of its room.
-
-    Attributes:
-        room: How many sandboxes of others it would start now.
-        load: Running processes for each of its processors, over the last minute.
-        elsewhere: How many sandboxes of its own tasks run on other members.
-        for_others: How many sandboxes of other members' tasks run on it.
-    """
-
-    room: int
-    load: Number
-    elsewhere: int = 0
-    for_others: int = 0
-
-
-class HostQuestion(IpcMessage, op="host"):
-    """An owner asks a member to run a sandbox for it; see `proxy.cluster.hosting.messages`.
-
-    Attributes:
-        order: The order.
-    """
-
-    order: bytes
-
-
-class GiveBackQuestion(IpcMessage, op="give_back"):
-    """A host asks an owner to close sandboxes that are idle, because their room is needed.
-
-    Attributes:
-        names: Their names at the host.
-    """
-
-    names: list[str]
-
-
-class GiveBackAnswer(IpcMessage, op="given_back"):
-    """What became of it.
-
-    Attributes:
-        closed: How many were closed. The others are in use, or are all that is left of a state.
-    """
-
-    closed: int
-
-
 class LeaveQuestion(IpcMessage, op="leave"):
     """An ingress that leaves asks an owner to write the positions of its rollouts to the log."""
 
@@ -256,10 +206,10 @@ class ConfirmAnswer(IpcMessage, op="confirmed"):
 
 
 Message = (
-    CallQuestion | ReportQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion | RoomQuestion | HostQuestion
-    | GiveBackQuestion | LeaveQuestion | HandQuestion | LoadQuestion
-    | CallAnswer | StreamedAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer | RoomAnswer
-    | GiveBackAnswer | LeaveAnswer | LoadAnswer
+    CallQuestion | ReportQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion
+    | LeaveQuestion | HandQuestion | LoadQuestion
+    | CallAnswer | StreamedAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer
+    | LeaveAnswer | LoadAnswer
 )  # fmt: skip
 _MESSAGES: tuple[type[Message], ...] = get_args(Message)
 

@@ -65,7 +65,7 @@ class ClusterPlane(DataPlane):
         super().__init__(engine, behind)
         self._member = member
         self._forwarder = Forwarder(member)
-        self._operations = Operations(member, lambda: self.questions.host.room, engine.executor.quotas)
+        self._operations = Operations(member, engine.executor.quotas)
         self.questions = PeerQuestions(member, secret, self)
         self._passing = self.passing = CallPassing(
             member, engine.access, self._addressing, self.apis, engine.settings.max_body_bytes, self._go_on

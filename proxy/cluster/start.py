@@ -12,7 +12,6 @@ import orjson
 import structlog
 
 from proxy.cluster.gate import ClusterGate
-from proxy.cluster.hosting.service import Hosting
 from proxy.cluster.member import Member
 from proxy.cluster.plane import ClusterPlane
 from proxy.cluster.positions import PositionFile, PositionsLostError
@@ -103,7 +102,6 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     plane = ClusterPlane(engine, behind, member, joined.secret)
     assert engine.settings.store is not None
     states = SharedStates(open_store(engine.settings.store), engine, joined.gate)
-    hosting = plane.questions.host = Hosting(engine, member, plane.questions.server.data)
 
     async def use(used: Mapping[str, tuple[int, int]]) -> Mapping[str, Sequence[tuple[int, int]]] | None:
         try:
@@ -114,7 +112,6 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
 
     async def opened() -> None:
         states.open()
-        hosting.open()
         await plane.questions.server.serve(joined.listener)
         member.start()
 
@@ -123,7 +120,6 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
         signal.raise_signal(signal.SIGTERM)
 
     async def closed() -> None:
-        await hosting.aclose()
         await states.aclose()
         await member.leaving.leave()
         await plane.questions.aclose()

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.connection import LinkConnection
-from proxy.cluster.link.data import MAGIC, TOKEN_BYTES, ExpectedData, detached
 from proxy.cluster.link.frames import (
     HELLO_BYTES,
     NONCE_BYTES,
@@ -43,15 +42,11 @@ Taker = Callable[[Hello, bytes, Callable[[], LinkChannel]], bytes | Coroutine[An
 
 
 class LinkServer:
-    """Accepts the links of peers and answers their questions.
-
-    Attributes:
-        data: The data connections of peers that are expected.
-    """
+    """Accepts the links of peers and answers their questions."""
 
     def __init__(self, secret: bytes, membership: Membership, handler: Handler, taker: Taker) -> None:
         self.secret, self.membership, self.handler, self.taker = secret, membership, handler, taker
-        self.tasks, self.data = TaskOwner(), ExpectedData()
+        self.tasks = TaskOwner()
         self._server: asyncio.Server | None = None
         # In the order in which they came.
         self._connections: dict[AcceptedLink, None] = {}
@@ -132,10 +127,6 @@ class AcceptedLink(LinkConnection):
 
     @override
     def _greet(self) -> bytes:
-        if self._greeting.startswith(MAGIC):
-            if len(self._greeting) >= len(MAGIC) + TOKEN_BYTES:
-                self._server.data.take(bytes(self._greeting[len(MAGIC) :]), detached(self._transport))
-            return b""
         # 1. The opener's greeting. The answer proves the secret, so the opener sends its proof only to a member.
         if self._keys is None:
             if len(self._greeting) < HELLO_BYTES:

@@ -11,7 +11,6 @@ from proxy.cluster.messages import (
     DrainQuestion,
     ElsewhereAnswer,
     HandQuestion,
-    HostQuestion,
     Kind,
     LoadAnswer,
     LoadQuestion,
@@ -46,7 +45,6 @@ from sandboxes.ipc.messages import Done
         HandQuestion("t", 2),
         LoadQuestion(),
         LoadAnswer(is_leaving=False, tasks={"t": 3}),
-        HostQuestion(b"\xff"),
     ],
 )
 def test_message_comes_back(message: Message) -> None:
