@@ -85,8 +85,6 @@ class Executor:
         if record is None and rollout.cached:
             # A record for this rollout and this call alone: an attempt that ended before its step was taken.
             record, outcome = rollout.node.records.get(private_key(key, rollout.id, rollout.calls)), Outcome.BYPASS
-        if self._gate is not None and record is not None:
-            await self._gate.logged(rollout, record)
         return record, outcome
 
     async def _safe_record(self, tree: Tree, node: Node, key: CallKey) -> Record | None:
@@ -126,8 +124,6 @@ class Executor:
             if self.renew is None or not await self.renew(rollout):
                 raise
             record, outcome = await self._execute_once(rollout, rollout.node, call, key, timing, listener)
-        if self._gate is not None and record is not None:
-            await self._gate.logged(rollout, record)
         return record, outcome
 
     async def _execute_once(
