@@ -25,7 +25,6 @@ import httpx
 
 from bench.client import Server, measure, post
 from bench.cluster_log import fsync_ms, show_log
-from bench.hosting import hosting_members, show_calls, show_restores
 from bench.machine import console, cpu_seconds, median, table
 from forkpoint.ephemeral_proxy import EphemeralProxyError, ephemeral_proxy
 
@@ -215,17 +214,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement")
     parser.add_argument("--misses", type=int, default=200)
-    parser.add_argument("--sandboxes", action="store_true", help="only sandboxes on another member")
     parser.add_argument("--scale", action="store_true", help="only one, two and four busy members")
     parser.add_argument("--log", action="store_true", help="only rows of the log")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="forkpoint-bench-", dir="/var/tmp") as directory:
         folder = Path(directory)
-        if options.sandboxes:
-            with hosting_members(options.cluster, SECRET, folder) as owner:
-                show_calls(owner, options.misses)
-                show_restores(owner)
-            return
         if options.log:
             show_log(options.cluster, SECRET.encode(), folder, options.rounds)
             return

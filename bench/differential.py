@@ -2,7 +2,7 @@
 
 Groups of interleaved rollouts run through a proxy, calmly, with tiny budgets, and under `kill -9` of the proxy, its
 launcher, sandboxes and CRIU. With `--members` they run through a cluster: agents change their member, and
-members and the cluster's database are killed and stopped too. With `--hosting` sandboxes of full members run on others.
+members and the cluster's database are killed and stopped too.
 Each program also runs in private sandboxes of another proxy (`cache: never`).
 `bench.comparison` says how answers are compared. Exits with 1 if an answer was wrong.
 """
@@ -62,7 +62,6 @@ class Plan:
         twice: Share of programs that run twice in private sandboxes, for the noise floor.
         logs: Directory to which the proxies' logs are copied; None for none.
         members: Members of the cluster that is compared; 1 for a proxy without a cluster.
-        hosting: Whether they run sandboxes for each other.
     """
 
     programs: int
@@ -73,7 +72,6 @@ class Plan:
     twice: float = 0.1
     logs: Path | None = None
     members: int = 1
-    hosting: bool = False
 
 
 def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
@@ -83,7 +81,7 @@ def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
         spec, settings = stack.enter_context(environment(driver))
         folders = [stack.enter_context(data_directory()) for _ in range(2)]
         budgets = {} if mode == "calm" else TINY
-        options = settings | budgets | {"max_sandboxes": SANDBOXES} | ({"hosting": "on"} if plan.hosting else {})
+        options = settings | budgets | {"max_sandboxes": SANDBOXES}
         subjects, database = stack.enter_context(compared(folders[0], options, plan.members))
         private = stack.enter_context(served(folders[1], **settings))
         limits = httpx.Limits(max_connections=None)
@@ -108,20 +106,8 @@ def run(driver: str, mode: str, seed: int, plan: Plan) -> Tally:
                 for subject in subjects:
                     shutil.copy(subject.log_file, plan.logs / f"{driver}-{mode}-{seed}-{subject.log_file.name}")
         seconds = time.monotonic() - began
-        if plan.hosting:
-            console.print(f"sandboxes that were placed on other members, since their last start: {placed(subjects)}")
     report(driver, mode, seed, tally, seconds)
     return tally
-
-
-def placed(members: list[Served]) -> int:
-    """Return how many sandboxes running members have placed elsewhere."""
-    total = 0
-    for member in members:
-        page = httpx.get(f"{member.url}/metrics", timeout=TIMEOUT_S).text
-        name = "forkpoint_sandboxes_placed_total "
-        total += sum(int(float(line.removeprefix(name))) for line in page.splitlines() if line.startswith(name))
-    return total
 
 
 @contextmanager
@@ -221,14 +207,13 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=Plan.at_once, help="groups that run at the same time")
     parser.add_argument("--twice", type=float, default=Plan.twice, help="share of programs for the noise floor")
     parser.add_argument("--members", type=int, default=Plan.members, help="members of a cluster; 1: no cluster")
-    parser.add_argument("--hosting", action="store_true", help="whether the members run sandboxes for each other")
     parser.add_argument("--logs", type=Path, help="directory to which the proxy's logs are copied")
     options = parser.parse_args()
     drivers, modes = options.drivers.split(","), options.modes.split(",")
     share = -(-options.programs // (len(drivers) * len(modes)))
     plan = Plan(
         share, options.rollouts, options.length, options.every_s, options.at_once, options.twice, options.logs,
-        options.members, options.hosting,
+        options.members,
     )  # fmt: skip
     tallies = [run(driver, mode, options.seed, plan) for driver in drivers for mode in modes]
     wrong, lost = sum(len(tally.wrong) for tally in tallies), sum(tally.lost.total() for tally in tallies)

@@ -386,7 +386,6 @@ def build_engine(
 
     notes = StepNotes(counts, warm, lambda record: answers.of(record).model_tokens, traces)
     step = Stepper(executor, journal, notes, gate)
-    step.order.admit = None if gate is None else gate.admit
     rollouts = Rollouts(store, journal, trees, pool, walkers, step.order, gate)
     tasks = Tasks(
         store, rollouts, trees, drivers, settings.default_spec, roots,

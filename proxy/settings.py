@@ -183,22 +183,11 @@ class Settings(BaseSettings):
         "machine reaches the database, and a free port.",
     )
 
-    hosting: Literal["off", "on"] = Field(
-        default="off",
-        description="Whether sandboxes of this member's tasks may run on other members of the cluster, and theirs "
-        "here.",
-    )
-    hosting_bytes: int = Field(
-        default=4 << 30,
-        ge=0,
-        description="Most bytes of other members' states that stay here for their next sandboxes, for each driver.",
-    )
-
     @model_validator(mode="after")
     def _clustered(self) -> "Settings":
         if self.cluster is None:
-            if self.store is not None or self.node is not None or self.link or self.hosting == "on":
-                raise ValueError("store, node, link and hosting need a cluster. Set cluster too, or leave them out")
+            if self.store is not None or self.node is not None or self.link:
+                raise ValueError("store, node and link need a cluster. Set cluster too, or leave them out")
             return self
         if self.cluster_secret is None:
             raise ValueError("cluster needs the secret that its members share. Set FORKPOINT_CLUSTER_SECRET")

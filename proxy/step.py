@@ -42,12 +42,10 @@ class Stepper:
 
     def find(self, rollout: Rollout, key: CallKey, *, expected: int = 0) -> Record | None:
         """Return the record that answers a call, or None. No step is taken: `take` follows, without an await. O(1)."""
-        if self.order.busy(rollout, but_for=expected) or not rollout.cached:
-            return None
+        if self._gate is not None or self.order.busy(rollout, but_for=expected) or not rollout.cached:
+            return None  # In a cluster, the log has each step before its answer is sent: that is an await.
         own = key if rollout.node.state is not None else key_for(rollout, key, time.monotonic())
         record = rollout.node.records.get(own)
-        if self._gate is not None:
-            return record if record is not None and self._gate.may_hit(rollout, record) else None
         return record if record is not None and has_way_back(record, rollout.tree) else None
 
     def take(self, rollout: Rollout, record: Record) -> None:
@@ -92,6 +90,8 @@ class Stepper:
             bind_contextvars(task=rollout.task, rollout=rollout.name, node=f"n{node.id}")
             if rollout.finished or node.detached:
                 raise RolloutGoneError(f"rollout {rollout.name!r} ended while this call waited. Start another rollout.")
+            if self._gate is not None and (record := await self._gate.admit(rollout)) is not None:
+                return Answer(record, Outcome.HIT, timing)  # The call is made again, and has taken its step.
             while record is None:
                 now = time.monotonic()
                 own = key_for(rollout, key, now)
@@ -107,6 +107,8 @@ class Stepper:
                 # A response that was passed on while it arrived may be too large for the memory, and is not read.
                 elif listener is None:
                     self._executor.read_answer(record)
+            if self._gate is not None:
+                await self._gate.logged(rollout, record)
             self._advance(rollout, record, outcome, timing)
             self._log.debug("answered", outcome=outcome.name.lower(), record=record.id, tool_s=timing.tool_s)
         return Answer(record, outcome, timing)
@@ -114,7 +116,5 @@ class Stepper:
     def _advance(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None) -> None:
         # The journal comes first: after a crash, the rollout continues where its agent last saw it.
         self._journal.append(JournalEntry(rollout.id, rollout.calls, record.id, outcome))
-        if self._gate is not None:
-            self._gate.step(rollout, record)
         rollout.advance(record, outcome, time.monotonic())
         self.notes.add(rollout, record, outcome, timing)

@@ -18,13 +18,6 @@ class ServerError(SandboxError):
         self.silent, self.status = silent, status
 
 
-class LeftRunningError(SandboxError):
-    """A call has left processes running on another machine, where they cannot be saved.
-
-    The sandbox is dead, and no client has seen the result. The call is to run again on this machine.
-    """
-
-
 class StateGoneError(SandboxError):
     """The data of a frozen state is missing or damaged, so no later attempt can restore it."""
 

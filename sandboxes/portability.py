@@ -47,44 +47,6 @@ class Unpacking(Protocol):
 
 
 @runtime_checkable
-class SharingUnpacking(Unpacking, Protocol):
-    """An import that can use parts which this driver has already: equal bytes of parts mean equal parts."""
-
-    def use(self, name: str, part: str) -> None:
-        """Use a part of this driver instead of importing it.
-
-        Args:
-            name: The name of the part on the machine that exported the state.
-            part: The name of a part of this driver that packs to the same bytes.
-
-        Raises:
-            NotPortableError: This driver does not have the part any more.
-        """
-        ...
-
-    def arriving(self, name: str, data: BinaryIO, sha256: Callable[[], str]) -> None:
-        """Store a part while its bytes arrive; see `Unpacking.part`. Blocking.
-
-        Args:
-            name: The name of the part on the machine that exported it.
-            data: Everything that `Porter.pack` yields. It is read once, forward, and may be a socket.
-            sha256: Returns the SHA-256 of data, in hexadecimal. It is called once, after data has been read to its end.
-
-        Raises:
-            NotPortableError, OSError: See `Unpacking.part`.
-        """
-        ...
-
-    def name_here(self, name: str) -> str:
-        """Return what an imported or used part is called here.
-
-        Args:
-            name: The name of the part on the machine that exported it.
-        """
-        ...
-
-
-@runtime_checkable
 class Porter(Protocol):
     """Exports and imports frozen states."""
 

@@ -35,8 +35,6 @@ LEFT_OUT = {
     "tests/proxy/test_transparency_postgres.py": "PostgreSQL",
     "tests/forkpoint/test_ray.py": "Ray and PostgreSQL",
     "tests/proxy/cluster/postgres/": "PostgreSQL",
-    "tests/proxy/cluster/hits/test_passing.py": "PostgreSQL",
-    "tests/proxy/cluster/hosting/": "PostgreSQL",
     "tests/proxy/cluster/states/": "PostgreSQL",
     "tests/proxy/cluster/test_answering.py": "PostgreSQL",
     "tests/proxy/cluster/test_compaction.py": "PostgreSQL",

@@ -7,9 +7,9 @@ import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.channels import LinkChannel
-from proxy.cluster.link.opener import LinkLostError, MemberFailedError, answered
-from proxy.cluster.member import Member, answer_to_call
-from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, StreamedAnswer
+from proxy.cluster.link.opener import LinkLostError, MemberFailedError
+from proxy.cluster.member import Member
+from proxy.cluster.messages import CallAnswer, CallQuestion
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
@@ -24,10 +24,6 @@ PATIENCE_S = 8.0
 A call that an owner works on has no such limit."""
 PAUSE_S = 0.1
 """Between two attempts to find an owner, in seconds."""
-
-
-Outcome = tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, LinkChannel | None]
-"""The answer to a call, and the channel that it has begun."""
 
 
 class Forwarder:
@@ -75,7 +71,7 @@ class Forwarder:
                 continue
             if owner is None:
                 return False
-            began = loop.time()
+            began, call.is_asked = loop.time(), True
             if await (here(owner) if isinstance(owner, Owned) else away(owner)):
                 return True
             if loop.time() - began > PATIENCE_S:
@@ -92,49 +88,25 @@ class Forwarder:
         """Ask the owner of a task; no answer if it did not take the call.
 
         Raises:
-            RefusalError: 502, the owner has a defect, or its answer was a stream that is lost.
+            RefusalError: 502, the owner has a defect.
         """
         # A stream is in none of the calls that may be sent again.
-        oldest = task.oldest if task.waiting else call.number
         question = CallQuestion(
-            task.name, owner.view, call.number, oldest, scope.get("method", "GET"),
+            task.name, owner.view, call.number, task.oldest or call.number, call.is_again, scope.get("method", "GET"),
             scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1"),
             [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]],
             scope.get("scheme", "http"), kind, body,
         )  # fmt: skip
-        return await self._settle(task, owner.peer.name, self._member.forward(owner, question))
-
-    async def first(self, task: TaskIngress, call: WaitingCall) -> tuple[CallAnswer | None, LinkChannel | None]:
-        """Return what an owner answers that has the call already, as `ask` does.
-
-        Raises:
-            RefusalError: See `ask`.
-        """
-
-        async def first() -> Outcome:
-            assert call.first is not None
-            return await answer_to_call(await answered(call.first))
-
-        return await self._settle(task, "that owned the task", first())
-
-    async def _settle(
-        self, task: TaskIngress, name: str, asking: Awaitable[Outcome]
-    ) -> tuple[CallAnswer | None, LinkChannel | None]:
         try:
-            answer, channel = await asking
+            answer, channel = await self._member.forward(owner, question)
         except MemberFailedError as error:
             raise RefusalError(502, "peer", str(error)) from error
         except (LinkLostError, MalformedFrameError) as error:
-            log.debug("a call was not answered", owner=name, error=str(error))
+            log.debug("a call was not answered", owner=owner.peer.name, error=str(error))
             task.owner = None
             return None, None
         if isinstance(answer, CallAnswer):
             return answer, channel
-        if isinstance(answer, StreamedAnswer):
-            raise RefusalError(
-                502, "stream-lost", f"the link to the member {name} broke before the stream of this response "
-                "began. The call may have been executed.",
-            )  # fmt: skip
         if answer.view:
             self._member.adopt(task.name, answer.view)
         task.owner = None

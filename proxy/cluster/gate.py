@@ -2,29 +2,18 @@
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
-
-import structlog
+from collections.abc import Sequence
 
 from proxy.cluster.lines import Kept, Line
-from proxy.cluster.origin import ORIGIN
+from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, Owned
-from proxy.cluster.positions import PositionFile
-from proxy.cluster.protocol import Admission, Ended, Entered, Position
+from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.refusals import RefusalError
 from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy, copy_of
 from proxy.storage.records import RecordBytes
 from proxy.storage.trees import TreeStore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record, Tree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-log = structlog.get_logger()
-
-HOLD_S = 10.0
-"""How long a call waits for the ingress that knows its rollout's position, in seconds, before it gets 503."""
 
 
 class StaleCallError(RefusalError):
@@ -40,14 +29,11 @@ class ClusterGate:
     Attributes:
         owned: The tasks that this member owns, by name.
         number: Number of this member.
-        positions: What this member, as an ingress, has passed on.
-        name_of: Returns the name of a member by its number, for error texts.
     """
 
-    def __init__(self, number: int, positions: PositionFile) -> None:
-        self.number, self.positions = number, positions
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.owned: dict[str, Owned] = {}
-        self.name_of: Callable[[int], str] = str
         self._tasks_of: dict[int, str] = {}
         self._copies: CopyStore | None = None
         self._trees: TreeStore | None = None
@@ -67,94 +53,61 @@ class ClusterGate:
         if task not in self.owned:
             raise DroppedError(task)
 
-    def may_hit(self, rollout: Rollout, record: Record) -> bool:
-        """Return whether a record may be answered to a rollout now. 0.5 us."""
-        owned = self.owned.get(rollout.task)
-        if owned is None or not owned.is_ready or record.id in owned.unlogged:
-            return False
-        line = owned.rules.entered.get(rollout.id)
-        if line is None or line.ingress in owned.rules.unheard:
-            return False
-        origin = ORIGIN.get()
-        if origin is None:
-            return line.ingress == self.number
-        if origin.in_log and origin.ingress != self.number:
-            # The log must have the step first.
-            return False
-        return line.ingress == origin.ingress and origin.is_current()
-
-    async def admit(self, rollout: Rollout) -> None:
-        """Wait until a rollout's position is sure and the log names the ingress of this call.
+    async def admit(self, rollout: Rollout) -> Record | None:
+        """Wait until a call may be answered; return the record that has answered it already, if it was made before.
 
         Raises:
             RefusalError: The call cannot be answered here and now.
         """
         owned, origin = self._owner_of(rollout), ORIGIN.get()
-        ingress = self.number if origin is None else origin.ingress
-        until = asyncio.get_running_loop().time() + HOLD_S
-        while not owned.is_ready and await owned.await_change(until):
-            pass
+        await owned.opened()
         confirmed: int | None = None
         while True:
             # After each wait: the task may have been dropped meanwhile.
-            if not owned.is_ready or owned.is_dropped or rollout.finished:
+            if owned.is_dropped or rollout.finished:
                 raise DroppedError(rollout.task)
-            match owned.rules.admit(rollout.id, ingress, rollout.calls, confirmed):
-                case Admission.HOLD:
-                    await self._await_report(owned, rollout, until)
-                case Admission.CONFIRM:
-                    confirmed = await self._confirm(rollout)
-                case Admission.ENTER:
-                    self._require_current()
-                    await self._enter(owned, rollout, ingress, Position(rollout.calls, rollout.node.id))
-                    return
-                case Admission.SERVE:
-                    self._require_current()
-                    if owned.rules.entered[rollout.id].position.turn > rollout.calls:
-                        # A step that is in the log (`logged`) was not taken, because its answer could not be read.
-                        await self._enter(owned, rollout, ingress, Position(rollout.calls, rollout.node.id))
-                    return
+            if origin is None:
+                return None
+            answered = owned.steps.answered(rollout.id, origin.call, is_again=origin.is_again)
+            if answered is not None:
+                origin.steps += 1
+                return _record(rollout.tree, answered)
+            if not origin.is_over and not origin.is_current():
+                raise StaleCallError
+            if not owned.steps.must_confirm(rollout.id, origin.ingress, rollout.calls, confirmed):
+                return None
+            confirmed = await _confirm(rollout, origin)
 
     async def logged(self, rollout: Rollout, record: Record) -> None:
-        """Wait until a record is in the log, and the step to it if no answer carries the position to the ingress.
+        """Write a step to the log. The caller takes it without another await.
 
         Raises:
             DroppedError: This member does not own the task any more.
         """
         owned, origin = self._owner_of(rollout), ORIGIN.get()
-        written = owned.unlogged.get(record.id)
-        if written is not None:
-            # Several calls may wait for it, and each of them may be cancelled.
-            await asyncio.shield(written)
+        call, oldest = (StepId(self.number, 0, 0, 0), 0) if origin is None else (origin.call, origin.oldest)
+        step = Stepped(rollout.id, Position(rollout.calls + 1, record.target.id), record.id, call, oldest)
+        await asyncio.shield(owned.write([step]))
         owned.require()
-        if origin is not None and origin.in_log and origin.ingress != self.number:
-            # The caller takes the step without another await.
-            await self._enter(owned, rollout, origin.ingress, Position(rollout.calls + 1, record.target.id))
-
-    def step(self, rollout: Rollout, record: Record) -> None:
-        """Note where a rollout will be, for the ingress of the call."""
-        self._keep(rollout, Position(rollout.calls + 1, record.target.id))
+        owned.steps.take(step)
+        if origin is not None:
+            origin.steps += 1
 
     async def repeat(self, rollout: Rollout, record: Record) -> bool:
-        """Return whether the answer of an earlier call may be given once more, and note where the rollout is.
+        """Return whether the answer of an earlier call may be given once more.
 
         Raises:
             RefusalError: The call cannot be answered here and now.
         """
         await self.admit(rollout)
-        if record.source.detached:
-            return False
-        if rollout.node is record.target:
-            # The retry may have come through another ingress than the call.
-            self._keep(rollout, Position(rollout.calls, rollout.node.id))
-        return True
+        return not record.source.detached
 
     def task_put(self, task: str) -> None:
         """Write a task to the log."""
         assert self._copies is not None
         copy = self._copies.task(task)
         if copy is not None:
-            self._write(task, [copy])
+            self._note(task, [copy])
 
     def began(self, rollout: Rollout) -> None:
         """Write a rollout to the log, with its tree if that is not there."""
@@ -163,23 +116,18 @@ class ClusterGate:
         copy = self._copies.rollout(rollout.id)
         owned = self.owned.get(rollout.task)
         if copy is not None and owned is not None:
-            self._write(rollout.task, [*self._tree_lines(owned, rollout.tree), copy])
+            owned.note([*self._tree_lines(owned, rollout.tree), copy])
 
     def ended(self, task: str, rollout: int) -> None:
         """Write to the log that a rollout has ended."""
-        owned, origin = self.owned.get(task), ORIGIN.get()
-        if owned is None:
-            return
-        owned.rules.end(rollout)
-        self._write(task, [Ended(rollout)])
-        if origin is not None and origin.ingress != self.number:
-            origin.positions[rollout] = None
+        owned = self.owned.get(task)
+        if owned is not None:
+            owned.steps.take(Ended(rollout))
+            owned.note([Ended(rollout)])
 
     def noted(self, rollout: Rollout, protocol: str, value: str) -> None:
         """Write to the log what a protocol remembers of a rollout."""
-        owned = self.owned.get(rollout.task)
-        if owned is not None:
-            owned.note([NoteCopy(rollout.id, protocol, value)])
+        self._note(rollout.task, [NoteCopy(rollout.id, protocol, value)])
 
     def differs(self, tree: Tree, record: Record, *, quarantined: bool) -> None:
         """Write to the log that a record differs, so that a later owner does not answer what this one withholds."""
@@ -189,13 +137,13 @@ class ClusterGate:
             owned.note([copy])
 
     def recorded(self, tree: Tree, record: Record, written: RecordBytes, *, is_first: bool) -> None:
-        """Write a record to the log. It answers no call until it is there."""
+        """Let the log have a record, at the latest with the first step by it."""
         owned = self.owned_tree(tree.id)
         if owned is None:
             raise DroppedError(self._tasks_of[tree.id])
         try:
             copy = copy_of(tree.id, record, written, is_first=is_first)
-            owned.write([*self._tree_lines(owned, tree), copy], record.id)
+            owned.put([*self._tree_lines(owned, tree), copy])
         except BaseException:
             # The tree has a record that the log lacks, so nothing of it may be answered any more.
             owned.fail("a record could not be written to the log")
@@ -220,80 +168,16 @@ class ClusterGate:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    async def _enter(self, owned: Owned, rollout: Rollout, ingress: int, position: Position) -> None:
-        """Write the ingress and the position of a rollout to the log.
-
-        Raises:
-            DroppedError: This member does not own the task any more.
-        """
-        line = Entered(rollout.id, ingress, position)
-        owned.rules.enter(line)
-        await asyncio.shield(owned.write([line]))
-        owned.require()
-
-    def _keep(self, rollout: Rollout, position: Position) -> None:
-        origin = ORIGIN.get()
-        if origin is None or origin.ingress == self.number:
-            self.positions.put(rollout.id, position)
-            if origin is not None:
-                origin.is_accepted = True
-        elif not origin.in_log:
-            origin.positions[rollout.id] = position
-
     def _owner_of(self, rollout: Rollout) -> Owned:
         owned = self.owned.get(rollout.task)
         if owned is None or rollout.finished:
             raise DroppedError(rollout.task)
         return owned
 
-    async def _await_report(self, owned: Owned, rollout: Rollout, until: float) -> None:
-        """Wait for a report of an ingress.
-
-        Raises:
-            RefusalError: 503, none came in time.
-        """
-        if not await owned.await_change(until):
-            name = self.name_of(owned.rules.entered[rollout.id].ingress)
-            raise RefusalError(
-                503,
-                "position-unknown",
-                f"only member {name!r} knows what rollout {rollout.name!r} was answered last, and it does not answer. "
-                "Try again when it is back, or finish the rollout (DELETE).",
-            )
-
-    async def _confirm(self, rollout: Rollout) -> int:
-        """Ask the ingress of this call whether an agent waits for it; return the turn of the question.
-
-        Raises:
-            RefusalError: 503, none does, or the ingress does not answer.
-        """
-        origin, turn = ORIGIN.get(), rollout.calls
-        if origin is None or not await origin.confirm():
-            raise RefusalError(
-                503,
-                "other-member",
-                f"the calls of rollout {rollout.name!r} come through another member, and this one may be a late copy. "
-                "Try again.",
-            )
-        return turn
-
-    def _require_current(self) -> None:
-        origin = ORIGIN.get()
-        # What an answered call does in the background is no late copy of it.
-        if origin is not None and not origin.is_over and not origin.is_current():
-            origin.is_stale = True
-            raise StaleCallError
-
-    def _write(self, task: str, lines: list[Line]) -> None:
-        """Write lines that the answer to this call waits for."""
-        owned, origin = self.owned.get(task), ORIGIN.get()
-        if owned is None:
-            return
-        written = owned.write(lines)
-        if origin is not None and not origin.in_log:
-            origin.pending.append(written)
-        else:
-            owned.note_written(written)
+    def _note(self, task: str, lines: Sequence[Line]) -> None:
+        owned = self.owned.get(task)
+        if owned is not None:
+            owned.note(lines)
 
     def _tree_lines(self, owned: Owned, tree: Tree) -> list[Line]:
         """Return the line of a tree if the log lacks it, or has it without the digest of its root state."""
@@ -306,3 +190,39 @@ class ClusterGate:
             return []
         owned.trees[tree.id] = digest
         return [copy]
+
+
+async def _confirm(rollout: Rollout, origin: Origin) -> int:
+    """Ask the ingress of a call whether an agent waits for it; return the turn of the question.
+
+    Raises:
+        RefusalError: 503, none does, or the ingress does not answer.
+    """
+    turn = rollout.calls
+    if not await origin.confirm():
+        raise RefusalError(
+            503,
+            "other-member",
+            f"the calls of rollout {rollout.name!r} come through another member, and this one may be a late copy. "
+            "Try again.",
+        )
+    return turn
+
+
+def _record(tree: Tree, number: int) -> Record:
+    """Return a record by its number. O(size of the tree): a call is made again when a link breaks or an owner dies.
+
+    Raises:
+        RefusalError: 409, it was forgotten since.
+    """
+    for node in tree.nodes.values():
+        for record in node.records.values():
+            if record.id == number:
+                return record
+    for record in tree.aside:
+        if record.id == number:
+            return record
+    raise RefusalError(
+        409, "answer-lost", "the call took its step before a member of the cluster died, and its answer was forgotten "
+        "since. Look at the rollout's steps.",
+    )  # fmt: skip

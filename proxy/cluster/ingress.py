@@ -1,4 +1,4 @@
-"""What this member knows as an ingress: views of tasks, where their owners are, and the calls whose agents wait."""
+"""What this member knows as an ingress: where the owners of tasks are, and the calls whose agents wait."""
 
 import asyncio
 import itertools
@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.postgres.database import Ownership
-from proxy.cluster.protocol import IngressTask
 from proxy.http.asgi import Receive
+from proxy.refusals import RefusalError
 from sandboxes.task_owner import start
 
 LOOK_S = 0.01
 """How long to look whether an agent has hung up. If it sent its call elsewhere, the end of its connection has arrived
 before; two rounds of the event loop read it."""
+MAX_UNANSWERED = 1000
+"""Most rollouts of a task whose last call is remembered because it may have taken its step without an answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,14 +27,16 @@ class WaitingCall:
         number: Its number among the calls of this start.
         receive: Returns the next event of the agent's connection, whose request was read to the end; None for a
             connection whose events say more than that it has ended.
+        is_again: Whether its agent was told to try again, so that it may be the rollout's last step.
+        is_asked: Whether an owner has got it, so that it may have taken its step.
         is_over: Whether the agent has its answer, or has hung up.
-        first: What an owner will answer that has the call already; None if none has.
     """
 
     number: int
     receive: Receive | None
+    is_again: bool = False
+    is_asked: bool = False
     is_over: bool = False
-    first: asyncio.Future[bytes | LinkChannel] | None = None
 
     async def waits(self) -> bool:
         """Return whether the agent still waits for the answer. 10 ms, or less if it has hung up."""
@@ -62,46 +65,27 @@ class TaskIngress:
 
     Attributes:
         name: Its name.
-        rules: The latest view. Positions are in the position file.
+        view: The latest view that it has heard of; 0 for none.
         owner: The owner as the database had it last; None if it has to be looked up.
         waiting: The calls that are not over, oldest first.
-        regular: How many calls of a rollout, by its name, take the regular way and are not over. No later call of
-            these rollouts may overtake them.
+        unanswered: The last call of a rollout, by its name, whose agent was told to try again although the call may
+            have taken its step: the digest of its request, and its number.
         looking: Held while the owner is looked up, or while this member takes the task over.
         failed_at: When that failed last, as a time of the event loop.
     """
 
     name: str
-    rules: IngressTask = field(default_factory=IngressTask)
+    view: int = 0
     owner: Ownership | None = None
     waiting: dict[int, WaitingCall] = field(default_factory=dict)
-    regular: dict[str, int] = field(default_factory=dict)
+    unanswered: dict[str, tuple[bytes, int]] = field(default_factory=dict)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)
     failed_at: float = -math.inf
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest call that is not over. There must be one."""
-        return next(iter(self.waiting))
-
-    def begin_regular(self, rollout: str) -> None:
-        """Count a call that takes the regular way; `end_regular` must follow. An empty name stands for no rollout."""
-        self.regular[rollout] = self.regular.get(rollout, 0) + 1
-
-    def end_regular(self, rollout: str) -> None:
-        """Note that a call which was counted is over."""
-        self.regular[rollout] -= 1
-        if not self.regular[rollout]:
-            del self.regular[rollout]
-
-    @contextmanager
-    def going_regularly(self, rollout: str) -> Iterator[None]:
-        """Count a call while the context lasts."""
-        self.begin_regular(rollout)
-        try:
-            yield
-        finally:
-            self.end_regular(rollout)
+        """Number of the oldest call that may be made again; 0 for none."""
+        return min((*itertools.islice(self.waiting, 1), *(number for _, number in self.unanswered.values())), default=0)
 
 
 class Ingress:
@@ -116,10 +100,6 @@ class Ingress:
         """Return a task, which is new if no agent has named it before."""
         return self._tasks.get(name) or self._tasks.setdefault(name, TaskIngress(name))
 
-    def known(self, name: str) -> TaskIngress | None:
-        """Return a task that an agent has named before."""
-        return self._tasks.get(name)
-
     def call(self, number: int) -> WaitingCall | None:
         """Return a call that is not over; None if it is, or never was."""
         return self._calls.get(number)
@@ -133,26 +113,36 @@ class Ingress:
         """Note that a call is never sent again, so that its owner may forget the answers of the calls after it."""
         task.waiting.pop(call.number, None)
 
-    def begin(self, task: TaskIngress, receive: Receive | None) -> WaitingCall:
-        """Number a call; `end` must follow."""
-        call = WaitingCall(next(self._numbers), receive)
-        task.waiting[call.number] = self._calls[call.number] = call
-        return call
-
-    def end(self, task: TaskIngress, call: WaitingCall) -> None:
-        """Note that a call is over."""
-        call.is_over = True
-        task.waiting.pop(call.number, None)
-        del self._calls[call.number]
-
     @contextmanager
     def calling(
-        self, task: TaskIngress, receive: Receive | None, begun: WaitingCall | None = None
+        self, task: TaskIngress, receive: Receive | None, rollout: str = "", request: bytes = b""
     ) -> Iterator[WaitingCall]:
-        """Number a call, or continue one that has a number; it is over at the end of the block."""
-        call = begun or self.begin(task, receive)
-        call.receive = receive
+        """Number a call, which is over at the end of the block.
+
+        Args:
+            task: The task.
+            receive: See `WaitingCall`.
+            rollout: Name of the rollout; empty if the address does not say.
+            request: The digest of the request. The same request again, right after one that may have taken its step,
+                is the same call.
+        """
+        digest, number = task.unanswered.get(rollout, (b"", 0))
+        is_again = bool(request) and digest == request and number not in self._calls
+        if not is_again:
+            task.unanswered.pop(rollout, None)
+            number = next(self._numbers)
+        call = WaitingCall(number, receive, is_again)
+        task.waiting[number] = self._calls[number] = call
         try:
             yield call
+            task.unanswered.pop(rollout, None)
+        except RefusalError:
+            if call.is_asked and rollout and request:
+                task.unanswered[rollout] = request, number
+                if len(task.unanswered) > MAX_UNANSWERED:
+                    del task.unanswered[next(iter(task.unanswered))]
+            raise
         finally:
-            self.end(task, call)
+            call.is_over = True
+            task.waiting.pop(number, None)
+            del self._calls[number]

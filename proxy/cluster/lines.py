@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from proxy.cluster.protocol import Ended, Entered, Position
+from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.storage.copies import Copy, FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
 
@@ -38,12 +38,12 @@ class Unkept(NamedTuple):
     node: int
 
 
-Line = Copy | Entered | Ended | Kept | Unkept
-"""A line. The position of an `Entered` is part of its array."""
+Line = Copy | Stepped | Ended | Kept | Unkept
+"""A line. The position and the call of a `Stepped` are parts of its array."""
 
 _HEAD = struct.Struct("!II")
 _KINDS: dict[str, type[Any]] = {
-    "task": TaskCopy, "tree": TreeCopy, "record": RecordCopy, "rollout": RolloutCopy, "entered": Entered,
+    "task": TaskCopy, "tree": TreeCopy, "record": RecordCopy, "rollout": RolloutCopy, "stepped": Stepped,
     "ended": Ended, "note": NoteCopy, "kept": Kept, "unkept": Unkept,
     "finding": FindingCopy,
 }  # fmt: skip
@@ -81,8 +81,8 @@ def decode(body: bytes) -> Iterator[Line]:
 def _encode_line(line: Line) -> bytes:
     blobs = [value for value in line if isinstance(value, bytes)]
     values: list[Any] = [{"bytes": len(value)} if isinstance(value, bytes) else value for value in line]
-    if isinstance(line, Entered):
-        values[2] = list(line.position)
+    if isinstance(line, Stepped):
+        values[1], values[3] = list(line.position), list(line.call)
     array = orjson.dumps([_NAMES[type(line)], *values])
     rest = b"".join(blobs)
     return _HEAD.pack(len(array), len(rest)) + array + rest
@@ -99,8 +99,8 @@ def _decode_line(array: bytes, blobs: bytes) -> Line:
                 at += value["bytes"]
         if at != len(blobs):
             raise LogError(f"a line {name!r} of the log has {len(blobs)} bytes where it says {at}")
-        if kind is Entered:
-            values[2] = Position(*values[2])
+        if kind is Stepped:
+            values[1], values[3] = Position(*values[1]), StepId(*values[3])
         line: Line = kind(*values)
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise LogError(f"a line of the log is malformed: {error}") from error

@@ -4,15 +4,13 @@ Theory of operation of a takeover (`claim`), in this order:
 
 1. The log is read, and a row is written behind it which says that this member owns the task. If another row came in
    between, nothing was written, and the owner is looked up again.
-2. This member's own ingress accepts no older view from here on. An older view that this member owned itself is dropped:
-   its sandboxes are closed, and its calls fail.
-3. The store gets the task as the log has it, with the positions that the own ingress knows.
-4. The other ingresses that the log names report their positions, however long that takes. Their rollouts wait.
+2. An older view that this member owned itself is dropped: its sandboxes are closed, and its calls fail.
+3. The store gets the task as the log has it. Its calls are answered from then on.
 """
 
 import asyncio
 import time
-from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -21,10 +19,9 @@ import structlog
 from proxy.cluster.compaction import LogCompactor, read_task
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress, TaskIngress
-from proxy.cluster.leaving import Leaving
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.links import Links
-from proxy.cluster.link.opener import Link, LinkLostError, MemberFailedError
+from proxy.cluster.link.opener import LinkLostError, MemberFailedError
 from proxy.cluster.messages import (
     CallAnswer,
     CallQuestion,
@@ -34,9 +31,6 @@ from proxy.cluster.messages import (
     ElsewhereAnswer,
     LoadAnswer,
     Message,
-    ReportAnswer,
-    ReportQuestion,
-    StreamedAnswer,
     TakeQuestion,
     unpack,
 )
@@ -44,8 +38,6 @@ from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase, Ownership, Peer
 from proxy.cluster.postgres.joining import LEASE_S
-from proxy.cluster.protocol import OwnedTask, Position
-from proxy.cluster.takeover import TaskLogReading
 from proxy.engine import Engine
 from proxy.tree.tree import Node
 from sandboxes.ipc.codec import decode_bytes, encode, with_members
@@ -53,14 +45,19 @@ from sandboxes.ipc.frames import MalformedFrameError
 from sandboxes.task_owner import TaskOwner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
 log = structlog.get_logger()
 
 BEAT_S = LEASE_S / 5
 """Interval at which the lease is extended, in seconds: four beats may fail."""
-ASK_S = 0.3
-"""Interval at which an ingress that did not report gets the question again, in seconds."""
+LEAVE_S = 10.0
+"""How long a member that stops, or hands a task over, waits for calls that run, in seconds."""
+SEND_S = 10.0
+"""How long the kept states of all tasks that are handed over together may be sent, in seconds. What is not sent in
+time, for example to a slow store, is replayed by the next owner."""
+QUIET_S = 0.3
+"""Interval at which is looked whether a task has a call that runs, in seconds."""
 
 
 class Member:
@@ -72,14 +69,16 @@ class Member:
         ingress: The tasks that its agents ask for.
         links: The links to other members.
         replaced: Called when a later start of this member has taken its place.
-        leaving: Lets members leave rollouts.
+        hands_over: Awaited before a task is handed over, so that the next owner finds its kept states. Its second
+            argument is the most seconds that it may take.
         is_leaving: Whether this member takes no task over any more, because it is drained or stops.
     """
 
     def __init__(self, database: ClusterDatabase, gate: ClusterGate, secret: bytes, engine: Engine) -> None:
         self.database, self.gate, self.ingress = database, gate, Ingress()
         self.replaced: Callable[[], None] = lambda: None
-        self.leaving, self.is_leaving = Leaving(gate, database, self.ask, engine), False
+        self.hands_over: Callable[[Owned, float], Awaitable[None]] | None = None
+        self.is_leaving = False
         self._engine = engine
         self.links = Links(secret, database.membership)
         self._peers: dict[int, Peer] = {}
@@ -94,7 +93,7 @@ class Member:
     @property
     def load(self) -> LoadAnswer:
         """Its load. O(tasks)."""
-        tasks = {name: 1 + len(owned.rules.entered) for name, owned in self.gate.owned.items()}
+        tasks = {name: 1 + len(owned.steps) for name, owned in self.gate.owned.items()}
         return LoadAnswer(self.is_leaving, tasks)
 
     def start(self) -> None:
@@ -159,7 +158,7 @@ class Member:
                 return None
             # A row of this start that is not owned here was dropped, and must be taken over again.
             if owner is not None and owner.peer.alive and owner.peer.number != self.number:
-                self._note_peer(owner.peer)
+                self._peers[owner.peer.number] = owner.peer
                 self.adopt(name, owner.view)
                 task.owner = owner
                 return owner
@@ -172,14 +171,15 @@ class Member:
                 return claimed
 
     def adopt(self, name: str, view: int) -> bool:
-        """Accept no answer of an older view of a task any more; return False if a newer one is known."""
+        """Note who owns a task, unless a newer view is known: then return False."""
         task = self.ingress.task(name)
-        if not task.rules.adopt(view):
+        if view < task.view:
             return False
+        task.view = view
         if task.owner is not None and task.owner.view < view:
             task.owner = None
         owned = self.gate.owned.get(name)
-        if owned is not None and owned.rules.view < view:
+        if owned is not None and owned.view < view:
             self._drop(owned, "another member has taken it over")
         return True
 
@@ -208,38 +208,14 @@ class Member:
 
     async def forward(
         self, owner: Ownership, question: CallQuestion
-    ) -> tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, LinkChannel | None]:
+    ) -> tuple[CallAnswer | ElsewhereAnswer, LinkChannel | None]:
         """Ask the owner of a task. With a channel, the answer is the beginning of a stream.
 
         Raises:
             LinkLostError: The link broke. Whether the owner has taken the call is not known.
             MemberFailedError: The owner met a defect.
         """
-        return await answer_to_call(await self.links.call(owner.peer, encode(question)))
-
-    def link_to(self, owner: Ownership) -> Link | None:
-        """Return the link to the owner of a task if a frame can be sent on it now."""
-        return self.links.ready(owner.peer)
-
-    def accept(self, name: str, view: int, positions: Mapping[int, Position | None]) -> bool:
-        """Keep the positions of an answer; return False if it comes from a view that was replaced.
-
-        Args:
-            name: Name of the task.
-            view: The view that has answered.
-            positions: Where the answer leads, by number of the rollout; None for a rollout that has ended.
-
-        Raises:
-            OSError: A position cannot be kept, so the answer must not be passed on.
-        """
-        if not self.adopt(name, view):
-            return False
-        for rollout, position in positions.items():
-            if position is None:
-                self.gate.positions.forget(rollout)
-            else:
-                self.gate.positions.put(rollout, position)
-        return True
+        return await _answer_to_call(await self.links.call(owner.peer, encode(question)))
 
     async def confirm(self, ingress: int, number: int) -> bool:
         """Return whether an agent waits for a call at another ingress; False if that cannot be found out."""
@@ -251,18 +227,46 @@ class Member:
         self._drop(owned, reason)
 
     async def drain(self) -> DrainAnswer:
-        """Hand over all tasks, and take none over until the next start; see `Leaving.hand_over`."""
+        """Hand over all tasks, and take none over until the next start; see `hand_over`."""
         self.is_leaving = True
-        answer = await self.leaving.hand_over(tuple(self.gate.owned.values()), self.give)
-        await self.leaving.leave()
+        answer = await self.hand_over(tuple(self.gate.owned.values()), self.give)
         return with_members(answer, kept=len(self.gate.owned))
 
     async def hand_to(self, name: str, target: int) -> DrainAnswer:
-        """Hand one task over to a member, by its number; see `Leaving.hand_over`. A task of another owner is not."""
+        """Hand one task over to a member, by its number; see `hand_over`. A task of another owner is not."""
         owned = self.gate.owned.get(name)
         # A member that leaves hands all of its tasks over already.
         tasks = () if owned is None or self.is_leaving else (owned,)
-        return await self.leaving.hand_over(tasks, partial(self.give, target=target))
+        return await self.hand_over(tasks, partial(self.give, target=target))
+
+    async def hand_over(self, tasks: "Sequence[Owned]", give: "Callable[[str, int], Awaitable[bool]]") -> DrainAnswer:
+        """Hand tasks of this member over, one after the other. A task that no member takes over stays.
+
+        A call that still runs after `LEAVE_S` is made again by the next owner, and recorded once.
+
+        Args:
+            tasks: The tasks.
+            give: Lets another member take a task over, by its name and view; returns whether one did.
+        """
+        clock = asyncio.get_running_loop().time
+        handed, until, left_s = 0, clock() + LEAVE_S, SEND_S
+        for owned in tasks:
+            await self._await_calls(owned.task, until)
+            if self.hands_over is not None:
+                began = clock()
+                await self.hands_over(owned, left_s)
+                left_s = max(0.0, left_s - (clock() - began))
+            # A row of this owner that came after the next one has read the log would keep that one from its first row.
+            async with owned.holding_rows():
+                with suppress(DatabaseError):
+                    handed += not owned.is_dropped and await give(owned.task, owned.view)
+        return DrainAnswer(handed, len(tasks) - handed)
+
+    async def _await_calls(self, name: str, until: float) -> None:
+        """Wait until no call of a task waits or runs here."""
+        task, now = self._engine.tasks.get(name), asyncio.get_running_loop().time
+        while task is not None and any(rollout.waiting for rollout in task.rollouts.values()) and now() < until:  # noqa: ASYNC110 - for a while
+            await asyncio.sleep(QUIET_S)
 
     async def claim(self, name: str) -> Owned | None:
         """Become the owner of a task; None if another member was faster. See the module."""
@@ -274,13 +278,10 @@ class Member:
         # 2. No await from here until the store is written: no call may see the task half replaced.
         if not self.adopt(name, view):
             return None
-        task, positions = OwnedTask(view, reading.entered.values()), self.gate.positions
-        own = {number: known for number in reading.entered if (known := positions.get(number)) is not None}
-        settled = {line.rollout: line.position for line in task.hear(self.number, own)}
         # 3. The steps in the journal are those of earlier views.
         self._engine.journal.fold()
-        self._engine.store.copies.replace(name, reading.copies(settled))
-        owned = Owned(name, task, self.database.append, self.failed)
+        self._engine.store.copies.replace(name, reading.copies())
+        owned = Owned(name, view, reading.steps, self.database.append, self.failed)
         owned.trees = {number: copy.exact for number, copy in reading.trees.items()}
         owned.kept, owned.rows = reading.kept, reading.rows
         self.gate.owned[name] = owned
@@ -288,11 +289,7 @@ class Member:
             # Rollouts come into memory at the positions of the store.
             await self._open(owned)
             log.info("took over a task", task=name, view=view, records=len(reading.records))
-        # 4. Members that the log names, and nothing else.
-        for ingress in sorted(task.unheard):
-            self._tasks.spawn("report", self._await_report(owned, ingress, reading))
-        owned.is_ready = True
-        owned.note_change()
+        owned.open()
         return None if owned.is_dropped else owned
 
     async def _open(self, owned: Owned) -> None:
@@ -301,31 +298,6 @@ class Member:
         except BaseException:
             self._drop(owned, "its environment cannot be opened here")
             raise
-
-    async def _await_report(self, owned: Owned, ingress: int, reading: TaskLogReading) -> None:
-        """Ask an ingress for the positions of its rollouts until it reports."""
-        rollouts = [number for number, line in reading.entered.items() if line.ingress == ingress]
-        question = ReportQuestion(owned.task, owned.rules.view, rollouts)
-        while not owned.is_dropped:
-            answer = await self.ask(ingress, question)
-            if isinstance(answer, ReportAnswer) and not owned.is_dropped:
-                if not answer.accepted:
-                    self._drop(owned, "an ingress knows a newer owner")
-                    return
-                self._place(owned, ingress, answer.positions)
-                return
-            await asyncio.sleep(ASK_S)
-
-    def _place(self, owned: Owned, ingress: int, reported: dict[int, Position]) -> None:
-        """Move rollouts to the positions that their ingress has reported."""
-        running = {rollout.id: rollout for rollout in self._engine.tasks.rollouts.running.values()}
-        for line in owned.rules.hear(ingress, reported):
-            rollout = running.get(line.rollout)
-            if rollout is None:
-                self._engine.store.rollouts.place(line.rollout, *line.position)
-            elif rollout.calls != line.position.turn:
-                self._engine.tasks.rollouts.place(rollout, *line.position)
-        owned.note_change()
 
     def _drop(self, owned: Owned, reason: str) -> None:
         """Own a task no more: nothing of it may be answered or recorded here from now on."""
@@ -377,14 +349,6 @@ class Member:
 
     # -- peers -------------------------------------------------------------------------------------------------------
 
-    def _note_peer(self, peer: Peer) -> None:
-        self._peers[peer.number] = peer
-
-    def name_of(self, number: int) -> str:
-        """Return the name of a member, or its number if the name is not known."""
-        peer = self._peers.get(number)
-        return str(number) if peer is None else peer.name
-
     async def ask(self, number: int, question: Message) -> Message | None:
         """Ask a member by its number; None if it cannot be reached."""
         known = self._peers.pop(number, None)
@@ -398,33 +362,27 @@ class Member:
             except (LinkLostError, MemberFailedError, DatabaseError) as error:
                 log.debug("a peer did not answer", member=number, error=str(error))
             else:
-                self._note_peer(target)
+                self._peers[target.number] = target
                 return answer
         return None
 
 
-async def answer_to_call(
-    content: bytes | LinkChannel,
-) -> tuple[CallAnswer | ElsewhereAnswer | StreamedAnswer, LinkChannel | None]:
+async def _answer_to_call(content: bytes | LinkChannel) -> tuple[CallAnswer | ElsewhereAnswer, LinkChannel | None]:
     """Return what a link has brought for a call. With a channel, the answer is the beginning of a stream.
 
     Raises:
         MalformedFrameError: It is no answer to a call.
     """
-    if not isinstance(content, LinkChannel):
-        return _answer_to_call(content), None
+    channel = content if isinstance(content, LinkChannel) else None
     # The channel has begun with the frame that is its first message.
-    first = await content.receive()
+    data = content if isinstance(content, bytes) else await content.receive() or b""
     try:
-        return _answer_to_call(first or b""), content
+        answer = decode_bytes(data, CallAnswer, ElsewhereAnswer)
     except MalformedFrameError:
-        content.abort()
+        if channel is not None:
+            channel.abort()
         raise
-
-
-def _answer_to_call(data: bytes) -> CallAnswer | ElsewhereAnswer | StreamedAnswer:
-    answer = decode_bytes(data, CallAnswer, ElsewhereAnswer, StreamedAnswer)
-    return cast("CallAnswer | ElsewhereAnswer | StreamedAnswer", answer)
+    return cast("CallAnswer | ElsewhereAnswer", answer), channel
 
 
 def _now() -> float:

@@ -3,9 +3,8 @@
 from typing import get_args
 from urllib.parse import unquote
 
-from proxy.cluster.protocol import Position
 from proxy.http.asgi import AsgiMessage, Scope
-from sandboxes.ipc.codec import IpcMessage, Number, decode_bytes, encode, members_of
+from sandboxes.ipc.codec import IpcMessage, decode_bytes, encode, members_of
 
 
 class CallQuestion(IpcMessage, op="call"):
@@ -15,7 +14,8 @@ class CallQuestion(IpcMessage, op="call"):
         task: Name of the task.
         view: The owner's view, as the ingress knows it.
         number: Number of the call among those of this start of the ingress.
-        oldest: Number of the oldest call of the task that the ingress still waits for.
+        oldest: Number of the oldest call of the task that the ingress may make again.
+        is_again: See `WaitingCall`.
         method, path, query, headers, scheme: The request; path is the raw path.
         kind: What the connection becomes; a `Kind`.
         body: Its body.
@@ -25,6 +25,7 @@ class CallQuestion(IpcMessage, op="call"):
     view: int
     number: int
     oldest: int
+    is_again: bool
     method: str
     path: str
     query: str
@@ -59,20 +60,6 @@ class Kind:
     """A WebSocket."""
     HIJACKED, UPGRADED = "hijacked", "upgraded"
     """A stream of bytes (Docker), after a request without or with an upgrade."""
-
-
-class ReportQuestion(IpcMessage, op="report"):
-    """A new owner asks an ingress for positions; from then on the ingress accepts no answer of an older view.
-
-    Attributes:
-        task: Name of the task.
-        view: The new owner's view.
-        rollouts: The rollouts whose positions it wants.
-    """
-
-    task: str
-    view: int
-    rollouts: list[int]
 
 
 class ConfirmQuestion(IpcMessage, op="confirm"):
@@ -141,86 +128,14 @@ class LoadAnswer(IpcMessage, op="loaded"):
     tasks: dict[str, int]
 
 
-class RoomQuestion(IpcMessage, op="room"):
-    """An owner asks whether a member would run sandboxes for it."""
-
-
-class RoomAnswer(IpcMessage, op="rooms"):
-    """What a member says of its room.
-
-    Attributes:
-        room: How many sandboxes of others it would start now.
-        load: Running processes for each of its processors, over the last minute.
-        elsewhere: How many sandboxes of its own tasks run on other members.
-        for_others: How many sandboxes of other members' tasks run on it.
-    """
-
-    room: int
-    load: Number
-    elsewhere: int = 0
-    for_others: int = 0
-
-
-class HostQuestion(IpcMessage, op="host"):
-    """An owner asks a member to run a sandbox for it; see `proxy.cluster.hosting.messages`.
-
-    Attributes:
-        order: The order.
-    """
-
-    order: bytes
-
-
-class GiveBackQuestion(IpcMessage, op="give_back"):
-    """A host asks an owner to close sandboxes that are idle, because their room is needed.
-
-    Attributes:
-        names: Their names at the host.
-    """
-
-    names: list[str]
-
-
-class GiveBackAnswer(IpcMessage, op="given_back"):
-    """What became of it.
-
-    Attributes:
-        closed: How many were closed. The others are in use, or are all that is left of a state.
-    """
-
-    closed: int
-
-
-class LeaveQuestion(IpcMessage, op="leave"):
-    """An ingress that leaves asks an owner to write the positions of its rollouts to the log."""
-
-
-class LeaveAnswer(IpcMessage, op="left"):
-    """What became of it.
-
-    Attributes:
-        kept: How many rollouts of the owner's tasks still need the ingress.
-    """
-
-    kept: int
-
-
 class CallAnswer(IpcMessage, op="answer"):
     """The answer to a call.
 
     Attributes:
-        view: View of the owner.
-        positions: Where the rollouts that the call moved are now, by number. None: the rollout has ended.
-        response: The whole HTTP response.
+        response: The whole HTTP response, or the beginning of a stream.
     """
 
-    view: int
-    positions: dict[int, Position | None]
     response: bytes
-
-
-class StreamedAnswer(IpcMessage, op="streamed"):
-    """The answer was a stream, which went to the link that brought the call. It cannot be sent again."""
 
 
 class ElsewhereAnswer(IpcMessage, op="elsewhere"):
@@ -231,18 +146,6 @@ class ElsewhereAnswer(IpcMessage, op="elsewhere"):
     """
 
     view: int
-
-
-class ReportAnswer(IpcMessage, op="reported"):
-    """What an ingress reports.
-
-    Attributes:
-        accepted: Whether the ingress knows no newer view.
-        positions: Its positions of the rollouts in the question.
-    """
-
-    accepted: bool
-    positions: dict[int, Position]
 
 
 class ConfirmAnswer(IpcMessage, op="confirmed"):
@@ -256,10 +159,8 @@ class ConfirmAnswer(IpcMessage, op="confirmed"):
 
 
 Message = (
-    CallQuestion | ReportQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion | RoomQuestion | HostQuestion
-    | GiveBackQuestion | LeaveQuestion | HandQuestion | LoadQuestion
-    | CallAnswer | StreamedAnswer | ElsewhereAnswer | ReportAnswer | ConfirmAnswer | DrainAnswer | RoomAnswer
-    | GiveBackAnswer | LeaveAnswer | LoadAnswer
+    CallQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion | HandQuestion | LoadQuestion
+    | CallAnswer | ElsewhereAnswer | ConfirmAnswer | DrainAnswer | LoadAnswer
 )  # fmt: skip
 _MESSAGES: tuple[type[Message], ...] = get_args(Message)
 

@@ -1,9 +1,9 @@
 """The task that a request names: its owner answers the request."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from proxy.cluster.hits.passing import rollout_named_by
 from proxy.dataplane.addressing import Addressing
 from proxy.http.access import Access
 from proxy.http.asgi import Scope
@@ -85,3 +85,15 @@ def _require_change(scope: Scope, below: str) -> bool:
     if method == "DELETE" and not below:
         raise RefusalError(501, "not-in-a-cluster", "a task cannot be deleted in a cluster yet.")
     return method in ("PUT", "POST")
+
+
+def rollout_named_by(scope: Scope) -> Callable[[str], tuple[str, str] | None]:
+    """Return the look-up of rollouts' tokens at an ingress: the names in the path, because only the owner knows."""
+
+    def named(text: str) -> tuple[str, str] | None:
+        parts = scope["path"].split("/")
+        if text.startswith("fp_") and len(parts) > 4 and parts[1] == "t" and parts[3] == "r":
+            return parts[2], parts[4]
+        return None
+
+    return named

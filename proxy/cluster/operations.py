@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote
 
@@ -14,12 +13,9 @@ from proxy.cluster.messages import (
     HandQuestion,
     LoadAnswer,
     LoadQuestion,
-    RoomAnswer,
-    RoomQuestion,
 )
 from proxy.cluster.postgres.database import Peer
 from proxy.refusals import RefusalError
-from sandboxes.ipc.codec import members_of
 
 if TYPE_CHECKING:
     from proxy.execution.quotas import Quotas
@@ -36,15 +32,9 @@ MOST_MOVES = 100
 class Operations:
     """Answers requests about the cluster."""
 
-    def __init__(self, member: Member, room: Callable[[], RoomAnswer], quotas: "Quotas | None" = None) -> None:
-        """Answer for a member.
-
-        Args:
-            member: The member.
-            room: Returns the room of the member for sandboxes of others.
-            quotas: The quotas of tasks; None without quotas.
-        """
-        self._member, self._room, self._quotas = member, room, quotas
+    def __init__(self, member: Member, quotas: "Quotas | None" = None) -> None:
+        """Answer for a member, with the quotas of tasks if there are any."""
+        self._member, self._quotas = member, quotas
         self._is_moving = False
 
     async def answer(self, method: str, path: str, query: str) -> dict[str, Any]:
@@ -65,18 +55,14 @@ class Operations:
     async def _members(self) -> dict[str, Any]:
         """Return the members of the cluster, as the database knows them."""
         own, known = self._member.database.membership, await self._member.database.members()
-        rooms = await asyncio.gather(*(self._room_of(peer) for peer, _ in known))
         return {
             "cluster": own.cluster,
             "members": [
-                {
-                    "name": peer.name, "number": peer.number, "link": peer.url, "alive": peer.alive, "tasks": tasks,
-                    "sandboxes": None if room is None else members_of(room),
-                }
-                for (peer, tasks), room in zip(known, rooms, strict=True)
+                {"name": peer.name, "number": peer.number, "link": peer.url, "alive": peer.alive, "tasks": tasks}
+                for peer, tasks in known
             ],
             "quotas": [] if self._quotas is None else await self._used(self._quotas),
-        }  # fmt: skip
+        }
 
     async def _used(self, quotas: "Quotas") -> list[dict[str, Any]]:
         """Return what all members use of each quota."""
@@ -89,13 +75,6 @@ class Operations:
             }
             for pattern, quota in quotas.each.items()
         ]  # fmt: skip
-
-    async def _room_of(self, peer: Peer) -> RoomAnswer | None:
-        """Return what a member says of its sandboxes; None if it does not answer."""
-        if peer.number == self._member.number:
-            return self._room()
-        answer = await self._member.ask(peer.number, RoomQuestion()) if peer.alive else None
-        return answer if isinstance(answer, RoomAnswer) else None
 
     async def _drain(self, node: str) -> dict[str, Any]:
         """Let a member hand over its tasks.

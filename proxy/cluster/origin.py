@@ -1,11 +1,10 @@
-"""The call that a piece of code works for: which ingress it came through, and what the answer depends on."""
+"""The call that a piece of code works for: which ingress it came through, and under which number."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from proxy.cluster.protocol import Position
+from proxy.cluster.protocol import StepId
 
 
 @dataclass(slots=True, eq=False)
@@ -14,31 +13,31 @@ class Origin:
 
     Attributes:
         ingress: Number of the ingress that the call came through.
+        boot: The start of the ingress.
+        number: Number of the call at the ingress.
+        oldest: Number of the oldest call that the ingress still waits for.
+        is_again: Whether the agent itself makes it again, after it was told to.
         is_current: Returns whether the way that the call came by is still the latest one of its ingress.
         confirm: Returns whether an agent still waits for the call at its ingress.
-        positions: Where rollouts are after this call, by number; None for a rollout that has ended.
-        is_accepted: Whether this member, as the ingress, has kept where the call leads. Its answer must be passed on.
-        pending: Completed when the lines that this call has written are in the log.
-        in_log: Whether the log must have the steps of this call, because no answer to it carries where they lead: it is
-            a stream, or it was answered and goes on in the background.
-        is_over: Whether the call was answered, or its stream has ended.
-        is_stale: Whether the call was not admitted because a newer way of its ingress has replaced the one it came by.
+        steps: How many steps it has taken.
+        is_over: Whether the call was answered, or its stream has ended. What goes on in the background is no late copy.
     """
 
     ingress: int
+    boot: int
+    number: int
+    oldest: int
+    is_again: bool
     is_current: Callable[[], bool]
     confirm: Callable[[], Awaitable[bool]]
-    positions: dict[int, Position | None] = field(default_factory=dict)
-    is_accepted: bool = False
-    pending: list[asyncio.Future[None]] = field(default_factory=list)
-    in_log: bool = False
+    steps: int = 0
     is_over: bool = False
-    is_stale: bool = False
 
-    def end(self) -> None:
-        """Note that nothing more is sent for this call."""
-        self.in_log = self.is_over = True
+    @property
+    def call(self) -> StepId:
+        """Its next step."""
+        return StepId(self.ingress, self.boot, self.number, self.steps)
 
 
 ORIGIN: ContextVar[Origin | None] = ContextVar("forkpoint_cluster_origin", default=None)
-"""The call that the current task works for. None: a call of an own agent that is answered without an await."""
+"""The call that the current task works for. None: this member calls for itself."""

@@ -4,10 +4,10 @@ A request of a task that this member owns takes the ordinary way. Any other one 
 again if the task has changed hands meanwhile. Requests that name no task are answered here.
 """
 
-import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import orjson
@@ -15,12 +15,10 @@ from typing_extensions import override
 
 from proxy.cluster.answering import PeerQuestions
 from proxy.cluster.forwarding import Forwarder
-from proxy.cluster.hits.calls import PassedCall
-from proxy.cluster.hits.passing import CallPassing, RegularCall, SentCall
-from proxy.cluster.ingress import WaitingCall
+from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.member import Member
-from proxy.cluster.messages import CallAnswer, CallQuestion, Kind
+from proxy.cluster.messages import CallQuestion, Kind
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
 from proxy.cluster.origin import ORIGIN, Origin
@@ -42,13 +40,12 @@ from proxy.cluster.streams import (
 )
 from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
-from proxy.dataplane.passing import PASSED
 from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
-from proxy.http.exchange import EXPECTED, Exchange
+from proxy.http.exchange import Exchange
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_problem, send_response
 from proxy.refusals import RefusalError
@@ -65,11 +62,8 @@ class ClusterPlane(DataPlane):
         super().__init__(engine, behind)
         self._member = member
         self._forwarder = Forwarder(member)
-        self._operations = Operations(member, lambda: self.questions.host.room, engine.executor.quotas)
+        self._operations = Operations(member, engine.executor.quotas)
         self.questions = PeerQuestions(member, secret, self)
-        self._passing = self.passing = CallPassing(
-            member, engine.access, self._addressing, self.apis, engine.settings.max_body_bytes, self._go_on
-        )
         # Docker's: the connections that it takes over are first brought to the owner of their task.
         self._hijacking = self.streaming
         if self._hijacking is not None:
@@ -93,7 +87,7 @@ class ClusterPlane(DataPlane):
             else:
                 body = await self._body(receive)
                 if body is not None:
-                    await self._answer(task, scope.get(PASSED), scope, body, receive, send)
+                    await self._answer(task, scope, body, receive, send)
         except RefusalError as refusal:
             await self._refuse(scope, receive, send, refusal)
 
@@ -117,36 +111,21 @@ class ClusterPlane(DataPlane):
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    async def _answer(
-        self, named: NamedTask, sent: SentCall | None, scope: Scope, body: bytes, receive: Receive, send: Send
-    ) -> None:
+    async def _answer(self, named: NamedTask, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Answer a request here or elsewhere.
-
-        Args:
-            named: The task that it names.
-            sent: The call that it continues; None for one that no owner has yet.
-            scope: Its scope.
-            body: Its body.
-            receive: Returns the client's next message.
-            send: Sends a message to the client.
 
         Raises:
             RefusalError: 503, no owner could be found or reached for a while.
         """
         task = self._member.ingress.task(named.name)
-        begun = None if sent is None else sent.adopt()
-        with self._member.ingress.calling(task, receive, begun) as call, task.going_regularly(named.rollout):
+        with self._member.ingress.calling(task, receive, named.rollout, _digest(scope, body)) as call:
 
             async def here(owned: Owned) -> bool:
-                return await self._answer_here(owned, call, scope, body, send)
+                return await self._answer_here(owned, task, call, scope, body, send)
 
             async def away(owner: Ownership) -> bool:
-                return await relay(*await self._forwarder.ask(owner, task, call, scope, Kind.CALL, body))
-
-            async def relay(answer: CallAnswer | None, channel: LinkChannel | None) -> bool:
-                if answer is None or not self._member.accept(named.name, answer.view, answer.positions):
-                    if channel is not None:
-                        channel.abort()
+                answer, channel = await self._forwarder.ask(owner, task, call, scope, Kind.CALL, body)
+                if answer is None:
                     return False
                 if channel is None:
                     await send_whole(answer.response, send)
@@ -155,27 +134,23 @@ class ClusterPlane(DataPlane):
                     await relay_response(answer.response, channel, receive, send)
                 return True
 
-            if call.first is not None and await relay(*await self._forwarder.first(task, call)):
-                return
-            if begun is not None and not await call.waits():
-                return
             if not await self._forwarder.route(task, call, here, away, creates=named.creates):
                 # A task that does not exist has no owner.
                 await super().__call__(scope, _replaying(body, receive), send)
 
-    async def _go_on(self, sent: SentCall) -> None:
-        """Continue a call whose agent has hung up: keep the position that its answer leads to."""
+    def _origin(self, task: TaskIngress, call: WaitingCall) -> Origin:
+        """Return what the code that answers an own agent's call works for."""
+        membership = self._member.database.membership
+        return Origin(
+            membership.number, membership.boot, call.number, task.oldest, call.is_again, lambda: True, call.waits
+        )
 
-        async def dropped(_: AsgiMessage) -> None: ...
-
-        named = NamedTask(sent.task.name, "", creates=False)
-        await self._answer(named, sent, sent.scope, sent.body, never, dropped)
-
-    async def _answer_here(self, owned: Owned, call: WaitingCall, scope: Scope, body: bytes, send: Send) -> bool:
-        """Answer a request of an owned task; return False if the task was dropped before the call was taken."""
-        origin = Origin(self._member.number, lambda: True, call.waits)
+    async def _answer_here(
+        self, owned: Owned, task: TaskIngress, call: WaitingCall, scope: Scope, body: bytes, send: Send
+    ) -> bool:
+        """Answer a request of an owned task; return False if the task was dropped before: the call is made again."""
         assert call.receive is not None
-        ORIGIN.set(origin)
+        ORIGIN.set(self._origin(task, call))
         is_over = is_stream = False
 
         async def sending(message: AsgiMessage) -> None:
@@ -183,11 +158,8 @@ class ClusterPlane(DataPlane):
             if message["type"] == "http.response.start":
                 # A failure shows in `is_dropped`.
                 with suppress(RefusalError):
-                    for written in origin.pending:
-                        await asyncio.shield(written)
                     await owned.settled()
-                # The own ingress has kept the position: made again, the call would be a step more.
-                is_over = owned.is_dropped and not origin.is_accepted
+                is_over = owned.is_dropped
             else:
                 # It may never end by itself, but it ends with the task.
                 is_stream = bool(message.get("more_body"))
@@ -213,7 +185,7 @@ class ClusterPlane(DataPlane):
         with self._member.ingress.calling(task, None) as call:
 
             async def here(owned: Owned) -> bool:
-                ORIGIN.set(Origin(self._member.number, lambda: True, call.waits))
+                ORIGIN.set(self._origin(task, call))
                 with owned.ending():
                     await super(ClusterPlane, self).__call__(scope, receive, send)
                 return True
@@ -235,7 +207,7 @@ class ClusterPlane(DataPlane):
         transport, kind = connection.transport, Kind.UPGRADED if is_upgraded else Kind.HIJACKED
 
         async def here(owned: Owned) -> bool:
-            ORIGIN.set(Origin(self._member.number, lambda: True, call.waits))
+            ORIGIN.set(self._origin(task, call))
             with owned.cutting(transport.abort):
                 stream, answering = self._open_stream(scope, body, is_upgraded, transport)
                 connection.give(stream)
@@ -291,29 +263,17 @@ class ClusterPlane(DataPlane):
 
     # -- calls of peers: see `PeerPlane` ------------------------------------------------------------------------------
 
-    def known_to_peer(self, question: CallQuestion | PassedCall) -> bytes | None:
-        """Return the HTTP response to a peer's request that the tree knows, and take its step; None for any other."""
-        return self.known(question.scope(), question.body)
-
-    def expect_of_peer(self, question: CallQuestion | PassedCall) -> object | None:
-        """Note a peer's request that the tree does not know."""
-        return super().expect(question.scope())
-
-    async def answer_peer(
-        self, question: CallQuestion | PassedCall, owned: Owned, begin: Begin, expected: object | None
-    ) -> bytes | None:
+    async def answer_peer(self, question: CallQuestion, owned: Owned, begin: Begin) -> bytes | None:
         """Return the HTTP response to a request that a peer has passed on; None after it was sent as a stream."""
         exchange = PeerExchange(owned, question.body, begin)
-        scope = question.scope()
-        scope[EXPECTED] = expected
         try:
             with owned.cutting(exchange.cut):
-                await super().__call__(scope, exchange.receive, exchange.send)
+                await super().__call__(question.scope(), exchange.receive, exchange.send)
         finally:
             whole = exchange.close()
         return whole
 
-    async def converse_peer(self, question: CallQuestion | PassedCall, owned: Owned, channel: LinkChannel) -> None:
+    async def converse_peer(self, question: CallQuestion, owned: Owned, channel: LinkChannel) -> None:
         """Serve a connection that a peer has passed on."""
         scope = question.scope()
         if question.kind == Kind.SOCKET:
@@ -324,17 +284,12 @@ class ClusterPlane(DataPlane):
             await serve_hijacked(channel, partial(self._open_stream, scope, question.body, is_upgraded))
 
     @override
-    def expect(self, scope: Scope) -> object | None:
-        """Note a request that takes the regular way; no later call of its rollout may overtake it."""
-        return super().expect(scope) or self._passing.expect(scope)
+    def known(self, scope: Scope, body: bytes | bytearray) -> None:
+        """Return None: the log has each step before its answer is sent, which takes an await."""
 
     @override
-    def handled(self, expected: object) -> None:
-        """Note that a request which `expect` noted has been handled."""
-        if isinstance(expected, RegularCall):
-            expected.end()
-        else:
-            super().handled(expected)
+    def expect(self, scope: Scope) -> None:
+        """Note nothing: no known answer could overtake the request."""
 
     @override
     def may_stream(self, scope: Scope) -> bool:
@@ -378,6 +333,11 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replaying
+
+
+def _digest(scope: Scope, body: bytes) -> bytes:
+    """Return what tells a request from others of its rollout."""
+    return sha256(b"\0".join((scope["method"].encode(), scope["raw_path"], scope["query_string"], body))).digest()
 
 
 def _refuse_unknown(task: str) -> None:

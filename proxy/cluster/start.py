@@ -12,10 +12,8 @@ import orjson
 import structlog
 
 from proxy.cluster.gate import ClusterGate
-from proxy.cluster.hosting.service import Hosting
 from proxy.cluster.member import Member
 from proxy.cluster.plane import ClusterPlane
-from proxy.cluster.positions import PositionFile, PositionsLostError
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase
 from proxy.cluster.postgres.joining import ClusterError, Membership
@@ -72,21 +70,9 @@ def join(settings: Settings) -> Joined:
     secret = settings.cluster_secret.get_secret_value().encode()
     dsn, name = settings.cluster.get_secret_value(), settings.node or socket.gethostname()
     known = _known(own)
-    try:
-        positions = PositionFile(own / "positions", sync=settings.durability == "power")
-    except PositionsLostError as error:
-        # The rollouts of its agents wait for ever: their last answers are not known. It goes on as a new member.
-        log.warning("this member joins anew: it does not know what its agents were answered", reason=str(error))
-        known = None
-        (own / "positions").rename(own / f"positions.lost-{time.time_ns()}")
-        positions = PositionFile(own / "positions", sync=settings.durability == "power")
-    try:
-        membership, listener = asyncio.run(_join(ClusterDatabase(dsn, secret), settings, name, known))
-    except BaseException:
-        positions.close()
-        raise
+    membership, listener = asyncio.run(_join(ClusterDatabase(dsn, secret), settings, name, known))
     write_whole(own / "member.json", orjson.dumps({"cluster": membership.cluster, "number": membership.number}))
-    return Joined(membership, dsn, secret, ClusterGate(membership.number, positions), listener)
+    return Joined(membership, dsn, secret, ClusterGate(membership.number), listener)
 
 
 def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
@@ -103,7 +89,6 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     plane = ClusterPlane(engine, behind, member, joined.secret)
     assert engine.settings.store is not None
     states = SharedStates(open_store(engine.settings.store), engine, joined.gate)
-    hosting = plane.questions.host = Hosting(engine, member, plane.questions.server.data)
 
     async def use(used: Mapping[str, tuple[int, int]]) -> Mapping[str, Sequence[tuple[int, int]]] | None:
         try:
@@ -114,7 +99,6 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
 
     async def opened() -> None:
         states.open()
-        hosting.open()
         await plane.questions.server.serve(joined.listener)
         member.start()
 
@@ -123,15 +107,11 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
         signal.raise_signal(signal.SIGTERM)
 
     async def closed() -> None:
-        await hosting.aclose()
         await states.aclose()
-        await member.leaving.leave()
         await plane.questions.aclose()
         await member.aclose()
-        joined.gate.positions.close()
 
-    member.replaced, member.leaving.hands_over = replaced, states.flush
-    joined.gate.name_of = member.name_of
+    member.replaced, member.hands_over = replaced, states.flush
     if engine.executor.quotas is not None:
         engine.lifecycle.background.append(engine.executor.quotas.divide(use))
     engine.lifecycle.at_open.append(opened)

@@ -1,9 +1,9 @@
 """Connections that are more than a request and a whole response, between an ingress and the owner of their task.
 
 An ingress passes events of its agent's connection to the owner over a channel, and the owner's events to its agent.
-Events are ASGI messages; a connection without HTTP has events of two types of its own, `_DATA` and `_END`. The owner
-writes each step of such a connection to the log, because no answer carries the position. If the channel ends before
-the response does, the agent's connection is cut off: an agent never takes part of a response for a whole one.
+Events are ASGI messages; a connection without HTTP has events of two types of its own, `_DATA` and `_END`. If the
+channel ends before the response does, the agent's connection is cut off: an agent never takes part of a response for a
+whole one.
 """
 
 import asyncio

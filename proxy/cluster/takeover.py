@@ -1,6 +1,6 @@
 """What a log says of a task, read by its next owner (pure)."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from proxy.cluster.lines import Kept, Line, Unkept, decode, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
-from proxy.cluster.protocol import Ended, Entered, Position, replaceable
+from proxy.cluster.protocol import Ended, Stepped, Steps, replaceable
 from proxy.storage.copies import Copy, FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 from proxy.tree.keys import CallKey, private_key
 
@@ -30,7 +30,7 @@ class TaskLogReading:
         findings: What was noticed of its records, by record.
         rollouts: Its running rollouts by number.
         notes: What protocols remember of them, by rollout and protocol.
-        entered: Lines that name the ingress and the position of each running rollout, in order.
+        steps: The last steps of its rollouts.
         kept: The states that the store has, by node.
         ends: Lines that say what has ended, in order.
         layout: What each row holds, in order.
@@ -44,7 +44,7 @@ class TaskLogReading:
     findings: dict[int, FindingCopy] = field(default_factory=dict)
     rollouts: dict[int, RolloutCopy] = field(default_factory=dict)
     notes: dict[tuple[int, str], NoteCopy] = field(default_factory=dict)
-    entered: dict[int, Entered] = field(default_factory=dict)
+    steps: Steps = field(default_factory=Steps)
     kept: dict[int, Kept] = field(default_factory=dict)
     ends: list[Line] = field(default_factory=list)
     layout: list["RowLayout"] = field(default_factory=list)
@@ -82,12 +82,12 @@ class TaskLogReading:
                 self.rollouts[line.rollout] = line
             case NoteCopy():
                 self.notes[line.rollout, line.protocol] = line
-            case Entered():
-                self.entered[line.rollout] = line
+            case Stepped():
+                self.steps.take(line)
             case Ended():
                 self.ends.append(line)
                 self.rollouts.pop(line.rollout, None)
-                self.entered.pop(line.rollout, None)
+                self.steps.take(line)
             case Kept() | Unkept():
                 self._take_state(line)
 
@@ -105,21 +105,16 @@ class TaskLogReading:
         yield from self.findings.values()
         yield from self.rollouts.values()
         yield from (note for note in self.notes.values() if note.rollout in self.rollouts)
-        yield from self.entered.values()
+        yield from self.steps.lines()
         yield from self.kept.values()
 
-    def copies(self, reported: Mapping[int, Position]) -> list[Copy]:
-        """Return the rows of the store.
-
-        Args:
-            reported: Positions of rollouts, by number, that are later than those of the log.
-        """
+    def copies(self) -> list[Copy]:
+        """Return the rows of the store."""
         rollouts = []
         for number, rollout in self.rollouts.items():
-            known = self.entered.get(number)
-            position = Position(rollout.calls, rollout.node) if known is None else known.position
-            position = max(position, reported.get(number, position))
-            rollouts.append(rollout._replace(node=position.node, calls=position.turn))
+            last = self.steps.last(number)
+            at = (rollout.calls, rollout.node) if last is None else last.position
+            rollouts.append(rollout._replace(calls=at[0], node=at[1]))
         task = [] if self.task is None else [self.task]
         notes = [note for note in self.notes.values() if note.rollout in self.rollouts]
         return [*task, *self.trees.values(), *self._records(), *self.findings.values(), *rollouts, *notes]

@@ -14,7 +14,6 @@ from proxy.engine import Engine
 from proxy.telemetry.run_counters import OTHERS
 from proxy.tree.rollout import Outcome
 from sandboxes.pool.lifecycle import SandboxState
-from sandboxes.pool.roster import FOR_OTHERS
 from sandboxes.video.driver import VideoDriver
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,11 +54,6 @@ class _Totals(Collector):
             ("states_fetched", counts.states.fetched),
             ("state_bytes_sent", counts.states.bytes_sent),
             ("state_bytes_fetched", counts.states.bytes_fetched),
-            ("sandboxes_placed", counts.hosting.placed),
-            ("sandboxes_unplaced", counts.hosting.unplaced),
-            ("sandboxes_hosted", counts.hosting.hosted),
-            ("hosting_bytes_sent", counts.hosting.bytes_sent),
-            ("hosting_bytes_received", counts.hosting.bytes_received),
         ):
             yield CounterMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=value)
         egress = counts.egress
@@ -121,9 +115,7 @@ class _Totals(Collector):
     def _gauges(self) -> Iterator[Metric]:
         engine = self._engine
         for name, gauge in (
-            ("sandboxes", len(engine.pool.roster) - engine.pool.roster.elsewhere),
-            ("sandboxes_elsewhere", engine.pool.roster.elsewhere),
-            ("sandboxes_for_others", sum(slot.position is FOR_OTHERS for slot in engine.pool.roster.slots)),
+            ("sandboxes", len(engine.pool.roster)),
             ("sandboxes_budget", engine.pool.bound.most),
             ("warm_sandboxes", len(engine.warm.forks())),
             ("checkpoint_bytes", engine.cache.checkpoint_bytes),

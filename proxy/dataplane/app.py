@@ -10,7 +10,6 @@ a framework's route serves half the requests of a bare application).
 import asyncio
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 from proxy.compat.endpoints import EndpointContext, StreamingEndpoint, make_endpoints
 from proxy.dataplane.addressing import Addressing, request_of
@@ -28,10 +27,6 @@ from proxy.http.uploads import ClientDisconnectedError
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.rollout import Rollout
 
-if TYPE_CHECKING:
-    from proxy.dataplane.passing import Passing
-
-
 _CONTENT_TYPE, _FORM = b"content-type", b"application/x-www-form-urlencoded"
 _AGENTS_PATHS = ("/t/", "/e/", "/ng-rollout/")
 
@@ -48,8 +43,6 @@ class DataPlane:
 
     def __init__(self, engine: Engine, behind: AsgiApp) -> None:
         self.engine, self._behind = engine, behind
-        # A cluster's: it passes requests on to other members.
-        self.passing: Passing | None = None
         self._addressing, self._count = Addressing(engine), partial(count_problem, engine.counts)
         endpoints = make_endpoints(EndpointContext(engine, self._addressing.address, request_of, self._count))
         # At most one answers on the hit path and takes connections over: Docker's.

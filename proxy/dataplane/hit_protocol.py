@@ -2,7 +2,7 @@
 
 Theory of operation. `HitFirst` is the asyncio protocol of a connection. It reads requests with a parser of its own and
 owns an unmodified uvicorn protocol, which it uses only as asyncio would: it calls `connection_made`, `data_received`
-and so on. A connection is always in one of six states:
+and so on. A connection is always in one of five states:
 
 READING   Every request was answered. Bytes are held until they are a request, or the head of one with a large body;
             then
@@ -10,10 +10,7 @@ READING   Every request was answered. Bytes are held until they are a request, o
             2. a whole request with a known answer: the response is one write, with no task and no event. -> READING
             3. a request with which a client turns the connection into a stream of bytes (Docker). -> STREAM
             4. an upgrade (WebSocket), or bytes that are not HTTP. -> PASSED
-            5. in a cluster: a whole request whose answer another member may know. -> AWAITED
-            6. anything else: uvicorn gets the held bytes. -> SERVED
-AWAITED   Another member has the request (`passing`). What the client sends meanwhile is held. If that member knows
-          the answer, it is one write. -> READING. If it does not, uvicorn gets the held bytes. -> SERVED
+            5. anything else: uvicorn gets the held bytes. -> SERVED
 SERVED    uvicorn has requests to read or to answer, and gets each byte as it comes. The parser reads along, because
           only it knows where requests end; `report_responses` counts the answers. When all requests that began have
           ended and were answered, the connection goes back to READING, at a boundary between two requests.
@@ -22,7 +19,7 @@ STREAM    The connection belongs to a `Stream`.
 GIVEN     The connection belongs to another process, which has got its socket and the bytes that are not answered.
 
 Because uvicorn sees only its own requests, its keep-alive timer may fire while hits are answered. `UvicornTransport`
-therefore ignores `close` in READING and AWAITED, where only `HitFirst` closes an idle connection.
+therefore ignores `close` in READING, where only `HitFirst` closes an idle connection.
 """
 
 import asyncio
@@ -40,7 +37,6 @@ from proxy.dataplane.app import DataPlane
 from proxy.dataplane.connection_limits import ConnectionLimits, ConnectionWatch, Phase
 from proxy.dataplane.handover import Handover, first_scope, give_when_sent
 from proxy.dataplane.idle_timer import IdleTimer
-from proxy.dataplane.passing import HeldBehind, PassedRequest, Passing
 from proxy.dataplane.request_reader import RequestReader
 from proxy.dataplane.taken_connection import MAX_STREAM_REQUEST_BYTES, Streams, TakenConnection, split_request
 from proxy.dataplane.uvicorn_end import UvicornEnd
@@ -62,7 +58,6 @@ class _State(Enum):
     PASSED = 2
     STREAM = 3
     GIVEN = 4
-    AWAITED = 5
 
 
 def protocol_for(data_plane: DataPlane, handover: Handover | None = None) -> type["HitFirst"]:
@@ -72,7 +67,7 @@ def protocol_for(data_plane: DataPlane, handover: Handover | None = None) -> typ
     """
     members = {
         "data_plane": data_plane, "handover": handover, "hit_s": data_plane.engine.counts.hit_s,
-        "streams": Streams(data_plane), "passing": data_plane.passing,
+        "streams": Streams(data_plane),
         "limits": ConnectionLimits(data_plane.engine.settings.max_connections),
     }  # fmt: skip
     return type("HitFirstFor", (HitFirst,), members)
@@ -86,7 +81,6 @@ class HitFirst(asyncio.Protocol):
     streams: ClassVar[Streams]
     limits: ClassVar[ConnectionLimits]
     handover: ClassVar[Handover | None]
-    passing: ClassVar[Passing | None]
 
     def __init__(
         self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], **_: object
@@ -102,10 +96,7 @@ class HitFirst(asyncio.Protocol):
         self._writable.set()
         self._body_at: int | None = None
         self._stream: Stream | None = None
-        self._is_ending = False
-        self._behind: HeldBehind | None = None
         self.expected: object | None = None
-        self.passed: PassedRequest | None = None
         self.watch = ConnectionWatch()
         self.received_before = b""
 
@@ -135,9 +126,6 @@ class HitFirst(asyncio.Protocol):
         elif self._state is _State.STREAM:
             assert self._stream is not None
             self._stream.feed(data)
-        elif self._state is _State.AWAITED:
-            assert self._behind is not None
-            self._behind.add(data)
         else:
             # The reader counts first: if a response ends within uvicorn's call, the requests in these bytes must be
             # counted.
@@ -162,8 +150,6 @@ class HitFirst(asyncio.Protocol):
         self._writable.set()
         if self._stream is not None:
             self._stream.lose()
-        if self.passed is not None:
-            self.passed.lose()
         self._uvicorn.lose(exc)
 
     @override
@@ -183,7 +169,6 @@ class HitFirst(asyncio.Protocol):
         # In SERVED, uvicorn's own protocol is in the server's set as well. A STREAM ends through its task.
         if self._state is _State.READING:
             self._transport.close()
-        self._is_ending = True
 
     def response_ended(self) -> None:
         """Note that uvicorn has written the end of a response."""
@@ -194,17 +179,15 @@ class HitFirst(asyncio.Protocol):
         if self._state is _State.SERVED and self._reader.begun == self._reader.ended == self._answered:
             self._state, self._reader.keeps_body = _State.READING, True
 
-    def release(self, expected: object | None, passed: PassedRequest | None) -> None:
+    def release(self, expected: object | None) -> None:
         """Note that a request was handled, or never will be; see `ReportedConnection`."""
         if expected is not None:
             self.data_plane.handled(expected)
-        if passed is not None:
-            passed.release()
 
     @property
     def is_idle(self) -> bool:
         """Whether uvicorn has nothing to do on this connection, so that a `close` of its comes from a timer."""
-        return self._state in {_State.READING, _State.AWAITED}
+        return self._state is _State.READING
 
     def hand_over(self) -> None:
         """Leave the connection to the WebSocket protocol that takes this one's position."""
@@ -279,7 +262,10 @@ class HitFirst(asyncio.Protocol):
                 self.expected = None if scope is None else self.data_plane.expect(scope)
                 # The tree does not know the call, or the client needs more than one write. uvicorn gets the very
                 # bytes that arrived.
-                self._serve_noted()
+                if not self._serve(_State.SERVED):
+                    # It refuses the request by itself, so no task reports that it was handled.
+                    self.release(self.expected)
+                    self.expected = None
         elif unanswered > 1 or len(self._held) > MAX_HELD_BYTES or (reader.has_head and not self._body_follows):
             # Several requests at once (pipelining) need answers in their order, which uvicorn keeps; a large body may
             # come too slowly to hold. Many clients send a small one in a packet of its own, right behind the head.
@@ -289,12 +275,6 @@ class HitFirst(asyncio.Protocol):
     def _body_follows(self) -> bool:
         """Whether the client sends a small body, without waiting for a `100 Continue`."""
         return not self._reader.expects_continue and 0 < self._reader.content_length <= MAX_HELD_BYTES
-
-    def _serve_noted(self) -> None:
-        """Give uvicorn a whole request. If it refuses the request by itself, no task reports that it was handled."""
-        if not self._serve(_State.SERVED):
-            self.release(self.expected, self.passed)
-            self.expected = self.passed = None
 
     def _serve_upgrade(self) -> None:
         """Give uvicorn a request that asks for another protocol than Docker's streams."""
@@ -335,7 +315,7 @@ class HitFirst(asyncio.Protocol):
         self._began = perf_counter()
         response = self.data_plane.known(scope, reader.body)
         if response is None:
-            return self.passing is not None and self._pass_on(self.passing, scope)
+            return False
         self._write(response)
         return True
 
@@ -388,40 +368,6 @@ class HitFirst(asyncio.Protocol):
         first = scope if unanswered == 1 else first_scope(self._held, self._scheme)
         return None if first is None or self._transport.is_closing() else handover.elsewhere(first)
 
-    # -- requests that another process has: called by it as `WaitingConnection` ---------------------------------------
-
-    def _pass_on(self, passing: Passing, scope: Scope) -> bool:
-        """Pass a whole request on; return whether another process has it."""
-        self.passed = passing.begin(scope, self._held, self._reader.body, self)
-        if self.passed is None:
-            return False
-        self._state, self._behind = _State.AWAITED, HeldBehind(self._transport, MAX_HELD_BYTES)
-        return True
-
-    def answered(self, response: bytes) -> None:
-        """Write the whole response; see `WaitingConnection`."""
-        self.passed, self._state = None, _State.READING
-        if self._transport.is_closing():
-            return
-        self._write(response)
-        if self._is_ending:
-            self._transport.close()
-        else:
-            self._read_behind()
-
-    def declined(self) -> None:
-        """Let uvicorn have the request; see `WaitingConnection`."""
-        self._serve_noted()
-        if self._is_ending:
-            self._uvicorn.shutdown()
-        self._read_behind()
-
-    def _read_behind(self) -> None:
-        """Go on with what the client has sent meanwhile."""
-        assert self._behind is not None
-        if behind := self._behind.take():
-            self.data_received(behind)
-
     # -- the end of a connection -------------------------------------------------------------------------------------
 
     def expire(self) -> bool:
@@ -430,7 +376,7 @@ class HitFirst(asyncio.Protocol):
         if self.is_idle and not self._held:
             self._transport.close()
             return False
-        return self._state in {_State.READING, _State.SERVED, _State.AWAITED}
+        return self._state in {_State.READING, _State.SERVED}
 
     def _leave(self) -> None:
         # Without this, a shutdown would wait for a connection that no longer exists.

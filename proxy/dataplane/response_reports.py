@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-from proxy.dataplane.passing import PASSED, PassedRequest
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.exchange import EXPECTED
 
@@ -14,14 +13,13 @@ class ReportedConnection(Protocol):
     """A connection that has to know where the responses to its requests end."""
 
     expected: object | None  # What was noted of the request that uvicorn has got; None if nothing was.
-    passed: PassedRequest | None  # The request at another process that it continues; None for most.
 
     def response_ended(self) -> None:
         """Note that the end of a response was written."""
         ...
 
-    def release(self, expected: object | None, passed: PassedRequest | None) -> None:
-        """Note that the application has returned, given what belonged to its request."""
+    def release(self, expected: object | None) -> None:
+        """Note that the application has returned, given what was noted of its request."""
         ...
 
 
@@ -36,8 +34,7 @@ def report_responses(application: AsgiApp) -> AsgiApp:
         connection: ReportedConnection = scope["state"][CONNECTION]
         # Taken at once: the next request on the connection sets them again.
         expected, connection.expected = connection.expected, None
-        passed, connection.passed = connection.passed, None
-        scope[EXPECTED], scope[PASSED] = expected, passed
+        scope[EXPECTED] = expected
 
         async def sending(message: AsgiMessage) -> None:
             # Reported after the write, because a connection that has its requests back may write the next hit at once.
@@ -49,6 +46,6 @@ def report_responses(application: AsgiApp) -> AsgiApp:
             await application(scope, receive, sending)
         # Also after an error or a cancellation, or later requests of the rollout would wait for this one.
         finally:
-            connection.release(expected, passed)
+            connection.release(expected)
 
     return reporting

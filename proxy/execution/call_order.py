@@ -9,7 +9,7 @@ waits until no commuting call is left, then takes its turn in the order of arriv
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -38,8 +38,6 @@ class CallOrder:
 
     def __init__(self) -> None:
         self._queues: dict[int, _Queue] = {}
-        # Awaited at the beginning of each turn, in a cluster: the rollout's position is sure afterwards.
-        self.admit: Callable[[Rollout], Awaitable[None]] | None = None
 
     def busy(self, rollout: Rollout, *, but_for: int = 0) -> bool:
         """Return whether a call of the rollout waits or runs, apart from `but_for` of them."""
@@ -83,8 +81,6 @@ class CallOrder:
                     # them.
                     await queue.changed.wait()
             async with queue.lock:
-                if self.admit is not None:
-                    await self.admit(rollout)
                 yield
         finally:
             # In `finally`: a call that is cancelled while it waits must not block the calls behind it.

@@ -27,7 +27,6 @@ from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record, Tree, doubtful
 from sandboxes.calls import Execution, ToolCall, ToolResult, names_any
 from sandboxes.driver import execute
-from sandboxes.errors import LeftRunningError
 from sandboxes.listener import Listener
 
 if TYPE_CHECKING:
@@ -86,8 +85,6 @@ class Executor:
         if record is None and rollout.cached:
             # A record for this rollout and this call alone: an attempt that ended before its step was taken.
             record, outcome = rollout.node.records.get(private_key(key, rollout.id, rollout.calls)), Outcome.BYPASS
-        if self._gate is not None and record is not None:
-            await self._gate.logged(rollout, record)
         return record, outcome
 
     async def _safe_record(self, tree: Tree, node: Node, key: CallKey) -> Record | None:
@@ -127,8 +124,6 @@ class Executor:
             if self.renew is None or not await self.renew(rollout):
                 raise
             record, outcome = await self._execute_once(rollout, rollout.node, call, key, timing, listener)
-        if self._gate is not None and record is not None:
-            await self._gate.logged(rollout, record)
         return record, outcome
 
     async def _execute_once(
@@ -154,7 +149,7 @@ class Executor:
                     # A call that waited for another one of its kind in vain has no new patience, or equal calls would
                     # be refused one after the other.
                     async with self._within_quota(rollout.task, 0.0 if flight.apart else waited_s):
-                        record = await self._execute_here_if_live(rollout, node, built, key, timing, listener)
+                        record = await self._execute(rollout, node, built, key, timing, listener)
                     outcome = Outcome.BYPASS if record is not None and record.private else Outcome.MISS
                     flight.apart |= outcome is Outcome.BYPASS
         if record is not None:
@@ -163,16 +158,6 @@ class Executor:
 
     def _within_quota(self, task: str, waited_s: float) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self.quotas is None else self.quotas.running(task, waited_s)
-
-    async def _execute_here_if_live(
-        self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, timing: Timing, listener: Listener | None
-    ) -> Record | None:
-        try:
-            return await self._execute(rollout, node, call, key, timing, listener)
-        except LeftRunningError:
-            # From now on, this tree's sandboxes start on this machine, which can save their processes.
-            rollout.tree.has_live_states = True
-            return await self._execute(rollout, node, call, key, timing, listener)
 
     async def _execute(
         self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, timing: Timing, listener: Listener | None

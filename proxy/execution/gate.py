@@ -17,30 +17,22 @@ class Gate(Protocol):
         """Raise RefusalError (503) unless this member owns a task."""
         ...
 
-    def may_hit(self, rollout: Rollout, record: Record) -> bool:
-        """Return whether a record may be answered to a rollout now, without an await."""
-        ...
-
-    async def admit(self, rollout: Rollout) -> None:
-        """Wait until a rollout's position is sure and the log names the ingress of this call.
+    async def admit(self, rollout: Rollout) -> Record | None:
+        """Wait until a call that has its turn may be answered; return the record that has answered it already, if any.
 
         Raises RefusalError if the call cannot be answered here and now.
         """
         ...
 
     async def logged(self, rollout: Rollout, record: Record) -> None:
-        """Wait until a record is in the log.
+        """Write a step to the log, with its record. The rollout takes the step without another await.
 
         Raises RefusalError (503) if this member does not own the task any more.
         """
         ...
 
-    def step(self, rollout: Rollout, record: Record) -> None:
-        """Note the step that a rollout is about to take, for the ingress of the call."""
-        ...
-
     async def repeat(self, rollout: Rollout, record: Record) -> bool:
-        """Return whether the answer of an earlier call may be given once more, and note where the rollout is.
+        """Return whether the answer of an earlier call may be given once more.
 
         The rollout's turn must be held. Another member may have owned the task since, so that the step does not count.
         Raises RefusalError if the call cannot be answered here and now.

@@ -38,7 +38,7 @@ from proxy.tree.restore_plan import RestorePlan, Way, arrival_age_s, plan_restor
 from proxy.tree.rollout import Rollout, is_moving
 from proxy.tree.tree import Node, Record, Tree, path
 from sandboxes.driver import Driver, Sandbox, rest
-from sandboxes.errors import LeftRunningError, NotFreezableError, SandboxError, SpecError
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
 from sandboxes.task_owner import TaskOwner
@@ -276,13 +276,8 @@ class Restorer:
                 # The plan no longer holds; `failed` keeps the next one from the same snapshot.
                 continue
             # 3. Replay the calls in between and check them. The sandbox is closed unless it reached the node.
-            try:
-                with timing.measure("replay_s"):
-                    result = await self._replayer.replay(slot, plan, tree, timing, missed, patient=patient)
-            except LeftRunningError:
-                # The sandbox was on another machine, and is closed: there is one less for the next plan.
-                tree.has_live_states = True
-                continue
+            with timing.measure("replay_s"):
+                result = await self._replayer.replay(slot, plan, tree, timing, missed, patient=patient)
             if result is ReplayResult.REACHED:
                 await self._renew(slot, tree, node, failed)
                 return slot

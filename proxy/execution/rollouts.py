@@ -71,20 +71,6 @@ class Rollouts:
             self._gate.began(rollout)
         return rollout
 
-    def place(self, rollout: Rollout, turn: int, node: int) -> None:
-        """Put a rollout where it is known to be, after another proxy has answered `turn` of its calls.
-
-        No call of it may run. Raises DamagedError if its tree has no such node.
-        """
-        place = rollout.tree.nodes.get(node)
-        if place is None:
-            raise DamagedError(f"tree {rollout.tree.id} has no node n{node}, at which a rollout is.")
-        self._store.rollouts.place(rollout.id, turn, node)
-        rollout.node, rollout.calls, rollout.arrived_at = place, turn, time.monotonic()
-        rollout.polled_keys.clear()
-        rollout.note_all_polled()
-        rollout.begin(rollout.arrived_at)
-
     def note(self, rollout: Rollout, protocol: str, value: str) -> None:
         """Store what a protocol remembers of a running rollout, as JSON; see `NoteStore.put`."""
         self._store.notes.put(rollout.id, protocol, value)

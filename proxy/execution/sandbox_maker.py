@@ -12,11 +12,10 @@ import structlog
 from proxy.execution.root_state import RootChangedError, RootChanges
 from proxy.telemetry.counters import Counters
 from proxy.tree.tree import Node, Tree
-from sandboxes.driver import Driver, FrozenState, Sandbox
-from sandboxes.errors import NotFreezableError, RootLostError, SandboxError
-from sandboxes.pool.pool import NoRoomElsewhereError, Pool
+from sandboxes.driver import Driver, Sandbox
+from sandboxes.errors import NotFreezableError, RootLostError
+from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
-from sandboxes.spec import SQL_DRIVERS, EnvironmentSpec
 from snapshots.cache import SnapshotCache
 from snapshots.capture import Capture
 
@@ -51,9 +50,6 @@ class SandboxMaker:
     ) -> None:
         self._drivers, self._pool, self._cache, self._capture = drivers, pool, cache, capture
         self._counts, self._roots = counts, roots
-        # Restores a sandbox on another machine, or raises NoRoomElsewhereError. None if no other machine runs
-        # sandboxes for this proxy.
-        self.elsewhere: Callable[[EnvironmentSpec, FrozenState], Awaitable[Sandbox]] | None = None
 
     async def restore(self, node: Node, tree: Tree, owner: int | None) -> Slot:
         """Lease a sandbox that is restored from a node's snapshot, and note how long it took.
@@ -64,7 +60,7 @@ class SandboxMaker:
         began = time.perf_counter()
         # The lease keeps the snapshot from being evicted while the pool waits for room.
         with self._cache.leased(node) as frozen:
-            slot = await self._launch(lambda: driver.restore(tree.spec, frozen), node, tree, owner)
+            slot = await self._launch(lambda: driver.restore(tree.spec, frozen), node, owner)
         slot.live_from = time.monotonic() - node.kept_age_s
         # Includes the wait for room: that is what a restore costs a call on this machine now.
         seconds = time.perf_counter() - began
@@ -83,7 +79,7 @@ class SandboxMaker:
         # The content that the spec refers to may have changed on disk; its records would then be of another root state.
         await self._require_current(tree)
         began = time.perf_counter()
-        slot = await self._launch(lambda: driver.start(tree.spec), tree.root, tree, owner)
+        slot = await self._launch(lambda: driver.start(tree.spec), tree.root, owner)
         try:
             # A change between that look and the mount is noticed here, before anything is recorded in this sandbox.
             await self._require_current(tree)
@@ -119,23 +115,8 @@ class SandboxMaker:
         if not await self._roots.is_current(tree):
             raise RootChangedError
 
-    async def _launch(self, make: Callable[[], Awaitable[Sandbox]], node: Node, tree: Tree, owner: int | None) -> Slot:
+    async def _launch(self, make: Callable[[], Awaitable[Sandbox]], node: Node, owner: int | None) -> Slot:
         # Warm forks must not make room by closing sandboxes, so they have a door of their own.
         if owner is None:
             return await self._pool.start_warm(make, node)
-        # Other leases stay here: people look into some of them, and others prove that this machine works.
-        may_go = self.elsewhere is not None and node.snapshot is not None and is_rollout(owner)
-        # Processes that are left running can be saved on this machine only.
-        may_go = may_go and (tree.spec.driver in SQL_DRIVERS or not tree.has_live_states)
-        away = (lambda: self._make_elsewhere(node, tree)) if may_go else None
-        return await self._pool.start(make, node, owner, away)
-
-    async def _make_elsewhere(self, node: Node, tree: Tree) -> Sandbox:
-        if self.elsewhere is None or node.snapshot is None:
-            raise NoRoomElsewhereError
-        try:
-            with self._cache.leased(node) as frozen:
-                return await self.elsewhere(tree.spec, frozen)
-        except SandboxError as error:
-            # Whether the snapshot or the other machine is at fault shows when it is restored here.
-            raise NoRoomElsewhereError from error
+        return await self._pool.start(make, node, owner)

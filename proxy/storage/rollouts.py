@@ -60,11 +60,6 @@ class RolloutStore:
         with self._database.transaction() as execute:
             execute("UPDATE rollouts SET tree = ?, start = ?, node = ? WHERE id = ?", (tree, node, node, rollout))
 
-    def place(self, rollout: int, calls: int, node: int) -> None:
-        """Write how many calls of a rollout were answered, and where it is, after another proxy has answered them."""
-        with self._database.transaction() as execute:
-            execute("UPDATE rollouts SET calls = ?, node = ? WHERE id = ?", (calls, node, rollout))
-
     def put_labels(self, rollout: int, labels: Mapping[str, str]) -> None:
         """Write a rollout's labels in place of those that it had."""
         with self._database.transaction() as execute:

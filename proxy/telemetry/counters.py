@@ -29,25 +29,6 @@ class StateCounters:
 
 
 @dataclass(slots=True)
-class HostingCounters:
-    """Sandboxes of a member of a cluster on other members, and theirs on this one.
-
-    Attributes:
-        placed: Sandboxes that were started on other members.
-        unplaced: Sandboxes that no other member had room for.
-        hosted: Sandboxes of other members that were started here.
-        bytes_sent: Bytes of states that were sent to other members for them.
-        bytes_received: Bytes of states that other members sent for them.
-    """
-
-    placed: int = 0
-    unplaced: int = 0
-    hosted: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-
-
-@dataclass(slots=True)
 class Counters(CallTotals):
     """Totals since this process started. `GET /api/v1/stats` shows the numbers; `StatsView` says what each counts.
 
@@ -61,7 +42,6 @@ class Counters(CallTotals):
         replay_s: Seconds that replays of whole suffixes took.
         freeze_s: Seconds that captures took.
         states: Kept states that were sent to the store of a cluster, and fetched from there.
-        hosting: Sandboxes on other members of a cluster, and theirs here.
         hits_refused: Known calls that were executed all the same, by reason: their states had no way back.
         failures: Failures of the infrastructure by kind. Such a call is not recorded.
         refusals: Requests that could not be served, by problem type.
@@ -89,7 +69,6 @@ class Counters(CallTotals):
     replay_s: Histogram = field(default_factory=Histogram)
     freeze_s: Histogram = field(default_factory=Histogram)
     states: StateCounters = field(default_factory=StateCounters)
-    hosting: HostingCounters = field(default_factory=HostingCounters)
     hits_refused: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)

@@ -133,7 +133,6 @@ class Tree:
         self.aside: list[Record] = []  # Records that are set aside.
         self.size = 1  # Number of nodes and records ever added.
         self.forgotten = 0  # Number of those that were forgotten since.
-        self.has_live_states = False  # Whether a call has ever left processes running, so that its state has no digest.
         self._by_state: dict[bytes, Node] = {}
         self._index(root)
 
@@ -151,7 +150,6 @@ class Tree:
         """Add a node. The record that leads to it must follow before the next `await`. A private node never merges."""
         self.nodes[node.id] = node
         self.size += 1
-        self.has_live_states |= node.state is None
         if not private and not node.diverged:
             self._index(node)
 

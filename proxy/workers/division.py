@@ -9,7 +9,7 @@ from proxy.storage.errors import StoreError
 
 _DIVIDED = (
     "max_sandboxes", "snapshot_bytes", "checkpoint_bytes", "warm_sandboxes", "answer_memory_bytes",
-    "tree_memory_records", "max_requests", "max_connections", "store_bytes_per_s", "hosting_bytes",
+    "tree_memory_records", "max_requests", "max_connections", "store_bytes_per_s",
     "postgres_spares",
 )  # fmt: skip
 """The settings that limit something of the whole machine."""

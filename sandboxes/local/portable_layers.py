@@ -65,10 +65,6 @@ class LayerUnpacking:
         self._counted: set[str] = set()
 
     def part(self, name: str, data: BinaryIO, sha256: str) -> None:
-        """Write one layer; see `arriving`."""
-        self.arriving(name, data, lambda: sha256)
-
-    def arriving(self, name: str, data: BinaryIO, sha256: Callable[[], str]) -> None:
         """Write one layer. If the process is killed meanwhile, the next start removes it like any other upper."""
         # An upper, not a layer: until `freeze` renames it, a killed process leaves what `Layers.open` removes.
         upper = self._layers.allocate()
@@ -81,21 +77,7 @@ class LayerUnpacking:
         self._hold(upper.id)
         self._names[name] = self._layers.freeze(upper, meta, table)
 
-    def use(self, name: str, part: str) -> None:
-        """Use a layer that is here already; see `SharingUnpacking.use`."""
-        # Held before the look: a collection in between would delete it.
-        self._hold(part)
-        if self._layers.missing([part]):
-            raise NotPortableError(f"the layer {part} is not here any more")
-        self._names[name] = part
-        # A state that was here before has counted its bytes.
-        self._counted.add(part)
-
-    def name_here(self, name: str) -> str:
-        """Return what a layer is called here."""
-        return self._names[name]
-
-    def _unpacked(self, upper: Upper, data: BinaryIO, sha256: Callable[[], str]) -> tuple[LayerMeta, bytes]:
+    def _unpacked(self, upper: Upper, data: BinaryIO, sha256: str) -> tuple[LayerMeta, bytes]:
         unpacked = layer_tar.unpack(data, upper.path, FORM)
         table = unpacked.head
         try:
@@ -103,7 +85,7 @@ class LayerUnpacking:
         except row_table.MalformedTableError as error:
             raise NotPortableError(f"its table of rows cannot be read: {error}") from error
         # Packed again it must give the same bytes; see the docstring of the module.
-        if unpacked.sha256 != sha256() or unpacked.outline != layer_tar.outline(upper.path, table, FORM):
+        if unpacked.sha256 != sha256 or unpacked.outline != layer_tar.outline(upper.path, table, FORM):
             raise NotPortableError(
                 "written here, its digest is another: the tar is not canonical, or this file system lost attributes"
             )

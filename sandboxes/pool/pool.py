@@ -11,13 +11,10 @@ Theory of operation:
    lease it in between, and `freezing` may then wait for more calls of its rollout. A caller that waits, for this
    sandbox or for room, sets `freeze_now` and ends that wait.
 4. Before an idle sandbox is closed for room, `keep` may freeze it, if it is the last way to its state.
-5. If the budget has no room, a sandbox may be started on another machine. It has a slot here, which takes no room. A
-   machine that runs sandboxes for others reserves slots for them, while it has more room than its next caller needs.
-6. A caller that is cancelled never leaves a sandbox half closed: `close` runs to its end in a task of its own.
+5. A caller that is cancelled never leaves a sandbox half closed: `close` runs to its end in a task of its own.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
@@ -36,10 +33,6 @@ class OverloadedError(RuntimeError):
     """Every sandbox of the budget was busy for too long. A later attempt may succeed."""
 
 
-class NoRoomElsewhereError(RuntimeError):
-    """No other machine takes a sandbox."""
-
-
 class Pool:
     """Owns every live sandbox from its start to its close.
 
@@ -47,7 +40,7 @@ class Pool:
         roster: Who is where; read by the proxy to plan and to show.
         waiting: How many callers wait for room.
         evicted: How many sandboxes were closed for room before their rollouts had ended.
-        keep: Awaited before an idle sandbox is closed for room. It keeps the sandbox's state elsewhere if need be, and
+        keep: Awaited before an idle sandbox is closed for room. It keeps the sandbox's state if need be, and
             returns False if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
     """
 
@@ -66,47 +59,18 @@ class Pool:
         self._starts = asyncio.Semaphore(_STARTS)
         self._closing = 0
 
-    async def start(
-        self,
-        make: Callable[[], Awaitable[Sandbox]],
-        position: Hashable,
-        owner: int | None,
-        elsewhere: Callable[[], Awaitable[Sandbox]] | None = None,
-    ) -> Slot:
+    async def start(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable, owner: int | None) -> Slot:
         """Make a sandbox and lease it; idle sandboxes are closed if the budget has no room.
 
         Args:
             make: Starts or restores the sandbox.
             position: Where the sandbox is then.
             owner: The rollout that needs it; None for the control plane.
-            elsewhere: Makes the sandbox on another machine, or raises NoRoomElsewhereError. It is tried first if the
-                budget has no room. None if the sandbox cannot be made elsewhere.
 
         Raises:
             OverloadedError: There was no room within the patience.
         """
-        while elsewhere is not None and self._full:
-            away = Slot(owner, elsewhere=True)
-            self.roster.add(away)
-            with contextlib.suppress(NoRoomElsewhereError):
-                return await self.fill(away, elsewhere, position)
-            # There is no room anywhere: the sandbox that is missed least goes, wherever it is.
-            victim = self.roster.victim(time.monotonic(), anywhere=True)
-            if victim is None or not victim.elsewhere or victim.irreplaceable:
-                break
-            await self._close_kept(victim)
         return await self.fill(await self._make_room(owner), make, position)
-
-    def reserve(self, position: Hashable) -> Slot:
-        """Take room for a sandbox of another machine, if no own caller needs it. `fill` or `close` must follow.
-
-        Without such room, raise `OverloadedError`.
-        """
-        if not self.spare:
-            raise OverloadedError("there is no room for a sandbox of another machine.")
-        slot = Slot(None, position=position)
-        self.roster.add(slot)
-        return slot
 
     def newly_evicted(self) -> int:
         """Return how many were `evicted` since this was last called."""
@@ -130,7 +94,7 @@ class Pool:
     @property
     def _taken(self) -> int:
         """How much of the budget is taken."""
-        return len(self.roster) - self.roster.elsewhere + self._closing
+        return len(self.roster) + self._closing
 
     async def start_warm(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
         """Make a sandbox ahead of its use and lease it. Nothing is closed or delayed for it; see `has_spare_room`."""
@@ -148,7 +112,7 @@ class Pool:
     async def fill(self, slot: Slot, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
         """Make the sandbox of a new slot in the roster and lease it. If that fails, the slot is closed."""
         try:
-            async with contextlib.nullcontext() if slot.elsewhere else self._starts:
+            async with self._starts:
                 slot.sandbox = await make()
         except BaseException:
             await self.close(slot)
@@ -232,7 +196,7 @@ class Pool:
         self.roster.apply(slot, LifecycleEvent.CLOSE)
         slot.freeze_over.set()
         # The budget is about the machine: until its processes have ended, the sandbox takes room.
-        self._closing += not slot.elsewhere
+        self._closing += 1
         closing = start_task(self._close(slot))
         try:
             await asyncio.shield(closing)
@@ -262,7 +226,7 @@ class Pool:
         return len(idle)
 
     async def close_victim(self) -> bool:
-        """Close the idle sandbox of this machine that is missed least, after `keep`. Return False if none is idle."""
+        """Close the idle sandbox that is missed least, after `keep`. Return False if none is idle."""
         while (victim := self.roster.victim(time.monotonic())) is not None:
             if await self._close_kept(victim):
                 return True
@@ -288,7 +252,7 @@ class Pool:
             if slot.sandbox is not None:
                 await slot.sandbox.close()
         finally:
-            self._closing -= not slot.elsewhere
+            self._closing -= 1
             await self._notify()
 
     async def _make_room(self, owner: int | None) -> Slot:

@@ -17,9 +17,6 @@ from sandboxes.pool.habits import Habits
 from sandboxes.pool.lifecycle import NEXT, LifecycleEvent, SandboxState
 from sandboxes.state_table import next_state
 
-FOR_OTHERS: Hashable = "for another machine"
-"""The position of every sandbox that another machine has started here. It has no state that anyone here knows of."""
-
 
 @dataclass(slots=True, eq=False)
 class Slot:
@@ -33,7 +30,6 @@ class Slot:
         live_from: Since when its live processes run, on the same clock; of no meaning without any.
         warm: The sandbox was made ahead of its use and was not used yet.
         irreplaceable: The sandbox may be the last way to its state, and the state could not be kept; see `Pool.keep`.
-        elsewhere: The sandbox runs on another machine, so it takes no room in the budget of this one.
         number: Number of the slot in the order of creation, unique in this process.
         freeze_now: Set when a caller waits for the end of the sandbox's freeze, which may have been delayed.
         freeze_over: Set when the sandbox's last freeze has ended, or the sandbox is closed.
@@ -49,7 +45,6 @@ class Slot:
     calls: int = 0
     warm: bool = False
     irreplaceable: bool = False
-    elsewhere: bool = False
     number: int = field(default_factory=itertools.count(1).__next__)
     freeze_now: asyncio.Event = field(default_factory=asyncio.Event)
     freeze_over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,10 +52,9 @@ class Slot:
 
 @dataclass(slots=True)
 class Roster:
-    """All slots that are not closed, in the order of their start; `elsewhere` counts those on another machine."""
+    """All slots that are not closed, in the order of their start."""
 
     slots: list[Slot] = field(default_factory=list)
-    elsewhere: int = 0
     habits: Habits = field(default_factory=Habits)
     _by_position: dict[Hashable, list[Slot]] = field(default_factory=dict)
 
@@ -70,7 +64,6 @@ class Roster:
     def add(self, slot: Slot) -> None:
         """Add a slot, which counts towards the budget from now on."""
         self.slots.append(slot)
-        self.elsewhere += slot.elsewhere
 
     def apply(self, slot: Slot, event: LifecycleEvent) -> None:
         """Change the state of a slot. A closed slot leaves the roster."""
@@ -78,7 +71,6 @@ class Roster:
         if slot.state is SandboxState.CLOSED:
             self._leave_position(slot)
             self.slots.remove(slot)
-            self.elsewhere -= slot.elsewhere
 
     def move(self, slot: Slot, position: Hashable) -> None:
         """Record that the sandbox of a slot is at a position now."""
@@ -102,8 +94,8 @@ class Roster:
         usable = idle or [s for s in alive if s.state is SandboxState.FREEZING]
         return max(usable, key=lambda s: s.owner == owner, default=None)
 
-    def victim(self, now: float, *, anywhere: bool = False) -> Slot | None:
-        """Return the idle sandbox to close first, of this machine or anywhere.
+    def victim(self, now: float) -> Slot | None:
+        """Return the idle sandbox to close first.
 
         Irreplaceable ones come last. First come those without an owner, or with one that has moved on to another, the
         one idle longest before others. Then comes the one that its rollout will need last, as far as `habits` tell: of
@@ -115,7 +107,7 @@ class Roster:
                 return slot.irreplaceable, False, slot.used_at
             return slot.irreplaceable, True, -self.habits.wait_s(slot.owner, now - slot.used_at)
 
-        idle = (s for s in self.slots if s.state is SandboxState.IDLE and (anywhere or not s.elsewhere))
+        idle = (s for s in self.slots if s.state is SandboxState.IDLE)
         return min(idle, key=order, default=None)
 
     def unused_since(self, moment: float) -> list[Slot]:

@@ -108,13 +108,9 @@ def render_members(view: Json) -> RenderableType:
     """Render the members of a cluster."""
     cells = []
     for row in view["members"]:
-        state, sandboxes = "alive" if row["alive"] else "gone", row["sandboxes"]
-        # A member that does not answer says nothing of its sandboxes.
-        counts = (
-            ("",) * 3 if sandboxes is None else [f"{sandboxes[key]:,}" for key in ("elsewhere", "for_others", "room")]
-        )
-        cells.append((printable(row["name"]), state, f"{row['tasks']:,}", *counts, printable(row["link"])))
-    heads = ("member", "state", "tasks", "elsewhere", "for others", "room", "link")
+        state = "alive" if row["alive"] else "gone"
+        cells.append((printable(row["name"]), state, f"{row['tasks']:,}", printable(row["link"])))
+    heads = ("member", "state", "tasks", "link")
     quotas = [
         (printable(row["tasks"]), f"{row['calls']:,}", f"{row['running']:,}", f"{row['waiting']:,}")
         for row in view.get("quotas", ())

@@ -54,12 +54,6 @@ class FrameKind(IntEnum):
     """How many more bytes of a channel the peer may send."""
     CLOSE = 9
     """A channel ends."""
-    CALL = 10
-    """A call that the peer may know the answer to (`proxy.cluster.hits`)."""
-    KNOWN = 11
-    """That answer."""
-    LATER = 12
-    """The peer does not know it: an answer, a failure or a channel follows."""
 
 
 class Frame(NamedTuple):

@@ -50,11 +50,6 @@ class Links:
         """
         return await (await self._to(peer)).ask(question)
 
-    def ready(self, peer: Peer) -> Link | None:
-        """Return the link to a peer if a frame can be sent on it now."""
-        link = self._links.get(peer.number)
-        return link if link is not None and link.takes_more else None
-
     async def _to(self, peer: Peer) -> Link:
         link = self._links.get(peer.number)
         if link is not None and link.is_open:

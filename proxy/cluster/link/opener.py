@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-from typing import Protocol
 
 from typing_extensions import override
 
@@ -10,22 +9,6 @@ from proxy.cluster.link.channels import ChannelEndedError, LinkChannel
 from proxy.cluster.link.connection import LinkConnection
 from proxy.cluster.link.frames import HELLO_BYTES, PROOF_BYTES, Frame, FrameKind, Hello, LinkError, LinkKeys
 from proxy.cluster.postgres.database import Peer
-
-
-class PendingCall(Protocol):
-    """A call that the peer may know the answer to. It gets one of these calls."""
-
-    def known(self, content: bytes) -> None:
-        """Take the answer that the peer knew."""
-        ...
-
-    def later(self, answer: asyncio.Future[bytes | LinkChannel]) -> None:
-        """Wait for the answer, as for one of `Link.ask`."""
-        ...
-
-    def lost(self) -> None:
-        """Note that the link broke. Whether the peer has taken the call is not known."""
-        ...
 
 
 class LinkLostError(RuntimeError):
@@ -43,7 +26,6 @@ class Link(LinkConnection):
         super().__init__()
         self._secret, self._cluster, self._hello, self._peer = secret, cluster, hello, peer
         self._answers: dict[int, asyncio.Future[bytes | LinkChannel]] = {}
-        self._calls: dict[int, PendingCall] = {}
         self._last = 0
         self.opened: asyncio.Future[None] = self._loop.create_future()
 
@@ -63,20 +45,6 @@ class Link(LinkConnection):
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(lost)
-        calls, self._calls = tuple(self._calls.values()), {}
-        for call in calls:
-            call.lost()
-
-    @property
-    def takes_more(self) -> bool:
-        """Whether the link is open, and its peer reads what is sent."""
-        return self._reader is not None and self._writable.is_set() and not self._transport.is_closing()
-
-    def ask_at_once(self, content: bytes, call: PendingCall) -> None:
-        """Send a call that the peer may know the answer to. The link must be open."""
-        stream = self._next()
-        self._calls[stream] = call
-        self.send(FrameKind.CALL, stream, content)
 
     def _next(self) -> int:
         # Four bytes; a link that lives for four billion questions begins again.
@@ -128,12 +96,6 @@ class Link(LinkConnection):
 
     @override
     def _got(self, frame: Frame) -> None:
-        call = self._calls.pop(frame.stream, None)
-        if call is not None:
-            if frame.kind is FrameKind.KNOWN:
-                call.known(frame.content)
-                return
-            call.later(self._expect(frame.stream))
         answer = self._answers.get(frame.stream)
         # No task waits for the answer to a question that was cancelled.
         if answer is None or answer.done():

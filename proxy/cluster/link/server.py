@@ -3,16 +3,15 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import structlog
 from typing_extensions import override
 
 from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.connection import LinkConnection
-from proxy.cluster.link.data import MAGIC, TOKEN_BYTES, ExpectedData, detached
 from proxy.cluster.link.frames import (
     HELLO_BYTES,
     NONCE_BYTES,
@@ -38,20 +37,13 @@ Handler = Callable[[Hello, bytes, Callable[[], LinkChannel]], Awaitable[bytes]]
 The third argument begins a channel, whose first message is the answer then; what the handler returns is not read.
 """
 
-Taker = Callable[[Hello, bytes, Callable[[], LinkChannel]], bytes | Coroutine[Any, Any, bytes]]
-"""Takes a call that this member may know the answer to. It returns that answer, or answers later as a handler does."""
-
 
 class LinkServer:
-    """Accepts the links of peers and answers their questions.
+    """Accepts the links of peers and answers their questions."""
 
-    Attributes:
-        data: The data connections of peers that are expected.
-    """
-
-    def __init__(self, secret: bytes, membership: Membership, handler: Handler, taker: Taker) -> None:
-        self.secret, self.membership, self.handler, self.taker = secret, membership, handler, taker
-        self.tasks, self.data = TaskOwner(), ExpectedData()
+    def __init__(self, secret: bytes, membership: Membership, handler: Handler) -> None:
+        self.secret, self.membership, self.handler = secret, membership, handler
+        self.tasks = TaskOwner()
         self._server: asyncio.Server | None = None
         # In the order in which they came.
         self._connections: dict[AcceptedLink, None] = {}
@@ -132,10 +124,6 @@ class AcceptedLink(LinkConnection):
 
     @override
     def _greet(self) -> bytes:
-        if self._greeting.startswith(MAGIC):
-            if len(self._greeting) >= len(MAGIC) + TOKEN_BYTES:
-                self._server.data.take(bytes(self._greeting[len(MAGIC) :]), detached(self._transport))
-            return b""
         # 1. The opener's greeting. The answer proves the secret, so the opener sends its proof only to a member.
         if self._keys is None:
             if len(self._greeting) < HELLO_BYTES:
@@ -158,30 +146,12 @@ class AcceptedLink(LinkConnection):
 
     @override
     def _got(self, frame: Frame) -> None:
-        if frame.kind is FrameKind.CALL and not self._transport.is_closing():
-            self._take(frame)
-        elif frame.kind is FrameKind.PING:
+        if frame.kind is FrameKind.PING:
             self.send(FrameKind.PONG, 0, b"")
         elif frame.kind is FrameKind.ASK and not self._transport.is_closing():
             assert self.hello is not None
             answering = self._server.handler(self.hello, frame.content, partial(self._channels.open, frame.stream))
             self._server.tasks.spawn("cluster call", self._answer(frame.stream, answering))
-
-    def _take(self, frame: Frame) -> None:
-        """Answer a call at once, or say that its answer comes later."""
-        assert self.hello is not None
-        try:
-            taken = self._server.taker(self.hello, frame.content, partial(self._channels.open, frame.stream))
-        # See `_answer`.
-        except Exception:
-            log.exception("a call of a peer failed")
-            self.send(FrameKind.FAILED, frame.stream, b"")
-            return
-        if isinstance(taken, bytes):
-            self.send(FrameKind.KNOWN, frame.stream, taken)
-        else:
-            self.send(FrameKind.LATER, frame.stream, b"")
-            self._server.tasks.spawn("cluster call", self._answer(frame.stream, taken))
 
     async def _answer(self, stream: int, answering: Awaitable[bytes]) -> None:
         try:

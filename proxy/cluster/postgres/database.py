@@ -268,16 +268,6 @@ class ClusterDatabase:
         row = await self._reads.run(lambda connection: row_of(connection, f"{_PEERS} WHERE number = %s", (number,)))
         return None if row is None else Peer(*row)
 
-    async def alive(self) -> list[Peer]:
-        """Return the members whose leases hold.
-
-        Raises:
-            DatabaseError: The database did not answer.
-        """
-        statement = f"{_PEERS} WHERE until > clock_timestamp()"
-        rows = await self._reads.run(lambda connection: rows_of(connection, statement, ()))
-        return [Peer(*row) for row in rows]
-
     async def members(self) -> list[tuple[Peer, int]]:
         """Return all members, each with the number of tasks that it owns, by name. It reads who owns each task.
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from proxy.cluster.postgres.connection import Connection, row_of
 
 FORMAT = 5
-"""Version of the tables and of the lines. A database of a later version is refused and left unchanged."""
+"""Version of the tables and of the lines. A database of another version is refused and left unchanged."""
 LEASE_S = 3.0
 """How long a member's lease lasts, in seconds of the database's clock. Another member may take its tasks over after it.
 
@@ -101,13 +101,14 @@ async def _cluster(connection: Connection, secret: bytes) -> str:
         raise ClusterError(
             "the database has a schema named forkpoint that belongs to another program. Use another database."
         )
-    # Versions 2 and 3 have further kinds of lines. Version 4 has rollouts without an ingress, and replaces rows.
-    # Records of version 5 say what their calls used.
-    await connection.execute("UPDATE forkpoint.cluster SET format = 5 WHERE format IN (1, 2, 3, 4)")
     row = await row_of(connection, "SELECT format, id, proof FROM forkpoint.cluster", ())
     if row is None or row[0] != FORMAT:
         version = None if row is None else row[0]
-        raise ClusterError(f"the database has format {version}, and this Forkpoint reads {FORMAT}. Upgrade it.")
+        # Logs before version 5 lack the hits, which only the members had.
+        raise ClusterError(
+            f"the database has format {version}, and this Forkpoint reads {FORMAT}. Use the version that wrote it, or "
+            "another database."
+        )
     if not hmac.compare_digest(row[2], _proof(secret, row[1])):
         raise ClusterError(
             "the database belongs to a cluster with another secret. Set FORKPOINT_CLUSTER_SECRET to its secret, or "

@@ -53,7 +53,7 @@ class SharedRecordings:
             known = await self._known(states, tree, porter)
             for name in await asyncio.to_thread(porter.names):
                 if name not in known and (data := await asyncio.to_thread(_packed, porter, name)) is not None:
-                    await self._objects.put(states.path(f"{_folder(tree)}/{states.owned.rules.view}/{name}"), data)
+                    await self._objects.put(states.path(f"{_folder(tree)}/{states.owned.view}/{name}"), data)
                     self._engine.counts.states.bytes_sent += len(data)
                     known.add(name)
 

@@ -241,7 +241,7 @@ class Sender:
 
     async def _write(self, states: TaskStates, tree: Tree, node: Node, porter: Porter) -> None:
         """Write a state; see the module, step 3."""
-        snapshot, view = self._engine.cache.of(node), states.owned.rules.view
+        snapshot, view = self._engine.cache.of(node), states.owned.view
         if snapshot is None:
             return
         frozen = await asyncio.to_thread(self._engine.cache.load, snapshot)
@@ -261,7 +261,7 @@ class Sender:
         known = states.units.get(part)
         if known is not None:
             return known
-        cut, view = _Chunks(porter.pack(part)), states.owned.rules.view
+        cut, view = _Chunks(porter.pack(part)), states.owned.view
         chunks: list[ChunkRef] = []
         is_last = False
         while not is_last:

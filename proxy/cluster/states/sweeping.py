@@ -98,4 +98,4 @@ class Sweeper:
 
 def _is_older(name: str, states: TaskStates) -> bool:
     """Return whether no later owner has written an object, and whether it is one of ours at all."""
-    return is_name(name) and int(name.partition("/")[0]) <= states.owned.rules.view
+    return is_name(name) and int(name.partition("/")[0]) <= states.owned.view

@@ -9,7 +9,7 @@ from proxy.execution.sandbox_maker import Owner
 from proxy.times import UtcTime
 from proxy.tree.tree import Node
 from sandboxes.pool.lifecycle import SandboxState
-from sandboxes.pool.roster import FOR_OTHERS, Slot
+from sandboxes.pool.roster import Slot
 from snapshots.costs import Costs
 from snapshots.policy import Prospect, value, why
 from snapshots.snapshot import Snapshot, snapshot_kind
@@ -297,8 +297,6 @@ def sandbox_view(slot: Slot, tasks: Mapping[int, tuple[str, str]], now: float) -
 
 
 def _purpose(slot: Slot, rollout: str | None) -> str:
-    if slot.position is FOR_OTHERS:
-        return "run for another member of the cluster"
     if slot.owner == Owner.SCRATCH:
         return "scratch fork opened from the page or the API"
     if slot.state is SandboxState.FREEZING:

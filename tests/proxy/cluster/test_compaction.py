@@ -10,9 +10,9 @@ from proxy.cluster.compaction import LogCompactor, compact_log, read_task
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase
-from proxy.cluster.protocol import Ended, Entered, OwnedTask, Position
+from proxy.cluster.protocol import Ended, Steps
 from proxy.telemetry.counters import Counters
-from tests.proxy.cluster.test_takeover import record
+from tests.proxy.cluster.test_takeover import record, stepped
 
 SECRET = b"the members' secret"
 
@@ -32,16 +32,16 @@ def test_an_owner_compacts_its_log(dsn: str) -> None:
         try:
             assert await database.append("t", 1, None)
             failures = list[str]()
-            owned = Owned("t", OwnedTask(1), database.append, lambda _, reason: failures.append(reason))
+            owned = Owned("t", 1, Steps(), database.append, lambda _, reason: failures.append(reason))
             for turn in range(20):
-                await owned.write([Entered(7, 1, Position(turn, turn))])
+                await owned.write([stepped(7, turn, turn)])
             before = await read_task(database, "t")
             assert owned.rows == before.rows == 20
             await compact_log(database, owned)
             after = await read_task(database, "t")
-            assert (after.last, after.rows, after.entered) == (before.last, 1, before.entered)
+            assert (after.last, after.rows, list(after.rest())) == (before.last, 1, list(before.rest()))
             assert (owned.rows, owned.lines) == (1, 1)
-            await owned.write([Entered(7, 1, Position(20, 20))])
+            await owned.write([stepped(7, 20, 20)])
             assert failures == []
             await compact_log(database, owned)
             # Two rows become one, and one does not become less.
@@ -82,11 +82,9 @@ def test_compaction_that_failed_is_tried_again(
         await database.join(task, "a:1", None)
         try:
             assert await database.append(task, 1, None)
-            owned = Owned(task, OwnedTask(1), database.append, lambda _, reason: pytest.fail(reason))
+            owned = Owned(task, 1, Steps(), database.append, lambda _, reason: pytest.fail(reason))
             for turn in range(12):
-                await owned.write(
-                    [record(turn + 1, 10 + turn, b"k%d" % turn, 11 + turn), Entered(7, 1, Position(turn, turn))]
-                )
+                await owned.write([record(turn + 1, 10 + turn, b"k%d" % turn, 11 + turn), stepped(7, turn, turn)])
             await owned.write([Ended(7)])
             before = await read_task(database, task)
             database.breaks_at, database.is_done_first = step, is_done_first
@@ -99,7 +97,7 @@ def test_compaction_that_failed_is_tried_again(
             for each in (half, after):
                 assert (each.records, list(each.rest())) == (before.records, list(before.rest()))
             assert owned.rows == after.rows < before.rows / 2
-            await owned.write([Entered(8, 1, Position(0, 0))])
+            await owned.write([stepped(8, 0, 0)])
             return database.steps
         finally:
             await database.aclose()

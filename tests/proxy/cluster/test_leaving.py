@@ -7,28 +7,27 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from proxy.cluster import leaving as leaving_module
-from proxy.cluster.leaving import Leaving
+from proxy.cluster import member as member_module
+from proxy.cluster.member import Member
 from proxy.cluster.messages import DrainAnswer
 from proxy.cluster.owned import DroppedError, Owned
-from proxy.cluster.protocol import Ended, OwnedTask
+from proxy.cluster.protocol import Ended, Steps
 
 
-def leaving(hands_over: Any = None) -> Leaving:
-    """Return the leaving part of a member without calls, rollouts or a database."""
-    engine = SimpleNamespace(tasks={})
-    part = Leaving(cast("Any", SimpleNamespace(number=1)), cast("Any", None), AsyncMock(), cast("Any", engine))
-    part.hands_over = hands_over
-    return part
+def leaving(hands_over: Any = None) -> Member:
+    """Return a member without calls, rollouts or a database."""
+    member = Member.__new__(Member)
+    member._engine, member.hands_over = cast("Any", SimpleNamespace(tasks={})), hands_over
+    return member
 
 
 def owned(task: str, append: Any) -> Owned:
-    return Owned(task, OwnedTask(1), append, lambda owned, _reason: owned.drop())
+    return Owned(task, 1, Steps(), append, lambda owned, _reason: owned.drop())
 
 
 def test_a_drain_waits_for_a_slow_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tasks share the time for which states are sent, and each of them is handed over."""
-    monkeypatch.setattr(leaving_module, "SEND_S", 0.2)
+    monkeypatch.setattr(member_module, "SEND_S", 0.2)
     waited: list[float] = []
 
     async def send(_: object, within_s: float) -> None:

@@ -11,19 +11,15 @@ from proxy.cluster.messages import (
     DrainQuestion,
     ElsewhereAnswer,
     HandQuestion,
-    HostQuestion,
     Kind,
     LoadAnswer,
     LoadQuestion,
     Message,
-    ReportAnswer,
-    ReportQuestion,
     TakeQuestion,
     pack_event,
     unpack,
     unpack_event,
 )
-from proxy.cluster.protocol import Position
 from proxy.http.asgi import AsgiMessage
 from sandboxes.ipc.codec import encode
 from sandboxes.ipc.frames import MalformedFrameError
@@ -33,12 +29,10 @@ from sandboxes.ipc.messages import Done
 @pytest.mark.parametrize(
     "message",
     [
-        CallQuestion("t", 3, 9, 7, "POST", "/t/t/r/1/x", "a=%20", [], "http", Kind.CALL, b"\0body"),
-        ReportQuestion("t", 3, [1, 2]),
+        CallQuestion("t", 3, 9, 7, True, "POST", "/t/t/r/1/x", "a=%20", [], "http", Kind.CALL, b"\0body"),
         ConfirmQuestion(4),
-        CallAnswer(3, {7: Position(2, 1 << 40), 8: None}, b"HTTP/1.1 200 \r\n\r\n"),
+        CallAnswer(b"HTTP/1.1 200 \r\n\r\n"),
         ElsewhereAnswer(0),
-        ReportAnswer(accepted=True, positions={7: Position(2, 9)}),
         ConfirmAnswer(waits=False),
         TakeQuestion("t", 3),
         DrainQuestion(),
@@ -46,7 +40,6 @@ from sandboxes.ipc.messages import Done
         HandQuestion("t", 2),
         LoadQuestion(),
         LoadAnswer(is_leaving=False, tasks={"t": 3}),
-        HostQuestion(b"\xff"),
     ],
 )
 def test_message_comes_back(message: Message) -> None:

@@ -96,7 +96,7 @@ def test_a_member_that_leaves_takes_no_position_along(dsn: str, tmp_path: Path) 
         a, b, c = members.values()
         for owner, task in ((a, "of-a"), (b, "of-b")):
             put_task(owner, task)
-            # The second rollout's answers are hits, which are in no log.
+            # The second rollout's answers are hits.
             for rollout in ("1", "2"):
                 assert history(call(a, rollout, "x", task)) == "x"
                 assert history(call(a, rollout, "y", task)) == "xy"
@@ -110,6 +110,20 @@ def test_a_member_that_leaves_takes_no_position_along(dsn: str, tmp_path: Path) 
         assert history(call(c, "2", "z", "of-a")) == "xyz"
         assert history(call(c, "1", "z", "of-b")) == "xyz"
         assert history(call(c, "2", "z", "of-b")) == "xyz"
+
+
+def test_a_killed_ingress_takes_no_position_along(dsn: str, tmp_path: Path) -> None:
+    """Its rollouts go on at any other member at once, behind the hits that only it has passed on."""
+    with nodes(tmp_path, dsn, "abc", module=PATIENT) as members:
+        a, b, c = members.values()
+        put_task(a, "t")
+        for rollout in ("1", "2", "3"):
+            assert history(call(b, rollout, "x")) == "x"
+            assert history(call(b, rollout, "y")) == "xy"
+        b.kill()
+        assert history(call(a, "1", "z")) == "xyz"
+        assert history(call(c, "2", "z")) == "xyz"
+        assert history(call(a, "2", "z")) == "xyzz"
 
 
 def test_what_an_audit_withholds_stays_withheld_after_a_takeover(dsn: str, tmp_path: Path) -> None:

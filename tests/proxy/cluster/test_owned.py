@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from proxy.cluster.lines import encode
 from proxy.cluster.owned import DroppedError, Owned
-from proxy.cluster.protocol import Ended, OwnedTask
+from proxy.cluster.protocol import Ended, Steps
 
 
 class Log:
@@ -13,15 +14,17 @@ class Log:
 
     def __init__(self) -> None:
         self.rows: list[int] = []
+        self.bodies: list[bytes] = []
         self.gate = asyncio.Semaphore(0)
 
-    async def append(self, _task: str, row: int, _body: bytes) -> bool:
+    async def append(self, _task: str, row: int, body: bytes) -> bool:
         await self.gate.acquire()
         self.rows.append(row)
+        self.bodies.append(body)
         return True
 
     def owned(self) -> Owned:
-        return Owned("t", OwnedTask(1), self.append, lambda owned, _reason: owned.drop())
+        return Owned("t", 1, Steps(), self.append, lambda owned, _reason: owned.drop())
 
 
 def test_answers_wait_together_for_what_was_noted() -> None:
@@ -37,6 +40,23 @@ def test_answers_wait_together_for_what_was_noted() -> None:
         log.gate.release()
         await asyncio.gather(*waiting)
         assert len(log.rows) == 1
+
+    asyncio.run(go())
+
+
+def test_what_is_put_goes_with_the_next_row() -> None:
+    """A record is in the log with the first step by it, in one row, and before it."""
+
+    async def go() -> None:
+        log = Log()
+        log.gate.release()
+        owned = log.owned()
+        owned.put([Ended(7)])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert log.rows == []
+        await owned.write([Ended(8)])
+        assert log.bodies == [encode([Ended(7), Ended(8)])]
 
     asyncio.run(go())
 
@@ -74,7 +94,7 @@ def test_lines_are_answered_whatever_fails() -> None:
         owned.drop()
 
     async def run() -> None:
-        owned = Owned("t", OwnedTask(1), append, failed)
+        owned = Owned("t", 1, Steps(), append, failed)
         written = [owned.write([Ended(number)]) for number in range(3)]
         async with asyncio.timeout(10):
             for each in written:

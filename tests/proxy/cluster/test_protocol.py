@@ -8,32 +8,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from proxy.cluster.protocol import (
-    NOBODY,
-    Admission,
-    CopyKind,
-    Ended,
-    Entered,
-    IngressTask,
-    Outbox,
-    OwnedTask,
-    Position,
-    TakenCalls,
-    replaceable,
-)
+from proxy.cluster.protocol import MAX_ANSWERED, Ended, Outbox, Position, StepId, Stepped, Steps, replaceable
 from tests.proxy.cluster.world import FRESH, KNOWN, Budget, World
 
 
 @pytest.mark.parametrize(
     ("script", "budget"),
     [
-        ((KNOWN,), Budget(claims=1, crashes=1)),
-        ((FRESH,), Budget(claims=1, crashes=0, give_ups=1)),
-        ((FRESH,), Budget(claims=1, crashes=0, lost_acks=1)),
-        ((KNOWN, FRESH), Budget(claims=1, crashes=0)),
-        ((KNOWN, KNOWN), Budget(claims=1, crashes=1)),
-        ((KNOWN,), Budget(claims=1, crashes=0, leaves=1)),
-        ((KNOWN, FRESH), Budget(claims=1, crashes=0, compactions=1)),
+        ((KNOWN,), Budget(claims=2, crashes=1)),
+        ((FRESH,), Budget(claims=2, crashes=0, give_ups=1)),
+        ((FRESH,), Budget(claims=2, crashes=0, refusals=1)),
+        ((FRESH,), Budget(claims=2, crashes=0, breaks=1)),
+        ((FRESH,), Budget(claims=2, crashes=0, lost_acks=1)),
+        ((KNOWN, KNOWN), Budget(claims=1, crashes=0, refusals=1, give_ups=1)),
+        ((KNOWN, KNOWN), Budget(claims=2, crashes=1)),
+        ((KNOWN, KNOWN), Budget(claims=2, crashes=0, give_ups=1)),
+        ((KNOWN, FRESH), Budget(claims=2, crashes=0, compactions=1)),
     ],
 )
 def test_no_order_of_events_answers_wrongly(script: tuple[str, ...], budget: Budget) -> None:
@@ -65,7 +55,8 @@ class AnyOrder(RuleBasedStateMachine):
         crashes=st.integers(0, 3),
         give_ups=st.integers(0, 3),
         lost_acks=st.integers(0, 2),
-        leaves=st.integers(0, 2),
+        refusals=st.integers(0, 2),
+        breaks=st.integers(0, 3),
         compactions=st.integers(0, 3),
     )
     def begin(self, members: int, script: list[str], **budget: int) -> None:
@@ -87,77 +78,69 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=25, stateful_step_count=80)
 
 
-def test_a_rollout_waits_for_its_ingress() -> None:
-    """The ingress may have passed on hits that no log has."""
-    task = OwnedTask(5, [Entered(1, 30, Position(2, 12))])
-    assert task.admit(1, 40, 0, None) is Admission.HOLD
-    assert task.hear(30, {1: Position(4, 14)}) == [Entered(1, 30, Position(4, 14))]
-    assert task.admit(1, 30, 4) is Admission.SERVE
-    assert task.hear(30, {1: Position(9, 19)}) == []
+def step(turn: int, call: StepId, *, oldest: int = 0, rollout: int = 7) -> Stepped:
+    """Return a step of a record with the number 10 and more."""
+    return Stepped(rollout, Position(turn, 100 + turn), 10 + turn, call, oldest)
 
 
-def test_another_ingress_confirms_before_it_enters() -> None:
+def test_a_call_that_is_made_again_has_its_answer() -> None:
+    """Whatever the rollout was answered since, as long as the ingress may make the call again."""
+    first, second, other = StepId(30, 1, 4, 0), StepId(30, 1, 5, 0), StepId(40, 1, 9, 0)
+    steps = Steps([step(1, first), step(2, second, oldest=4), step(3, other)])
+    assert [steps.answered(7, call) for call in (first, second, other)] == [11, 12, 13]
+    assert steps.answered(8, first) is None
+    assert steps.answered(7, first._replace(step=1)) is None
+    # It has the answer of the first one, and a later start makes none of these again.
+    steps.take(step(4, StepId(30, 1, 6, 0), oldest=5))
+    assert [steps.answered(7, call) for call in (first, second)] == [None, 12]
+    steps.take(step(5, StepId(30, 2, 1, 0), oldest=1))
+    assert [steps.answered(7, call) for call in (second, other)] == [None, 13]
+    assert Steps(steps.lines()).answered(7, other) == 13
+
+
+def test_an_agent_that_tries_again_has_the_answer_of_the_last_step_only() -> None:
+    """Behind another step, the same request is a new call."""
+    first, other = StepId(30, 1, 4, 0), StepId(40, 1, 9, 0)
+    steps = Steps([step(1, first)])
+    assert steps.answered(7, first, is_again=True) == 11
+    steps.take(step(2, other))
+    assert steps.answered(7, first, is_again=True) is None
+
+
+def test_a_step_that_was_not_taken_is_replaced() -> None:
+    """An answer turned out to be damaged after its step was written: the next line says where the rollout is."""
+    call = StepId(30, 1, 4, 0)
+    steps = Steps([step(1, call), step(1, call)._replace(record=99, position=Position(1, 55))])
+    assert (steps.answered(7, call), steps.last(7)) == (99, Stepped(7, Position(1, 55), 99, call, 0))
+
+
+def test_another_ingress_confirms_its_call() -> None:
     """A confirmation counts only as long as the rollout stays where it was."""
-    task = OwnedTask(5, [Entered(1, 30, Position(2, 12))])
-    task.hear(30, {})
-    assert task.admit(1, 40, 2) is Admission.CONFIRM
-    assert task.admit(1, 40, 3, 2) is Admission.CONFIRM
-    assert task.admit(1, 40, 2, 2) is Admission.ENTER
-    task.enter(Entered(1, 40, Position(2, 12)))
-    assert task.admit(1, 40, 2) is Admission.SERVE
+    steps = Steps([step(2, StepId(30, 1, 4, 0))])
+    assert not steps.must_confirm(7, 30, 2, None)
+    assert steps.must_confirm(7, 40, 2, None)
+    assert steps.must_confirm(7, 40, 3, 2)
+    assert not steps.must_confirm(7, 40, 2, 2)
+    assert not steps.must_confirm(8, 40, 0, None)
 
 
-def test_an_ended_rollout_is_new_again() -> None:
-    """Its number never comes back, but the log may name it."""
-    task = OwnedTask(5, [Entered(1, 30, Position(0, 1)), Ended(1)])
-    assert not task.unheard
-    assert task.admit(1, 30, 0) is Admission.ENTER
-    task.enter(Entered(1, 30, Position(0, 1)))
-    task.end(1)
-    assert task.admit(1, 30, 0) is Admission.ENTER
+def test_an_ended_rollout_has_no_steps() -> None:
+    """Its number never comes back."""
+    steps = Steps([step(1, StepId(30, 1, 4, 0)), step(1, StepId(30, 1, 5, 0), rollout=8), Ended(7)])
+    assert (len(steps), steps.last(7)) == (1, None)
 
 
-def test_an_ingress_leaves() -> None:
-    """Only with the position that its owner has too, and only its own rollouts."""
-    task = OwnedTask(5, [Entered(1, 30, Position(2, 12)), Entered(2, 40, Position(0, 1))])
-    assert task.left(1, 30, Position(2, 12), None) is None
-    task.hear(30, {1: Position(3, 13)})
-    # The answer with which the owner went on may not have been passed on.
-    assert task.left(1, 30, Position(4, 14), Position(3, 13)) is None
-    assert task.left(2, 30, Position(0, 1), None) is None
-    assert task.left(1, 30, Position(4, 14), Position(4, 14)) == Entered(1, NOBODY, Position(4, 14))
-    assert task.admit(1, 30, 4) is Admission.CONFIRM
-    assert task.admit(1, 30, 4, 4) is Admission.ENTER
-    assert not OwnedTask(6, [Entered(1, NOBODY, Position(4, 14))]).unheard
+def test_remembered_steps_are_bounded() -> None:
+    steps = Steps(step(number, StepId(30, 1, 1, number)) for number in range(MAX_ANSWERED + 5))
+    assert len(list(steps.lines())) == MAX_ANSWERED
+    last = steps.last(7)
+    assert last is not None
+    assert last.position.turn == MAX_ANSWERED + 4
 
 
 def test_rows_of_owners_stay() -> None:
     """A replaced owner may still try to write under their numbers."""
     assert replaceable([(1, True), (2, False), (5, True), (6, False)]) == [2, 6]
-
-
-def test_an_ingress_refuses_older_views() -> None:
-    """It has reported to the newer owner, which must not be surprised by further answers."""
-    task = IngressTask(positions={1: Position(3, 9)})
-    assert task.accept(4, {1: Position(4, 10)})
-    assert task.adopt(6)
-    assert not task.accept(4, {1: Position(5, 11)})
-    assert not task.adopt(5)
-    assert task.positions == {1: Position(4, 10)}
-
-
-def test_a_call_is_taken_once() -> None:
-    """Copies come when a link breaks, and late ones after the agent has its answer."""
-    calls = TakenCalls(boot=1)
-    assert calls.take(5, oldest=4) is CopyKind.NEW
-    assert calls.take(5, oldest=4) is CopyKind.COPY
-    assert calls.take(4, oldest=4) is CopyKind.NEW
-    assert calls.take(7, oldest=6) is CopyKind.NEW
-    assert calls.take(5, oldest=4) is CopyKind.LATE
-    assert all(calls.take(number, oldest=6) is CopyKind.NEW for number in range(10, 20))
-    assert calls.take(11, oldest=11) is CopyKind.COPY
-    assert calls.take(10, oldest=11) is CopyKind.LATE
-    assert vars(calls)["_taken"] == set(range(11, 20))
 
 
 def test_one_row_is_on_its_way() -> None:

@@ -31,7 +31,6 @@ def settings(dsn: str, folder: Path, **changed: Any) -> Settings:
 
 def close(joined: Joined) -> None:
     joined.listener.close()
-    joined.gate.positions.close()
 
 
 @pytest.fixture
@@ -103,18 +102,12 @@ def test_links_of_both_families(dsn: str, tmp_path: Path, link: str, url: str) -
 
 
 def test_member_keeps_its_number(dsn: str, tmp_path: Path) -> None:
-    """A data directory is the same member at each start; one that lost positions is a new one."""
+    """A data directory is the same member at each start."""
     first = join(settings(dsn, tmp_path))
     close(first)
     again = join(settings(dsn, tmp_path))
     close(again)
     assert (again.membership.number, again.membership.boot) == (first.membership.number, first.membership.boot + 1)
-    (tmp_path / "b" / "cluster" / "positions").write_bytes(b"damaged")
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("UPDATE forkpoint.members SET until = '-infinity'")
-    again = join(settings(dsn, tmp_path))
-    close(again)
-    assert again.membership.number != first.membership.number
 
 
 @pytest.mark.parametrize(

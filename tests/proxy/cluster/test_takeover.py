@@ -7,7 +7,7 @@ import pytest
 from proxy.cluster import takeover
 from proxy.cluster.lines import Kept, Line, Unkept, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
-from proxy.cluster.protocol import Ended, Entered, Position
+from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.cluster.takeover import Compaction, TaskLogReading, compaction_of, read_log
 from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
@@ -21,24 +21,29 @@ def record(number: int, source: int, key: bytes, target: int) -> RecordCopy:
     )  # fmt: skip
 
 
+def stepped(rollout: int, turn: int, node: int) -> Stepped:
+    """Return a step of a call that the ingress does not make again once it makes the next one."""
+    return Stepped(rollout, Position(turn, node), 1, StepId(1, 1, turn, 0), turn)
+
+
 def rollout(number: int) -> RolloutCopy:
     return RolloutCopy(number, "t", f"r{number}", 1, 10, 10, 0, None, 1.0, "{}")
 
 
-def test_positions_of_log_and_report() -> None:
-    """A rollout is at the later of the log's position and the reported one; one that has ended is not there."""
+def test_a_rollout_is_where_its_last_step_led() -> None:
+    """One that has ended is not there."""
     rows = [
         LogRow(1, 1, None),
         LogRow(2, 1, encode([TASK, TREE, rollout(5), rollout(6), rollout(7)])),
-        LogRow(3, 1, encode([Entered(5, 1, Position(0, 10)), Entered(6, 2, Position(3, 12)), record(1, 10, b"k", 11)])),
+        LogRow(3, 1, encode([stepped(6, 2, 11), stepped(6, 3, 12), record(1, 10, b"k", 11)])),
         LogRow(4, 1, encode([TREE._replace(exact=b"e", content=b"c"), Ended(7)])),
     ]
     reading = read_log(rows)
     assert reading.last == 4
-    copies = reading.copies({5: Position(1, 11), 6: Position(2, 11)})
+    copies = reading.copies()
     assert TREE._replace(exact=b"e", content=b"c") in copies
     placed = {copy.rollout: (copy.calls, copy.node) for copy in copies if isinstance(copy, RolloutCopy)}
-    assert placed == {5: (1, 11), 6: (3, 12)}
+    assert placed == {5: (0, 10), 6: (3, 12)}
 
 
 def test_latest_notes_of_running_rollouts() -> None:
@@ -47,14 +52,14 @@ def test_latest_notes_of_running_rollouts() -> None:
         NoteCopy(5, name, value) for name, value in (("docker", "1"), ("docker", "2"), ("e2b", "3"))
     )
     rows = [LogRow(1, 1, encode([rollout(5), rollout(6), first, NoteCopy(6, "e2b", "4"), other, latest, Ended(6)]))]
-    notes = [copy for copy in read_log(rows).copies({}) if isinstance(copy, NoteCopy)]
+    notes = [copy for copy in read_log(rows).copies() if isinstance(copy, NoteCopy)]
     assert sorted(notes) == [latest, other]
 
 
 def test_later_record_of_a_call_answers() -> None:
     """A call that ran again has two records, and only one of them under its key."""
     rows = [LogRow(1, 1, encode([record(1, 10, b"k" * 32, 11), record(2, 10, b"k" * 32, 12)]))]
-    first, second = read_log(rows).copies({})
+    first, second = read_log(rows).copies()
     assert isinstance(first, RecordCopy)
     assert isinstance(second, RecordCopy)
     assert (second.record, second.key, second.private) == (2, b"k" * 32, False)
@@ -67,14 +72,14 @@ def test_latest_finding_of_a_record_comes_behind_it() -> None:
     known, first = record(1, 10, b"k" * 32, 11), FindingCopy(1, 1, "files", False, False, 2.0)
     latest = first._replace(quarantined=True)
     rows = [LogRow(1, 1, encode([known, first])), LogRow(2, 1, encode([latest]))]
-    assert read_log(rows).copies({}) == [known, latest]
+    assert read_log(rows).copies() == [known, latest]
 
 
 def test_a_compacted_log_says_the_same() -> None:
     """Rows that say who owns the task stay, and the greatest number does."""
     lines: list[list[Line]] = [
-        [TASK, TREE, rollout(5), rollout(6), Entered(5, 1, Position(0, 10)), NoteCopy(6, "e2b", "1")],
-        [record(1, 10, b"k" * 32, 11), Entered(5, 2, Position(1, 11)), Kept(11, "first", 1)],
+        [TASK, TREE, rollout(5), rollout(6), stepped(5, 1, 10), NoteCopy(6, "e2b", "1")],
+        [record(1, 10, b"k" * 32, 11), stepped(5, 2, 11), Kept(11, "first", 1)],
         [record(2, 10, b"k" * 32, 12), FindingCopy(1, 1, "files", True, False, 2.0), Ended(6)],
         [Kept(12, "second", 1), Unkept(11), NoteCopy(5, "e2b", "2")],
     ]
@@ -86,7 +91,7 @@ def test_a_compacted_log_says_the_same() -> None:
     assert (how.gone, how.left) == ([2, 3, 5, 6], 1)
     other = compacted(log, one, how)
     assert list(log) == [1, 4, 6]
-    assert other.copies({}) == one.copies({})
+    assert other.copies() == one.copies()
     # Nothing would be won now.
     assert compaction_of(other) is None
 
@@ -100,8 +105,8 @@ def compacted(log: dict[int, LogRow], before: TaskLogReading, how: Compaction) -
         log[gone[-1]] = LogRow(gone[-1], 1, body)
         after = read_log(log.values())
         assert after.last == before.last
-        assert sorted(after.copies({}), key=repr) == sorted(before.copies({}), key=repr)
-        assert (after.entered, after.kept) == (before.entered, before.kept)
+        assert sorted(after.copies(), key=repr) == sorted(before.copies(), key=repr)
+        assert (list(after.steps.lines()), after.kept) == (list(before.steps.lines()), before.kept)
     assert len(log) == how.left + sum(row.body is None for row in log.values())
     return after
 
@@ -113,7 +118,7 @@ def test_large_log_is_compacted_in_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     beginnings: list[Line] = [rollout(6), Kept(7, "n", 1)]
     ends: list[Line] = [Ended(6), Unkept(7)]
     for number in range(3, 40):
-        lines: list[Line] = [record(number, 10, b"k%d" % number, 11), Entered(5, 1, Position(number, 11))]
+        lines: list[Line] = [record(number, 10, b"k%d" % number, 11), stepped(5, number, 11)]
         # What ends later than it begins must not be there in between.
         lines += beginnings if number == 5 else ends if number == 35 else []
         log[number] = LogRow(number, 1, encode(lines))
@@ -134,4 +139,4 @@ def test_large_log_is_compacted_in_steps(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_empty_log() -> None:
     """A task that nobody owned has nothing."""
     reading = read_log([])
-    assert (reading.last, reading.copies({})) == (0, [])
+    assert (reading.last, reading.copies()) == (0, [])

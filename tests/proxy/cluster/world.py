@@ -1,30 +1,19 @@
 """A small cluster as a value: members, links, a database and one agent. It runs the rules of `proxy.cluster.protocol`.
 
-Every event that the real cluster can meet is an action here: a message arrives (in any order, early, late or twice), a
+Every event that the real cluster can meet is an action here: a message arrives (early, late or never), a link breaks, a
 member dies and comes back, any member takes the task over at any moment (so leases and clocks protect nothing), an
-answer of the database is lost, an agent gives up and asks another member. `check` compares what the agent was
-answered with what it must be answered, and the log with itself.
+answer of the database is lost, an agent gives up and asks another member, or is told to try again. `check` compares
+what the agent was answered with what it must be answered, and the log with itself.
 
 Records are named by the view that executed them, their parent and the call, so two executions of a call differ.
 """
 
 from collections.abc import Hashable, Iterator
-from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from proxy.cluster.protocol import (
-    NOBODY,
-    Admission,
-    CopyKind,
-    Entered,
-    IngressTask,
-    Outbox,
-    OwnedTask,
-    Position,
-    TakenCalls,
-    replaceable,
-)
+from proxy.cluster.protocol import Outbox, Position, StepId, Stepped, Steps, replaceable
 
 ROLLOUT = 7
 KNOWN, FRESH = "known", "fresh"
@@ -39,7 +28,7 @@ class Own(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A line of the log: a record."""
+    """A line of the log: a record. Its number is that of the node."""
 
     parent: int
     key: str
@@ -47,68 +36,78 @@ class Made(NamedTuple):
     view: int
 
 
+class Call(NamedTuple):
+    """A call on its way, or at an owner. `link` counts the links of its ingress to the owner."""
+
+    ingress: int
+    boot: int
+    link: int
+    number: int
+    is_again: bool
+    view: int
+    key: str
+
+    @property
+    def id(self) -> StepId:
+        return StepId(self.ingress, self.boot, self.number, 0)
+
+
 Message = tuple[Any, ...]
 
 
 @dataclass
 class Owner:
-    """What a member that owns the task, or believes so, has in memory."""
+    """What a member that owns the task, or believes so, has in memory. The first call that waits has its turn."""
 
-    task: OwnedTask
+    view: int
+    steps: Steps
     outbox: Outbox[Any]
     tree: dict[tuple[int, str], Made]
-    at: Position | None = None
-    taken: dict[int, TakenCalls] = field(default_factory=dict)
-    waiting: dict[int, tuple[int, str]] = field(default_factory=dict)
-    confirmed: dict[int, int] = field(default_factory=dict)
-    answers: dict[tuple[int, int, int], Message] = field(default_factory=dict)
-    busy: tuple[int, int, int, str] | None = None
-    leaving: bool = False
-    """Whether the row on its way lets an ingress leave."""
+    at: Position
+    waiting: tuple[Call, ...] = ()
+    confirmed: int | None = None
+    is_asking: bool = False
+    is_busy: bool = False
 
     def copy(self) -> "Owner":
-        task = copy(self.task)
-        task.entered, task.unheard = dict(task.entered), set(task.unheard)
         outbox = Outbox(self.outbox.row, list(self.outbox.waiting), list(self.outbox.sent))
-        taken = {ingress: deepcopy(calls) for ingress, calls in self.taken.items()}
-        return Owner(
-            task, outbox, dict(self.tree), self.at, taken, dict(self.waiting), dict(self.confirmed), dict(self.answers),
-            self.busy, self.leaving,
-        )  # fmt: skip
+        return replace(self, steps=Steps(self.steps.lines()), outbox=outbox, tree=dict(self.tree))
 
     def frozen(self) -> Hashable:
-        taken = tuple((ingress, tuple(sorted(vars(calls).items(), key=repr))) for ingress, calls in self.taken.items())
         return (
-            self.task.view, _items(self.task.entered), _items(self.tree), _items(self.waiting), _items(self.confirmed),
-            _items(self.answers),
-            frozenset(self.task.unheard), self.outbox.row, tuple(self.outbox.sent), self.at, repr(taken), self.busy,
-            self.leaving,
+            self.view, tuple(self.steps.lines()), self.outbox.row, tuple(self.outbox.sent), _items(self.tree), self.at,
+            self.waiting, self.confirmed, self.is_asking, self.is_busy,
         )  # fmt: skip
 
 
 @dataclass
 class Member:
-    """One process. `positions` is on its disk; all else is lost when it dies."""
+    """One process. All of it is lost when it dies.
+
+    Attributes:
+        agent_call: Number of the call that the agent waits for here; 0 for none.
+        unanswered: Number of the call whose agent was told to try again; 0 for none.
+        sent: The links on which the agent's call was sent, by owner.
+        reading: The log as it was read for a takeover: number of the last row, and the rows.
+    """
 
     boot: int = 1
     up: bool = True
     owner: Owner | None = None
-    ingress: IngressTask = field(default_factory=IngressTask)
     calls: int = 0
     agent_call: int = 0
-    """Number of the call that the agent waits for here; 0 for none."""
+    is_again: bool = False
+    unanswered: int = 0
+    sent: dict[int, int] = field(default_factory=dict)
     reading: tuple[int, tuple[tuple[Any, ...], ...]] | None = None
-    """The log as it was read for a takeover: number of the last row, and the rows."""
 
     def copy(self) -> "Member":
-        owner = None if self.owner is None else self.owner.copy()
-        ingress = IngressTask(self.ingress.view, self.ingress.positions)
-        return Member(self.boot, self.up, owner, ingress, self.calls, self.agent_call, self.reading)
+        return replace(self, owner=None if self.owner is None else self.owner.copy(), sent=dict(self.sent))
 
     def frozen(self) -> Hashable:
         owner = None if self.owner is None else self.owner.frozen()
-        ingress = (self.ingress.view, _items(self.ingress.positions))
-        return self.boot, self.up, owner, ingress, self.calls, self.agent_call, self.reading
+        call = (self.calls, self.agent_call, self.is_again, self.unanswered, _items(self.sent))
+        return self.boot, self.up, owner, call, self.reading
 
 
 @dataclass
@@ -131,8 +130,9 @@ class Budget(NamedTuple):
     claims: int
     crashes: int
     give_ups: int = 0
+    refusals: int = 0
+    breaks: int = 0
     lost_acks: int = 0
-    leaves: int = 0
     compactions: int = 0
 
 
@@ -144,6 +144,9 @@ class World:
         self.members = [Member() for _ in range(members)]
         self.agent = Agent()
         self.network: set[Message] = set()
+        self.links: dict[tuple[int, int], tuple[Call, ...]] = {}
+        """What is on its way on the present link from an ingress to an owner, in order."""
+        self.breaks: dict[tuple[int, int], int] = {}
         chain = tuple(Made(node, KNOWN, node + 1, 0) for node in range(len(script)))
         self.log: dict[int, tuple[Any, ...]] = {1: chain}
         self.wrong = ""
@@ -163,9 +166,19 @@ class World:
                     yield "agent asks", number
         elif agent.member is not None and budget.give_ups:
             yield ("agent gives up",)
+        if agent.member is not None and budget.refusals:
+            yield ("agent is refused",)
+        yield from self._arrivals()
+
+    def _arrivals(self) -> Iterator[tuple[Any, ...]]:
+        for link, calls in self.links.items():
+            if calls:
+                yield "arrive", *link
+            if self.budget.breaks:
+                yield "break", *link
         for message in self.network:
             yield "deliver", message
-            if message[0] == "acknowledged" and message[-1] and budget.lost_acks:
+            if message[0] == "acknowledged" and message[-1] and self.budget.lost_acks:
                 yield "lose", message
 
     def _actions_of(self, number: int) -> Iterator[tuple[Any, ...]]:
@@ -173,21 +186,6 @@ class World:
         if not member.up:
             yield "start", number
             return
-        yield from self._claims_of(number)
-        if self.budget.crashes:
-            yield "crash", number
-        for to, other in enumerate(self.members) if member.agent_call else ():
-            if other.up and other.owner is not None and self._call(number, to) not in self.network:
-                yield "send", number, to
-        for to, other in enumerate(self.members) if self.budget.leaves else ():
-            if other.up and other.owner is not None:
-                yield "leave", number, to
-        for ingress in sorted(member.owner.task.unheard) if member.owner is not None else ():
-            if self.members[ingress].up and self._ask(number, ingress) not in self.network:
-                yield "ask for", number, ingress
-
-    def _claims_of(self, number: int) -> Iterator[tuple[Any, ...]]:
-        member = self.members[number]
         if self.budget.claims and self._head() != Own(number, member.boot):
             yield "claim", number
             if self.budget.compactions and member.reading is None:
@@ -195,11 +193,18 @@ class World:
                 yield "read", number
         if self.budget.compactions and len(self._replaceable()) > 1:
             yield ("compact",)
+        if self.budget.crashes:
+            yield "crash", number
+        for to, other in enumerate(self.members) if member.agent_call else ():
+            # Made again only on another link, or to another owner.
+            if other.up and other.owner is not None and member.sent.get(to) != self._link(number, to):
+                yield "send", number, to
 
     def apply(self, action: tuple[Any, ...]) -> "World":
         after = copy(self)
         after.members, after.agent = [member.copy() for member in self.members], copy(self.agent)
         after.network, after.log = set(self.network), dict(self.log)
+        after.links, after.breaks = dict(self.links), dict(self.breaks)
         name, *arguments = action
         getattr(after, "_" + name.replace(" ", "_"))(*arguments)
         for number, member in enumerate(after.members):
@@ -215,17 +220,16 @@ class World:
 
     def frozen(self) -> Hashable:
         """Return a value that is equal for equal states."""
-
         agent = self.agent
         return (
             tuple(member.frozen() for member in self.members), frozenset(self.network), _items(self.log), self.budget,
-            agent.node, agent.asked, agent.again, agent.member,
+            _items(self.links), _items(self.breaks), agent.node, agent.asked, agent.again, agent.member,
         )  # fmt: skip
 
     def check(self) -> None:
         """Assert that no answer was wrong, and that no call was recorded twice."""
         assert not self.wrong, self.wrong
-        made = [(line.parent, line.key) for row in self.log.values() for line in row if isinstance(line, Made)]
+        made = [(line.parent, line.key) for line in self._lines(Made)]
         assert len(made) == len(set(made)), f"recorded twice: {made}"
 
     @property
@@ -235,18 +239,19 @@ class World:
     # -- members -----------------------------------------------------------------------------------------------------
 
     def _start(self, number: int) -> None:
-        member = self.members[number]
-        # A member that starts looks the log up before it asks an owner anything: it has no view of its own.
-        member.boot, member.up = member.boot + 1, True
-        member.ingress = IngressTask(0, member.ingress.positions)
+        self.members[number] = Member(self.members[number].boot + 1)
 
     def _crash(self, number: int) -> None:
-        member = self.members[number]
         self.budget = self.budget._replace(crashes=self.budget.crashes - 1)
-        member.up, member.owner, member.calls, member.reading = False, None, 0, None
-        if member.agent_call:
-            member.agent_call, self.agent.member = 0, None
+        if self.members[number].agent_call:
+            self.agent.member = None
             self.agent.again += 1
+        elif self.members[number].unanswered:
+            self.agent.again += 1
+        self.members[number] = Member(self.members[number].boot, up=False)
+        for link in tuple(self.links):
+            if number in link:
+                self._end(link)
 
     def _claim(self, number: int) -> None:
         member = self.members[number]
@@ -256,15 +261,12 @@ class World:
         if last != max(self.log):
             return
         view = last + 1
-        lines = [line for row in rows for line in row if isinstance(line, Entered)]
-        tree = {(made.parent, made.key): made for row in rows for made in row if isinstance(made, Made)}
+        lines = [line for row in rows for line in row]
+        steps = Steps(line for line in lines if isinstance(line, Stepped))
+        tree = {(made.parent, made.key): made for made in lines if isinstance(made, Made)}
         self.log[view] = (Own(number, member.boot),)
-        member.owner = Owner(OwnedTask(view, lines), Outbox(view), tree)
-        entered = member.owner.task.entered.get(ROLLOUT, Entered(ROLLOUT, NOBODY, Position(0, 0)))
-        if entered.ingress == NOBODY:
-            member.owner.at = entered.position
-        # Its own positions need no message.
-        self._report(number, number, view)
+        step = steps.last(ROLLOUT)
+        member.owner = Owner(view, steps, Outbox(view), tree, Position(0, 0) if step is None else step.position)
 
     def _read_log(self) -> tuple[int, tuple[tuple[Any, ...], ...]]:
         return max(self.log), tuple(row for _, row in sorted(self.log.items()))
@@ -280,44 +282,54 @@ class World:
         self.budget = self.budget._replace(compactions=self.budget.compactions - 1)
         numbers = self._replaceable()
         lines = [line for number in numbers for line in self.log.pop(number)]
-        entered = [line for line in lines if isinstance(line, Entered)][-1:]
-        self.log[numbers[-1]] = (*(line for line in lines if isinstance(line, Made)), *entered)
+        steps = Steps(line for line in lines if isinstance(line, Stepped))
+        self.log[numbers[-1]] = (*(line for line in lines if isinstance(line, Made)), *steps.lines())
 
-    def _owns(self) -> Iterator[tuple[int, Own]]:
-        """Yield the rows that say who owns the task, the latest one first."""
-        for number, row in sorted(self.log.items(), reverse=True):
-            if isinstance(row[0], Own):
-                yield number, row[0]
+    def _lines(self, kind: type[Any]) -> list[Any]:
+        return [line for _, row in sorted(self.log.items()) for line in row if isinstance(line, kind)]
 
     def _head(self) -> Own | None:
-        return next((own for _, own in self._owns()), None)
+        owns = self._lines(Own)
+        return owns[-1] if owns else None
 
     def _view(self) -> int:
-        return next((number for number, _ in self._owns()), 0)
+        return max((number for number, row in self.log.items() if isinstance(row[0], Own)), default=0)
 
-    # -- messages: what they say, after the kind, the receiver and its start ------------------------------------------
+    # -- links and messages ------------------------------------------------------------------------------------------
 
-    def _to(self, kind: str, number: int, *content: Any) -> Message:
-        return kind, number, self.members[number].boot, *content
+    def _link(self, ingress: int, to: int) -> int:
+        return self.breaks.get((ingress, to), 0)
 
-    def _call(self, ingress: int, to: int) -> Message:
-        member = self.members[ingress]
-        view = member.ingress.view or self._view()
-        key = self.script[self.agent.asked]
-        return self._to("call", to, ingress, member.boot, member.agent_call, member.agent_call, view, key)
+    def _end(self, link: tuple[int, int]) -> None:
+        """End a link: what was on it is lost, or is not served when it arrives."""
+        self.links[link] = ()
+        self.breaks[link] = self._link(*link) + 1
+        self.network = {each for each in self.network if each[0] != "answer" or (each[1], each[3]) != link}
 
-    def _ask(self, owner: int, ingress: int) -> Message:
-        task = self.members[owner].owner
-        assert task is not None
-        return self._to("ask", ingress, owner, self.members[owner].boot, task.task.view)
+    def _break(self, ingress: int, to: int) -> None:
+        self.budget = self.budget._replace(breaks=self.budget.breaks - 1)
+        self._end((ingress, to))
 
-    def _send(self, number: int, to: int) -> None:
-        message = self._call(number, to)
-        self.members[number].ingress.view = message[-2]
-        self.network.add(message)
+    def _send(self, ingress: int, to: int) -> None:
+        member, link = self.members[ingress], self._link(ingress, to)
+        # The ingress looks the owner up; it may have been replaced since.
+        owner = self.members[to].owner
+        assert owner is not None
+        call = Call(
+            ingress, member.boot, link, member.agent_call, member.is_again, owner.view, self.script[self.agent.asked]
+        )
+        member.sent[to] = link
+        self.links[ingress, to] = (*self.links.get((ingress, to), ()), call)
 
-    def _ask_for(self, number: int, ingress: int) -> None:
-        self.network.add(self._ask(number, ingress))
+    def _arrive(self, ingress: int, to: int) -> None:
+        call, *rest = self.links[ingress, to]
+        self.links[ingress, to] = tuple(rest)
+        owner = self.members[to].owner
+        if owner is not None and call.view == owner.view:
+            owner.waiting = (*owner.waiting, call)
+        else:
+            # It asks the next owner, or this one again.
+            self.members[ingress].sent.pop(to, None)
 
     def _deliver(self, message: Message) -> None:
         self.network.discard(message)
@@ -344,179 +356,130 @@ class World:
 
     # -- owner -------------------------------------------------------------------------------------------------------
 
-    def _got_call(self, number: int, ingress: int, boot: int, call: int, oldest: int, view: int, key: str) -> None:
-        owner = self.members[number].owner
-        if owner is None:
-            return
-        if view > owner.task.view:
-            # A newer owner is known to the ingress.
-            self.members[number].owner = None
-            return
-        if view < owner.task.view:
-            self.network.add(("again", ingress, boot, owner.task.view))
-            return
-        taken = owner.taken.get(ingress)
-        if taken is None or taken.boot < boot:
-            taken = owner.taken[ingress] = TakenCalls(boot)
-            owner.waiting.pop(ingress, None)
-        if taken.boot > boot:
-            return
-        match taken.take(call, oldest=oldest):
-            case CopyKind.NEW:
-                owner.waiting[ingress] = (call, key)
-                owner.confirmed.pop(ingress, None)
-            case CopyKind.COPY:
-                if (ingress, boot, call) in owner.answers:
-                    self.network.add(owner.answers[ingress, boot, call])
-            case CopyKind.LATE:
-                pass
-
     def _work(self, number: int) -> None:
-        """Answer what can be answered: a real owner tries again whenever something has changed."""
+        """Go on with the call that has its turn: a real owner does whenever something has changed."""
         owner = self.members[number].owner
-        while (
-            owner is not None
-            and owner.busy is None
-            and not owner.leaving
-            and any(self._admit(number, owner, ingress) for ingress in sorted(owner.waiting))
-        ):
+        while owner is not None and owner.waiting and not owner.is_busy and self._goes_on(number, owner):
             pass
 
-    def _admit(self, number: int, owner: Owner, ingress: int) -> bool:
-        """Begin to answer the call of an ingress; return whether it was answered at once."""
-        if owner.busy is not None:
-            return False
-        (call, key), boot = owner.waiting[ingress], owner.taken[ingress].boot
-        turn = -1 if owner.at is None else owner.at.turn
-        admission = owner.task.admit(ROLLOUT, ingress, turn, owner.confirmed.get(ingress))
-        if admission is Admission.HOLD:
-            return False
-        if admission is Admission.CONFIRM:
-            self.network.add(("confirm", ingress, boot, number, self.members[number].boot, call, turn))
-            return False
-        assert owner.at is not None
-        lines: list[Any] = []
-        if admission is Admission.ENTER:
-            owner.task.enter(Entered(ROLLOUT, ingress, owner.at))
-            lines.append(Entered(ROLLOUT, ingress, owner.at))
-        if (owner.at.node, key) not in owner.tree:
-            view = owner.task.view
-            lines.append(Made(owner.at.node, key, 1000 * view + owner.at.turn + 1, view))
-        del owner.waiting[ingress]
-        owner.busy = (ingress, boot, call, key)
-        if not lines:
-            self._answer(number)
+    def _goes_on(self, number: int, owner: Owner) -> bool:
+        """Begin to answer the call that has its turn; return whether it is over at once."""
+        call = owner.waiting[0]
+        record = owner.steps.answered(ROLLOUT, call.id, is_again=call.is_again)
+        if record is not None:
+            self._answer(number, owner, next(made for made in owner.tree.values() if made.node == record))
             return True
+        ingress = self.members[call.ingress]
+        is_gone = not ingress.up or ingress.boot != call.boot
+        if is_gone or (call.link != self._link(call.ingress, number) and call.ingress != number):
+            self._end_turn(owner)
+            return True
+        if owner.steps.must_confirm(ROLLOUT, call.ingress, owner.at.turn, owner.confirmed):
+            if not owner.is_asking:
+                owner.is_asking = True
+                boot = self.members[number].boot
+                self.network.add(("confirm", call.ingress, call.boot, number, boot, call.number, owner.at.turn))
+            return False
+        made, lines = owner.tree.get((owner.at.node, call.key)), list[Any]()
+        if made is None:
+            made = Made(owner.at.node, call.key, 1000 * owner.view + owner.at.turn + 1, owner.view)
+            lines.append(made)
+        # The ingress makes no earlier call again: there is one agent.
+        position = Position(owner.at.turn + 1, made.node)
+        lines.append(Stepped(ROLLOUT, position, made.node, call.id, call.number))
+        owner.is_busy = True
         owner.outbox.waiting += lines
         row = owner.outbox.next_row()
         self.network.add(("append", number, self.members[number].boot, row, tuple(lines)))
         return False
 
-    def _leave(self, ingress: int, to: int) -> None:
-        self.budget = self.budget._replace(leaves=self.budget.leaves - 1)
-        self.network.add(self._to("leave", to, ingress, self.members[ingress].ingress.positions.get(ROLLOUT)))
-
-    def _got_leave(self, number: int, ingress: int, reported: Position | None) -> None:
-        owner = self.members[number].owner
-        if owner is None or owner.busy is not None or owner.leaving or owner.at is None:
-            return
-        line = owner.task.left(ROLLOUT, ingress, owner.at, reported)
-        if line is not None:
-            owner.leaving = True
-            owner.outbox.waiting.append(line)
-            row = owner.outbox.next_row()
-            self.network.add(("append", number, self.members[number].boot, row, (line,)))
+    def _end_turn(self, owner: Owner) -> None:
+        owner.waiting, owner.confirmed, owner.is_asking, owner.is_busy = owner.waiting[1:], None, False, False
 
     def _got_acknowledged(self, number: int, row: int, fits: bool) -> None:
         owner = self.members[number].owner
         if owner is None or owner.outbox.row + 1 != row:
             return
         if not fits:
+            # The calls that wait are made again at the next owner.
             self.members[number].owner = None
+            for member in self.members:
+                member.sent.pop(number, None)
             return
+        *_, step = owner.outbox.sent
         for line in owner.outbox.sent:
             if isinstance(line, Made):
                 owner.tree[line.parent, line.key] = line
         owner.outbox.written()
-        if owner.leaving:
-            owner.leaving = False
-        else:
-            self._answer(number)
+        made = owner.tree[owner.at.node, owner.waiting[0].key]
+        owner.steps.take(step)
+        owner.at = step.position
+        self._answer(number, owner, made)
 
-    def _answer(self, number: int) -> None:
+    def _answer(self, number: int, owner: Owner, made: Made) -> None:
+        call = owner.waiting[0]
+        self._end_turn(owner)
+        if call.link == self._link(call.ingress, number):
+            self.network.add(("answer", call.ingress, call.boot, number, call.number, made))
+
+    def _got_confirmed(self, number: int, ingress: int, call: int, turn: int, waits: bool) -> None:
         owner = self.members[number].owner
-        assert owner is not None
-        assert owner.busy is not None
-        assert owner.at is not None
-        ingress, boot, call, key = owner.busy
-        made = owner.tree[owner.at.node, key]
-        owner.at, owner.busy = Position(owner.at.turn + 1, made.node), None
-        answer = ("answer", ingress, boot, call, owner.task.view, owner.at, made)
-        owner.answers[ingress, boot, call] = answer
-        self.network.add(answer)
-
-    def _report(self, number: int, ingress: int, view: int) -> None:
-        """Let an ingress adopt a view and report to the owner, without a message in between."""
-        task = self.members[ingress].ingress
-        if task.adopt(view):
-            self._heard(number, ingress, dict(task.positions))
-
-    def _heard(self, number: int, ingress: int, positions: dict[int, Position]) -> None:
-        owner = self.members[number].owner
-        assert owner is not None
-        for line in owner.task.hear(ingress, positions):
-            owner.at = line.position
-
-    def _got_told(self, number: int, ingress: int, view: int, positions: tuple[tuple[int, Position], ...]) -> None:
-        owner = self.members[number].owner
-        if owner is not None and owner.task.view == view:
-            self._heard(number, ingress, dict(positions))
-
-    def _got_yes(self, number: int, ingress: int, boot: int, call: int, turn: int) -> None:
-        owner = self.members[number].owner
-        if owner is not None and owner.waiting.get(ingress, (0, ""))[0] == call and owner.taken[ingress].boot == boot:
-            owner.confirmed[ingress] = turn
+        if owner is None or not owner.is_asking or owner.waiting[0][::3][:2] != (ingress, call):
+            return
+        owner.is_asking, owner.confirmed = False, turn
+        if not waits:
+            self._end_turn(owner)
 
     # -- ingress -----------------------------------------------------------------------------------------------------
 
-    def _got_ask(self, number: int, owner: int, boot: int, view: int) -> None:
-        task = self.members[number].ingress
-        if task.adopt(view):
-            positions = tuple(sorted(task.positions.items()))
-            self.network.add(("told", owner, boot, number, view, positions))
-
-    def _got_again(self, number: int, view: int) -> None:
-        self.members[number].ingress.adopt(view)
-
     def _got_confirm(self, number: int, owner: int, boot: int, call: int, turn: int) -> None:
+        waits = self.members[number].agent_call == call
+        self.network.add(("confirmed", owner, boot, number, call, turn, waits))
+
+    def _got_answer(self, number: int, _owner: int, call: int, made: Made) -> None:
         member = self.members[number]
         if member.agent_call == call:
-            self.network.add(("yes", owner, boot, number, member.boot, call, turn))
-
-    def _got_answer(self, number: int, call: int, view: int, position: Position, made: Made) -> None:
-        member = self.members[number]
-        if member.ingress.accept(view, {ROLLOUT: position}) and member.agent_call == call:
-            member.agent_call, self.agent.member = 0, None
+            self._leave(number)
+            member.unanswered = 0
             self._told_agent(made)
+
+    def _leave(self, number: int) -> None:
+        self.members[number].agent_call, self.agent.member = 0, None
+        self.members[number].sent = {}
 
     # -- agent -------------------------------------------------------------------------------------------------------
 
     def _agent_asks(self, number: int) -> None:
+        for other, member in enumerate(self.members):
+            if other != number and member.unanswered:
+                # It does not try again where it was told to.
+                self.agent.again += 1
+                member.unanswered = 0
         member = self.members[number]
-        member.calls += 1
-        member.agent_call, self.agent.member = member.calls, number
+        member.is_again, member.agent_call = bool(member.unanswered), member.unanswered
+        if not member.unanswered:
+            member.calls += 1
+            member.agent_call = member.calls
+        self.agent.member = number
 
     def _agent_gives_up(self) -> None:
         self.budget = self.budget._replace(give_ups=self.budget.give_ups - 1)
         assert self.agent.member is not None
-        self.members[self.agent.member].agent_call, self.agent.member = 0, None
+        self.members[self.agent.member].unanswered = 0
+        self._leave(self.agent.member)
         self.agent.again += 1
+
+    def _agent_is_refused(self) -> None:
+        self.budget = self.budget._replace(refusals=self.budget.refusals - 1)
+        assert self.agent.member is not None
+        member = self.members[self.agent.member]
+        member.unanswered = member.agent_call
+        self._leave(self.agent.member)
 
     def _told_agent(self, made: Made) -> None:
         """Compare an answer with where the agent can be: each call that it gave up was taken, or was not."""
         key = self.script[self.agent.asked]
-        rows = self.log.values()
-        logged = {(line.parent, line.key): line for row in rows for line in row if isinstance(line, Made)}
+        logged = {(line.parent, line.key): line for line in self._lines(Made)}
         possible, node = {self.agent.node}, self.agent.node
         for _ in range(self.agent.again):
             step = logged.get((node, key))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
 from proxy.dataplane.hit_protocol import MAX_HELD_BYTES, protocol_for
-from proxy.dataplane.passing import PASSED, WaitingConnection
 from proxy.dataplane.response_reports import report_responses
 from proxy.http.asgi import Receive, Scope, Send
 
@@ -56,27 +55,6 @@ class Client(asyncio.Transport):
         self.is_held = False
 
 
-class Elsewhere:
-    """Another process, which has each request whose path begins with /passed; `waiting` is its connection."""
-
-    def __init__(self) -> None:
-        self.waiting: WaitingConnection | None = None
-        self.events: list[str] = []
-
-    def begin(self, scope: Scope, request: bytes, body: bytes, connection: WaitingConnection) -> "Elsewhere | None":
-        if not scope["path"].startswith("/passed"):
-            return None
-        assert request.endswith(body)
-        self.waiting = connection
-        return self
-
-    def lose(self) -> None:
-        self.events.append("lost")
-
-    def release(self) -> None:
-        self.events.append("released")
-
-
 class Server:
     """One connection to a server that knows the answer to each request whose path begins with /hit.
 
@@ -89,7 +67,6 @@ class Server:
         self.turn.set()
         self.gate_second: asyncio.Event | None = None
         plane = SimpleNamespace(known=self._known, streaming=None, may_stream=lambda _: False, expect=lambda _: None)
-        self.elsewhere = plane.passing = Elsewhere()
         plane.engine = SimpleNamespace(
             counts=SimpleNamespace(hit_s=SimpleNamespace(observe=lambda _: None)),
             settings=SimpleNamespace(max_connections=100),
@@ -122,7 +99,6 @@ class Server:
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.app_paths.append(scope["path"])
-        assert (scope[PASSED] is self.elsewhere) == scope["path"].startswith("/passed")
         body, more = b"", True
         while more:
             message = await receive()
@@ -393,93 +369,5 @@ def test_a_request_that_uvicorn_refuses_is_released(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(httptools, "parse_url", refuse)
         assert (await server.send(request("/miss", b"2"))).endswith(b"Invalid HTTP request received.")
         assert (noted, server.app_paths) == (0, ["/miss"])
-
-    asyncio.run(go())
-
-
-KNOWN_ELSEWHERE = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nknown"
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_request_behind_a_passed_one_waits(is_known: bool) -> None:
-    """What comes behind a request that another process has is read after its answer, whoever gives that."""
-
-    async def go() -> None:
-        server = Server()
-        behind = request("/hit", b"2") + request("/miss", b"3")
-        server.connection.data_received(request("/passed", b"1"))
-        for at in range(0, len(behind), 50):
-            server.connection.data_received(behind[at : at + 50])
-        assert server.client.received == b""
-        assert server.elsewhere.waiting is server.connection
-        if is_known:
-            server.connection.answered(KNOWN_ELSEWHERE)
-        else:
-            server.connection.declined()
-        received = contents(await server.settled())
-        assert received[0] == (b"known" if is_known else b"app 1")
-        assert [each[4:] for each in received[1:]] == [b"2", b"3"]
-        assert server.elsewhere.events == ([] if is_known else ["released"])
-        assert contents(await server.send(request("/hit", b"4")))[-1] == b"hit 4"
-
-    asyncio.run(go())
-
-
-def test_client_without_an_answer_is_held_up() -> None:
-    """A client that sends more and more behind a passed request is not read."""
-
-    async def go() -> None:
-        server = Server()
-        server.connection.data_received(request("/passed"))
-        for _ in range(3):
-            server.connection.data_received(b"x" * MAX_HELD_BYTES)
-        assert server.client.is_held
-        server.connection.answered(KNOWN_ELSEWHERE)
-        assert not server.client.is_held
-
-    asyncio.run(go())
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_shutdown_waits_for_a_passed_request(is_known: bool) -> None:
-    async def go() -> None:
-        server = Server()
-        server.connection.data_received(request("/passed", b"1"))
-        server.connection.shutdown()
-        assert not server.client.closed
-        if is_known:
-            server.connection.answered(KNOWN_ELSEWHERE)
-        else:
-            server.connection.declined()
-        assert contents(await server.settled()) == [b"known" if is_known else b"app 1"]
-        assert server.client.closed
-
-    asyncio.run(go())
-
-
-def test_hang_up_is_passed_on() -> None:
-    """The other process may be asked whether its agent still waits."""
-
-    async def go() -> None:
-        server = Server()
-        server.connection.data_received(request("/passed", b"1"))
-        server.connection.connection_lost(None)
-        assert server.elsewhere.events == ["lost"]
-
-    asyncio.run(go())
-
-
-def test_idle_timer_spares_a_passed_request() -> None:
-    """The timer of an earlier response may end while another process has the request."""
-
-    async def go() -> None:
-        server = Server(timeout_keep_alive=0)
-        server.connection.data_received(request("/hit"))
-        server.connection.data_received(request("/passed"))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not server.client.closed
-        server.connection.answered(KNOWN_ELSEWHERE)
-        await server.client.gone.wait()
 
     asyncio.run(go())

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from proxy.dataplane.passing import PASSED
 from proxy.dataplane.response_reports import CONNECTION, report_responses
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from proxy.http.exchange import EXPECTED
@@ -15,14 +14,13 @@ class Connection:
 
     def __init__(self) -> None:
         self.expected: object | None = "noted"
-        self.passed: object | None = "passed"
         self.events: list[object] = []
 
     def response_ended(self) -> None:
         self.events.append("ended")
 
-    def release(self, expected: object | None, passed: object | None) -> None:
-        self.events.append((expected, passed))
+    def release(self, expected: object | None) -> None:
+        self.events.append(expected)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -31,7 +29,7 @@ def test_end_and_return_are_reported(*, fails: bool) -> None:
     connection = Connection()
 
     async def application(scope: Scope, _receive: Receive, send: Send) -> None:
-        assert (scope[EXPECTED], scope[PASSED]) == ("noted", "passed")
+        assert scope[EXPECTED] == "noted"
         await send({"type": "http.response.start"})
         await send({"type": "http.response.body", "more_body": True})
         if fails:
@@ -52,6 +50,6 @@ def test_end_and_return_are_reported(*, fails: bool) -> None:
 
     asyncio.run(go())
     begun = ["http.response.start", "http.response.body"]
-    rest = [("noted", "passed"), "failed"] if fails else ["http.response.body", "ended", ("noted", "passed")]
+    rest = ["noted", "failed"] if fails else ["http.response.body", "ended", "noted"]
     assert connection.events == [*begun, *rest]
-    assert (connection.expected, connection.passed) == (None, None)
+    assert connection.expected is None

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sandboxes.driver import Sandbox
 from sandboxes.errors import SandboxError
 from sandboxes.pool.lifecycle import SandboxState
-from sandboxes.pool.pool import NoRoomElsewhereError, OverloadedError, Pool
+from sandboxes.pool.pool import OverloadedError, Pool
 from sandboxes.pool.room import Room
-from sandboxes.pool.roster import FOR_OTHERS, Slot
+from sandboxes.pool.roster import Slot
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import run
 from tests.sandboxes.memory_driver import MemoryDriver
@@ -353,62 +353,5 @@ def test_a_sandbox_that_is_taken_while_its_state_is_kept_stays() -> None:
         pool.keep = keep
         assert await pool.close_victim()
         assert [slot.state for slot in slots] == [SandboxState.LEASED, SandboxState.CLOSED]
-
-    pooled(test)
-
-
-def test_sandboxes_elsewhere_take_no_room() -> None:
-    """A full pool starts sandboxes elsewhere while there is room, and then closes the one that is missed least."""
-    room = 1
-
-    async def test(pool: Pool, driver: Slow) -> None:
-        async def elsewhere() -> Sandbox:
-            nonlocal room
-            if room == 0:
-                raise NoRoomElsewhereError
-            room -= 1
-            sandbox = await driver.make()
-            close = sandbox.close
-
-            async def close_and_note() -> None:
-                nonlocal room
-                await close()
-                room += 1
-
-            sandbox.close = close_and_note  # type: ignore[method-assign]
-            return sandbox
-
-        async def started(position: str) -> Slot:
-            slot = await pool.start(driver.make, position, 1, elsewhere)
-            await pool.release(slot)
-            return slot
-
-        slots = [await started(position) for position in "abc"]
-        assert [slot.elsewhere for slot in slots] == [False, False, True]
-        assert (len(pool.roster), pool.roster.elsewhere, pool.spare) == (3, 1, 0)
-        # The oldest one is here, and then elsewhere.
-        assert not (await started("d")).elsewhere
-        assert slots[0].state is SandboxState.CLOSED
-        slots[1].used_at = time.monotonic() + 100
-        assert (await started("e")).elsewhere
-        assert slots[2].state is SandboxState.CLOSED
-        # Room here is not made by closing one elsewhere.
-        assert await pool.close_victim()
-        assert pool.roster.elsewhere == 1
-
-    pooled(test)
-
-
-def test_room_for_others_leaves_one_place() -> None:
-    async def test(pool: Pool, driver: Slow) -> None:
-        slot = await pool.fill(pool.reserve(FOR_OTHERS), driver.make, FOR_OTHERS)
-        with pytest.raises(OverloadedError):
-            pool.reserve(FOR_OTHERS)
-        own = await pool.start(driver.make, "own", 1)
-        assert {slot, own} == set(pool.roster.slots)
-        await pool.close(slot)
-        assert pool.spare == 0
-        await pool.close(own)
-        assert pool.spare == 1
 
     pooled(test)

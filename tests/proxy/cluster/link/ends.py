@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from proxy.cluster.link.frames import Hello
 from proxy.cluster.link.opener import LinkLostError
-from proxy.cluster.link.server import Handler, LinkServer, Taker
+from proxy.cluster.link.server import Handler, LinkServer
 from proxy.cluster.postgres.database import Peer
 from proxy.cluster.postgres.joining import Membership
 
@@ -18,15 +18,9 @@ async def echo(hello: Hello, question: bytes, _begin: object = None) -> bytes:
     return b"%d.%d:%b" % (hello.member, hello.boot, question)
 
 
-def no_calls(_hello: Hello, _call: bytes, _begin: object) -> bytes:
-    raise AssertionError
-
-
 @asynccontextmanager
-async def serving(
-    handler: Handler, secret: bytes = SECRET, taker: Taker = no_calls
-) -> AsyncIterator[tuple[LinkServer, Peer]]:
-    server = LinkServer(secret, ANSWERER, handler, taker)
+async def serving(handler: Handler, secret: bytes = SECRET) -> AsyncIterator[tuple[LinkServer, Peer]]:
+    server = LinkServer(secret, ANSWERER, handler)
     port = await server.listen("127.0.0.1", 0)
     try:
         yield server, Peer(ANSWERER.number, ANSWERER.boot, "b", f"127.0.0.1:{port}", alive=True)

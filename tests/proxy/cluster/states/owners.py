@@ -15,7 +15,6 @@ from proxy.cluster.gate import ClusterGate
 from proxy.cluster.lines import Line, decode
 from proxy.cluster.member import Member
 from proxy.cluster.owned import Owned
-from proxy.cluster.positions import PositionFile
 from proxy.cluster.postgres.database import ClusterDatabase, LogRow
 from proxy.cluster.states.objects import ObjectStore, ObjectStoreError
 from proxy.cluster.states.service import SharedStates
@@ -163,7 +162,7 @@ async def owner(
     data, driver = folder / str(number), driver or MemoryDriver()
     driver.porter = BulkyPorter()
     data.mkdir(mode=0o700, exist_ok=True)
-    gate = ClusterGate(number, PositionFile(data / "positions"))
+    gate = ClusterGate(number)
     engine = build_engine(
         Settings(data=data, default_spec=SPEC, warm_sandboxes=0), {"memory": driver}, gate, block=number
     )
@@ -185,4 +184,3 @@ async def owner(
         member._tasks.cancel()
         await member._tasks.wait()
         await engine.aclose()
-        gate.positions.close()

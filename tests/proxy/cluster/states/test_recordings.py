@@ -100,7 +100,7 @@ def test_recording_of_the_later_view_counts(tmp_path: Path) -> None:
         first.record(1, b"late")
         ((name, late),) = first.files().items()
         name = name.removeprefix("scope-")
-        await objects.put(states.path(f"recordings/{tree.id}/{states.owned.rules.view}/{name}"), late)
+        await objects.put(states.path(f"recordings/{tree.id}/{states.owned.view}/{name}"), late)
         async with owner(tmp_path, 3, log, objects, driver=third) as three:
             await three.walk("c", ["cat f"])
         assert third.files() == second.files()

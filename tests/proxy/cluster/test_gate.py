@@ -1,0 +1,100 @@
+"""Every step is in the log before it is answered, so the log alone says where rollouts are."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from proxy.cluster.origin import ORIGIN, Origin
+from proxy.cluster.owned import DroppedError
+from proxy.cluster.protocol import Stepped
+from proxy.tree.rollout import Outcome
+from tests.proxy.cluster.states.owners import TASK, BreakableStore, Log, Owner, owner
+from tests.proxy.rig import ask
+
+
+async def always() -> bool:
+    return True
+
+
+def origin(number: int, ingress: int = 9) -> Origin:
+    """Return what the code of a call works for that came through another member."""
+    return Origin(ingress, 1, number, number, False, lambda: True, always)
+
+
+async def call(own: Owner, rollout: str, command: str, number: int) -> Outcome:
+    """Make a call through another member, under a number."""
+    task = await own.engine.tasks.open(TASK)
+    walker = task.rollouts.get(rollout) or own.engine.tasks.rollouts.begin(task, rollout, task.tree, task.tree.root)
+    ORIGIN.set(origin(number))
+    _, outcome = await ask(own.engine, walker, command)
+    return outcome
+
+
+async def at(own: Owner, rollout: str) -> tuple[int, int]:
+    """Return how many calls of a rollout were answered, and the number of its node."""
+    walker = (await own.engine.tasks.open(TASK)).rollouts[rollout]
+    return walker.calls, walker.node.id
+
+
+def turns(log: Log) -> list[int]:
+    """Return the turns of all steps in a log."""
+    return [line.position.turn for line in log.lines(Stepped) if isinstance(line, Stepped)]
+
+
+def test_a_hit_is_in_the_log(tmp_path: Path) -> None:
+    """No member is asked by the next owner: each rollout is where it was answered last, hits included."""
+
+    async def go() -> None:
+        log = Log()
+        async with owner(tmp_path, 1, log, BreakableStore()) as one:
+            assert [await call(one, "a", f"echo {n} >> f", n) for n in (1, 2)] == [Outcome.MISS] * 2
+            assert [await call(one, "b", f"echo {n} >> f", n) for n in (1, 2)] == [Outcome.HIT] * 2
+            places = [await at(one, rollout) for rollout in "ab"]
+        assert turns(log) == [1, 2, 1, 2]
+        async with owner(tmp_path, 2, log, BreakableStore()) as two:
+            assert [await at(two, rollout) for rollout in "ab"] == places == [(2, places[0][1])] * 2
+
+    asyncio.run(go())
+
+
+def test_a_call_that_is_made_again_takes_no_step(tmp_path: Path) -> None:
+    """The owner died when the step was in the log and before the answer arrived."""
+
+    async def go() -> None:
+        log = Log()
+        async with owner(tmp_path, 1, log, BreakableStore()) as one:
+            await call(one, "a", "echo 1 >> f", 1)
+            await call(one, "a", "echo x >> f", 2)
+            # The link broke.
+            assert await call(one, "a", "echo x >> f", 2) is Outcome.HIT
+            place = await at(one, "a")
+            assert place[0] == 2
+        async with owner(tmp_path, 2, log, BreakableStore()) as two:
+            assert await call(two, "a", "echo x >> f", 2) is Outcome.HIT
+            assert await at(two, "a") == place
+            # The agent makes the same call once more.
+            assert await call(two, "a", "echo x >> f", 3) is Outcome.MISS
+            assert (await at(two, "a"))[0] == 3
+        assert turns(log) == [1, 2, 3]
+
+    asyncio.run(go())
+
+
+def test_a_step_that_is_refused_is_not_taken(tmp_path: Path) -> None:
+    """A replaced owner answers nothing, not even what its tree knows."""
+
+    async def go() -> None:
+        log = Log()
+        async with owner(tmp_path, 1, log, BreakableStore()) as one:
+            await call(one, "a", "echo 1 >> f", 1)
+            place = await at(one, "a")
+            await call(one, "b", "true", 1)
+            async with owner(tmp_path, 2, log, BreakableStore()) as two:
+                with pytest.raises(DroppedError):
+                    await call(one, "b", "echo 1 >> f", 2)
+                assert one.owned.is_dropped
+                assert await at(two, "a") == place
+                assert (await at(two, "b"))[0] == 1
+
+    asyncio.run(go())
