@@ -1,4 +1,4 @@
-"""Writes the tables and plots of docs/results.md from what benchmarks measured: `python -m bench.results`.
+"""Writes the tables and plots of docs/comparison.md from what benchmarks measured: `python -m bench.results`.
 
 The measurements are JSON files in docs/results, each with its command and its machine. No number is written by hand.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from bench.paired import interval, p_value
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "results.md"
+PAGE = DOCS / "comparison.md"
 BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
 _WIDTH, _HEIGHT, _LEFT, _TOP = 640, 240, 48, 34
 _COLOURS = {"cached": "#2563eb", "uncached": "#d97706", "repeated": "#6b7280", "once": "#9333ea"}
