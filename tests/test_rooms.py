@@ -51,7 +51,7 @@ class Room:
     def row(self) -> str:
         """The room's line in the page's table."""
         path = self.name.replace(".", "/")
-        return f"| [`{path}/`](../{path}/) | {self.purpose} | {self.process} |"
+        return f"| [`{path}/`](../{path}/) | {self.purpose} |"
 
 
 def folders() -> Iterator[Path]:
@@ -188,7 +188,7 @@ def test_names_that_sources_mention_exist() -> None:
 
 
 def table() -> str:
-    lines = ["| Room | What it is for | Process |", "|---|---|---|", *(room.row for room in rooms())]
+    lines = ["| Room | What it is for |", "|---|---|", *(room.row for room in rooms())]
     return "\n".join(lines) + "\n"
 
 
