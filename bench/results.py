@@ -1,4 +1,4 @@
-"""Writes the tables and plots of docs/results.md from what benchmarks measured: `python -m bench.results`.
+"""Writes the tables and plots of docs/comparison.md from what benchmarks measured: `python -m bench.results`.
 
 The measurements are JSON files in docs/results, each with its command and its machine. No number is written by hand.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from bench.paired import interval, p_value
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "results.md"
+PAGE = DOCS / "comparison.md"
 BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
 _WIDTH, _HEIGHT, _LEFT, _TOP = 640, 240, 48, 34
 _COLOURS = {"cached": "#2563eb", "uncached": "#d97706", "repeated": "#6b7280", "once": "#9333ea"}
@@ -66,7 +66,11 @@ def tables(steady: Json, noisy: Json, tokens: Json) -> str:
     plain, cached = (statistics.mean(run[name] for run in tokens["runs"]) for name in ("uncached", "cached"))
     claims = [
         ("Reward parity, tools that are deterministic", "curves coincide", _parity(runs)),
-        ("Reward parity, a tool that is not", "curves coincide", _noise(noisy["runs"], "cached", "last")),
+        (
+            "Reward parity, a tool that is not (95 % interval)",
+            "curves coincide",
+            _noise(noisy["runs"], "cached", "last"),
+        ),
         (f"Mean reward, epochs 1 and {last}", "rises", " to ".join(f"{value:.2f}" for value in learned)),
         (f"Hit rate of the first epoch, groups of {group}", "14 to 57 % by workload", f"{first:.0%}"),
         (f"Hit rate of epoch {last}", "rises by epoch, up to 70 %", f"{final:.0%}"),
@@ -86,6 +90,8 @@ def tables(steady: Json, noisy: Json, tokens: Json) -> str:
         "|---|---|---|",
         *(f"| {claim} | {paper} | {here} |" for claim, paper, here in claims),
         "",
+        "\n\n".join(_PLOTS),
+        "",
         f"Tools that are deterministic, mean of {len(runs)} seeds:",
         "",
         "| Measured | Without the cache | With it | Ratio |",
@@ -103,7 +109,7 @@ def tables(steady: Json, noisy: Json, tokens: Json) -> str:
     for kind in kinds:
         number = sum(run["arms"]["cached"]["calls"][kind] for run in runs)
         lines.append(f"| {kind} | {number:,} | {arm('cached', _of('hit_rate', kind)):.0%} |")
-    return "\n".join([*lines, "", *_noise_table(noisy), "", "\n\n".join(_PLOTS), ""])
+    return "\n".join([*lines, "", *_noise_table(noisy), ""])
 
 
 _PLOTS = [
@@ -147,10 +153,7 @@ def _differences(runs: Sequence[Json], arm: str, measure: str) -> list[float]:
 def _noise(runs: Sequence[Json], arm: str, measure: str) -> str:
     found = _differences(runs, arm, measure)
     low, high = interval(found)
-    return (
-        f"differs by {statistics.mean(found):+.3f}, 95 % interval {low:+.3f} to {high:+.3f}, p = {p_value(found):.3f} "
-        f"({len(runs)} seeds)"
-    )
+    return f"{statistics.mean(found):+.3f} ({low:+.3f} to {high:+.3f}), p = {p_value(found):.3f}"
 
 
 def _noise_table(noisy: Json) -> list[str]:
@@ -162,7 +165,7 @@ def _noise_table(noisy: Json) -> list[str]:
         "repeated": "Without it a second time",
     }
     lines = [
-        f"A tool that is not deterministic, {len(runs)} seeds. Each arm beside the arm without the cache:",
+        f"A tool that is not deterministic, {len(runs)} seeds. Differences to the first arm, with 95 % intervals:",
         "",
         f"| Measured | Without the cache | {' | '.join(arms.values())} |",
         f"|{'---|' * (len(arms) + 2)}",

@@ -1,4 +1,4 @@
-"""A shell for veRL's tool agent loop whose commands run in Forkpoint. Read docs/agents/verl.md.
+"""A shell for veRL's tool agent loop whose commands run in Forkpoint. Read docs/agents/trainers.md.
 
 veRL's tool config names it as `class_name: verl_tool.ForkpointShell`, with `config: {url: "http://127.0.0.1:8700"}`.
 On a cluster it needs no URL.

@@ -183,7 +183,7 @@ def _check(name: str, service: Service, names: set[str], note: Callable[[str], o
     if unknown := sorted(key for key in service.keys() - known if not key.startswith("x-")):
         raise ComposeFileError(
             Reason.UNKNOWN, f"Service {name!r} has {unknown[0]!r}, which services of a sandbox do not have. Write a "
-            "spec (docs/services.md).",
+            "spec (docs/containers.md).",
         )  # fmt: skip
     used = {key: service[key] for key in service.keys() & _MEANT - {"environment", "volumes", "tmpfs"}}
     used["volumes"] = [mount[1:] for mount in mounts_of(name, service)]

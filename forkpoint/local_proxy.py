@@ -17,7 +17,7 @@ def local(data: str | Path | None = None, **settings: object) -> Iterator[Client
 
     Args:
         data: The data directory, whose trees the next block may use; None for an empty one that is removed.
-        settings: Settings by their names, as `docs/operating.md` lists them, such as `drivers=["sqlite"]`.
+        settings: Settings by their names, as `docs/deploying.md` lists them, such as `drivers=["sqlite"]`.
 
     Raises:
         EphemeralProxyError: The proxy does not start or does not stop in time. The text quotes the end of its log.

@@ -200,7 +200,7 @@ class Settings(BaseSettings):
         if not (is_loopback(self.host) or self.token or self.token_file):
             raise ValueError(
                 f"host {self.host} can be reached from other machines, and every client can run commands. Set token or "
-                "token_file (docs/security.md), or listen on 127.0.0.1"
+                "token_file (docs/access.md), or listen on 127.0.0.1"
             )
         return self
 

@@ -34,7 +34,7 @@ def test_compose_sets_known_settings(compose: dict[str, Any], monkeypatch: pytes
 
 def test_users_of_older_compose_get_the_same_proxy(compose: dict[str, Any]) -> None:
     """Debian's compose is version 1, which refuses the file. The page has a `docker run` with the same flags."""
-    page = (ROOT / "docs" / "containers.md").read_text().replace("\\\n", " ")
+    page = (ROOT / "docs" / "deploying.md").read_text().replace("\\\n", " ")
     assert "This needs version 2 of compose" in page
     (command,) = re.findall(r"^docker run .*--hostname .*$", page, re.MULTILINE)
     proxy = compose["services"]["proxy"]

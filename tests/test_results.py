@@ -1,4 +1,4 @@
-"""docs/results.md and its plots are what the committed measurements say. `python -m bench.results` writes them."""
+"""docs/comparison.md and its plots are what the committed measurements say. `python -m bench.results` writes them."""
 
 import json
 

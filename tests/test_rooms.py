@@ -51,8 +51,7 @@ class Room:
     def row(self) -> str:
         """The room's line in the page's table."""
         path = self.name.replace(".", "/")
-        imports = ", ".join(f"`{name}`" for name in self.imports) or "nothing"
-        return f"| [`{path}/`](../{path}/) | {self.purpose} | {self.process} | {imports} |"
+        return f"| [`{path}/`](../{path}/) | {self.purpose} |"
 
 
 def folders() -> Iterator[Path]:
@@ -189,7 +188,7 @@ def test_names_that_sources_mention_exist() -> None:
 
 
 def table() -> str:
-    lines = ["| Room | What it is for | Process | Imports |", "|---|---|---|---|", *(room.row for room in rooms())]
+    lines = ["| Room | What it is for |", "|---|---|", *(room.row for room in rooms())]
     return "\n".join(lines) + "\n"
 
 

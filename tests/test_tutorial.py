@@ -1,4 +1,4 @@
-"""The tutorial's lines train: with a stand-in for TRL here, and with TRL itself where it is installed."""
+"""The lines of the page of trainers train: with a stand-in for TRL here, and with TRL itself where it is installed."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from tests.agents.serving import real_proxy
 from tests.machine import require_sandboxes
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "tutorial.md"
+PAGE = ROOT / "docs" / "agents" / "trainers.md"
 COMMANDS = [["pwd", "touch done"], ["pwd", "ls"], ["pwd", "touch done"]]
 REWARDS: list[float] = []
 

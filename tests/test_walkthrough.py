@@ -57,9 +57,8 @@ def test_names_on_page_exist(page: Path) -> None:
     assert missing(page.read_text()) == []
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "walkthrough.md"])
-def test_page_names_the_code_it_explains(page: str) -> None:
-    assert len(names_of((REPOSITORY / "docs" / page).read_text())) >= 20
+def test_page_names_the_code_it_explains() -> None:
+    assert len(names_of((REPOSITORY / "docs" / "architecture.md").read_text())) >= 60
 
 
 @pytest.mark.parametrize(

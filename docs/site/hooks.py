@@ -17,6 +17,7 @@ from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from docs.site.client import client_page
 from docs.site.llms import table_of_contents
 from docs.site.markdown import ADOPTED, DOCS, ROOT, adapted, sources_of
 from docs.site.rest import rest_page
@@ -57,11 +58,12 @@ def expanded(entries: Any) -> Any:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add pages from outside `docs/`, the references of REST and settings, and source files that pages link to."""
+    """Add pages from outside `docs/`, references of REST, settings and client, and source files that pages link to."""
     for origin, place in ADOPTED.items():
         files.append(File.generated(config, place, content=(ROOT / origin).read_text()))
     files.append(File.generated(config, "rest.md", content=rest_page()))
     files.append(File.generated(config, "settings.md", content=settings_page()))
+    files.append(File.generated(config, "client-reference.md", content=client_page()))
     files.append(File.generated(config, "favicon.svg", abs_src_path=str(FAVICON)))
     files.append(File.generated(config, "assets/manual.css", abs_src_path=str(STYLE)))
     sources = {

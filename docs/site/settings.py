@@ -10,7 +10,7 @@ _INTRODUCTION = """# Settings reference
 
 Every setting of `forkpoint serve`, from its declaration. A setting comes from an option where there is one, from the
 environment variable, or from a key of a TOML file (`--config`); the first source that has it wins.
-[Operating](operating.md#settings) explains those that you will change first.
+[Deploying](deploying.md#settings) has those that you will change first.
 
 | Setting | Variable | Type | Default | Meaning |
 |---|---|---|---|---|

@@ -189,7 +189,7 @@ def _shells() -> Requirement:
 
 
 def _criu() -> Requirement:
-    remedy = f"{WITHOUT_CHECKPOINTS} See 'Checkpoints of live processes' in docs/operating.md."
+    remedy = f"{WITHOUT_CHECKPOINTS} See 'Checkpoints of live processes' in docs/states-and-memory.md."
     with tempfile.TemporaryDirectory(prefix="forkpoint-check-") as folder:
         try:
             CriuBinary.prepare(Path(folder))

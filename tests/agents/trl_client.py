@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.chat_template_utils import qwen3_chat_template
 
 COMMANDS = ["ls", "touch done", "pwd", "rm -f done", "sleep 0.2; echo built", "echo hello", "cat done", "mkdir -p src"]
-PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
+PAGE = Path(__file__).parents[2] / "docs" / "agents" / "trainers.md"
 
 
 def make_model(folder: str) -> list[int]:

@@ -1,101 +1,9 @@
-"""The reference in docs/client.md is what the docstrings say. `python -m tests.forkpoint.test_reference` writes it."""
+"""The client's reference on the site has every public class. `docs/site/client.py` writes it from the docstrings."""
 
-import inspect
-import re
-from collections.abc import Iterator
-from dataclasses import is_dataclass
-from pathlib import Path
-from typing import Any
-
-from forkpoint import client, errors, local, operations, results, trajectories, trees
+from docs.site.client import CLASSES, RESULTS, client_page
+from docs.site.markdown import DOCS
+from forkpoint import client, results, trajectories, trees
 from forkpoint.exchange import Operation
-
-PAGE = Path(__file__).parents[2] / "docs" / "client.md"
-BEGIN, END = "<!-- reference -->\n", "<!-- /reference -->"
-CLASSES: tuple[tuple[str, type, type], ...] = (
-    ("`Client`, `AsyncClient`", client.Client, operations.ProxyOperations),
-    ("`Task`, `AsyncTask`", client.Task, operations.TaskOperations),
-    ("`Rollout`, `AsyncRollout`", client.Rollout, operations.RolloutOperations),
-)
-RESULTS = (
-    results.CallResult, results.ShellResult, results.FileResult, results.SqlResult, results.ComparedQueries,
-    results.VideoResult, results.ToolResponse, results.RolloutInfo, results.Step, results.TaskInfo, trees.Tree,
-    results.Node, results.Report, results.ReportRow, trajectories.Trajectory, results.Diff, results.Stats,
-    errors.ForkpointError, errors.UnreachableError,
-)  # fmt: skip
-
-
-def reference() -> str:
-    """Return the reference as Markdown."""
-    parts = [f"### `forkpoint.local`\n{_function('local', local)}"]
-    for title, kind, described in CLASSES:
-        own = [
-            _function(name, value) for name, value in vars(kind).items()
-            if not name.startswith("_") and inspect.isfunction(value)
-        ]  # fmt: skip
-        inherited = [
-            _function(name, vars(described)[name].__get__(None, described))
-            for name, value in vars(described).items()
-            if isinstance(value, Operation)
-        ]
-        urls = [
-            f"#### `{name}`\n{_text(inspect.getdoc(value) or '')}\n"
-            for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, property)
-        ]  # fmt: skip
-        parts.append("\n".join([f"### {title}\n{_text(inspect.getdoc(kind) or '')}\n", *own, *inherited, *urls]))
-    parts.append("### Results and errors\n" + "\n".join(_result(kind) for kind in RESULTS))
-    return "\n".join(parts)
-
-
-def _function(name: str, function: Any) -> str:
-    signature = inspect.signature(function)
-    kept = [parameter for parameter in signature.parameters.values() if parameter.name != "self"]
-    arguments = str(signature.replace(parameters=kept, return_annotation=inspect.Signature.empty))
-    # As a reader imports them, without the modules that they come from.
-    arguments = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", arguments)
-    returned = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", _returned(signature.return_annotation))
-    return (
-        f"#### `{name}{arguments}`{f' → `{returned}`' if returned else ''}\n{_text(inspect.getdoc(function) or '')}\n"
-    )
-
-
-def _returned(annotation: Any) -> str:
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    wrapped = re.fullmatch(r"(?:[\w.]+\.)?(?:ApiRequest|Iterator)\[(.*)\]", text)
-    inner = wrapped[1] if wrapped else text
-    return "" if inner in ("None", "NoneType", "inspect._empty", "_empty") else inner
-
-
-def _result(kind: type) -> str:
-    bases = [base.__name__ for base in kind.__bases__ if is_dataclass(base)]
-    head = f"#### `{kind.__name__}`{f' ({bases[0]})' if bases else ''}"
-    return "\n".join([head, _text(inspect.getdoc(kind) or ""), *_properties(kind), ""])
-
-
-def _properties(kind: type) -> Iterator[str]:
-    for name, value in vars(kind).items():
-        if isinstance(value, property):
-            yield f"- `{name}`: {' '.join((inspect.getdoc(value) or '').split())}"
-
-
-def _text(doc: str) -> str:
-    """Return a docstring in Google's style as Markdown: its sections become lists."""
-    lines: list[str] = []
-    for line in doc.splitlines():
-        entry = re.fullmatch(r" {4}([\w, ]+): (.*)", line)
-        if re.fullmatch(r"(Args|Attributes|Raises|Returns):", line):
-            continue
-        if entry:
-            lines.append(f"- `{entry[1]}`: {entry[2]}")
-        elif line.startswith("        ") and lines:
-            lines[-1] += f" {line.strip()}"
-        else:
-            lines.append(line)
-    return "\n".join(lines).strip()
-
-
-def test_page_has_the_reference_of_the_docstrings() -> None:
-    assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0] == reference()
 
 
 def test_every_public_class_is_in_the_reference() -> None:
@@ -108,6 +16,18 @@ def test_every_public_class_is_in_the_reference() -> None:
     }
 
 
-if __name__ == "__main__":
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + reference() + END + rest.partition(END)[2])
+def test_reference_says_what_each_operation_does() -> None:
+    """Methods of the client itself, operations that both kinds of client have, and properties."""
+    page = client_page()
+    assert "### `exec(command: str, *, timeout_s: float | None = None" in page
+    assert "- `timeout_s`: Seconds after which the command is ended; None for the task's limit." in page
+    assert all(f"### `{name}" in page for name in ("close(", "stats()", "fork(", "base_url`", "ForkpointError`"))
+    assert client.Client.__doc__ is not None
+    assert client.Client.__doc__.partition("\n")[0] in page
+
+
+def test_page_names_every_operation() -> None:
+    page = (DOCS / "client.md").read_text()
+    names = {name for *_, kind in CLASSES for name, value in vars(kind).items() if isinstance(value, Operation)}
+    assert len(names) > 20
+    assert {name for name in names if f"`{name}`" not in page} == set()

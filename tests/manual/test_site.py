@@ -68,7 +68,7 @@ def test_pages_need_nothing_that_the_policy_forbids(pages: dict[Path, Page]) -> 
 
 def test_every_page_is_in_the_list_for_language_models(site: Path) -> None:
     listed = re.findall(r"\]\(([^)]+\.md)\)", (site / "llms.txt").read_text())
-    assert len(listed) > 50
+    assert len(listed) > 40
     assert all((site / page).is_file() for page in listed)
     assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} <= set(listed)
 
@@ -79,7 +79,7 @@ def test_navigation_names_every_page() -> None:
     settings = yaml.safe_load((ROOT / "docs" / "site" / "mkdocs.yml").read_text().replace("!!python", "#"))
     named = set(re.findall(r"'([^']+\.md)'", repr(expanded(settings["nav"]))))
     written = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
-    assert written | set(ADOPTED.values()) | {"rest.md", "settings.md"} == named
+    assert written | set(ADOPTED.values()) | {"rest.md", "settings.md", "client-reference.md"} == named
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Recorded workloads, read as requests to the endpoints of tasks.
 
 A file has one JSON object per line, and each line is one rollout:
-`{"task", "rollout", "calls": [{"tool": "shell", "args": {"command": ...}}], "spec"?: {...}}` (`docs/replay.md`).
+`{"task", "rollout", "calls": [{"tool": "shell", "args": {"command": ...}}], "spec"?: {...}}` (`docs/data.md`).
 """
 
 import hashlib
