@@ -9,6 +9,7 @@
 #
 # Processes get some grace before they count: most of what a command starts ends a moment after the command itself.
 
+import mmap
 import os
 import time
 from collections.abc import Callable, Collection
@@ -26,11 +27,17 @@ _KINDS = {
     "background": "a background process has not been polled to its end",
     "descriptors": "the shell holds open descriptors",
     "founder": "a command has changed the limits, scheduling or terminals of pid 1",
-    "ipc": "System V IPC objects or POSIX message queues exist",
+    "ipc": "System V semaphores or message queues, or POSIX message queues exist",
     "jobs": "the shell knows of jobs that a later call may wait for",
+    "segments": "System V shared memory exists",
     "scheduling": "the shell has another niceness, CPUs or OOM score than it was born with",
     "session": "a session goes on in its own shell, because no fresh one can take it on",
 }
+
+OUTSIDE_IPC = f"{_KINDS['ipc']}, and a checkpoint does not hold them"
+_PERMISSIONS = 0o777
+_MOST_SEGMENTS = 20
+"""The most segments that one look at `/proc/sysvipc/shm` shows (`processes.shown`)."""
 
 
 class Survivors:
@@ -69,15 +76,10 @@ class Survivors:
         return sorted((entry[1], entry[2]) for entry in self.now if entry[0] == "jobs")
 
     @property
-    def has_ipc_objects(self) -> bool:
-        """Whether IPC objects exist that no process has to hold. No checkpoint holds them either."""
-        return any(kind == "ipc" for kind, *_ in self.now)
-
-    @property
     def outside_checkpoint(self) -> str:
         """Why no checkpoint holds everything that survives; empty if one does."""
-        if self.has_ipc_objects:
-            return f"{_KINDS['ipc']}, and a checkpoint does not hold them"
+        if any(kind == "ipc" for kind, *_ in self.now):
+            return OUTSIDE_IPC
         return _KINDS["founder"] if any(kind == "founder" for kind, *_ in self.now) else ""
 
     @property
@@ -96,8 +98,8 @@ class Survivors:
         # Each call may move a descriptor's offset or write to shared memory. Neither can be compared, so the number of
         # the call is part of these entries: they never equal earlier ones.
         held = {("descriptors", shell.name, shell.runs) for shell in holding(self._shells)}
-        objects = processes.ipc_objects() + len(os.listdir("/dev/mqueue"))  # noqa: PTH208 - pathlib is not loaded in pid 1
-        shared = {("ipc", objects, self._settled)} if objects else set()
+        counts = {"segments": processes.ipc_objects("shm"), "ipc": outside_ipc()}
+        shared = {(kind, count, self._settled) for kind, count in counts.items() if count}
         now: set[Any] = (
             running | held | shared | self._background.state | kept(self._shells) | rescheduled(self._shells)
             | self._changed_founder()
@@ -130,6 +132,37 @@ class Survivors:
 
     def _others(self) -> set[Process]:
         return self._living(self._shells.idle_pids)
+
+
+def outside_ipc() -> int:
+    """Return the number of IPC objects that no process has to hold, and that no checkpoint holds either.
+
+    CRIU saves semaphores, but not what a process that ends takes back of them (`SEM_UNDO`, semop(2)).
+    """
+    return processes.ipc_objects("sem", "msg") + len(os.listdir("/dev/mqueue"))  # noqa: PTH208 - no pathlib in pid 1
+
+
+def unsaved_segments(pids: Collection[int]) -> str:
+    """Return why CRIU would lose something of System V shared memory; empty if it would not. The processes stand still.
+
+    CRIU makes a segment again with its ID, key, owner, permissions and content, and attaches it as a whole.
+    """
+    _, *lines = processes.shown("/proc/sysvipc/shm").splitlines()
+    segments = {int(fields[1]): fields for fields in map(bytes.split, lines)}
+    if len(segments) >= _MOST_SEGMENTS:
+        return f"{_MOST_SEGMENTS} segments of System V shared memory or more exist"
+    for segment, fields in segments.items():
+        if int(fields[2], 8) & ~_PERMISSIONS:
+            return f"the System V segment {segment} is locked, or was removed while processes use it"
+    for pid in pids:
+        with open(f"/proc/{pid}/maps", "rb") as maps:  # noqa: PTH123
+            mappings = [line.split(None, 5) for line in maps if b" /SYSV" in line]
+        for places, _, offset, _, number, *_ in mappings:
+            begin, end = (int(place, 16) for place in places.split(b"-"))
+            size = int(segments[int(number)][3]) if int(number) in segments else 0
+            if int(offset, 16) or end - begin != -(-size // mmap.PAGESIZE) * mmap.PAGESIZE:
+                return f"process {pid} has a part of the System V segment {int(number)} only"
+    return ""
 
 
 def holding(shells: Shells) -> list[Shell]:

@@ -130,9 +130,14 @@ class SetLastPid(IpcRequest[Forked], op="set_last_pid", descriptors=(1, 1)):
 
 # All of CRIU's files are opened by the proxy; the launcher passes them on.
 class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
-    """Start CRIU, with these arguments, inside a sandbox to dump its processes."""
+    """Start CRIU, with these arguments, inside a sandbox to dump its processes.
+
+    Attributes:
+        dumps_segments: Whether System V shared memory is dumped. CRIU does that where its own IPC namespace is another.
+    """
 
     criu_arguments: list[str]
+    dumps_segments: bool = False
 
 
 # Unasked: CRIU's socket exists only once CRIU is about to run.

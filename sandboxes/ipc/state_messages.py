@@ -30,9 +30,14 @@ class NotFreezable(IpcMessage, op="not_freezable"):
 
 # The answer to the first half of a freeze: the proxy runs CRIU on this tree before it asks for the files.
 class ProcessTree(IpcMessage, op="process_tree"):
-    """Processes run, and CRIU can dump them: they are the tree below this process, by its number in the sandbox."""
+    """Processes run, and CRIU can dump them: they are the tree below this process, by its number in the sandbox.
+
+    Attributes:
+        has_segments: Whether System V shared memory exists, which CRIU dumps with its namespace.
+    """
 
     pid: int
+    has_segments: bool = False
 
 
 # -- pid 1 of a local sandbox ----------------------------------------------------------------------------------------

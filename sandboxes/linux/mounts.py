@@ -18,6 +18,7 @@ import stat
 from collections.abc import Iterable, Sequence
 
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.spawn import SHELL_FILES
 
 _PROC_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
@@ -130,6 +131,21 @@ def follow_links(mount_points: list[str]) -> None:
     """Undo `stop_following_links`."""
     for mount_point in mount_points:
         kernel.set_mount_attributes(mount_point, remove=kernel.MOUNT_ATTR_NOSYMFOLLOW)
+
+
+def enter_ipc(pid: int) -> None:
+    """Enter the IPC namespace of a process."""
+    with Opened(os.open(f"/proc/{pid}/ns/ipc", os.O_RDONLY | os.O_CLOEXEC)) as namespace:
+        kernel.setns(namespace, kernel.CLONE_NEWIPC)
+
+
+def show_message_queues() -> None:
+    """Show the message queues of this process's IPC namespace wherever others are shown."""
+    with open("/proc/1/mountinfo", "rb") as file:  # noqa: PTH123
+        lines = [line.decode("latin-1").split(" - ") for line in file]
+    for place in [mount.split()[4] for mount, rest in lines if rest.split()[0] == "mqueue"]:
+        kernel.unmount(place)
+        kernel.mount("mqueue", place, "mqueue", _PROC_FLAGS)
 
 
 def _pivot() -> None:

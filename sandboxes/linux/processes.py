@@ -286,13 +286,13 @@ def death_of(pid: int) -> int:
     return os.eventfd(1, os.EFD_CLOEXEC)
 
 
-def ipc_objects() -> int:
-    """Return the number of System V segments, semaphores and queues, or of the first 30 of each kind.
+def ipc_objects(*kinds: str) -> int:
+    """Return the number of System V objects of some kinds (`shm`, `sem`, `msg`), or of the first 20 of each kind.
 
     They are state that no file holds.
     """
     count = 0
-    for kind in ("shm", "sem", "msg"):
+    for kind in kinds:
         try:
             # The first line is a heading.
             count += shown(f"/proc/sysvipc/{kind}").count(b"\n") - 1

@@ -284,7 +284,11 @@ class Launcher:
             self.driver.close()
             # All namespaces by one descriptor of the process (setns(2), since Linux 5.8). Only a child of this fork,
             # CRIU, is born in the pid namespace.
-            kernel.setns(sandbox, init.NAMESPACES | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP)
+            entered = init.NAMESPACES | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP
+            kernel.setns(sandbox, entered)
+            if request.dumps_segments:
+                # An empty one, so that CRIU is neither in the sandbox's nor in the machine's.
+                kernel.unshare(kernel.CLONE_NEWIPC)
             os.chdir("/")
             operate(CriuFiles(*files), request.criu_arguments, restores=False)
         except OSError as error:

@@ -17,6 +17,7 @@ from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.guest.process_call import background_process
 from sandboxes.guest.shells import Shells
 from sandboxes.guest.supervisor import CallRequest, Supervisor
+from sandboxes.guest.survivors import OUTSIDE_IPC, outside_ipc, unsaved_segments
 from sandboxes.guest.tool_servers import Servers
 from sandboxes.ipc.codec import Envelope, IpcMessage, with_members
 from sandboxes.ipc.fork_pages import own_pages
@@ -84,7 +85,7 @@ class PidOne:
         self._servers = Servers(shells)
         self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, sockets, groups)
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
-        self._held_from = 0.0
+        self._held_from, self._has_segments = 0.0, False
 
     def serve(self, handed_over: list[int], *, begun: bool, broken: str | None = None) -> None:
         """Report that the sandbox has started, then answer requests until the proxy is gone.
@@ -190,8 +191,8 @@ class PidOne:
             if not self._shells.begin_checkpoint():
                 self._link.send(NotFreezable("a command has ended the sandbox's anchor"))
                 return
-            self._held_from = time.monotonic()
-            self._link.send(ProcessTree(self._shells.anchor.pid))
+            self._held_from, self._has_segments = time.monotonic(), bool(processes.ipc_objects("shm"))
+            self._link.send(ProcessTree(self._shells.anchor.pid, self._has_segments))
             return
         # Without writes the layers stay, and the shells can stay as well.
         if not self._changes.written:
@@ -235,8 +236,14 @@ class PidOne:
         if outlet.connected():
             self._link.send(NotFreezable(outlet.CONNECTED))
             return
-        if mapped_locks.are_held([pid for pid, _ in processes.list_processes()]):
+        pids = [pid for pid, _ in processes.list_processes()]
+        if mapped_locks.are_held(pids):
             self._link.send(NotFreezable(mapped_locks.REASON))
+            return
+        # What exists may have come since the last call, or since CRIU was started.
+        reason = OUTSIDE_IPC if outside_ipc() else unsaved_segments(pids)
+        if reason or bool(processes.ipc_objects("shm")) != self._has_segments:
+            self._link.send(NotFreezable(reason or "System V shared memory came or went"))
             return
         anchor = self._shells.anchor
         assert anchor is not None
@@ -246,6 +253,7 @@ class PidOne:
             {
                 "anchor": anchor.remember(),
                 "shells": [shell.remember() for shell in self._shells],
+                "has_segments": self._has_segments,
                 "restless": self._stillness.restless,
                 "servers": [server.remember() for server in self._servers],
                 "left": [process.remember() for process in self._background],

@@ -383,7 +383,7 @@ class LocalSandbox:
             paused = await self.link.ask(Pause(root, checkpoint))
             if isinstance(paused.message, ProcessTree):
                 # Case 3: processes run.
-                return await self._checkpoint(paused.message.pid)
+                return await self._checkpoint(paused.message)
             state = await self._on_new_layer(paused.message, paused.body)
         added, stack = self._layers.keep(), self._layers.stack
         return FrozenState("local", "files", self._payload(state, stack), added, state.state.digest, stack)
@@ -398,8 +398,8 @@ class LocalSandbox:
             "pristine": state.pristine,
         }
 
-    async def _checkpoint(self, tree: int) -> FrozenState:
-        """Dump the processes below a pid of the sandbox, with a copy of the files of the same moment.
+    async def _checkpoint(self, tree: ProcessTree) -> FrozenState:
+        """Dump the sandbox's processes, with a copy of the files of the same moment.
 
         `NotFreezableError` says why CRIU cannot dump them.
         """
@@ -408,7 +408,7 @@ class LocalSandbox:
 
         async def start_criu(arguments: list[str], files: list[int]) -> None:
             async with self._at_launcher() as process:
-                await self._machine.launcher.ask(RunCriu(arguments), [process, *files])
+                await self._machine.launcher.ask(RunCriu(arguments, tree.has_segments), [process, *files])
 
         async def copy_files(mapped: MappedFiles) -> None:
             # CRIU holds the agent's processes, but not pid 1, which therefore still answers.
@@ -430,7 +430,7 @@ class LocalSandbox:
 
         checkpointer, layers = self._machine.checkpointer, self._machine.layers
         try:
-            images = await checkpointer.dump(start_criu, tree, copy_files)
+            images = await checkpointer.dump(start_criu, tree.pid, copy_files)
         except BaseException:
             self._held = ()
             # Nothing refers to the copies, so they go at once.

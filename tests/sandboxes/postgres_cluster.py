@@ -93,6 +93,14 @@ def require_postgres() -> None:
         pytest.skip(missing)
 
 
+def server_programs() -> Path:
+    """Return the directory of the server's programs; skip or fail as `require_postgres` without them."""
+    require_postgres()
+    programs = _programs()
+    assert programs is not None
+    return programs
+
+
 @functools.cache
 def _missing() -> str:
     if not _programs():

@@ -69,10 +69,13 @@ class CriuFiles(NamedTuple):
     log: int
 
 
-def operate(files: CriuFiles, arguments: list[str], inherited: Sequence[int] = (), *, restores: bool) -> NoReturn:
+def operate(
+    files: CriuFiles, arguments: list[str], inherited: Sequence[int] = (), *, restores: bool, segments_of: int = 0
+) -> NoReturn:
     """Start CRIU in the namespaces of this process, or of its children to come; end when CRIU ends. Call in a fork.
 
-    CRIU's arguments begin with its name. Restored processes get the inherited descriptors.
+    CRIU's arguments begin with its name. Restored processes get the inherited descriptors. `segments_of` is the pid of
+    a process that gets an IPC namespace with System V shared memory; 0 if none does.
     """
     code = 1
     # Open until this process ends: so the proxy learns that CRIU has ended.
@@ -97,7 +100,7 @@ def operate(files: CriuFiles, arguments: list[str], inherited: Sequence[int] = (
         _change_root(root)
         close_all({*files[1:], *inherited, root, null})
         link.hand_over(CriuStarted(), [ours.detach()])
-        _serve(link, ended, tracer, changed)
+        _serve(link, ended, tracer, changed, segments_of)
         os.waitpid(pid, 0)
         code = 0
     except (OSError, ValueError) as error:
@@ -106,10 +109,10 @@ def operate(files: CriuFiles, arguments: list[str], inherited: Sequence[int] = (
         os._exit(code)
 
 
-def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str]) -> None:
+def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str], segments_of: int) -> None:
     """Answer the proxy until CRIU ends.
 
-    `tracer` is CRIU, as the sandbox numbers it; `changed` are the mounts without links.
+    `tracer` is CRIU, as the sandbox numbers it; `changed` are the mounts without links. See `operate` for the last.
     """
     poll = select.poll()
     poll.register(ended, select.POLLIN)
@@ -125,6 +128,10 @@ def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str]) -> Non
                 case InspectNames():
                     link.send(_inspect(tracer))
                 case FollowLinks():
+                    # None of the agent's processes runs yet.
+                    if segments_of:
+                        mounts.enter_ipc(segments_of)
+                        mounts.show_message_queues()
                     # First: a path of the agent's must not lead through a link.
                     _put_times_back(envelope.message.times)
                     put_back(envelope.message.settings)

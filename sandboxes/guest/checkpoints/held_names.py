@@ -33,7 +33,7 @@ import stat
 from sandboxes.guest.checkpoints import lost_settings
 from sandboxes.guest.checkpoints.lost_settings import NotDumpableError
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.descriptors import Opened, close_all
 
 _DELETED = b" (deleted)"
 """What the kernel appends to the name of a file without a directory entry (proc_pid_fd(5))."""
@@ -83,6 +83,7 @@ class HeldNames:
         self.mapped: dict[str, str] = {}
         self.times: dict[str, list[int]] = {}
         self._plain: set[bytes] = set()
+        self._memory = _device_of_shared_memory()
         self._mounts: dict[bytes, int] = {}
         self._descriptors: list[tuple[int, int, bytes]] = []
         self._count = self._noted_bytes = 0
@@ -155,6 +156,9 @@ class HeldNames:
         path = fields[5].lstrip(b" ") if len(fields) > 5 else b""
         self._count_name()
         if not path.startswith(b"/"):
+            return
+        if fields[3] == self._memory and path.startswith(_NO_FILE):
+            # Of a memfd the agent has chosen the name, and CRIU restores shared memory as one of its own.
             return
         if path not in self._plain:
             self._plain.add(path)
@@ -238,6 +242,13 @@ def _require_same(path: bytes, held: os.stat_result, subject: str) -> None:
     status = _look_up(path, subject)
     if status is None or not os.path.samestat(status, held):
         raise UnsafeNameError(f"{subject}, which is not there any more")
+
+
+def _device_of_shared_memory() -> bytes:
+    """Return the device of all shared memory, which no agent can mount, as `maps` has it (proc_pid_maps(5))."""
+    with Opened(os.memfd_create("look", os.MFD_CLOEXEC)) as memory:
+        device = os.fstat(memory).st_dev
+    return b"%02x:%02x" % (os.major(device), os.minor(device))
 
 
 def _require_plain(path: bytes, held: os.stat_result | None, subject: str) -> None:

@@ -29,7 +29,7 @@ from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_start import adopt
 from sandboxes.guest.tool_servers import new_pipes as new_server_pipes
 from sandboxes.ipc.state_messages import Checkpoint
-from sandboxes.linux import oom_score, processes
+from sandboxes.linux import mounts, oom_score, processes
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
 
@@ -84,7 +84,8 @@ class Restoring:
         self._operator = os.fork()
         if self._operator == 0:
             os.close(self._last_pid)
-            operate(CriuFiles(*rest), arguments, theirs, restores=True)
+            segments_of = checkpoint["anchor"]["pid"] if checkpoint.get("has_segments") else 0
+            operate(CriuFiles(*rest), arguments, theirs, restores=True, segments_of=segments_of)
         close_all((*rest, *theirs))
 
     def finish(self) -> Restored:
@@ -93,6 +94,9 @@ class Restoring:
         os.waitpid(self._operator, 0)
         # CRIU's helpers became children of pid 1 when CRIU ended.
         processes.reap()
+        if checkpoint.get("has_segments"):
+            # CRIU has made an IPC namespace for them. What this process starts belongs there too.
+            mounts.enter_ipc(checkpoint["anchor"]["pid"])
         processes.set_last_pid(self._last_pid, checkpoint["last_pid"])
         os.close(self._last_pid)
         oom_score.let_lower(checkpoint["pids"])

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_process_that_cannot_be_read_has_not_ended(monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EMFILE, path)
 
     monkeypatch.setattr(processes, "shown", refuse)
-    for look in (processes.list_processes, processes.ipc_objects):
+    for look in (processes.list_processes, partial(processes.ipc_objects, "shm")):
         with pytest.raises(OSError, match=r"stat|sysvipc"):
             look()
 

@@ -248,7 +248,7 @@ def test_restored_sandbox_is_confined_and_limited(data_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("held", "reason"),
-    [("ipcmk -M 4096; sleep 1000 &", "System V"), ("kill -9 $PPID; sleep 1000 &", "anchor")],
+    [("ipcmk -S 1; sleep 1000 &", "System V"), ("kill -9 $PPID; sleep 1000 &", "anchor")],
 )
 def test_failed_dump_names_its_reason_and_harms_nothing(data_dir: Path, held: str, reason: str) -> None:
     async def test(driver: LocalDriver) -> None:
