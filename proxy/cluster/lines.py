@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from proxy.cluster.protocol import StepId, Ended, Position, Stepped
+from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.storage.copies import Copy, FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
 

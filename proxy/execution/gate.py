@@ -3,6 +3,7 @@
 Without a cluster there is no gate, and every test for one is a comparison with None.
 """
 
+from collections.abc import Container
 from typing import Protocol
 
 from proxy.storage.records import RecordBytes
@@ -37,6 +38,10 @@ class Gate(Protocol):
         The rollout's turn must be held. Another member may have owned the task since, so that the step does not count.
         Raises RefusalError if the call cannot be answered here and now.
         """
+        ...
+
+    def stored(self, tree: Tree) -> Container[int]:
+        """Return the numbers of the nodes of a tree whose states the next owner can fetch."""
         ...
 
     def task_put(self, task: str) -> None:

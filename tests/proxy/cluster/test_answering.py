@@ -10,7 +10,7 @@ from proxy.cluster.link.frames import Hello
 from proxy.cluster.messages import CallAnswer, CallQuestion, ElsewhereAnswer, Kind, unpack
 from proxy.cluster.origin import ORIGIN
 from proxy.cluster.owned import Owned
-from proxy.cluster.protocol import StepId, Ended, Steps
+from proxy.cluster.protocol import Ended, StepId, Steps
 from sandboxes.ipc.codec import encode
 
 HELLO = Hello(2, 6, 1, b"n")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.cluster.lines import Line, LogError, decode, encode
-from proxy.cluster.protocol import StepId, Ended, Position, Stepped
+from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
 NUMBERS = st.integers(0, 2**53 - 1)

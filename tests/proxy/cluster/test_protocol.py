@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from proxy.cluster.protocol import MAX_ANSWERED, StepId, Ended, Outbox, Position, Stepped, Steps, replaceable
+from proxy.cluster.protocol import MAX_ANSWERED, Ended, Outbox, Position, StepId, Stepped, Steps, replaceable
 from tests.proxy.cluster.world import FRESH, KNOWN, Budget, World
 
 

@@ -7,7 +7,7 @@ import pytest
 from proxy.cluster import takeover
 from proxy.cluster.lines import Kept, Line, Unkept, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
-from proxy.cluster.protocol import StepId, Ended, Position, Stepped
+from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.cluster.takeover import Compaction, TaskLogReading, compaction_of, read_log
 from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 

@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from proxy.cluster.protocol import StepId, Outbox, Position, Stepped, Steps, replaceable
+from proxy.cluster.protocol import Outbox, Position, StepId, Stepped, Steps, replaceable
 
 ROLLOUT = 7
 KNOWN, FRESH = "known", "fresh"
