@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Container, Sequence
 
-from proxy.cluster.lines import Kept, Line
+from proxy.cluster.lines import Deleted, Kept, Line
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
@@ -117,8 +117,15 @@ class ClusterGate:
         if copy is not None:
             self._note(task, [copy])
 
+    def deleted(self, task: str) -> None:
+        """Write to the log that a task was deleted."""
+        owned = self.owned.get(task)
+        if owned is not None:
+            owned.forget()
+            owned.note([Deleted()])
+
     def began(self, rollout: Rollout) -> None:
-        """Write a rollout to the log, with its tree if that is not there."""
+        """Write a rollout with its labels to the log, and its tree if that is not there."""
         assert self._copies is not None
         self._tasks_of[rollout.tree.id] = rollout.task
         copy = self._copies.rollout(rollout.id)

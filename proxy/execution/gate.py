@@ -48,8 +48,12 @@ class Gate(Protocol):
         """Note that a task was written to the store."""
         ...
 
+    def deleted(self, task: str) -> None:
+        """Note that a task was deleted from the store."""
+        ...
+
     def began(self, rollout: Rollout) -> None:
-        """Note that a rollout was written to the store, or moved to another tree before its first call."""
+        """Note that a rollout was written to the store, with its labels, or moved to another tree before a call."""
         ...
 
     def ended(self, task: str, rollout: int) -> None:
