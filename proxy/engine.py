@@ -392,7 +392,7 @@ def build_engine(
         runs_images=settings.runs_images, any_image=settings.any_image, gate=gate, share=share,
     )  # fmt: skip
     executor.renew = tasks.renew
-    forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool)
+    forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool, gate)
     audit = Auditor(
         restorer, store, counts, lambda: len(step.calls), trees.get, roots,
         share=settings.audit_share, quarantine=settings.audit_quarantine, gate=gate,

@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 
-from proxy.cluster.lines import Kept, Line
+from proxy.cluster.lines import Deleted, Kept, Line
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
@@ -13,7 +13,7 @@ from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy, copy_of
 from proxy.storage.records import RecordBytes
 from proxy.storage.trees import TreeStore
 from proxy.tree.rollout import Rollout
-from proxy.tree.tree import Record, Tree
+from proxy.tree.tree import Node, Record, Tree
 
 
 class StaleCallError(RefusalError):
@@ -29,11 +29,13 @@ class ClusterGate:
     Attributes:
         owned: The tasks that this member owns, by name.
         number: Number of this member.
+        stepped: Called with the tree and the node that a rollout has come to.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.owned: dict[str, Owned] = {}
+        self.stepped: Callable[[Tree, Node], None] = lambda _tree, _node: None
         self._tasks_of: dict[int, str] = {}
         self._copies: CopyStore | None = None
         self._trees: TreeStore | None = None
@@ -90,6 +92,7 @@ class ClusterGate:
         await asyncio.shield(owned.write([step]))
         owned.require()
         owned.steps.take(step)
+        self.stepped(rollout.tree, record.target)
         if origin is not None:
             origin.steps += 1
 
@@ -102,6 +105,11 @@ class ClusterGate:
         await self.admit(rollout)
         return not record.source.detached
 
+    def stored(self, tree: Tree) -> Container[int]:
+        """Return the numbers of the nodes of a tree whose states the store has."""
+        owned = self.owned_tree(tree.id)
+        return () if owned is None else owned.kept
+
     def task_put(self, task: str) -> None:
         """Write a task to the log."""
         assert self._copies is not None
@@ -109,8 +117,15 @@ class ClusterGate:
         if copy is not None:
             self._note(task, [copy])
 
+    def deleted(self, task: str) -> None:
+        """Write to the log that a task was deleted."""
+        owned = self.owned.get(task)
+        if owned is not None:
+            owned.forget()
+            owned.note([Deleted()])
+
     def began(self, rollout: Rollout) -> None:
-        """Write a rollout to the log, with its tree if that is not there."""
+        """Write a rollout with its labels to the log, and its tree if that is not there."""
         assert self._copies is not None
         self._tasks_of[rollout.tree.id] = rollout.task
         copy = self._copies.rollout(rollout.id)

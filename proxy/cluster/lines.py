@@ -38,14 +38,18 @@ class Unkept(NamedTuple):
     node: int
 
 
-Line = Copy | Stepped | Ended | Kept | Unkept
+class Deleted(NamedTuple):
+    """The task was deleted: all lines before this one say nothing any more."""
+
+
+Line = Copy | Deleted | Stepped | Ended | Kept | Unkept
 """A line. The position and the call of a `Stepped` are parts of its array."""
 
 _HEAD = struct.Struct("!II")
 _KINDS: dict[str, type[Any]] = {
     "task": TaskCopy, "tree": TreeCopy, "record": RecordCopy, "rollout": RolloutCopy, "stepped": Stepped,
     "ended": Ended, "note": NoteCopy, "kept": Kept, "unkept": Unkept,
-    "finding": FindingCopy,
+    "finding": FindingCopy, "deleted": Deleted,
 }  # fmt: skip
 """The kinds of lines. Their fields are part of the format (`joining.FORMAT`)."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -285,7 +285,7 @@ class Member:
         owned.trees = {number: copy.exact for number, copy in reading.trees.items()}
         owned.kept, owned.rows = reading.kept, reading.rows
         self.gate.owned[name] = owned
-        if reading.last:
+        if reading.task is not None:
             # Rollouts come into memory at the positions of the store.
             await self._open(owned)
             log.info("took over a task", task=name, view=view, records=len(reading.records))

@@ -10,8 +10,8 @@ from proxy.http.asgi import Scope
 from proxy.refusals import RefusalError
 
 _WAY = re.compile(r"/api/v1/tasks/([^/]+)(/.*)?")
-_CHANGES = re.compile(r"(?:/rollouts(?:/[^/]+(?:/fork)?)?)?")
-"""Paths below a task that may be changed in a cluster: the task, its rollouts, and forks of them."""
+_CHANGES = re.compile(r"(?:/rollouts(?:/[^/]+(?:/fork|/labels)?)?|/verify|/warm|/nodes/[^/]+/(?:exec|image|snapshot))?")
+"""Paths below a task that its owner serves: what they change is in the log, or in no need of it."""
 
 _ALL_TASKS = {
     "/api/v1/trajectories": "Ask for each task: GET /api/v1/tasks/{task}/trajectories",
@@ -82,8 +82,6 @@ def _require_change(scope: Scope, below: str) -> bool:
     method = scope["method"]
     if method not in ("GET", "HEAD") and not _CHANGES.fullmatch(below):
         raise RefusalError(501, "not-in-a-cluster", f"{method} {scope['path']} is not available in a cluster yet.")
-    if method == "DELETE" and not below:
-        raise RefusalError(501, "not-in-a-cluster", "a task cannot be deleted in a cluster yet.")
     return method in ("PUT", "POST")
 
 

@@ -61,6 +61,12 @@ class Owned:
         self._opened, self._sending, self._is_sending = asyncio.Event(), asyncio.Lock(), False
         self.tasks = TaskOwner()
 
+    def forget(self) -> None:
+        """Note that the task is deleted; its owner may create it again."""
+        self.steps, self.trees = Steps(), {}
+        # The store's objects go when no line names them.
+        self.kept.clear()
+
     def require(self) -> None:
         """Check that the task is still owned.
 

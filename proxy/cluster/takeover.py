@@ -6,7 +6,7 @@ from hashlib import sha256
 from itertools import chain
 from typing import NamedTuple
 
-from proxy.cluster.lines import Kept, Line, Unkept, decode, encode
+from proxy.cluster.lines import Deleted, Kept, Line, Unkept, decode, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Stepped, Steps, replaceable
 from proxy.storage.copies import Copy, FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
@@ -27,6 +27,7 @@ class TaskLogReading:
         task: The task; None for a task of which no line was written.
         trees: Its trees by number.
         records: Its records, in the order in which they were written.
+        dead: How many of them were written before the task was deleted last.
         findings: What was noticed of its records, by record.
         rollouts: Its running rollouts by number.
         notes: What protocols remember of them, by rollout and protocol.
@@ -41,6 +42,7 @@ class TaskLogReading:
     task: TaskCopy | None = None
     trees: dict[int, TreeCopy] = field(default_factory=dict)
     records: list[RecordCopy] = field(default_factory=list)
+    dead: int = 0
     findings: dict[int, FindingCopy] = field(default_factory=dict)
     rollouts: dict[int, RolloutCopy] = field(default_factory=dict)
     notes: dict[tuple[int, str], NoteCopy] = field(default_factory=dict)
@@ -88,15 +90,19 @@ class TaskLogReading:
                 self.ends.append(line)
                 self.rollouts.pop(line.rollout, None)
                 self.steps.take(line)
-            case Kept() | Unkept():
+            case Kept() | Unkept() | Deleted():
                 self._take_state(line)
 
-    def _take_state(self, line: Kept | Unkept) -> None:
+    def _take_state(self, line: Kept | Unkept | Deleted) -> None:
         if isinstance(line, Kept):
             self.kept[line.node] = line
-        else:
+        elif isinstance(line, Unkept):
             self.ends.append(line)
             self.kept.pop(line.node, None)
+        else:
+            self.task, self.dead, self.ends, self.steps = None, len(self.records), [line], Steps()
+            for lines in (self.trees, self.findings, self.rollouts, self.notes, self.kept):
+                lines.clear()
 
     def rest(self) -> Iterator[Line]:
         """Yield lines that a reader takes for the same as all that were taken and are no records."""
@@ -124,12 +130,12 @@ class TaskLogReading:
 
         An owner executes a call again if its record is damaged on its disk.
         """
-        latest = {(record.tree, record.source, record.key): record.record for record in self.records}
+        latest = {(record.tree, record.source, record.key): record.record for record in self.records[self.dead :]}
         return [
             record
             if latest[record.tree, record.source, record.key] == record.record
             else record._replace(key=private_key(CallKey(record.key), record.record, 0), private=True)
-            for record in self.records
+            for record in self.records[self.dead :]
         ]
 
 
@@ -220,24 +226,28 @@ class Compaction:
             records += each.records
         self.gone = sorted(numbers)
         self.left = len(self._segments)
-        self.lines = records + sum(1 for _ in reading.rest())
+        self.lines = records - reading.dead + sum(1 for _ in reading.rest())
 
     def steps(self) -> Iterator[Replacement]:
         """Yield the steps, in their order. 15 us a record."""
         *before, last = self._segments
         ends = self._reading.ends if before else []
-        first = self._step(last, chain(ends, self._reading.rest()))
+        if self._reading.dead < last.first:
+            # The row that says so is replaced after those before it, as the segments are in order.
+            ends = [line for line in ends if not isinstance(line, Deleted)]
+        first = self._step(last, ends, self._reading.rest())
         yield first
         for segment in before:
-            if len(segment.rows) > 1 or segment.rows[0].others:
+            if len(segment.rows) > 1 or segment.rows[0].others or segment.first < self._reading.dead:
                 yield self._step(segment)
         if ends:
-            again = self._step(last, self._reading.rest())
+            again = self._step(last, (), self._reading.rest())
             yield Replacement(first.gone[-1:], rows_digest([sha256(first.body).digest()]), again.body)
 
-    def _step(self, segment: _Segment, rest: Iterable[Line] = ()) -> Replacement:
+    def _step(self, segment: _Segment, ends: Iterable[Line] = (), rest: Iterable[Line] = ()) -> Replacement:
         end = segment.first + sum(each.records for each in segment.rows)
-        body = encode(chain(self._reading.records[segment.first : end], rest))
+        # What has ended was before these records, if the task was deleted.
+        body = encode(chain(ends, self._reading.records[max(segment.first, self._reading.dead) : end], rest))
         digest = rows_digest(each.sha256 for each in segment.rows)
         return Replacement([each.row for each in segment.rows], digest, body)
 

@@ -90,13 +90,15 @@ class Executor:
     async def _safe_record(self, tree: Tree, node: Node, key: CallKey) -> Record | None:
         """Return the record of a call, if there is a way back to its target or one can be made now; else None."""
         record = node.records.get(key)
-        # In a cluster, the next owner has a task's records before it has their states.
-        if record is None or self._gate is not None or has_way_back(record, tree):
+        if record is None or self._has_way_back(record, tree):
             return record
         await self._restorer.secure(tree, record)
         # It may have been replaced meanwhile.
         record = node.records.get(key)
-        return record if record is not None and has_way_back(record, tree) else None
+        return record if record is not None and self._has_way_back(record, tree) else None
+
+    def _has_way_back(self, record: Record, tree: Tree) -> bool:
+        return has_way_back(record, tree, () if self._gate is None else self._gate.stored(tree))
 
     def _discard(self, tree: Tree, record: Record, why: str) -> None:
         """Answer no more calls from a record whose answer is damaged: the next such call runs again and replaces it.
@@ -202,7 +204,7 @@ class Executor:
         A record that differs, and that has no way back, makes way for that of this execution. Its own rollout goes on.
         """
         known = node.records.get(key)
-        if known is None or self._gate is not None or has_way_back(known, tree):
+        if known is None or self._has_way_back(known, tree):
             return None
         try:
             told = self._records.result(known)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from proxy.execution.gate import Gate
 from proxy.execution.open_trees import OpenTrees
 from proxy.execution.tasks import Tasks
 from proxy.refusals import RefusalError
@@ -43,9 +44,11 @@ class Forgetting:
         journal: Journal,
         cache: SnapshotCache,
         pool: Pool,
+        gate: Gate | None = None,
     ) -> None:
         self._tasks, self._trees, self._walkers = tasks, trees, walkers
         self._store, self._journal, self._cache, self._pool = store, journal, cache, pool
+        self._gate = gate
 
     async def forget(self, tree: Tree, node: Node, *, end_rollouts: bool) -> ForgetResult:
         """Forget a node and everything below it; the rollouts there end, if that is requested.
@@ -120,6 +123,8 @@ class Forgetting:
             self._cache.drop_tree(tree_id)
         # A kill before this line leaves the task without its snapshots, which costs time and no answer.
         self._store.tasks.delete(name)
+        if self._gate is not None:
+            self._gate.deleted(name)
         self._tasks.close(task)
         # Sandboxes last: a close takes time, and by now no call can find the task half deleted.
         await self._close_detached()

@@ -3,6 +3,7 @@
 Without a cluster there is no gate, and every test for one is a comparison with None.
 """
 
+from collections.abc import Container
 from typing import Protocol
 
 from proxy.storage.records import RecordBytes
@@ -39,12 +40,20 @@ class Gate(Protocol):
         """
         ...
 
+    def stored(self, tree: Tree) -> Container[int]:
+        """Return the numbers of the nodes of a tree whose states the next owner can fetch."""
+        ...
+
     def task_put(self, task: str) -> None:
         """Note that a task was written to the store."""
         ...
 
+    def deleted(self, task: str) -> None:
+        """Note that a task was deleted from the store."""
+        ...
+
     def began(self, rollout: Rollout) -> None:
-        """Note that a rollout was written to the store, or moved to another tree before its first call."""
+        """Note that a rollout was written to the store, with its labels, or moved to another tree before a call."""
         ...
 
     def ended(self, task: str, rollout: int) -> None:

@@ -281,6 +281,8 @@ class Restorer:
             if result is ReplayResult.REACHED:
                 await self._renew(slot, tree, node, failed)
                 return slot
+            # What the replay did not reach may be in the store.
+            may_fetch = not without
             # A diverged record is marked, so the next plan avoids it, and each record misses its state once at most.
             # That is why the loop ends.
             patient = patient or result is ReplayResult.TOO_FAST

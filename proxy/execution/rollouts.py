@@ -120,6 +120,8 @@ class Rollouts:
         self._store.rollouts.put_labels(rollout, labels)
         if live is not None and live.id == rollout:
             live.run = labels.get(RUN, "")
+            if self._gate is not None:
+                self._gate.began(live)
 
     def finish_lost(self, task: str, name: str) -> bool:
         """End a rollout whose position is lost, so that its name is free; return whether there was one."""

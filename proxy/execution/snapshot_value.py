@@ -80,6 +80,9 @@ class SnapshotValue:
         # The freeze itself is the price; the bytes are limited by the budget (`SnapshotCache.fit`).
         costs = self._cache.costs[driver]
         cost_s = costs.of(kind).freeze.seconds
+        # Another member can have no other way to a state that no replay surely reaches.
+        if kind == "files" and self._save_set_aside is not None and not self.is_proven(node, driver):
+            return True
         # A checkpoint stops live processes for a while, so it is never cheap.
         if kind == "files" and node.origin is not None:
             made_s = node.origin.seconds + costs.replay_overhead.seconds

@@ -7,7 +7,7 @@ plan, so it is O(length of the suffix), not O(depth).
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from enum import Enum
 
@@ -85,21 +85,22 @@ def arrival_age_s(record: Record) -> float:
     return record.age_s + record.seconds if known else 0.0
 
 
-def has_way_back(record: Record, tree: Tree) -> bool:
+def has_way_back(record: Record, tree: Tree, stored: Container[int] = ()) -> bool:
     """Return whether a rollout that is answered from a record can go on from its target, whatever becomes of others.
 
     There must be a snapshot of the target, or a replay from a snapshot above it or from the root, each call of which is
     proven. Beside live processes a proof is not needed where the driver could not save them, or the call left nothing
     random (`tree.doubtful`): without checkpoints, no state behind a server could be shared otherwise. Live processes in
-    the snapshot must be as old as those that the rollout would find alone. An observation leads nowhere. O(1) where
-    states are kept, else O(calls since the last kept state).
+    the snapshot must be as old as those that the rollout would find alone. An observation leads nowhere. `stored` are
+    the numbers of nodes whose states a store has that members of a cluster share. O(1) where states are kept, else
+    O(calls since the last kept state).
     """
     node = record.target
     if node is record.source or tree.spec.driver in OUTSIDE_DRIVERS:
         return True
     if node.snapshot is not None and is_moving(node):
         return agree(node.kept_age_s, arrival_age_s(record))
-    while node.snapshot is None:
+    while node.snapshot is None and node.id not in stored:
         origin = node.origin
         if origin is None:
             return not node.detached

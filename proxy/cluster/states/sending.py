@@ -4,7 +4,8 @@ Theory of operation:
 
 1. A state that was kept waits for `DELAY_S` in a queue. Nothing waits for the queue: if it is full, the state that has
    waited longest goes without being sent.
-2. A state whose replay would be short is not sent (`worth.replay_s`). Most states are none that a takeover needs.
+2. A state whose replay would be short is not sent (`worth.replay_s`). But a state in which a rollout is goes in any
+   case, unless a replay surely reaches it: without it, the rollout would be lost with this machine.
 3. The driver packs the state's units. Their chunks are written, unless the store has them from an earlier state. Then
    the manifest is written, and at last a line of the log that names it. A crash before leaves objects that nothing
    names, which `sweeping` deletes later.
@@ -137,10 +138,11 @@ class Sender:
         self._tasks.cancel()
         await self._tasks.wait()
 
-    def add(self, tree: Tree, node: Node, *, delay_s: float = DELAY_S) -> None:
-        """Note that a node has a snapshot. 1 us."""
-        due = asyncio.get_running_loop().time() + delay_s
-        self._put(_Waiting(tree, node, due))
+    def add(self, tree: Tree, node: Node) -> None:
+        """Note that a node has a snapshot, or that a rollout has come to it. 1 us."""
+        # One that waits keeps its place, or a group that comes to it one by one would hold it up.
+        if _Key(tree.id, node.id) not in self._waiting:
+            self._put(_Waiting(tree, node, asyncio.get_running_loop().time() + DELAY_S))
 
     async def flush(self, task: str, *, within_s: float) -> None:
         """Send what waits of a task now, and return when that is done or the time is over."""
@@ -211,7 +213,10 @@ class Sender:
             return False
         states.here.add(node.id)
         costs = self._engine.cache.costs[tree.spec.driver]
-        return node.id not in states.kept and replay_s(node, states.kept, costs) > WORTH_S
+        if node.id in states.kept:
+            return False
+        is_needed = any(rollout.node is node for rollout in self._engine.walkers.of(tree.id))
+        return replay_s(node, states.kept, costs, proven=is_needed) > WORTH_S
 
     async def _send(self, waiting: _Waiting, states: TaskStates) -> None:
         tree, node = waiting.tree, waiting.node

@@ -38,7 +38,7 @@ class SharedStates:
         self._sweeper = Sweeper(objects, engine.snapshots)
         recordings = SharedRecordings(objects, engine, self.of, self._folder)
         engine.executor.send_recordings, engine.restorer.fetch_recordings = recordings.send, recordings.fetch
-        engine.capture.taken = self._taken
+        engine.capture.taken, gate.stepped = self._taken, self._sender.add
         engine.restorer.fetch = self._fetcher.fetch
         engine.lifecycle.background.append(BackgroundWork("states", TIDY_EVERY_S, self.tidy))
 

@@ -21,6 +21,10 @@ Digests of states are relative to when their root state was built, so that state
 """
 
 
+UNPROVEN_S = 5.0
+"""How long a fetch may take, in seconds, although a replay may be faster that is not known to reach the state."""
+
+
 class StateCandidate(NamedTuple):
     """A state that could be fetched.
 
@@ -33,7 +37,7 @@ class StateCandidate(NamedTuple):
     saved_s: float
 
 
-def replay_s(node: Node, sent: Collection[int], costs: Costs) -> float:
+def replay_s(node: Node, sent: Collection[int], costs: Costs, *, proven: bool = False) -> float:
     """Return how long the next owner would replay until it is at a node; infinite if it may never come there.
 
     The walk ends at `WORTH_S`, so it is O(calls in that time).
@@ -42,6 +46,7 @@ def replay_s(node: Node, sent: Collection[int], costs: Costs) -> float:
         node: The node.
         sent: Numbers of the nodes whose states were sent.
         costs: What replays cost with the tree's driver.
+        proven: Whether only replays count that are known to reach their states.
     """
     seconds, at = 0.0, node
     while at.id not in sent and seconds <= WORTH_S:
@@ -49,7 +54,7 @@ def replay_s(node: Node, sent: Collection[int], costs: Costs) -> float:
         if origin is None:
             # A root state that was not sent, which differs from any other one.
             return math.inf if at is node else seconds + costs.fresh.seconds
-        if not origin.reproducible or origin.doubtful:
+        if not origin.reproducible or origin.doubtful or (proven and not origin.proven):
             return math.inf
         seconds += _call_s(origin, costs)
         at = origin.source
@@ -81,8 +86,10 @@ def _saved_s(plan: RestorePlan, node: Node, below_s: float) -> float:
     """Return what a state on the way of a plan saves, if the calls below it are replayed all the same."""
     if node.origin is None:
         return max(ROOT_S, plan.cost_s - below_s)
-    above = takewhile(lambda record: record.source is not node, plan.suffix)
+    above = list(takewhile(lambda record: record.source is not node, plan.suffix))
     risk_s = sum(DOUBT_S for record in above if record.doubtful)
+    if not all(record.proven for record in above):
+        risk_s += UNPROVEN_S
     return max(0.0, plan.cost_s - below_s) + risk_s
 
 

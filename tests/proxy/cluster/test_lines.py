@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.cluster.lines import Line, LogError, decode, encode
+from proxy.cluster.lines import Deleted, Line, LogError, decode, encode
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
 
@@ -20,7 +20,7 @@ VALUES = {
     StepId: st.builds(StepId, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
 }  # fmt: skip
 KINDS: tuple[type[Line], ...] = (
-    TaskCopy, TreeCopy, RecordCopy, FindingCopy, RolloutCopy, NoteCopy, Stepped, Ended,
+    TaskCopy, TreeCopy, RecordCopy, FindingCopy, RolloutCopy, NoteCopy, Stepped, Ended, Deleted,
 )  # fmt: skip
 
 

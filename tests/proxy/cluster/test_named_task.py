@@ -24,6 +24,9 @@ def named(method: str, path: str) -> NamedTask | None:
         ("POST", "/t/t/r/1/shell/exec", NamedTask("t", "1", creates=True)),
         ("PUT", "/api/v1/tasks/t", NamedTask("t", "", creates=True)),
         ("GET", "/api/v1/tasks/t/tree", NamedTask("t", "", creates=False)),
+        ("DELETE", "/api/v1/tasks/t", NamedTask("t", "", creates=False)),
+        ("PATCH", "/api/v1/tasks/t/rollouts/1/labels", NamedTask("t", "", creates=False)),
+        ("POST", "/api/v1/tasks/t/verify", NamedTask("t", "", creates=True)),
         ("GET", "/healthz", None),
     ],
 )
@@ -34,8 +37,8 @@ def test_path_names_the_task(method: str, path: str, expected: NamedTask | None)
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("DELETE", "/api/v1/tasks/t"),
-        ("POST", "/api/v1/tasks/t/verify"),
+        ("DELETE", "/api/v1/tasks/t/nodes/n1"),
+        ("POST", "/api/v1/tasks/t/nodes/n1/pin"),
         ("GET", "/api/v1/backup"),
         ("GET", "/api/v1/trajectories"),
     ],

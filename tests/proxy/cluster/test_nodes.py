@@ -63,18 +63,25 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         assert httpx.get(f"{b.url}/api/v1/tasks/t/rollouts/1").json()["calls"] == 3
         begun = httpx.post(f"{b.url}/api/v1/tasks/t/rollouts", json={"rollout": "3"})
         assert begun.status_code == 201, begun.text
-        refused = httpx.request("DELETE", f"{b.url}/api/v1/tasks/t")
-        assert refused.status_code == 501
+        labelled = httpx.patch(f"{b.url}/api/v1/tasks/t/rollouts/1/labels", json={"reward": 1.0})
+        assert labelled.status_code == 200, labelled.text
+        put_task(a, "deleted")
+        assert history(call(b, "1", "x", task="deleted")) == "x"
+        assert httpx.delete(f"{b.url}/api/v1/tasks/deleted").status_code == 204
         # The owner hands its task over, and takes no new one over.
         command = [sys.executable, "-m", "forkpoint", "cluster", "drain", "a", "--url", b.url]
         drained = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert drained.stdout == "Tasks handed over: 1. Tasks kept: 0. a accepts no more tasks.\n", drained
+        assert drained.stdout == "Tasks handed over: 2. Tasks kept: 0. a accepts no more tasks.\n", drained
         assert history(call(a, "2", "z")) == "xyz"
+        assert httpx.get(f"{a.url}/api/v1/tasks/t/rollouts/1").json()["labels"] == {"reward": "1.0"}
+        assert httpx.get(f"{a.url}/api/v1/tasks/deleted").status_code == 404
+        put_task(a, "deleted")
+        assert history(call(a, "1", "y", task="deleted")) == "y"
         put_task(a, "u")
         assert history(call(a, "1", "x", task="u")) == "x"
         shown = httpx.get(f"{a.url}/api/v1/cluster", timeout=30).json()["members"]
         assert all(each["link"].startswith(link[:-1]) for each in shown)
-        assert [(each["name"], each["alive"], each["tasks"]) for each in shown] == [("a", True, 0), ("b", True, 2)]
+        assert [(each["name"], each["alive"], each["tasks"]) for each in shown] == [("a", True, 0), ("b", True, 3)]
         refused = httpx.post(f"{b.url}/api/v1/cluster/nobody/drain", timeout=30)
         assert refused.status_code == 404
         # Both stop in order: another start of one finds what the log has.

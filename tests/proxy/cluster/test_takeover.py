@@ -5,7 +5,7 @@ from hashlib import sha256
 import pytest
 
 from proxy.cluster import takeover
-from proxy.cluster.lines import Kept, Line, Unkept, encode
+from proxy.cluster.lines import Deleted, Kept, Line, Unkept, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.cluster.takeover import Compaction, TaskLogReading, compaction_of, read_log
@@ -134,6 +134,27 @@ def test_large_log_is_compacted_in_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     assert later is not None
     assert len(list(later.steps())) < later.left
     compacted(log, again, later)
+
+
+@pytest.mark.parametrize("behind", [0, 2, 8])
+def test_a_deleted_task_is_gone_in_each_step_of_a_compaction(monkeypatch: pytest.MonkeyPatch, behind: int) -> None:
+    """What it was made of does not come back, not even records that have a row to themselves."""
+    monkeypatch.setattr(takeover, "CHUNK_BYTES", 900)
+    log = {1: LogRow(1, 1, None), 2: LogRow(2, 1, encode([TASK, TREE, rollout(5), Kept(11, "n", 1)]))}
+    for number in range(3, 12):
+        log[number] = LogRow(number, 1, encode([record(number, 10, b"k%d" % number, 11)]))
+    log[12] = LogRow(12, 1, encode([record(12, 10, b"old", 11), Deleted(), record(13, 20, b"new", 21), TASK]))
+    for number in range(14, 14 + behind):
+        log[number] = LogRow(number, 1, encode([record(number, 20, b"k%d" % number, 21)]))
+    before = read_log(log.values())
+    assert [copy.record for copy in before.copies() if isinstance(copy, RecordCopy)] == list(range(13, 14 + behind))
+    assert (before.rollouts, before.kept, before.trees) == ({}, {}, {})
+    how = compaction_of(before)
+    assert how is not None
+    again = compacted(log, before, how)
+    assert (again.dead, again.ends) == (0, [])
+    log[30] = LogRow(30, 1, encode([Deleted()]))
+    assert read_log(log.values()).copies() == []
 
 
 def test_empty_log() -> None:

@@ -44,6 +44,27 @@ def test_next_owner_restores_after_a_kill(dsn: str, tmp_path: Path) -> None:
         assert metric(b, "divergences") == 0
 
 
+def test_random_bytes_survive_a_kill(dsn: str, tmp_path: Path) -> None:
+    """Nothing says that a call has drawn them, and its replay would be short: the state itself is in the store."""
+    require_sandboxes()
+
+    def ask(node: Node, task: int, rollout: str, command: str) -> str:
+        url = f"{node.url}/t/t{task}/r/{rollout}/shell/exec"
+        response = httpx.post(url, json={"command": command}, timeout=60)
+        assert response.status_code == 200, response.text
+        return str(response.json()["stdout"])
+
+    with nodes(tmp_path, dsn, "ab", FORKPOINT_DRIVERS='["local"]', **MORTAL) as members:
+        a, b = members.values()
+        drawn = [ask(a, task, "1", "echo $RANDOM$RANDOM > /tmp/f; cat /tmp/f") for task in range(6)]
+        # Each root state, and each of these.
+        wait_until(lambda: metric(a, "states_sent") >= 12, "not all states were sent", within_s=60)
+        a.kill()
+        wait_until(lambda: call(b, "x", "true").status_code == 200, "no task is taken over", within_s=60)
+        assert [ask(b, task, "1", "cat /tmp/f") for task in range(6)] == drawn
+        assert metric(b, "divergences") == 0
+
+
 def test_next_owner_does_not_ask_a_host_again(dsn: str, tmp_path: Path) -> None:
     """The host answers each request differently. After a kill of the owner, its first answer is the only one.
 

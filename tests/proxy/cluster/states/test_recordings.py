@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from proxy.cluster.lines import Kept
 from proxy.storage.copies import RecordCopy
 from sandboxes.errors import SandboxError
+from tests.machine import until
 from tests.proxy.cluster.states.owners import BreakableStore, Log, owner
 from tests.proxy.transfer.rig import ReachingDriver
 
@@ -20,6 +22,11 @@ def drivers(folder: Path, count: int) -> list[ReachingDriver]:
     return made
 
 
+async def kept(log: Log) -> None:
+    """Wait until the store has all states: the next owner's rollouts come to these by hits."""
+    await until(lambda: len(log.lines(Kept)) == len(log.lines(RecordCopy)) + 1)
+
+
 def test_next_owner_has_the_recordings(tmp_path: Path) -> None:
     """Also the one after it, and those of a call that this one has executed."""
     log, objects = Log(), BreakableStore()
@@ -29,6 +36,7 @@ def test_next_owner_has_the_recordings(tmp_path: Path) -> None:
         first.record(1, b"from outside")
         async with owner(tmp_path, 1, log, objects, driver=first) as one:
             await one.walk("a", SENT[:1])
+            await kept(log)
         async with owner(tmp_path, 2, log, objects, driver=second) as two:
             # A hit needs no sandbox, so nothing is fetched.
             await two.walk("b", SENT[:1])
@@ -72,6 +80,7 @@ def test_no_sandbox_starts_without_recordings(tmp_path: Path) -> None:
         first.record(1, b"from outside")
         async with owner(tmp_path, 1, log, objects, driver=first) as one:
             await one.walk("a", SENT)
+            await kept(log)
         async with owner(tmp_path, 2, log, objects, driver=second) as two:
             objects.fails = True
             await two.walk("b", SENT)

@@ -1,6 +1,7 @@
 """Kept states go to the store, and the next owner restores them; what it does not have in time is replayed."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from proxy.cluster.states.objects import ObjectStoreError
 from proxy.cluster.states.sweeping import Sweeper
 from proxy.cluster.states.task_states import TaskStates
 from proxy.tree.rollout import Outcome
+from snapshots.policy import Reuse
 from tests.machine import until
 from tests.proxy.cluster.states.owners import BreakableStore, Log, Owner, owner
-from tests.proxy.rig import alone
+from tests.proxy.rig import alone, ask
+from tests.sandboxes.memory_driver import _Shell
 
 WALK = [f"echo {number} >> f" for number in range(4)]
 LAST = "echo last >> f; cat f"
@@ -24,6 +27,11 @@ async def sent(first: Owner, log: Log, states: int) -> None:
     """Wait until the log names so many states."""
     # Each is counted a moment after its line is in the log.
     await until(lambda: (len(log.lines(Kept)), first.engine.counts.states.sent) == (states, states))
+
+
+def kept(log: Log) -> set[int]:
+    """Return the nodes whose states the store has."""
+    return {line.node for line in log.lines(Kept) if isinstance(line, Kept)}
 
 
 async def filled(folder: Path, log: Log, objects: BreakableStore) -> None:
@@ -176,16 +184,13 @@ def test_calls_do_not_wait_for_the_store(tmp_path: Path, how: str, monkeypatch: 
 
 def test_flush_sends_before_a_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that hands a task over does not let its states wait their time."""
-    monkeypatch.setattr("proxy.cluster.states.service.SharedStates._taken", lambda *_: None)
+    monkeypatch.setattr("proxy.cluster.states.sending.DELAY_S", 1e6)
     log, objects = Log(), BreakableStore()
 
     async def go() -> None:
         async with owner(tmp_path, 1, log, objects) as first:
             await first.walk("one", WALK)
             await first.engine.capture.drain()
-            tree = (await first.engine.tasks.open("task")).tree
-            for node in tree.nodes.values():
-                first.shared._sender.add(tree, node, delay_s=1e6)
             await first.shared.flush(first.owned, 30.0)
             await sent(first, log, 5)
 
@@ -222,5 +227,73 @@ def test_garbage_waits_for_a_store_once(tmp_path: Path, monkeypatch: pytest.Monk
             monkeypatch.setitem(first.shared._gate.owned, "another", first.owned)
             await first.shared.tidy()
             assert len(tried) == 1
+
+    asyncio.run(go())
+
+
+def test_a_state_in_which_a_rollout_is_goes_to_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replay would be short, but it may reach another state. What the rollout has left by then does not go."""
+    # No replay is too long, and what waits is looked at when the test flushes it.
+    for module in ("worth", "sending"):
+        monkeypatch.setattr(f"proxy.cluster.states.{module}.WORTH_S", 10.0)
+    monkeypatch.setattr("proxy.cluster.states.sending.DELAY_S", 1e6)
+    log, objects = Log(), BreakableStore()
+
+    async def go() -> None:
+        async with owner(tmp_path, 1, log, objects, replay_s=0.0) as first:
+
+            async def flush() -> None:
+                await first.engine.capture.drain()
+                await first.shared.flush(first.owned, 30.0)
+
+            await first.walk("one", WALK)
+            await flush()
+            task = await first.engine.tasks.open("task")
+            places = [task.rollouts["one"].node]
+            assert kept(log) == {task.tree.root.id, places[0].id}
+            # Others come by hits to where nobody is any more.
+            assert [outcome for _, outcome in await first.walk("two", WALK[:2])] == [Outcome.HIT] * 2
+            places.append(task.rollouts["two"].node)
+            await flush()
+            assert kept(log) == {task.tree.root.id, *(place.id for place in places)}
+        async with owner(tmp_path, 2, log, objects, replay_s=0.0) as second:
+            # The fetch is awaited although it takes longer than the replay, which nothing says will work.
+            walkers = (await second.engine.tasks.open("task")).rollouts
+            for name, walk in (("one", WALK), ("two", WALK[:2])):
+                answer, _ = await ask(second.engine, walkers[name], LAST)
+                assert answer == (await alone([*walk, LAST]))[-1]
+
+    asyncio.run(go())
+
+
+def test_a_state_that_a_replay_has_missed_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next owner replays because that is faster, draws another number, and fetches the state then."""
+    draws, draw = itertools.count(1), "echo $RANDOM > f"
+    monkeypatch.setattr("proxy.cluster.states.worth.UNPROVEN_S", 0.0)
+    monkeypatch.setattr(_Shell, "_expand", lambda _shell, word: f"{next(draws)}" if word == "$RANDOM" else word)
+    log, objects = Log(), BreakableStore()
+
+    async def go() -> None:
+        async with owner(tmp_path, 1, log, objects) as first:
+            await first.walk("one", [draw])
+            await sent(first, log, 2)
+        async with owner(tmp_path, 2, log, objects, replay_s=0.0) as second:
+            rollout = (await second.engine.tasks.open("task")).rollouts["one"]
+            answer, _ = await ask(second.engine, rollout, "cat f")
+            assert answer["stdout"] == "1\n"
+            assert second.driver.executed == [draw, draw, "cat f"]
+
+    asyncio.run(go())
+
+
+def test_unproven_states_are_frozen_whatever_that_saves(tmp_path: Path) -> None:
+    """A rollout that is in one would be lost with its owner; nothing is known to need a sandbox there again."""
+
+    async def go() -> None:
+        log, objects = Log(), BreakableStore()
+        async with owner(tmp_path, 1, log, objects, replay_s=0.0) as first:
+            first.engine.snapshot_value.reuse = Reuse(0.0, 1e9)
+            await first.walk("one", WALK[:1])
+            await sent(first, log, 2)
 
     asyncio.run(go())

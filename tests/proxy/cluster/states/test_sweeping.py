@@ -10,9 +10,11 @@ from proxy.cluster.owned import DroppedError
 from proxy.cluster.states.manifests import folder_of
 from proxy.cluster.states.objects import ObjectStoreError
 from proxy.cluster.states.sweeping import Sweeper
+from proxy.tree.rollout import Outcome
 from tests.machine import until
 from tests.proxy.cluster.states.owners import TASK, BreakableStore, Log, owner
-from tests.proxy.cluster.states.test_service import WALK, filled, sent, walked_on
+from tests.proxy.cluster.states.test_service import LAST, WALK, filled, sent, walked_on
+from tests.proxy.rig import alone
 
 
 def test_sweep_deletes_garbage_and_nothing_else(tmp_path: Path) -> None:
@@ -57,7 +59,10 @@ def test_evicted_states_are_given_up(tmp_path: Path) -> None:
             assert log.lines(Unkept) == [Unkept(node.id)]
         async with owner(tmp_path, 2, log, objects) as second:
             assert sorted(second.owned.kept) == sorted(set(tree.nodes) - {node.id})
-            await walked_on(second)
+            # A rollout comes to that state by its own execution: there is no other way to it.
+            answers = await second.walk("two", [*WALK, LAST])
+            assert [outcome for _, outcome in answers] == [*[Outcome.HIT] * 3, Outcome.MISS, Outcome.MISS]
+            assert [answer for answer, _ in answers] == await alone([*WALK, LAST])
             assert second.driver.executed[0] == WALK[-1]
 
     asyncio.run(go())

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from proxy.cluster.states import worth
-from proxy.cluster.states.worth import ROOT_S, candidate, replay_s
+from proxy.cluster.states.worth import ROOT_S, UNPROVEN_S, candidate, replay_s
 from proxy.tree.restore_plan import DOUBT_S, RestorePlan, plan_restore
 from proxy.tree.tree import Node
 from snapshots.costs import Costs, Mean
@@ -16,7 +16,11 @@ COSTS = Costs(fresh=Mean(1.0), replay_overhead=Mean(0.0))
 
 def path() -> list[Node]:
     """Return a root and five calls of one second, without snapshots."""
-    return chain([(1.0, False, False, False, True, False)] * 6)
+    nodes = chain([(1.0, False, False, False, True, False)] * 6)
+    for node in nodes[1:]:
+        assert node.origin is not None
+        node.origin.proven = True
+    return nodes
 
 
 def plan_of(nodes: list[Node]) -> RestorePlan | None:
@@ -36,6 +40,20 @@ def test_replays_are_as_long_as_their_calls(monkeypatch: pytest.MonkeyPatch) -> 
     origin.doubtful = True
     assert replay_s(nodes[-1], {nodes[2].id}, COSTS) == math.inf
     assert replay_s(nodes[-1], {nodes[4].id}, COSTS) == 1.0
+
+
+def test_only_proven_replays_surely_reach_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may have written the time or a random number without anybody noticing."""
+    monkeypatch.setattr(worth, "WORTH_S", 100.0)
+    nodes = path()
+    assert replay_s(nodes[-1], {nodes[2].id}, COSTS, proven=True) == 3.0
+    origin = nodes[3].origin
+    assert origin is not None
+    origin.proven = False
+    assert replay_s(nodes[-1], {nodes[2].id}, COSTS, proven=True) == math.inf
+    assert replay_s(nodes[-1], {nodes[2].id}, COSTS) == 3.0
+    # And its fetch may take longer than the replay.
+    assert candidate(nodes[-1], plan_of(nodes), {nodes[3].id}, COSTS) == (nodes[3], 4.0 + UNPROVEN_S)
 
 
 def test_nearest_kept_state_is_fetched() -> None:
