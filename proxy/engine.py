@@ -78,7 +78,7 @@ Most of them have lost their clients by then, and wait for a process that can be
 would soon have ended are cut off on a busy machine; doubled, service managers must allow the proxy so much more.
 """
 HAND_OVER_S = 60.0
-"""How long a member of a cluster may take to hand over: its sandboxes elsewhere, states, rollouts and lease.
+"""How long a member of a cluster may take to hand over its states and its lease.
 
 These have limits of their own, 10 s each; this one is for defects.
 """

@@ -29,7 +29,7 @@ class ClusterGate:
     Attributes:
         owned: The tasks that this member owns, by name.
         number: Number of this member.
-        stepped: Called with the tree and the node that a rollout has come to.
+        stepped: Called with the tree and the node that a rollout has come to, if the store lacks its state.
     """
 
     def __init__(self, number: int) -> None:
@@ -92,7 +92,8 @@ class ClusterGate:
         await asyncio.shield(owned.write([step]))
         owned.require()
         owned.steps.take(step)
-        self.stepped(rollout.tree, record.target)
+        if record.target.snapshot is not None and record.target.id not in owned.kept:
+            self.stepped(rollout.tree, record.target)
         if origin is not None:
             origin.steps += 1
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from proxy.cluster.lines import Kept
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError
 from proxy.cluster.protocol import Stepped
@@ -96,5 +97,25 @@ def test_a_step_that_is_refused_is_not_taken(tmp_path: Path) -> None:
                 assert one.owned.is_dropped
                 assert await at(two, "a") == place
                 assert (await at(two, "b"))[0] == 1
+
+    asyncio.run(go())
+
+
+def test_only_states_that_the_store_lacks_are_noted(tmp_path: Path) -> None:
+    """Hits to other nodes would fill the queue of states that wait to be sent."""
+
+    async def go() -> None:
+        async with owner(tmp_path, 1, Log(), BreakableStore()) as one:
+            gate, seen = one.member.gate, list[int]()
+            await call(one, "a", "echo 1 >> f", 1)
+            await one.engine.capture.drain()
+            node = (await one.engine.tasks.open(TASK)).rollouts["a"].node
+            one.owned.kept.clear()
+            gate.stepped = lambda _tree, at: seen.append(at.id)
+            assert await call(one, "b", "echo 1 >> f", 1) is Outcome.HIT
+            assert seen == [node.id]
+            one.owned.kept[node.id] = Kept(node.id, "name", 1)
+            assert await call(one, "c", "echo 1 >> f", 1) is Outcome.HIT
+            assert seen == [node.id]
 
     asyncio.run(go())
