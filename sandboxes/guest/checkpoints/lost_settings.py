@@ -63,8 +63,9 @@ def look(pids: Iterable[int]) -> Noted:
     Raises NotDumpableError for what cannot be set again.
     """
     noted: Noted = {}
-    own = {name: _text("/proc/self", name) for name in _FILES}
-    born = inherited(os.getpid())[1:3]
+    # Restored processes begin with what pid 1 has: CRIU is its child then.
+    own = {name: _text("/proc/1", name) for name in _FILES}
+    born = inherited(1)[1:3]
     looked_at: set[str] = set()
     for pid in pids:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - pathlib is not loaded in pid 1
@@ -153,7 +154,7 @@ def _require_restorable(thread: int, born: list[str]) -> None:
         raise NotDumpableError(
             "the CPUs or the priority of I/O of a process were changed, and a checkpoint does not hold that"
         )
-    if _text(f"/proc/{thread}", "personality") != _text("/proc/self", "personality"):
+    if _text(f"/proc/{thread}", "personality") != _text("/proc/1", "personality"):
         raise NotDumpableError(f"process {thread} has another personality (setarch), and a checkpoint does not hold it")
 
 

@@ -82,6 +82,20 @@ def test_what_was_set_comes_back(data_dir: Path) -> None:
     driven(data_dir, test)
 
 
+def test_the_cpus_that_a_sandbox_was_given_are_no_change(data_dir: Path) -> None:
+    """Which ones these are is chance, so a restored sandbox may have others."""
+    spec = EnvironmentSpec(limits=Limits(cpus=1))
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(spec)
+        await run(sandbox, "sleep 1000 &")
+        back = await driver.restore(spec, await sandbox.freeze())
+        given = await run(back, "taskset -pc $$ | cut -d: -f2; taskset -pc $! | cut -d: -f2")
+        assert len(set(given.out.split())) == 1
+
+    driven(data_dir, test)
+
+
 def test_what_would_be_lost_is_not_dumped(data_dir: Path) -> None:
     """The process goes on as if nobody had looked."""
     assert REASONS.keys() == settings_probe.LOST.keys()
