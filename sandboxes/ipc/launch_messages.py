@@ -161,12 +161,12 @@ class NamesInspected(IpcMessage, op="names_inspected"):
     Attributes:
         mapped: CRIU's names of mapped files that it cannot open by itself, and their paths.
         times: Times of the last access and change, in ns since 1970, by path: of what a restore touches.
-        settings: What a restore has to set again, by its name; see `guest.checkpoints.lost_settings`.
+        noted: What a restore has to set again, by its name; see `guest.checkpoints.lost_settings`.
     """
 
     mapped: dict[str, str]
     times: dict[str, list[int]]
-    settings: dict[str, str]
+    noted: dict[str, str]
 
 
 class NamesRefused(IpcMessage, op="names_refused"):
@@ -186,8 +186,8 @@ class FollowLinks(IpcRequest[Done], op="follow_links"):
 
     Attributes:
         times: What `NamesInspected` had of them at the dump.
-        settings: The same of these.
+        noted: The same of what is set again.
     """
 
     times: dict[str, list[int]]
-    settings: dict[str, str]
+    noted: dict[str, str]

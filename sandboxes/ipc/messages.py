@@ -48,6 +48,7 @@ the table |
 | set_last_pid | proxy | forked | the sandbox's process; forked: the process, or none |
 | run_criu | proxy | done | the sandbox's process, then CRIU's files |
 | criu_started | CRIU's operator, unasked | | the socket to CRIU |
+| find_watched | proxy | watched_found | |
 | inspect_names | proxy | names_inspected or names_refused | |
 | follow_links | proxy | done | |
 

@@ -122,7 +122,7 @@ class CriuCheckpointer:
 
                 async def inspect() -> MappedFiles:
                     inspected = await _inspected(operator)
-                    (images / image_digest.NOTED).write_text(json.dumps([inspected.times, inspected.settings]))
+                    (images / image_digest.NOTED).write_text(json.dumps([inspected.times, inspected.noted]))
                     mapped.update(inspected.mapped)
                     return mapped
 
@@ -161,7 +161,7 @@ class CriuCheckpointer:
         if not await asyncio.to_thread(image_digest.is_whole, images):
             raise StateGoneError(f"the images of checkpoint {name} are damaged or missing")
         try:
-            times, settings = json.loads((images / image_digest.NOTED).read_bytes())
+            times, noted = json.loads((images / image_digest.NOTED).read_bytes())
         except FileNotFoundError as error:
             raise StateGoneError(f"the images of checkpoint {name} were made by an earlier version") from error
         # An OSError here would be a defect of ours, so it is not turned into a SandboxError.
@@ -169,7 +169,7 @@ class CriuCheckpointer:
             async with self._operation(images, start, restores=True) as (criu, operator):
 
                 async def run_hook() -> None:
-                    await operator.ask(FollowLinks(times, settings))
+                    await operator.ask(FollowLinks(times, noted))
 
                 # criu_launch puts the inherited descriptors at INHERITED_FD and following, in the order of the names.
                 await criu.restore({key: INHERITED_FD + index for index, key in enumerate(inherited)}, run_hook)

@@ -134,7 +134,7 @@ def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str], segmen
                         mounts.show_message_queues()
                     # First: a path of the agent's must not lead through a link.
                     _put_times_back(envelope.message.times)
-                    put_back(envelope.message.settings)
+                    put_back(envelope.message.noted)
                     mounts.follow_links(changed)
                     link.send(Done())
 
@@ -142,7 +142,7 @@ def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str], segmen
 def _inspect(tracer: int) -> IpcMessage:
     try:
         names = HeldNames(tracer)
-        return NamesInspected(names.mapped, names.times, names.settings)
+        return NamesInspected(names.mapped, names.times, names.noted)
     # The kernel refuses to show a name that is too long, for example. What was not seen is not dumped.
     except (NotDumpableError, OSError) as error:
         return NamesRefused(str(error))

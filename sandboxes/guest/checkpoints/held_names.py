@@ -71,7 +71,7 @@ class HeldNames:
     Attributes:
         mapped: CRIU's names of mapped files that it cannot open by itself, and their paths.
         times: Times of the last access and change, in ns since 1970, by path: of what a restore touches.
-        settings: What the processes have set and CRIU does not save; see `lost_settings`.
+        noted: What the processes have set and CRIU does not save; see `lost_settings`.
     """
 
     def __init__(self, tracer: int) -> None:
@@ -105,7 +105,7 @@ class HeldNames:
             return [noted, *_plain_sockets(bound, self._descriptors)]
 
         noted, *paths = lost_settings.in_child(look)
-        self.settings = lost_settings.from_bytes(noted)
+        self.noted = lost_settings.from_bytes(noted)
         for path in paths:
             self._note_times(os.path.dirname(path) or b"/")  # noqa: PTH120
             if not path.endswith(_DELETED):
