@@ -49,9 +49,9 @@ def plant(data: Path, task: str, nodes: int, *, chains: int = 5, chain: int = 20
             insert_node(execute, tree.id, node)
             values = (
                 number, tree.id, source.id, record.key, node.id, record.call, 0, record.answer, Effect.FILES.value,
-                record.seconds, record.recorded_at, 0, 1, None, 0, 0,
+                record.seconds, record.recorded_at, 0, 1, None, 0, 0, None, None, None, None,
             )  # fmt: skip
-            execute(f"INSERT INTO records VALUES ({','.join('?' * 16)})", values)
+            execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
             made.append(node)
             origins[node.id] = number, source.id
             return node
