@@ -57,7 +57,7 @@ _F_GET_SEALS, _TIOCGEXCL = 1034, 0x80045440
 _MAX_MEMORY_BYTES = 1 << 20
 """The largest memfd whose content is compared, 0.3 ms. A mapping may be written without any other trace."""
 _PAGE = 1 << 16
-_TERMINALS = range(136, 144)
+TERMINALS = range(136, 144)
 """The major numbers of the slave ends of terminals (devices.txt of Linux)."""
 _MASTER = os.makedev(5, 2)
 """The device /dev/ptmx, whose descriptors are the master ends of terminals."""
@@ -228,7 +228,7 @@ class _Objects:
         elif stat.S_ISREG(status.st_mode) and target.endswith(" (deleted)"):
             # No directory has it, so no comparison of directories shows it.
             self._facts[name] = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        elif stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) in _TERMINALS:
+        elif stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) in TERMINALS:
             self._facts[name] = _terminal(path)
         elif status.st_rdev == _MASTER and stat.S_ISCHR(status.st_mode):
             raise _OpaqueError("the master end of a terminal")

@@ -33,7 +33,7 @@ import stat
 from sandboxes.guest.checkpoints import lost_settings
 from sandboxes.guest.checkpoints.lost_settings import NotDumpableError
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.descriptors import Opened, close_all
+from sandboxes.linux.descriptors import Opened
 
 _DELETED = b" (deleted)"
 """What the kernel appends to the name of a file without a directory entry (proc_pid_fd(5))."""
@@ -303,12 +303,10 @@ def _plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int,
     paths = []
     for pid, number, description in descriptors:
         if description in wanted:
-            process = os.pidfd_open(pid)
-            held = kernel.take_descriptor(process, number)
             # The kernel opens what the socket is bound to (unix(7), SIOCUNIXFILE).
-            bound = fcntl.ioctl(held, _SIOCUNIXFILE)
-            path = os.readlink(b"/proc/self/fd/%d" % bound)  # noqa: PTH115
-            _require_plain(path, os.fstat(bound), f"process {pid} has a socket bound to {_text(path)}")
+            with lost_settings.taken(pid, number) as held, Opened(fcntl.ioctl(held, _SIOCUNIXFILE)) as bound:
+                path = os.readlink(b"/proc/self/fd/%d" % bound)  # noqa: PTH115
+                _require_plain(path, os.fstat(bound), f"process {pid} has a socket bound to {_text(path)}")
             name = wanted[description]
             # CRIU binds a socket again to its own name, with the root of the sandbox. The name has no link on its way
             # (`HeldNames._bound`), so what `..` in it means shows from its words.
@@ -318,7 +316,6 @@ def _plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int,
                 raise UnsafeNameError(
                     f"process {pid} has a socket bound to {_text(name)}, a name of another root or of a moved file"
                 )
-            close_all((process, held, bound))
             paths.append(path)
     return paths
 

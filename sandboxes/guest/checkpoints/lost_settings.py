@@ -24,17 +24,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.live_state import inherited
+from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.live_state import TERMINALS, inherited
 
 _FILES = {"coredump_filter": "0x", "timerslack_ns": ""}
 """Files of a thread in /proc that are written again, and what stands before the number that they show."""
 _O_TMPFILE = 0o20000000
 """Part of the flags of a file that was made without a name (`fdinfo`, proc_pid_fdinfo(5))."""
-_TERMINALS = range(136, 144)
-"""The major numbers of the slave ends of terminals (devices.txt of Linux)."""
 _TIOCSTI = 0x5412
 """Puts a byte into the input of a terminal (tty_ioctl(4))."""
-_SYS_ADMIN = 21
 
 _TCP = ((6, 9), (6, 13), (6, 18), (6, 23))
 """TCP_DEFER_ACCEPT, TCP_CONGESTION, TCP_USER_TIMEOUT and TCP_FASTOPEN, by level and number."""
@@ -65,12 +63,12 @@ def look(pids: Iterable[int]) -> Noted:
     noted: Noted = {}
     # Restored processes begin with what pid 1 has: CRIU is its child then.
     own = {name: _text("/proc/1", name) for name in _FILES}
-    born = inherited(1)[1:3]
+    born, personality = inherited(1)[1:3], _text("/proc/1", "personality")
     looked_at: set[str] = set()
     for pid in pids:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - pathlib is not loaded in pid 1
         for thread in threads:
-            _require_restorable(int(thread), born)
+            _require_restorable(int(thread), born, personality)
             # A thread has a directory of its own beside the processes, which is not listed (proc_tid(5)).
             texts = {name: _text(f"/proc/{thread}", name) for name in _FILES}
             changed = [name for name, text in texts.items() if text not in ("", own[name])]
@@ -148,13 +146,13 @@ def _text(directory: str, name: str) -> str:
     return ""
 
 
-def _require_restorable(thread: int, born: list[str]) -> None:
+def _require_restorable(thread: int, born: list[str], personality: str) -> None:
     now = inherited(thread)
     if now and born and now[1:3] != born:
         raise NotDumpableError(
             "the CPUs or the priority of I/O of a process were changed, and a checkpoint does not hold that"
         )
-    if _text(f"/proc/{thread}", "personality") != _text("/proc/1", "personality"):
+    if _text(f"/proc/{thread}", "personality") != personality:
         raise NotDumpableError(f"process {thread} has another personality (setarch), and a checkpoint does not hold it")
 
 
@@ -166,14 +164,15 @@ def _require_saved(pid: int, number: int, target: str) -> None:
     if target == "anon_inode:[eventpoll]":
         watched = [text.partition("ino:")[2] for name, text in _info(pid, number) if name == "tfd"]
         # All nameless files share one inode, and CRIU tells those apart.
-        named = [file for file in watched if not file.startswith(_nameless_inode())]
+        nameless = _nameless_inode()
+        named = [file for file in watched if not file.startswith(nameless)]
         if len(named) != len(set(named)):
             raise NotDumpableError(f"{where}an epoll that watches one file twice, which no checkpoint brings back")
     if target == "anon_inode:inotify" and _waiting(pid, number):
         raise NotDumpableError(f"{where}an inotify queue with unread events, and a checkpoint does not hold them")
     if target.startswith("/"):
         status = os.stat(f"/proc/{pid}/fd/{number}")  # noqa: PTH116
-        if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) in _TERMINALS:
+        if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) in TERMINALS:
             _require_no_typing(f"/proc/{pid}/fd/{number}", f"{target} of process {pid}")
         if stat.S_ISREG(status.st_mode) and not status.st_nlink:
             flags = next((int(text, 8) for name, text in _info(pid, number) if name == "flags"), 0)
@@ -189,31 +188,21 @@ def _info(pid: int, number: int) -> list[tuple[str, str]]:
 
 def _nameless_inode() -> str:
     """Return how the inode of all nameless files shows in what epoll watches."""
-    fd = os.eventfd(0, os.EFD_CLOEXEC)
-    try:
+    with Opened(os.eventfd(0, os.EFD_CLOEXEC)) as fd:
         return f"{os.fstat(fd).st_ino:x} "
-    finally:
-        os.close(fd)
 
 
 def _waiting(pid: int, number: int) -> int:
     """Return how many bytes can be read from a descriptor of another process."""
-    with _taken(pid, number) as fd:
+    with taken(pid, number) as fd:
         return _readable(fd)
 
 
 @contextlib.contextmanager
-def _taken(pid: int, number: int) -> Iterator[int]:
-    """Yield a duplicate of a descriptor of another process."""
-    process = os.pidfd_open(pid)
-    try:
-        fd = kernel.take_descriptor(process, number)
-    finally:
-        os.close(process)
-    try:
+def taken(pid: int, number: int) -> Iterator[int]:
+    """Yield a duplicate of a descriptor of another process. In the sandbox's pid namespace (`in_child`)."""
+    with Opened(os.pidfd_open(pid)) as process, Opened(kernel.take_descriptor(process, number)) as fd:
         yield fd
-    finally:
-        os.close(fd)
 
 
 def _require_no_typing(path: str, subject: str) -> None:
@@ -228,7 +217,7 @@ def _require_no_typing(path: str, subject: str) -> None:
         if not settings[3] & termios.ICANON:
             return
         reason = f"input waits at the terminal {subject}, and a checkpoint does not hold it"
-        if _readable(fd) or not kernel.holds(_SYS_ADMIN):
+        if _readable(fd) or not kernel.holds(kernel.CAP_SYS_ADMIN):
             raise NotDumpableError(reason)
         # The line that is being typed shows only without lines.
         typed = b""
@@ -255,7 +244,7 @@ def _readable(fd: int) -> int:
 def _options(pid: int, number: int) -> Noted:
     """Return the options of a socket that a restore would not set."""
     noted: Noted = {}
-    with _taken(pid, number) as fd, socket.socket(fileno=os.dup(fd)) as held:
+    with taken(pid, number) as fd, socket.socket(fileno=os.dup(fd)) as held:
         is_tcp = held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM
         names = (*_ANY, *_TCP, _REUSEPORT) if is_tcp else (*_ANY, *_DATAGRAMS)
         try:
@@ -281,7 +270,7 @@ def _option(held: socket.socket, level: int, option: int) -> bytes | None:
 
 def _set_options(options: Mapping[tuple[int, ...], str]) -> list[bytes]:
     for (pid, number, level, option), value in options.items():
-        with _taken(pid, number) as fd, socket.socket(fileno=os.dup(fd)) as held:
+        with taken(pid, number) as fd, socket.socket(fileno=os.dup(fd)) as held:
             held.setsockopt(level, option, bytes.fromhex(value))
     return []
 
