@@ -119,6 +119,15 @@ def tvcache_endpoint(context: "EndpointContext") -> "Endpoint | None":
     return TvcacheEndpoint(context)
 
 
+def harness_endpoint(context: "EndpointContext") -> "Endpoint | None":
+    """Return the endpoint that runs agents inside their sandboxes; None without the driver `local`."""
+    if "local" not in context.engine.drivers:
+        return None
+    from proxy.compat.harness.endpoint import HarnessEndpoint
+
+    return HarnessEndpoint(context)
+
+
 def _require(extra: str, *packages: str) -> None:
     if missing := [package for package in packages if find_spec(package) is None]:
         raise PluginError(f"driver {extra!r} needs {', '.join(missing)}: pip install 'forkpoint[{extra}]'")

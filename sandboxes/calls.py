@@ -160,6 +160,7 @@ class Execution:
         exchanges: The requests to hosts outside since the last call.
         volatile: The call used the clock or random numbers, so a replay may well reach another state.
         resources: What the call used of the machine; None if the driver does not know.
+        repeatable: False if no replay is to be tried, because none would reach the state.
     """
 
     result: ToolResult
@@ -176,3 +177,4 @@ class Execution:
     exchanges: tuple[EgressExchange, ...] = ()
     volatile: bool = False
     resources: ResourceUse | None = None
+    repeatable: bool = True

@@ -160,6 +160,25 @@ class McpServer(BaseModel):
         return self
 
 
+class Harness(BaseModel):
+    """An agent that runs in the sandbox by itself, such as Claude Code: only its requests to the model leave it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: Text = Field(min_length=1, description="/bin/sh runs it in workdir, without a terminal.")
+    env: dict[VariableName, Text] = Field(
+        default_factory=dict, description="Its variables. {model} stands for the URL at which it finds its model."
+    )
+    port: int = Field(default=8089, ge=1024, le=65535, description="The port of that URL, on the sandbox's loopback.")
+    keep: tuple[Annotated[str, Field(pattern=r"^(all|first|slow|every [1-9][0-9]{0,3})$")], ...] = Field(
+        default=("all",),
+        description="Which turns can be entered again: all, the first, each n-th (every 5), those of over 10 s (slow).",
+    )
+    timeout_s: float = Field(
+        default=1800.0, gt=0, le=86_400, description="Longest time that it works without a request to the model."
+    )
+
+
 HOST_PATTERN = (
     r"^(\*\.)?([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.)+[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
     r"(:([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))?$"

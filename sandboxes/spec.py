@@ -11,6 +11,7 @@ from sandboxes.server_spec import (
     AnyServer,
     Egress,
     EndpointName,
+    Harness,
     HostName,
     McpServer,
     Server,
@@ -71,7 +72,7 @@ OUTSIDE_DRIVERS = frozenset({"http", "client"})
 """Drivers whose tools run outside of any sandbox of ours, so nothing of their states can be kept."""
 SERVER_DRIVERS = frozenset({"local"})
 """Drivers that run tool servers in their sandboxes."""
-RESERVED_ENDPOINTS = frozenset({"shell", "sql", "video", "mcp", "docker", "e2b", "tvcache", "process", "archive", "r"})
+RESERVED_ENDPOINTS = frozenset({"shell", "sql", "video", "mcp", "docker", "e2b", "tvcache", "process", "archive", "harness", "r"})
 """Names of endpoints that are built in; a server cannot have them."""
 
 _DATABASE_FIELDS: dict[str, tuple[set[str], set[str]]] = {
@@ -148,6 +149,14 @@ class EnvironmentSpec(BaseModel):
     mcp_servers: dict[EndpointName, McpServer] = Field(
         default_factory=dict, description="Servers of the mcp endpoint: the `mcpServers` of any client's configuration."
     )
+    harness: Harness | None = Field(
+        default=None, description="An agent inside the sandbox, whose turns are the steps of its rollouts."
+    )
+    live: Literal["running", "frozen_between_calls"] = Field(
+        default="running",
+        description="What the processes in a sandbox do between two calls. frozen_between_calls: they stand still, so "
+        "that no answer beside them grows old. Those beside a harness always do.",
+    )
     services: dict[ServiceName, Service] = Field(
         default_factory=dict,
         description="Side services by name, beside an image: programs of other images that run beside the calls.",
@@ -208,6 +217,11 @@ class EnvironmentSpec(BaseModel):
     def shared(self) -> bool:
         """Whether all tasks with this root state share one tree."""
         return self.driver in SHELLLESS_DRIVERS if self.share is None else self.share == "on"
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the processes in a sandbox are frozen between two calls."""
+        return self.harness is not None or self.live == "frozen_between_calls"
 
     @property
     def shares_timeouts(self) -> bool:
@@ -272,12 +286,14 @@ class EnvironmentSpec(BaseModel):
         for database in members["databases"].values():
             del database["source"], database["dsn"]
         members["video"] = None if self.video is None else self.video.root()
-        for kind in ("servers", "mcp_servers", "services", "volumes", "aliases", "egress", "video", "options"):
+        for kind in ("servers", "mcp_servers", "services", "volumes", "aliases", "egress", "video", "options", "harness"):
             if not members[kind]:
                 # Older versions had no such members. Without empty ones, their trees are found again.
                 del members[kind]
         if self.timeouts == "private":
             del members["timeouts"]
+        if self.live == "running":
+            del members["live"]
         if not self.own:
             del members["own"]
         return members
@@ -318,12 +334,15 @@ class EnvironmentSpec(BaseModel):
             raise ValueError(
                 f"driver {self.driver!r} runs no servers. Use one of: {', '.join(sorted(SERVER_DRIVERS))}."
             )
+        if self.stands_still and self.driver not in SERVER_DRIVERS:
+            raise ValueError(f"driver {self.driver!r} runs no processes. Leave out `harness` and `live`.")
         if self.upstreams and self.driver != "http":
             raise ValueError(f"driver {self.driver!r} has no upstreams. Use driver 'http'.")
         taken = sorted(RESERVED_ENDPOINTS & self.servers.keys())
         if taken:
             raise ValueError(f"endpoint {taken[0]!r} is built in. Give the server another name.")
         ports = [server.port for server in self.hosted.values()]
+        ports += [self.harness.port] if self.harness is not None else []
         if len(set(ports)) < len(ports):
             raise ValueError("two servers have the same port, but share a loopback. Give them different ports.")
         for name, mcp in self.mcp_servers.items():

@@ -256,7 +256,8 @@ class Executor:
         record = Record(
             # The number is taken before the write; that of a failed write is never used again.
             self._records.new_record_id(), key, node, destination.known or new_node or node, execution.effect,
-            execution.seconds, time.time(), private=private, doubtful=doubtful(call, execution), age_s=age_s,
+            execution.seconds, time.time(), private=private, reproducible=execution.repeatable,
+            doubtful=doubtful(call, execution), age_s=age_s,
         )  # fmt: skip
         written = self._records.save(
             tree.id, record, new_node, execution.replay or call, execution.result, execution.course, packed,

@@ -47,6 +47,6 @@ def holds(record: Record | None, rollout: Rollout, now: float) -> bool:
 
     Without a record at the rollout's node, anything may be recorded. `now` is a time of the proxy's monotonic clock.
     """
-    if record is None or record.source.state is not None or record.age_s == math.inf:
+    if record is None or record.source.state is not None or record.source.still or record.age_s == math.inf:
         return True
     return agree(rollout.age_s(now), record.age_s)

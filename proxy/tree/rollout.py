@@ -23,7 +23,7 @@ class Outcome(IntEnum):
 
 def is_moving(node: Node) -> bool:
     """Return whether a node's state may change by itself. The digest of a root is known later than the root itself."""
-    return node.state is None and node.origin is not None
+    return node.state is None and node.origin is not None and not node.still
 
 
 @dataclass(slots=True, eq=False)

@@ -41,6 +41,7 @@ class Node:
     visits: int = 0  # Number of rollouts that have stepped onto the node.
     demand: int = 0  # How often a rollout needed a sandbox here and there was none.
     weighed: bool = False  # Whether a snapshot was considered; once for each node, for the statistics.
+    still: bool = False  # Whether live processes stand still between calls, so that none of them grows old.
     unfreezable: str = ""  # Why the driver cannot freeze the state; empty if nothing is known against it.
     diverged: str = ""  # Why the state cannot be rebuilt; empty if nothing is known against it.
     detached: bool = False  # Whether the node has been forgotten. Rollouts may still point at it.
@@ -149,6 +150,7 @@ class Tree:
     def add_node(self, node: Node, *, private: bool = False) -> None:
         """Add a node. The record that leads to it must follow before the next `await`. A private node never merges."""
         self.nodes[node.id] = node
+        node.still = self.spec.stands_still
         self.size += 1
         if not private and not node.diverged:
             self._index(node)

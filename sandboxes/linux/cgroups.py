@@ -53,6 +53,11 @@ _PERIOD_US, _LEAST_QUOTA_US = 100_000, 1_000
 _SWEEP_S = 5.0
 """Longest time that a sweep waits for killed processes. They end in milliseconds, unless they wait for a dead disk."""
 _POLL_S = 0.005
+_FROZEN = "frozen"
+"""The group of a sandbox's processes that can be frozen, below the sandbox's own (version 2)."""
+_STILL_S, _STILL_POLL_S = 5.0, 0.0005
+"""How long processes may take until they stand still, and how often that is looked at. It takes a millisecond, unless
+one waits for a dead disk."""
 
 
 class Cgroups:
@@ -65,6 +70,8 @@ class Cgroups:
         behind: The group with the small CPU weight that `put_behind` fills; None with version 2, which needs none.
         cpu: The group in which each sandbox has a CPU group of its own; None if it cannot be written.
         accounts: The group in which the CPU time of each sandbox is counted (version 1); None where it is not.
+        freezer: The group of version 2 in which each sandbox has one for the processes that can be frozen; None where
+            none can.
         problem: Why no hierarchy is writable; empty if one is.
     """
 
@@ -76,6 +83,7 @@ class Cgroups:
         self.behind: Path | None = None
         self.cpu: Path | None = None
         self.accounts: Path | None = None
+        self.freezer: Path | None = None
         self.problem = ""
 
     def open(self) -> None:
@@ -107,6 +115,9 @@ class Cgroups:
                 # Without accounts, nobody knows what a call has used.
                 with contextlib.suppress(OSError):
                     self._account_sandboxes(groups)
+                # Without a freezer, specs that need it are refused.
+                with contextlib.suppress(OSError, KeyError):
+                    self._find_freezer()
                 return
 
     def _make_below(self, groups: dict[str, Path]) -> dict[str, Path]:
@@ -157,10 +168,29 @@ class Cgroups:
         (group / self.name).mkdir(exist_ok=True)
         self.accounts = group / self.name
 
+    def _find_freezer(self) -> None:
+        """Find the place of the groups that are frozen: always of version 2, which ends frozen processes too.
+
+        Version 1 does not: pid 1 could not end before somebody thaws its children. Most machines with version 1 have a
+        hierarchy of version 2 beside it, whose groups can be frozen without any controller.
+        """
+        if self.version == 2:
+            self.freezer = self.parents[MEMORY]
+            return
+        group = _own_groups()[""]
+        _make_writable({"": group})
+        (group / self.name).mkdir(exist_ok=True)
+        self.freezer = group / self.name
+
     @property
     def folders(self) -> set[Path]:
-        """All groups that `close` removes. In each of them, each sandbox has a group of its own."""
+        """The groups in which each sandbox has a group for all of its processes, pid 1 included."""
         return {*self.parents.values(), *(group for group in (self.cpu, self.accounts) if group is not None)}
+
+    @property
+    def made(self) -> set[Path]:
+        """All groups of this instance, with which it ends."""
+        return self.folders | ({self.freezer} if self.freezer is not None else set())
 
     def put_behind(self, pid: int) -> None:
         """Give a process, and all that it forks from now on, the small CPU weight. Waits up to 15 ms for the kernel."""
@@ -205,8 +235,44 @@ class Cgroups:
         # The kernel kills one process, as on version 1, and not the whole group.
         return {"memory.max": limit, "memory.swap.max": 0, "memory.oom.group": 0}
 
+    def freeze(self, sandbox: str, pid_one: int) -> None:
+        """Stop all processes of a sandbox but its pid 1, and return once they stand still. Blocking: some 2 ms.
+
+        Raises OSError if the kernel does not do it, or not within `_STILL_S`.
+        """
+        group = self._frozen_group(sandbox)
+        group.mkdir(exist_ok=True)
+        # Those that a restore has made are not in there yet. A process that forks meanwhile leaves its child outside.
+        for _ in range(_MOVES):
+            pids = {int(pid) for pid in (self.parents[PIDS] / sandbox / "cgroup.procs").read_text().split()} - {pid_one}
+            inside = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
+            if not pids - inside:
+                break
+            for pid in pids - inside:
+                # It may have ended.
+                with contextlib.suppress(ProcessLookupError):
+                    (group / "cgroup.procs").write_text(str(pid))
+        (group / "cgroup.freeze").write_text("1")
+        deadline = time.monotonic() + _STILL_S
+        while "frozen 1" not in (group / "cgroup.events").read_text():
+            if time.monotonic() > deadline:
+                raise OSError(f"the processes of {group} do not stand still")
+            time.sleep(_STILL_POLL_S)
+
+    def thaw(self, sandbox: str) -> None:
+        """Let the processes of a sandbox run again. 0.1 ms."""
+        with contextlib.suppress(FileNotFoundError):
+            (self._frozen_group(sandbox) / "cgroup.freeze").write_text("0")
+
+    def _frozen_group(self, sandbox: str) -> Path:
+        if self.freezer is None:
+            raise OSError("no control groups of version 2 can be written here")
+        return self.freezer / sandbox / _FROZEN if self.version == 2 else self.freezer / sandbox
+
     def remove(self, sandbox: str) -> bool:
         """Remove the groups of a sandbox; return False while some of its processes are still ending."""
+        if self.freezer is not None and not _remove(self._frozen_group(sandbox)):
+            return False
         removed = [_remove(group) for group in self._groups_of(sandbox)]
         return all(removed)
 
@@ -215,9 +281,9 @@ class Cgroups:
 
     def close(self) -> None:
         """Kill all processes in this instance's groups, and remove the groups."""
-        for parent in self.folders:
+        for parent in self.made:
             sweep(parent)
-        self.parents, self.behind, self.cpu, self.accounts = {}, None, None, None
+        self.parents, self.behind, self.cpu, self.accounts, self.freezer = {}, None, None, None, None
 
 
 def sweep(parent: Path) -> None:
@@ -228,8 +294,9 @@ def sweep(parent: Path) -> None:
     while time.monotonic() < deadline:
         groups = [group for group in parent.iterdir() if group.is_dir()]
         for group in groups:
-            _kill_all(group)
-            _remove(group)
+            for below in (group / _FROZEN, group):
+                _kill_all(below)
+                _remove(below)
         if not groups and _remove(parent):
             return
         # A group cannot be removed before its last process was reaped.

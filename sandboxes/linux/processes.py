@@ -316,3 +316,9 @@ def has_descriptors(pid: int, expected: Mapping[int, str]) -> bool:
         )
     except OSError:
         return False
+
+
+def pid_of(process: int) -> int:
+    """Return the number of the process that a process descriptor names; -1 for any other descriptor."""
+    with open(f"/proc/self/fdinfo/{process}") as lines:  # noqa: PTH123
+        return next((int(line.split()[1]) for line in lines if line.startswith("Pid:")), -1)

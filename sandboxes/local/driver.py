@@ -116,7 +116,7 @@ class LocalDriver:
             self.machine.cgroups.open()
             # Before the first sandbox: the next process finds the control groups by this file if this one is killed.
             (self.data_dir / "instance.json").write_bytes(
-                orjson.dumps({"cgroups": sorted({str(path) for path in self.machine.cgroups.folders})})
+                orjson.dumps({"cgroups": sorted({str(path) for path in self.machine.cgroups.made})})
             )
             await self.machine.open()
         except BaseException:
@@ -366,6 +366,11 @@ class LocalDriver:
         shell. If it `seals`, each call's changes become a layer.
         """
         self.sources.check_egress(spec)
+        if spec.stands_still and self.machine.cgroups.freezer is None:
+            raise SpecError(
+                "processes cannot be frozen between calls here, as `harness` and `live` want it: the proxy can write no "
+                "control group of version 2. `forkpoint doctor` says more."
+            )
 
         def make(spare: Spare) -> LocalSandbox:
             return LocalSandbox(self.machine, spare, spec, base, root.layers, root.born_ns, layers, seals=seals)

@@ -30,6 +30,7 @@ from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.host.guest import Guest
+from sandboxes.host.harness_calls import HarnessCalls
 from sandboxes.host.inspect import entries_of, state_look
 from sandboxes.host.mcp_calls import McpCalls
 from sandboxes.host.process_calls import ProcessCalls
@@ -59,6 +60,7 @@ from sandboxes.local.bases import Base
 from sandboxes.local.layers import LayerMeta, Upper, undo
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.local.sandbox_layers import SandboxLayers
+from sandboxes.linux.processes import pid_of
 from sandboxes.local.service_commands import call_in_service, frame_of
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
@@ -112,11 +114,13 @@ class LocalSandbox:
         self._processes = ProcessCalls(self.guest, spec, {"HOSTNAME": base.hostname, **self._given})
         self._tools = ToolCalls(servers, spec, server_environment, machine.data_dir)
         self._mcp = McpCalls(self.guest, servers, spec, server_environment, machine.read_only)
+        self._harness = HarnessCalls(servers, spec, server_environment)
         self._closing: asyncio.Task[None] | None = None
         self._seals = seals
         self.begun_at: StateDigest | None = None
         self.pristine: dict[str, Any] | None = None
         self._held: tuple[str, ...] = ()
+        self._is_still = False
         self._sealed: LayerState | None = None
         self._machine = machine
         self._base = base
@@ -210,6 +214,8 @@ class LocalSandbox:
         if started.shell_error is not None and not self._layers.stack:
             raise SpecError(f"base {self._spec.image or self._spec.base!r}: {started.shell_error}")
         self.begun_at, self.pristine = started.state.digest, started.pristine
+        if images is not None:
+            await self._stand_still()
 
     async def start_servers(self) -> None:
         """Start the tool servers that belong to the root state. If one fails, the sandbox is closed."""
@@ -236,7 +242,10 @@ class LocalSandbox:
         """Run a call; see `Sandbox.execute`. If it is cancelled, the sandbox is dead."""
         if call.endpoint in {"process", "archive", "shell"} and (service := call.arguments.get("service")):
             call = self._for_service(call, str(service))
+        self._move_on()
         execution = await self._run(call, listener)
+        if execution.state is None:
+            await self._stand_still()
         if self.egress is not None:
             execution = await self._conclude_egress(self.egress, execution)
         # Docker keeps an image's directories as long as a container of ours exists, which anybody may remove. It
@@ -266,6 +275,8 @@ class LocalSandbox:
             return await self._processes.execute(call, listener)
         if call.endpoint == "mcp":
             return await self._mcp.execute(call, listener)
+        if call.endpoint == "harness":
+            return await self._harness.execute(call)
         if self._tools.handles(call):
             return await self._tools.execute(call, listener)
         # Before the supervisor gets it, so a wrong call neither wakes the sandbox nor changes its state.
@@ -285,6 +296,23 @@ class LocalSandbox:
         if done.discard:
             return spawn(f"discard upper of {self.id}", self._discard_upper(), awaited=True)
         return spawn(f"seal layer of {self.id}", self._seal(), awaited=True) if done.seal else None
+
+    async def _stand_still(self) -> None:
+        """Freeze the processes until the next call, if the spec wants that. Without it, answers beside them grow old."""
+        if not self._spec.stands_still or self._process is None:
+            return
+        try:
+            await asyncio.to_thread(self._machine.cgroups.freeze, self.id, pid_of(self._process))
+        except OSError as error:
+            self.link.die("its processes do not stand still")
+            raise SandboxError(f"sandbox {self.id} was ended: {error}") from error
+        self._is_still = True
+
+    def _move_on(self) -> None:
+        """Let the processes run again."""
+        if self._is_still:
+            self._machine.cgroups.thaw(self.id)
+            self._is_still = False
 
     def _kill(self) -> None:
         # The death of pid 1 ends every process of its pid namespace (pid_namespaces(7)).
@@ -351,6 +379,7 @@ class LocalSandbox:
     async def open_terminal(self, columns: int, rows: int) -> Pty:
         """See `TerminalSandbox.open_terminal`."""
         await self.guest.settle()
+        self._move_on()
         # A person may change anything in a terminal, so a frozen copy no longer stands for this sandbox.
         self._sealed = None
         opened = await self.link.ask(OpenTerminal(columns, rows))
@@ -367,8 +396,14 @@ class LocalSandbox:
         sandboxes of the spec alike.
         """
         await self.guest.settle()
+        was_still = self._is_still
+        self._move_on()
         try:
-            return await self._freeze(root=root)
+            try:
+                return await self._freeze(root=root)
+            finally:
+                if was_still and self.alive:
+                    await self._stand_still()
         except asyncio.CancelledError:
             self.link.die("its freezing was cancelled")
             raise

@@ -74,7 +74,7 @@ class Grounds:
 
     def require_sandbox(self, process: int) -> None:
         """Raise `OSError` if a process descriptor is not that of a sandbox's pid 1."""
-        if not self._is_sandbox(_pid_of(process)) or _has_ended(process):
+        if not self._is_sandbox(pid_of(process)) or _has_ended(process):
             raise _refused("a process")
 
     def require_mounts(self, namespace: int) -> None:
@@ -104,9 +104,3 @@ def _has_ended(process: int) -> bool:
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _pid_of(process: int) -> int:
-    """Return the number of the process that a process descriptor names; -1 for any other descriptor."""
-    with open(f"/proc/self/fdinfo/{process}") as lines:  # noqa: PTH123
-        return next((int(line.split()[1]) for line in lines if line.startswith("Pid:")), -1)

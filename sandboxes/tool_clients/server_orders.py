@@ -14,6 +14,7 @@ from sandboxes.http_message import InvalidRequestError, of_tool_server, request_
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.listener import Headers, Listener
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.tool_clients import harness
 
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _MEMORY_BYTES = 1 << 20
@@ -54,6 +55,14 @@ def mcp_order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) 
         ready="tcp",
         ready_s=server.ready_s,
     )
+
+
+def harness_order(spec: EnvironmentSpec, environment: Mapping[str, str]) -> ServerOrder:
+    """Return the same for the relay of the spec's harness, which talks over stdin and stdout (pure)."""
+    assert spec.harness is not None
+    variables = {**environment, **spec.env, **harness.harness_environment(spec.harness)}
+    command = harness.relay_command(spec.harness)
+    return ServerOrder("harness", command, None, variables, spec.directory, ready="tcp", ready_s=60.0)
 
 
 def request(call: ToolCall, port: int) -> bytes:

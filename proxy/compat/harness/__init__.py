@@ -1,0 +1,5 @@
+"""The harness endpoint: runs an agent inside its sandbox, and brings its requests to the rollout's own model.
+
+Process: the proxy. `turns` is pure.
+May import: proxy.engine and below, sandboxes.tool_clients.
+"""

@@ -1,0 +1,137 @@
+"""The harness endpoint: `POST /t/{task}/r/{rollout}/harness` runs a rollout to its end and tells each turn."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from proxy.compat.endpoints import EndpointContext
+from proxy.compat.harness.model import Model
+from proxy.compat.harness.run import Run, node_at
+from proxy.compat.harness.turns import ENDPOINT
+from proxy.dialects.base import json_object
+from proxy.engine import Engine
+from proxy.http.access import ALL, GRANT, Grant
+from proxy.http.address import Address
+from proxy.http.exchange import Exchange
+from proxy.http.problems import failed_call
+from proxy.http.sent_labels import labels_of
+from proxy.refusals import Problem, RefusalError
+from proxy.tree.labels import Labels
+from proxy.tree.rollout import Rollout
+from proxy.tree.tree import Node, Tree
+from sandboxes.http_message import is_header
+
+_EXAMPLE = '{"upstream": "http://127.0.0.1:8000", "headers": {"authorization": "Bearer KEY"}}'
+
+
+class HarnessRequest(BaseModel):
+    """What a run needs.
+
+    Attributes:
+        upstream: The URL that precedes the targets of the harness's requests.
+        headers: Headers of these requests, in place of the harness's own.
+        parent: The rollout of the same task whose turns this one begins with; None to begin with the harness's start.
+        turn: With a parent: after how many responses this rollout leaves it; None for where the parent is.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    upstream: Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+(/[\x21\x24-\x3b\x3d\x40-\x7e]*)?$", max_length=2048)]
+    headers: dict[str, str] = Field(default_factory=dict, max_length=64)
+    parent: str | None = None
+    turn: int | None = Field(default=None, ge=0)
+
+
+class HarnessEndpoint:
+    """Serves the harness endpoint of all tasks."""
+
+    def __init__(self, context: EndpointContext) -> None:
+        self._engine, self._count = context.engine, context.count
+        self._running: set[int] = set()
+
+    async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
+        """Run a rollout's harness, and send an event for each turn as a line of JSON.
+
+        Raises RefusalError if the request is malformed, or the task has no harness.
+        """
+        request = _read(scope["method"], body)
+        grant: Grant = scope.get(GRANT, ALL)
+        grant.require_rollout(address.rollout, request.parent or "")
+        if not address.rollout:
+            raise RefusalError(400, "no-rollout", "name the rollout in the URL: /t/{task}/r/{rollout}/harness.")
+        labels = labels_of(scope, scope["headers"])
+        rollout = await self._rollout(address.task, address.rollout, request, labels)
+        spec = rollout.tree.spec
+        if spec.harness is None:
+            raise RefusalError(404, "no-harness", f"task {address.task!r} has no harness. PUT it with one in its spec.")
+        if spec.confined:
+            self._engine.settings.source_rules.check_url(request.upstream)
+        if rollout.id in self._running:
+            raise RefusalError(409, "running", f"the harness of rollout {rollout.name!r} runs already.")
+        run = Run(self._engine, rollout, Model(request.upstream.rstrip("/"), request.headers))
+
+        async def content(send: Any) -> None:
+            try:
+                async for event in run.events():
+                    await send(orjson.dumps(event) + b"\n")
+            # The head of the response has been sent, so the problem is its last line.
+            except Exception as error:  # noqa: BLE001
+                problem = failed_call(scope, error, self._count)
+                await send(orjson.dumps({"error": orjson.loads(problem.body())}) + b"\n")
+
+        self._running.add(rollout.id)
+        try:
+            await exchange.stream((("content-type", "application/x-ndjson"),), content)
+        finally:
+            self._running.discard(rollout.id)
+
+    async def refuse(self, scope: Mapping[str, Any], address: Address, problem: Problem, exchange: Exchange) -> None:  # noqa: ARG002 - every client reads the same form
+        """Answer a request with a problem that was noticed before the request was read."""
+        await exchange.problem(problem)
+
+    async def _rollout(self, task_name: str, name: str, request: HarnessRequest, labels: Labels) -> Rollout:
+        """Return the running rollout of this name, or begin one where the request says."""
+        tasks = self._engine.tasks
+        running = await tasks.running(task_name, name)
+        if request.parent is None:
+            return running or await tasks.rollout(task_name, name, labels)
+        if running is not None:
+            raise RefusalError(
+                409, "rollout-exists", f"rollout {name!r} is running. Leave `parent` out to go on with it."
+            )
+        task = await tasks.open(task_name)
+        tree, node = self._position(task_name, request.parent)
+        if request.turn is not None:
+            found = node_at(self._engine, node, request.turn)
+            if found is None:
+                raise RefusalError(404, "no-such-turn", f"rollout {request.parent!r} has no turn {request.turn}.")
+            node = found
+        return tasks.rollouts.begin(task, name, tree, node, labels=labels)
+
+    def _position(self, task_name: str, name: str) -> tuple[Tree, Node]:
+        """Return where a rollout is, or was when it ended."""
+        engine = self._engine
+        if (running := engine.tasks.rollouts.running.get((task_name, name))) is not None:
+            return running.tree, running.node
+        engine.journal.fold()
+        task = engine.tasks.get(task_name)
+        rows = engine.store.rollouts.of_task(task_name, name=name, newest=True, limit=1)
+        position = engine.tasks.position(task, rows[0]["node"]) if rows and task is not None else None
+        if position is None:
+            raise RefusalError(404, "no-such-rollout", f"there is no rollout {name!r} whose turns could be entered.")
+        return position
+
+
+def _read(method: str, body: bytes) -> HarnessRequest:
+    if method != "POST":
+        raise RefusalError(405, "method", f"send POST, with a body such as {_EXAMPLE}.")
+    try:
+        request = HarnessRequest.model_validate(json_object(body, _EXAMPLE))
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        raise RefusalError(422, "harness", f"{faults}. Send a body such as {_EXAMPLE}.") from None
+    if not all(is_header(name, value) for name, value in request.headers.items()):
+        raise RefusalError(422, "harness", "a header has characters that no header may have.")
+    return request

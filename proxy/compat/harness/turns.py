@@ -1,0 +1,147 @@
+"""What a harness waits for, and which responses of models are the same (pure).
+
+A response is an edge of the tree. Engines draw its ids and times at random and cut its text into events at random, so
+bytes would never be equal. Two responses are the same edge if they are equal without these.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from proxy.tree.keys import CallKey, call_key
+from sandboxes.calls import ToolCall
+from sandboxes.tool_clients.json_text import parse_json
+
+ENDPOINT = "harness"
+_DRAWN = frozenset({
+    "id", "call_id", "item_id", "response_id", "responseId", "message_id", "request_id", "created", "created_at",
+    "completed_at", "createTime", "system_fingerprint", "service_tier", "usage", "usageMetadata", "logprobs",
+    "avgLogprobs", "sequence_number", "obfuscation", "signature", "thoughtSignature", "encrypted_content",
+})  # fmt: skip
+"""Members that engines draw, or that say what a response has cost."""
+_SAID = frozenset({"input", "args", "arguments"})
+"""Members that the model has chosen: nothing is left out below them."""
+_TEXTS = frozenset({
+    "text", "content", "delta", "partial_json", "arguments", "thinking", "reasoning", "reasoning_content", "refusal",
+})  # fmt: skip
+"""Members with a part of a text, which the next event goes on with."""
+_DONE = b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A model's whole response: its status, its media type and its body."""
+
+    status: int
+    media_type: str
+    body: bytes
+
+
+@dataclass(slots=True)
+class Path:
+    """The turns from the root to a node.
+
+    Attributes:
+        turns: How many responses the harness has had; -1 before it is started.
+        waiting: The requests that wait for a response, the oldest first.
+        exit: Its exit code and the end of what it has printed; None while it runs.
+    """
+
+    turns: int = -1
+    waiting: list[dict[str, Any]] = field(default_factory=list)
+    exit: dict[str, Any] | None = None
+
+    def advance(self, call: ToolCall, answer: bytes) -> None:
+        """Go one turn on, by its call and its recorded answer."""
+        told = parse_json(answer)
+        gone = {*told["gone"], call.arguments.get("connection")}
+        self.turns += 1
+        self.waiting = [request for request in self.waiting if request["connection"] not in gone] + told["requests"]
+        self.exit = told["exit"]
+
+
+def without_response(path: Path) -> tuple[ToolCall, CallKey]:
+    """Return the call that starts the harness, or that lets it go on because it waits for no response, and its key."""
+    call = ToolCall(ENDPOINT, "start" if path.turns < 0 else "wait", {})
+    return call, call_key(call)
+
+
+def delivery(path: Path, response: Response) -> tuple[ToolCall, CallKey]:
+    """Return the call that delivers the response to the oldest request, and its key.
+
+    Raises UncanonicalArgumentsError if the response has no canonical form.
+    """
+    common = {"connection": path.waiting[0]["connection"], "others": len(path.waiting) > 1, "status": response.status}
+    headers = [["content-type", response.media_type]]
+    same = ToolCall(ENDPOINT, "deliver", {**common, "response": canonical(response)})
+    return ToolCall(ENDPOINT, "deliver", {**common, "headers": headers}, response.body), call_key(same)
+
+
+def canonical(response: Response) -> Any:
+    """Return what two responses that are the same have in common, as JSON; the text of a body that is none."""
+    kind = response.media_type.partition(";")[0].strip().lower()
+    try:
+        if kind == "text/event-stream":
+            return ["events", *_joined(_event(text) for text in _events(response.body))]
+        return ["json", _kept(parse_json(response.body))]
+    # A body that is nested too deeply is compared as it is.
+    except (orjson.JSONDecodeError, RecursionError):
+        return ["text", kind, response.body.decode(errors="backslashreplace")]
+
+
+def _events(body: bytes) -> Iterable[bytes]:
+    """Return the data of each server-sent event (WHATWG HTML, 9.2.6); comments and names are no part of it."""
+    for block in body.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n\n"):
+        lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
+        if lines:
+            yield b"\n".join(lines)
+
+
+def _event(data: bytes) -> Any:
+    return "[DONE]" if data == _DONE else _kept(parse_json(data))
+
+
+def _kept(value: Any) -> Any:
+    """Return a value without what engines draw."""
+    if isinstance(value, dict):
+        return {
+            name: member if name in _SAID else _kept(member) for name, member in value.items() if name not in _DRAWN
+        }
+    return [_kept(item) for item in value] if isinstance(value, list) else value
+
+
+def _joined(events: Iterable[Any]) -> list[Any]:
+    """Return events, with those that go on with the text of the one before as one event."""
+    joined: list[Any] = []
+    for event in events:
+        # It only keeps the connection open.
+        if event == {"type": "ping"}:
+            continue
+        if joined and _has_text(event) and (both := _continued(joined[-1], event)) is not None:
+            joined[-1] = both
+        else:
+            joined.append(event)
+    return joined
+
+
+def _continued(one: Any, other: Any, name: str = "") -> Any:
+    """Return two values as one, if they differ only in texts that go on; None if they do not."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        members = {key: _continued(member, other[key], key) for key, member in one.items()}
+        differ = any(both is None and one[key] is not None for key, both in members.items())
+        return None if differ else members
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        items = [_continued(item, other[i]) for i, item in enumerate(one)]
+        return None if any(both is None and one[i] is not None for i, both in enumerate(items)) else items
+    if name in _TEXTS and isinstance(one, str) and isinstance(other, str):
+        return one + other
+    return one if one == other and type(one) is type(other) else None
+
+
+def _has_text(value: Any) -> bool:
+    """Return whether a part of a text is somewhere in an event: two equal events without one are two events."""
+    if isinstance(value, dict):
+        return any(name in _TEXTS and isinstance(member, str) or _has_text(member) for name, member in value.items())
+    return isinstance(value, list) and any(map(_has_text, value))
