@@ -55,12 +55,12 @@ from sandboxes.ipc.state_messages import (
     StartSandbox,
 )
 from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.processes import pid_of
 from sandboxes.listener import Listener
 from sandboxes.local.bases import Base
 from sandboxes.local.layers import LayerMeta, Upper, undo
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.local.sandbox_layers import SandboxLayers
-from sandboxes.linux.processes import pid_of
 from sandboxes.local.service_commands import call_in_service, frame_of
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
@@ -303,7 +303,7 @@ class LocalSandbox:
         return spawn(f"seal layer of {self.id}", self._seal(), awaited=True) if done.seal else None
 
     async def _stand_still(self) -> None:
-        """Freeze the processes until the next call, if the spec wants that. Without it, answers beside them grow old."""
+        """Freeze the processes until the next call, if the spec wants that. Otherwise answers beside them grow old."""
         if not self._spec.stands_still or self._process is None:
             return
         try:

@@ -2,8 +2,8 @@
 
 Theory of operation:
 
-1. A harness is an agent that runs in the sandbox by itself. Of all that it does, only its requests to the model leave the
-   sandbox: over the relay (`harness_relay`), which carries the bytes of a loopback port.
+1. A harness is an agent that runs in the sandbox by itself. Of all that it does, only its requests to the model leave
+   the sandbox: over the relay (`harness_relay`), which carries the bytes of a loopback port.
 2. A turn begins with a response and ends once a request of the harness is here as a whole, or the harness has ended. If
    other requests wait already, it ends at once: the harness goes on in the turn that answers the next of them.
 3. At its end the relay pauses, and no request is here in part. So all that the harness has said is in recorded answers,

@@ -4,14 +4,14 @@ Its text is what `python3 -c` runs in the sandbox, so it imports nothing of ours
 loopback port that stands for the model, and carries the bytes of all connections over its stdin and stdout. It knows no
 HTTP. A checkpoint holds it together with the harness, so that a request that waits for its response comes back too.
 
-A frame is a header (`HEADER`) and as many bytes as it says: the number of a connection, 0 for none, a kind, and a length.
+A frame is a header (`HEADER`) and as many bytes as it says: a connection's number, 0 for none, a kind, and a length.
 
 - `d` bytes of a connection, in both directions
 - `e` the connection has ended, or is to end once all of its bytes are sent
 - `s` start the harness (to the relay)
 - `g` go on (to the relay); it begins to carry bytes out
-- `p` pause (to the relay), and that it does (from it): no frame follows until `g`, so nothing is in the pipe between two
-  turns
+- `p` pause (to the relay), and that it does (from it): no frame follows until `g`, so nothing is in the pipe between
+  two turns
 - `x` the harness has ended: its exit code, a line break, and the end of what it has printed
 """
 
@@ -47,7 +47,7 @@ class Relay:
         """Carry frames until the proxy's end is closed."""
         while True:
             # Between turns connections are accepted and not read: no checkpoint holds one that waits to be accepted.
-            while 0 not in select.select([0, self._listener], [], [])[0]:
+            while 0 not in select.select([0, self._listener.fileno()], [], [])[0]:
                 self._accept()
             number, kind, data = _read_frame()
             if kind == b"s":
@@ -59,9 +59,8 @@ class Relay:
 
     def _start(self) -> None:
         with open(self._log, "ab") as log:  # noqa: PTH123
-            self._harness = subprocess.Popen(
-                ["/bin/sh", "-c", self._command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+            command = ["/bin/sh", "-c", self._command]
+            self._harness = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: S603 - the spec's
 
     def _carry(self) -> None:
         """Carry bytes in both directions until the proxy wants a pause."""

@@ -9,9 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from proxy.compat.endpoints import EndpointContext
 from proxy.compat.harness.model import Model
 from proxy.compat.harness.run import Run, node_at
-from proxy.compat.harness.turns import ENDPOINT
 from proxy.dialects.base import json_object
-from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.exchange import Exchange

@@ -55,7 +55,7 @@ class Run:
         self._path = path_to(engine, rollout.node)
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield an event for each turn, and then one for the end. Errors are those of a call, and RefusalError (502)."""
+        """Yield an event for each turn, and one for the end. Errors are those of a call, and RefusalError (502)."""
         keeping: asyncio.Task[str] | None = None
         try:
             while self._path.exit is None:

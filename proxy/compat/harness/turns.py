@@ -143,5 +143,5 @@ def _continued(one: Any, other: Any, name: str = "") -> Any:
 def _has_text(value: Any) -> bool:
     """Return whether a part of a text is somewhere in an event: two equal events without one are two events."""
     if isinstance(value, dict):
-        return any(name in _TEXTS and isinstance(member, str) or _has_text(member) for name, member in value.items())
+        return any((name in _TEXTS and isinstance(member, str)) or _has_text(member) for name, member in value.items())
     return isinstance(value, list) and any(map(_has_text, value))
