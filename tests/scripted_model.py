@@ -32,8 +32,12 @@ class ScriptedModel(ThreadingHTTPServer):
         self.delay_s = 0.0
         self.lock = threading.Lock()
 
+    @property
+    def root(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/"
+
     def url(self, who: str = "all", turn: int = 1 << 30) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/{who}/{turn}"
+        return f"{self.root}{who}/{turn}"
 
 
 @contextmanager

@@ -136,9 +136,21 @@ class ModelPort:
             await self._send(0, b"p")
             while (frame := await self._frame())[1] != b"p":
                 await self._take(turn, *frame)
+            if turn.exit is not None:
+                await self._end()
+                return turn
             # What came in before the pause may have been the begin of another request, or the end of the only one.
             if is_over():
                 return turn
+
+    async def _end(self) -> None:
+        """Wait until the relay has ended, as it does once the harness has."""
+        while True:
+            try:
+                if not os.read(self._read_fd, _CHUNK_BYTES):
+                    return
+            except BlockingIOError:
+                await wait_until_ready(self._read_fd, self._silence_s, writing=False)
 
     async def _take(self, turn: Turn, number: int, kind: bytes, data: bytes) -> None:
         if kind == b"x":

@@ -1,8 +1,8 @@
 """Harbor runs trials of one task with Forkpoint's provider, a scripted agent and its own verifier.
 
 argv: the proxy's URL, a directory, for each trial the agent's commands, as a JSON list, and the task's compose file,
-its Dockerfile, or an empty text. Prints for each trial what the agent was shown, the reward, what the verifier printed,
-and the files that were collected from a service.
+its Dockerfile, its spec, or an empty text. Prints for each trial what the agent was shown, the reward, what the
+verifier printed, and the files that were collected from a service.
 """
 
 # mypy: disable-error-code="import-not-found, unused-ignore, misc, no-any-return"
@@ -35,8 +35,16 @@ class Scripted(BaseAgent):
 
     async def run(self, instruction: str, environment: Any, context: Any) -> None:
         assert instruction.strip() == "Write mine."
-        shown = [await environment.exec(command, cwd="/root", env={"WHO": "me"}) for command in self.commands]
+        shown = [await executed(environment, command) for command in self.commands]
         context.metadata = {"shown": [[result.stdout, result.stderr, result.return_code] for result in shown]}
+
+
+async def executed(environment: Any, command: str) -> Any:
+    """Run a command; "agent URL COMMAND" is one of an agent whose model is at the URL."""
+    if not command.startswith("agent "):
+        return await environment.exec(command, cwd="/root", env={"WHO": "me"})
+    _, url, line = command.split(" ", 2)
+    return await environment.exec(line, cwd="/root", env={"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "secret"})
 
 
 def task(folder: Path, environment: str = "") -> None:
@@ -86,8 +94,9 @@ async def compose_is_refused(url: str, folder: Path) -> None:
 
 
 async def trial(url: str, folder: Path, number: int, commands: list[str]) -> list[Any]:
+    harness = any(command.startswith("agent ") for command in commands)
     environment = EnvironmentConfig(
-        import_path="forkpoint.harbor:ForkpointEnvironment", kwargs={"url": url, "offline": True}
+        import_path="forkpoint.harbor:ForkpointEnvironment", kwargs={"url": url, "offline": True, "harness": harness}
     )
     agent = AgentConfig(import_path=f"{Path(__file__).stem}:Scripted", kwargs={"commands": commands})
     config = TrialConfig(
@@ -105,9 +114,11 @@ async def trial(url: str, folder: Path, number: int, commands: list[str]) -> lis
 
 async def main(url: str, folder: Path, group: list[list[str]], compose: str) -> list[Any]:
     built = compose.startswith("FROM")
-    task(folder / "task", COLLECTED if compose and not built else "")
+    task(folder / "task", COLLECTED if compose and not built and not compose.startswith("{") else "")
     if built:
         (folder / "task" / "environment" / "Dockerfile").write_text(compose)
+    elif compose.startswith("{"):
+        (folder / "task" / "environment" / "forkpoint.json").write_text(compose)
     elif compose:
         (folder / "task" / "environment" / "docker-compose.yaml").write_text(compose)
     else:

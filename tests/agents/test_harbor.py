@@ -9,9 +9,11 @@ from typing import Any
 from forkpoint.image_builds import ImageBuilder
 from tests.agents.clients import newer_python, packages, run
 from tests.agents.serving import real_proxy
-from tests.machine import require_sandboxes
+from tests.machine import require_criu, require_sandboxes
+from tests.proxy.compat.harness import scripted_agent_text
 from tests.sandboxes.docker import AGENT_IMAGE, make_agent_image, require_docker
 from tests.sandboxes.image_archives import agent_image
+from tests.scripted_model import scripted_model
 
 
 def test_harbor_trials_share_their_prefix(tmp_path: Path) -> None:
@@ -44,6 +46,37 @@ def test_harbor_trials_share_their_prefix(tmp_path: Path) -> None:
     # What Harbor prepares, what the agent prepares, and the agent's first command.
     assert outcomes[2] == ["hit"] * 3 + ["miss"] * (len(outcomes[0]) - 3)
     assert all(row["finished"] for row in rollouts)
+
+
+def test_an_agent_that_a_trial_starts_in_its_sandbox_is_a_harness(tmp_path: Path) -> None:
+    """The second trial's model says the same, and nothing runs for it; the third one's differs in its second turn."""
+    require_criu()
+    python = newer_python()
+    place = packages("harbor==0.24.0", python=python)
+    path = f"{place}{os.pathsep}{Path(__file__).parents[2]}"
+    spec = {"files": {"/agent.py": scripted_agent_text()}}
+
+    def say(number: int, who: str) -> str | None:
+        return None if number > 2 else f"echo {who or number} >> drawn; cat drawn"
+
+    # The client's token is for some tasks, so the operator has to allow the model.
+    with scripted_model(say) as model, real_proxy(checkpoints=True, sources=(model.root,)) as proxy:
+        urls = [model.url("a"), model.url("b"), model.url("c", 1)]
+        group = [[f"agent {url} python3 /agent.py anthropic; echo $?", "touch mine"] for url in urls]
+        trials = run(
+            place, "harbor_client.py", proxy.url, str(tmp_path), json.dumps(group), json.dumps(spec), python=python,
+            env={"PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, "HOME": str(tmp_path)},
+        )  # fmt: skip
+        task = proxy.client.get("/api/v1/tasks").json()["items"][0]["task"]
+        rollouts: list[Any] = proxy.client.get(f"/api/v1/tasks/{task}/rollouts").json()["items"]
+        outcomes = [proxy.outcomes(task, row["rollout"]) for row in rollouts]
+    assert [verified for _, _, verified, _ in trials] == ["0\n1\n2\n", "0\n1\n2\n", "0\nc\n2\n"]
+    assert [rewards for _, rewards, _, _ in trials] == [{"reward": 1.0}] * 3
+    assert trials[0][0][0][0] == trials[1][0][0][0]
+    assert trials[0][0][0][0].endswith("\n7\n")
+    assert set(outcomes[1]) == {"hit"}
+    assert outcomes[2].count("miss") < len(outcomes[0])
+    assert set(model.keys) == {"secret"}
 
 
 COMPOSE = """

@@ -83,9 +83,10 @@ class Run:
         """Return whether the state after a turn is to be kept: its sandbox goes on, and then it would be lost."""
         harness, turn = self._rollout.tree.spec.harness, self._path.turns
         assert harness is not None
-        if answer.outcome is Outcome.HIT or answer.record.target.snapshot is not None or self._path.exit is not None:
+        if answer.outcome is Outcome.HIT or answer.record.target.snapshot is not None:
             return False
-        return any(
+        # Files alone, mostly: what follows, such as grading, can only be shared from there.
+        return self._path.exit is not None or any(
             rule == "all"
             or (rule == "first" and turn == 0)
             or (rule == "slow" and answer.record.seconds > SLOW_S)

@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.request
 
-STYLE, URL = sys.argv[1], os.environ["MODEL_URL"]
+STYLE, URL = sys.argv[1], os.environ.get("MODEL_URL") or os.environ["ANTHROPIC_BASE_URL"]
 TOOL = {"name": "bash", "type": "function"}
 SECRET = f"secret {random.random()}"  # noqa: S311
 ticks: list[int] = []
