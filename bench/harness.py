@@ -1,0 +1,167 @@
+"""Unmodified agents inside their sandbox: a first rollout, its repetition, and branches: `python -m bench.harness codex`.
+
+The model's words are written before, and so what each tool must print is known: a branch is wrong if its model was ever
+shown anything else. Agents come from npm, with these versions, and are kept in `--packages`.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.machine import console, median, table
+from forkpoint.ephemeral_proxy import ephemeral_proxy
+from tests.scripted_model import ScriptedModel, scripted_model
+
+_CODEX = (
+    "exec $(ls /h/vendor/*/bin/codex) exec --dangerously-bypass-approvals-and-sandbox --skip-git-repo-check "
+    "-c model_provider=s -c model_providers.s.name=s -c model_providers.s.base_url=$MODEL/v1 "
+    "-c model_providers.s.wire_api=responses 'do the task'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent: its package, the one with its program, its command and its variables."""
+
+    package: str
+    program: str
+    command: str
+    env: dict[str, str]
+
+
+AGENTS = {
+    "claude": Agent(
+        "@anthropic-ai/claude-code@2.1.197", "@anthropic-ai/claude-code-linux-x64",
+        "exec /h/claude -p 'do the task' --dangerously-skip-permissions --output-format json",
+        {"ANTHROPIC_BASE_URL": "{model}", "ANTHROPIC_API_KEY": "inside", "IS_SANDBOX": "1", "HOME": "/hh"},
+    ),
+    "codex": Agent(
+        "@openai/codex@0.171.0", "@openai/codex-linux-x64", _CODEX,
+        {"MODEL": "{model}", "OPENAI_API_KEY": "inside", "HOME": "/hh"},
+    ),
+}  # fmt: skip
+
+
+class Script:
+    """What the model says in each turn, and what the tool then prints."""
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+
+    def say(self, number: int, who: str) -> str | None:
+        if number >= self._turns:
+            return None
+        sleeper = "(sleep 900 >/dev/null 2>&1 &); " if number == 1 else ""
+        return f'{sleeper}echo {who or "all"}{number} >> /repo/log; echo "$(cat /repo/log) $(pgrep -c sleep)"'
+
+    def printed(self, who: str, turn: int) -> list[str]:
+        words = [f"{who if number == turn else 'all'}{number}" for number in range(self._turns)]
+        return ["\n".join(words[: n + 1]) + f" {int(n > 0)}" for n in range(self._turns)]
+
+
+def main(arguments: list[str]) -> int:
+    parser = ArgumentParser(prog="bench.harness", description=__doc__)
+    parser.add_argument("agent", choices=AGENTS)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--at", type=int, nargs="*", default=[2, 6, 10, 14, 18], help="The turns that are left.")
+    parser.add_argument("--branches", type=int, default=8, help="How many branches leave each of them.")
+    parser.add_argument("--packages", type=Path, default=Path("/var/tmp/forkpoint-agents"))  # noqa: S108
+    parser.add_argument("--quick", action="store_true", help="6 turns, 2 branches at one turn.")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.turns, options.at, options.branches = 6, [3], 2
+    agent, script = AGENTS[options.agent], Script(options.turns)
+    folder = _installed(agent, options.packages)
+    spec = {
+        "archives": [{"source": str(folder), "target": "/h"}], "setup": ["mkdir -p /repo /hh"], "workdir": "/repo",
+        "limits": {"memory_mb": 6144, "pids": 1000, "disk_mb": 8192, "timeout_s": 240},
+        "harness": {"command": agent.command, "env": agent.env},
+    }  # fmt: skip
+    with (
+        scripted_model(script.say) as model,
+        ephemeral_proxy() as proxy,
+        httpx.Client(base_url=proxy.url, timeout=900) as client,
+    ):
+        client.put("/api/v1/tasks/t", json=spec).raise_for_status()
+        first_s, first = _ran(client, "first", model.url())
+        again_s, again = _ran(client, "again", model.url())
+        before = client.get("/api/v1/stats").json()
+        wrong, seconds = 0, []
+        for turn in options.at:
+            for number in range(options.branches):
+                who = f"b{turn}x{number}"
+                began = len(model.asked)
+                took_s, events = _ran(client, who, model.url(who, turn), parent="first", turn=turn)
+                seconds.append(took_s)
+                good = events[-1].get("exit") == 0 and _is_right(model, began, script.printed(who, turn))
+                wrong += not good
+                console.print(f"branch {who}: {'right' if good else f'WRONG {events[-1]}'} in {took_s:.1f} s")
+        after = client.get("/api/v1/stats").json()
+    kept, kept_bytes = (after[name] - before[name] for name in ("snapshots", "snapshot_bytes"))
+    turns = len(first) - 1
+    shown = table(f"{options.agent}, {turns} turns, {len(seconds)} branches", "figure", "value")
+    for name, value in (
+        ("first rollout", f"{first_s:.1f} s"),
+        ("turns without the model, median", f"{median([event['seconds'] for event in first[:-1]]):.2f} s"),
+        ("states that could not be kept", str(sum("not_kept" in event for event in first))),
+        ("the same again", f"{again_s:.2f} s, {again_s / turns * 1000:.0f} ms a turn"),
+        ("its turns that ran", str(sum(event["outcome"] != "hit" for event in again[:-1]))),
+        ("branches, median", f"{median(seconds):.1f} s"),
+        ("branches that were wrong or lost", f"{wrong} of {len(seconds)}"),
+        ("kept for a turn", f"{kept_bytes / max(1, kept) / 1e6:.0f} MB"),
+    ):
+        shown.add_row(name, value)
+    console.print(shown)
+    return 1 if wrong else 0
+
+
+def _installed(agent: Agent, packages: Path) -> Path:
+    """Return the directory of an agent's program, which npm fetches once."""
+    folder = packages / "node_modules" / agent.program
+    if not folder.exists():
+        npm = shutil.which("npm")
+        assert npm, "npm is missing (Debian: apt-get install npm)"
+        packages.mkdir(parents=True, exist_ok=True)
+        command = [
+            npm,
+            "install",
+            "--no-audit",
+            "--no-fund",
+            "--ignore-scripts",
+            "--prefix",
+            str(packages),
+            agent.package,
+        ]
+        subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def _ran(client: httpx.Client, name: str, url: str, **more: Any) -> tuple[float, list[dict[str, Any]]]:
+    began = time.perf_counter()
+    answer = client.post(f"/t/t/r/{name}/harness", json={"upstream": url, **more})
+    answer.raise_for_status()
+    return time.perf_counter() - began, [json.loads(line) for line in answer.text.splitlines()]
+
+
+def _is_right(model: ScriptedModel, began: int, printed: list[str]) -> bool:
+    """Return whether the model's last request shows all that the tools must have printed, in this order."""
+    if len(model.asked) == began:
+        return False
+    text, at = json.dumps(model.asked[-1][1]), 0
+    for part in printed:
+        at = text.find(json.dumps(part)[1:-1], at)
+        if at < 0:
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
