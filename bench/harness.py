@@ -1,4 +1,4 @@
-"""Unmodified agents inside their sandbox: a first rollout, its repetition, and branches: `python -m bench.harness codex`.
+"""Unmodified agents inside their sandbox: a rollout, its repetition, and branches: `python -m bench.harness codex`.
 
 The model's words are written before, and so what each tool must print is known: a branch is wrong if its model was ever
 shown anything else. Agents come from npm, with these versions, and are kept in `--packages`.
