@@ -23,7 +23,7 @@ from sandboxes.linux import syscalls as kernel
 WORKS = kernel.MACHINE == "x86_64"
 """Whether this machine's registers are known here."""
 _DETACH, _UNTIL_CALL = 17, 24
-_GET_REGISTERS, _SET_REGISTERS, _SEIZE, _INTERRUPT, _GET_MASK, _SET_MASK = 0x4204, 0x4205, 0x4206, 0x4207, 0x420A, 0x420B
+_GET_REGISTERS, _SET_REGISTERS, _SEIZE, _INTERRUPT, _GET_MASK, _SET_MASK = (*range(0x4204, 0x4208), 0x420A, 0x420B)
 _MARKED_CALLS, _EXIT_KILL = 1, 1 << 20
 """Options: stops at calls differ from those by signals, and what is traced ends with this process."""
 _EVENT_STOP, _CALL_STOP = 128, signal.SIGTRAP | 0x80
@@ -36,6 +36,8 @@ _RAX, _RDX, _RSI, _RDI, _CALL, _RIP, _RSP = 10, 12, 13, 14, 15, 16, 19
 _NO_CALL = (1 << 64) - 1
 _ARGUMENTS = (_RDI, _RSI, _RDX)
 _INSTRUCTION = b"\x0f\x05"
+_SEARCHED_BYTES = 1 << 20
+"""How much of each part of memory is searched for the instruction: a program may map any number of bytes."""
 DATA_BYTES = 64
 """The most bytes that a call may point to. Rounded down to it, the stack pointer stays in its page."""
 
@@ -156,7 +158,7 @@ def _instruction(pid: int, memory: int) -> int:
     for begin, end in parts:
         # Parts that the kernel does not show, such as `[vsyscall]`.
         with contextlib.suppress(OSError, OverflowError):
-            if (offset := os.pread(memory, end - begin, begin).find(_INSTRUCTION)) >= 0:
+            if (offset := os.pread(memory, min(end - begin, _SEARCHED_BYTES), begin).find(_INSTRUCTION)) >= 0:
                 return begin + offset
     raise OSError(f"process {pid} has no instruction for system calls")
 

@@ -96,7 +96,8 @@ class PidOne:
         layers, and with egress the listening socket. If the first shell was begun, only the first call waits for it.
         `broken` says why no shell can be started.
         """
-        if not (begun or broken):
+        # Processes that came back, the anchor too, may stand still: their first call starts a shell that is missing.
+        if not (begun or broken) and self._shells.anchor is None:
             broken = self._begin_first()
         started = SandboxStarted(broken, self._supervisor.state(), self._shells.pristine)
         self._link.hand_over(started, handed_over)

@@ -56,12 +56,12 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux import ptrace
 from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.processes import pid_of
 from sandboxes.listener import Listener
 from sandboxes.local.bases import Base
 from sandboxes.local.layers import LayerMeta, Upper, undo
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.local.sandbox_layers import SandboxLayers
-from sandboxes.linux.processes import pid_of
 from sandboxes.local.service_commands import call_in_service, frame_of
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start

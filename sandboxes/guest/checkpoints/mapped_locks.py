@@ -53,7 +53,7 @@ def held(pids: Collection[int]) -> list[RecordLock] | None:
     return locks
 
 
-def set_again(pids: Iterable[int], locks: Iterable[RecordLock], freezer: int) -> None:
+def set_again(pids: Iterable[int], locks: Collection[RecordLock], freezer: int) -> None:
     """Have frozen processes set their locks again; they are frozen again then. `OSError` says that they lack one.
 
     `freezer` is the open file that thaws and freezes them. After an error they end with this process.
@@ -64,6 +64,10 @@ def set_again(pids: Iterable[int], locks: Iterable[RecordLock], freezer: int) ->
         lock = _FLOCK.pack(kind, os.SEEK_SET, begin, length, 0)
         processes.call(pid, _FCNTL, (number, fcntl.F_SETLK), lock)
     os.pwrite(freezer, b"1", 0)
+    # A filter of system calls can tell a program that a call has worked.
+    now = [lock for pid in {lock[0] for lock in locks} for lock in _locks(pid)]
+    if lacking := [lock for lock in locks if lock not in now]:
+        raise OSError(f"process {lacking[0][0]} does not get back its lock on descriptor {lacking[0][1]}")
     processes.release()
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes.driver import Sandbox
 from sandboxes.local.driver import LocalDriver
+from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
 from tests.sandboxes.box import local_driver, opened, run
@@ -81,5 +83,106 @@ def test_an_open_database_keeps_its_locks(data_dir: Path) -> None:
         assert met == [met[0]] * 3
         for number, count in ((1, 1), (2, 2)):
             assert [(await run(box, asked(number))).out for box in boxes] == [f"[({count},)]"] * 3
+
+    driven(data_dir, test)
+
+
+BLOCKED = """
+import fcntl, mmap, os, queue, sys, threading, time
+file = open('locked', 'w+b'); file.write(b'x' * 4096); file.flush()
+memory = mmap.mmap(file.fileno(), 4096)
+fcntl.lockf(file, fcntl.LOCK_EX, 10, 20)
+kind, told, waiting = sys.argv[1], [], queue.Queue()
+def sleep():
+    begun = time.monotonic(); time.sleep(2.5); told.append(2.4 < time.monotonic() - begun)
+def wait():
+    told.append(waiting.get())
+threads = [threading.Thread(target=act) for act in (sleep, wait)]
+for thread in threads: thread.start()
+open('ready.' + kind, 'w')
+if kind == 'pipe':
+    told.append(open('fifo').read())
+elif kind == 'sleep':
+    sleep()
+else:
+    while not os.path.exists('go'): os.sched_yield()
+waiting.put('woken')
+for thread in threads: thread.join()
+open('said', 'w').write(repr(sorted(map(str, told))))
+os.rename('said', 'told.' + kind)
+"""
+LOCK = "python3 -c \"import fcntl; fcntl.lockf(open('locked', 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB, {}, {})\" 2>&1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "go", "told"),
+    [
+        ("pipe", "echo -n text > fifo", "['True', 'text', 'woken']"),
+        ("sleep", ":", "['True', 'True', 'woken']"),
+        ("spin", "touch go", "['True', 'woken']"),
+        ("stopped", "kill -CONT %1; touch go", "['True', 'woken']"),
+    ],
+)
+def test_what_a_process_waits_for_goes_on(data_dir: Path, kind: str, go: str, told: str) -> None:
+    """The process sets its lock again without noticing it, whatever its threads were about, or if it was stopped."""
+    spec = SPEC.model_copy(update={"files": {"/root/blocked.py": BLOCKED}})
+    stop = "kill -STOP %1;" if kind == "stopped" else ""
+    begin = f"mkfifo fifo; python3 blocked.py {kind} > log 2>&1 & until [ -e ready.{kind} ]; do sleep .01; done; {stop}"
+    answer = f"{go}; until [ -e told.{kind} ]; do sleep .01; done; cat told.{kind} log"
+
+    async def test(driver: LocalDriver) -> None:
+        live = await driver.start(spec)
+        await run(live, begin)
+        first = await driver.restore(spec, await live.freeze())
+        for box in (first, await driver.restore(spec, await first.freeze())):
+            assert "Resource temporarily unavailable" in (await run(box, LOCK.format(1, 29))).out
+            assert (await run(box, LOCK.format(1, 30))).out == ""
+            assert (await run(box, answer)).out == told
+
+    driven(data_dir, test)
+
+
+COUNTER = """
+import fcntl, mmap, os
+file = open('locked', 'w+b'); file.write(b'x' * 4096); file.flush()
+memory = mmap.mmap(file.fileno(), 4096)
+fcntl.lockf(file, fcntl.LOCK_EX)
+fd, n = os.open('count', os.O_CREAT | os.O_RDWR), 0
+while True:
+    n += 1; os.pwrite(fd, b'%20d' % n, 0)
+    if n == 3: open('ready', 'w')
+"""
+
+
+def test_no_process_runs_before_its_first_call(data_dir: Path) -> None:
+    """A process that counts as fast as it can has counted no further in any sandbox that was restored."""
+    spec = SPEC.model_copy(update={"files": {"/root/counter.py": COUNTER}})
+
+    async def counted(box: Sandbox) -> bytes | None:
+        assert isinstance(box, LocalSandbox)
+        return (await box.entries(["/root/count"], content_bytes=100))["/root/count"].content
+
+    async def test(driver: LocalDriver) -> None:
+        live = await driver.start(spec)
+        await run(live, "python3 counter.py & until [ -e ready ]; do sleep .01; done")
+        frozen = await live.freeze()
+        restored = [await driver.restore(spec, frozen) for _ in range(3)]
+        counts = [await counted(box) for box in restored]
+        await asyncio.sleep(0.1)
+        assert [*counts, *[await counted(box) for box in restored]] == [counts[0]] * 6
+        await run(restored[0], "sleep .1")
+        assert await counted(restored[0]) != counts[0]
+
+    driven(data_dir, test)
+
+
+def test_a_session_without_shell_is_restored_beside_frozen_processes(data_dir: Path) -> None:
+    """No shell can be started while the anchor stands still; the first call starts it."""
+
+    async def test(driver: LocalDriver) -> None:
+        live = await driver.start(SPEC)
+        await run(live, "sleep 1000 & exit 3")
+        restored = await driver.restore(SPEC, await live.freeze())
+        assert (await run(restored, "pgrep -c sleep")).out == "1\n"
 
     driven(data_dir, test)
