@@ -66,13 +66,17 @@ class Checkpointer(Protocol):
         """Delete the checkpoints among `names`; other names are ignored. Blocking."""
         ...
 
-    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook) -> str:
+    async def dump(
+        self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, base: str | None = None
+    ) -> str:
         """Save a process tree, whose processes then run on.
 
         Args:
             start: Starts the checkpoint program in the sandbox.
             root_pid: The tree's root, as a pid of the sandbox's namespace.
             on_frozen: Awaited while the processes are frozen.
+            base: The checkpoint that the processes come from, or of which they are a later state. What is in it too
+                need not be kept twice. None, or one that is gone, for a checkpoint by itself.
 
         Returns:
             The new checkpoint's name.
@@ -120,7 +124,7 @@ class NoCheckpointer:
     def drop(self, names: Iterable[str]) -> None:
         """Do nothing: there are no checkpoints."""
 
-    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook) -> str:
+    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, base: str | None = None) -> str:
         """Fail: drivers call this only where `is_available` returned True."""
         raise NotImplementedError
 

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.calls import Course, Execution, ToolCall, ToolResult
-from sandboxes.checkpointing import MappedFiles, Stillness
+from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter, Stillness
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
 from sandboxes.egress.gateway import variables
@@ -70,6 +70,8 @@ if TYPE_CHECKING:
     from sandboxes.effects import StateDigest
     from sandboxes.egress.gateway import SandboxEgress
 
+_UNACCEPTED_S = (0.01, 0.05)
+"""The pauses before a dump is tried again that has found a connection which its server had not accepted yet."""
 LOOK_S = 30.0
 """Timeout for reading files and their attributes, for people who look at a state."""
 
@@ -122,6 +124,8 @@ class LocalSandbox:
         self.pristine: dict[str, Any] | None = None
         self._held: tuple[str, ...] = ()
         self._is_still = False
+        # The checkpoint that its processes come from, or the last one that was made of them.
+        self._images: str | None = None
         self._sealed: LayerState | None = None
         self._machine = machine
         self._base = base
@@ -218,6 +222,8 @@ class LocalSandbox:
         if started.shell_error is not None and not self._layers.stack:
             raise SpecError(f"base {self._spec.image or self._spec.base!r}: {started.shell_error}")
         self.begun_at, self.pristine = started.state.digest, started.pristine
+        if images is not None:
+            self._images = images
 
     async def start_servers(self) -> None:
         """Start the tool servers that belong to the root state. If one fails, the sandbox is closed."""
@@ -487,12 +493,13 @@ class LocalSandbox:
 
         checkpointer, layers = self._machine.checkpointer, self._machine.layers
         try:
-            images = await checkpointer.dump(start_criu, tree.pid, copy_files)
+            images = await self._dump(start_criu, tree.pid, copy_files)
         except BaseException:
             self._held = ()
             # Nothing refers to the copies, so they go at once.
             await asyncio.to_thread(undo, layers, copies)
             raise
+        self._images = images
         layer = tuple(copy.id for copy in copies)
         # Held until the next freeze: the caller learns the names only when this method returns.
         self._held = (*layer, images)
@@ -503,6 +510,17 @@ class LocalSandbox:
         added = self._layers.keep() + sum(map(layers.size_bytes, layer))
         added += await asyncio.to_thread(checkpointer.size_bytes, [images])
         return FrozenState("local", "processes", payload, added, states[-1].state.digest, (*stack, images))
+
+    async def _dump(self, start: ProgramStarter, pid: int, on_frozen: FreezeHook) -> str:
+        """Dump the processes, and again if a connection was just being made: its server accepts it a moment later."""
+        for pause_s in _UNACCEPTED_S:
+            try:
+                return await self._machine.checkpointer.dump(start, pid, on_frozen, self._images)
+            except NotFreezableError as error:
+                if "In-flight connection" not in str(error):
+                    raise
+            await asyncio.sleep(pause_s)
+        return await self._machine.checkpointer.dump(start, pid, on_frozen, self._images)
 
     async def _seal(self) -> None:
         """Make a layer of what a call wrote, whether or not its state will be kept.

@@ -17,6 +17,7 @@ A frame is a header (`HEADER`) and as many bytes as it says: the number of a con
 
 import contextlib
 import os
+import select
 import selectors
 import socket
 import struct
@@ -40,10 +41,14 @@ class Relay:
         self._ending: set[int] = set()
         self._known, self._told = 0, False
         self._listener = socket.create_server(("127.0.0.1", port), backlog=64)
+        self._listener.setblocking(False)
 
     def serve(self) -> None:
-        """Carry frames until the proxy's end is closed. Outside of turns only the next frame is waited for."""
+        """Carry frames until the proxy's end is closed."""
         while True:
+            # Between turns connections are accepted and not read: no checkpoint holds one that waits to be accepted.
+            while 0 not in select.select([0, self._listener], [], [])[0]:
+                self._accept()
             number, kind, data = _read_frame()
             if kind == b"s":
                 self._start()
@@ -74,14 +79,19 @@ class Relay:
                         return
                     self._take(number, kind, data)
                 elif key.fileobj is self._listener:
-                    connection, _ = self._listener.accept()
-                    connection.setblocking(False)
-                    self._known += 1
-                    self._connections[self._known], self._unsent[self._known] = connection, bytearray()
+                    self._accept()
                 elif key.data in self._connections:
                     self._read(key.data)
             for number in list(self._connections):
                 self._send(number)
+
+    def _accept(self) -> None:
+        # It may have been given up meanwhile.
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            self._known += 1
+            self._connections[self._known], self._unsent[self._known] = connection, bytearray()
 
     def _take(self, number: int, kind: bytes, data: bytes) -> None:
         if kind == b"d" and number in self._unsent:

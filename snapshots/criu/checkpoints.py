@@ -21,6 +21,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
@@ -41,7 +42,7 @@ from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.files import remove_tree
 from sandboxes.linux.processes import LAST_PID
-from snapshots.criu import image_digest
+from snapshots.criu import image_digest, page_sharing
 from snapshots.criu.binary import ARGUMENTS, CriuBinary, CriuMissingError
 from snapshots.criu.rpc import CriuConversation, CriuError
 
@@ -109,8 +110,10 @@ class CriuCheckpointer:
 
     # -- dump and restore --------------------------------------------------------------------------------------------
 
-    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook) -> str:
-        """Save a process tree, which runs on, and return the name of its images."""
+    async def dump(
+        self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, base: str | None = None
+    ) -> str:
+        """Save a process tree, which runs on, and return the name of its images. See `Checkpointer.dump`."""
         name = f"images-{secrets.token_hex(8)}"
         images = self._directory / name
         # Hidden from `names` until the end, so that no collection deletes it and no restore uses it.
@@ -140,7 +143,7 @@ class CriuCheckpointer:
             if not was_frozen:
                 raise NotFreezableError("CRIU ended without a notification that the processes were frozen")  # noqa: TRY301
             # The processes run on meanwhile.
-            await asyncio.to_thread(image_digest.seal, images)
+            await asyncio.to_thread(self._finish, images, base)
         except BaseException as error:
             # Whatever the error is, including cancellation: incomplete images are of no use.
             await asyncio.to_thread(remove_tree, images)
@@ -154,6 +157,13 @@ class CriuCheckpointer:
         finally:
             self._unfinished.discard(name)
         return name
+
+    def _finish(self, images: Path, base: str | None) -> None:
+        if base is not None:
+            # The base may be deleted just now; then nothing is shared.
+            with contextlib.suppress(FileNotFoundError):
+                page_sharing.share(images, self._directory / base)
+        image_digest.seal(images)
 
     async def restore(
         self, name: str, start: ProgramStarter, inherited: Sequence[str], stillness: Stillness | None = None
@@ -275,4 +285,6 @@ def _close(fds: list[int]) -> None:
 
 def _disk_bytes(directory: Path) -> int:
     # st_blocks counts units of 512 bytes on every Linux file system (stat(2)); sparse images count as what they take.
-    return sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory))
+    # Files that several checkpoints share count in parts.
+    files = (path.stat() for path in directory.rglob("*"))
+    return sum(status.st_blocks * 512 // (status.st_nlink if stat.S_ISREG(status.st_mode) else 1) for status in files)

@@ -1,0 +1,217 @@
+"""Pages that a checkpoint shares with the one that its processes come from: only the others are kept anew.
+
+Processes of one rollout change some of their memory from call to call. CRIU can take pages from the images of an earlier
+checkpoint, its parent (criu.org, "Incremental dumps"): an entry of a pagemap says so with the flag PE_PARENT, and the
+parent's images are in the directory `parent`. Here such entries are made after the dump, by comparing the pages of both.
+So nothing has to be tracked while the processes run, and a checkpoint may follow on one that was restored.
+
+The parent's files are linked into `parent`, and with them those of its own parent. So each checkpoint is whole by itself,
+and the disk has room for a page once the last checkpoint with it is gone.
+
+Format (CRIU's images/pagemap.proto): a magic number of eight bytes, and then messages of protobuf, each after its length
+in 32 bits. The first has the number of the file of pages; any other is a range: its address (1), the number of its
+pages (5, in older versions 2) and flags (4).
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+PARENT = "parent"
+"""The directory of the parent's images within a checkpoint's. The name is CRIU's."""
+_PAGE = mmap.PAGESIZE
+_MAGIC_BYTES = 8
+_ADDRESS, _OLD_COUNT, _FLAGS, _COUNT = 1, 2, 4, 5
+_PE_PARENT, _PE_PRESENT = 1, 4
+_NEW = ".new"
+MOST_PARENTS = 12
+"""How many parents lie behind one another. Each holds some ten files, and CRIU looks up each page in one after the other."""
+_WORTH = 0.6
+"""The largest share of the pages that may be new. With more, the checkpoint stays by itself, as a parent of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Pages that follow each other, at an address; `fields` is the message."""
+
+    address: int
+    pages: int
+    fields: dict[int, int] = field(compare=False)
+
+    @property
+    def flags(self) -> int:
+        """Where the pages are. Images of old versions have no flags: the pages are in the image."""
+        return self.fields.get(_FLAGS, _PE_PRESENT)
+
+
+def share(images: Path, base: Path) -> bool:
+    """Take the pages of a checkpoint that are in the base too from there; return whether that was worth it. Blocking.
+
+    The directories are on one file system. A base that is gone, or that is no checkpoint of the same processes, shares
+    nothing. If it fails, the images are as they were; raise OSError or ValueError.
+    """
+    if not base.is_dir() or _depth(base) >= MOST_PARENTS:
+        return False
+    shared: list[tuple[Path, bytes, list[Range]]] = []
+    total = kept = 0
+    with ExitStack() as stack:
+        for path in sorted(images.glob("pagemap-*.img")):
+            head, ranges = read(path)
+            if any(part.flags & (_PE_PARENT | _PE_PRESENT) != _PE_PRESENT for part in ranges):
+                return False
+            pages, known = _mapped(_pages_of(path, head), stack), _Known(base, path.name, stack)
+            split = list(_split(ranges, pages, known))
+            total += sum(part.pages for part in ranges)
+            kept += sum(part.pages for part in split if part.flags & _PE_PRESENT)
+            shared.append((path, head, split))
+        if kept > total * _WORTH:
+            return False
+        _link(base, images / PARENT)
+        written = [new for path, head, split in shared for new in _write(path, head, split, stack)]
+    # Only now: until here the images are as they were.
+    for new in written:
+        new.rename(new.with_suffix(".img"))
+    return True
+
+
+def read(path: Path) -> tuple[bytes, list[Range]]:
+    """Return the begin of a pagemap up to its ranges, and the ranges. Raises ValueError for a file that is none."""
+    data, messages, at = path.read_bytes(), [], _MAGIC_BYTES
+    first = 0
+    try:
+        while at < len(data):
+            (length,) = struct.unpack_from("=I", data, at)
+            at += 4
+            if not first:
+                first = at + length
+            else:
+                messages.append(_fields(data[at : at + length]))
+            at += length
+        return data[:first], [Range(m[_ADDRESS], m.get(_COUNT) or m[_OLD_COUNT], m) for m in messages]
+    except (struct.error, IndexError, KeyError) as error:
+        raise ValueError(f"{path.name} is no pagemap: {error!r}") from error
+
+
+class _Known:
+    """The pages of a process that the base has: of one file of it, and of its parents."""
+
+    def __init__(self, base: Path, name: str, stack: ExitStack) -> None:
+        self._places: dict[int, tuple[mmap.mmap, int]] = {}
+        folders = [base]
+        while (folders[-1] / PARENT).is_dir():
+            folders.append(folders[-1] / PARENT)
+        valid: set[int] = set()
+        # The farthest first, so that nearer ones take its place.
+        for folder in reversed(folders):
+            if not (path := folder / name).exists():
+                continue
+            head, ranges = read(path)
+            pages, at = _mapped(_pages_of(path, head), stack), 0
+            for part in ranges:
+                addresses = range(part.address, part.address + part.pages * _PAGE, _PAGE)
+                if folder is base:
+                    valid.update(addresses)
+                if part.flags & _PE_PRESENT:
+                    self._places.update((address, (pages, at + i * _PAGE)) for i, address in enumerate(addresses))
+                    at += part.pages * _PAGE
+        # What a parent had, and the base has no more, is not found through the base.
+        self._places = {address: place for address, place in self._places.items() if address in valid}
+
+    def has(self, address: int, page: bytes) -> bool:
+        """Return whether the base has a page at an address."""
+        place = self._places.get(address)
+        return place is not None and place[0][place[1] : place[1] + _PAGE] == page
+
+
+def _split(ranges: Iterable[Range], pages: mmap.mmap, known: _Known) -> Iterator[Range]:
+    """Yield ranges with the pages that are known apart from the others."""
+    at = 0
+    for part in ranges:
+        begun, flags = part.address, 0
+        for address in range(part.address, part.address + part.pages * _PAGE, _PAGE):
+            now = _PE_PARENT if known.has(address, pages[at : at + _PAGE]) else part.flags
+            at += _PAGE
+            if flags and now != flags:
+                yield _range(part, begun, address, flags)
+                begun = address
+            flags = now
+        yield _range(part, begun, part.address + part.pages * _PAGE, flags)
+
+
+def _range(part: Range, begin: int, end: int, flags: int) -> Range:
+    pages = (end - begin) // _PAGE
+    counts = {number: pages for number in (_OLD_COUNT, _COUNT) if number in part.fields}
+    return replace(part, address=begin, pages=pages, fields={**part.fields, **counts, _ADDRESS: begin, _FLAGS: flags})
+
+
+def _write(path: Path, head: bytes, ranges: list[Range], stack: ExitStack) -> tuple[Path, Path]:
+    """Write a pagemap, and those of its pages that are in no parent, beside the old ones; return both files."""
+    pages, at = _mapped(_pages_of(path, head), stack), 0
+    kept, pagemap = _pages_of(path, head).with_suffix(_NEW), path.with_suffix(_NEW)
+    with kept.open("wb") as file:
+        for part in ranges:
+            if part.flags & _PE_PRESENT:
+                file.write(pages[at : at + part.pages * _PAGE])
+            at += part.pages * _PAGE
+    messages = [_message(part.fields) for part in ranges]
+    pagemap.write_bytes(head + b"".join(struct.pack("=I", len(message)) + message for message in messages))
+    return kept, pagemap
+
+
+def _link(base: Path, target: Path) -> None:
+    """Link the pages of a checkpoint, and those of its parents, into a directory."""
+    target.mkdir()
+    for path in (*base.glob("pagemap-*.img"), *base.glob("pages-*.img")):
+        os.link(path, target / path.name)
+    if (base / PARENT).is_dir():
+        _link(base / PARENT, target / PARENT)
+
+
+def _depth(images: Path) -> int:
+    return 1 + _depth(images / PARENT) if (images / PARENT).is_dir() else 0
+
+
+def _pages_of(pagemap: Path, head: bytes) -> Path:
+    return pagemap.parent / f"pages-{_fields(head[_MAGIC_BYTES + 4 :])[1]}.img"
+
+
+def _mapped(path: Path, stack: ExitStack) -> mmap.mmap:
+    with path.open("rb") as file:
+        # An empty file cannot be mapped (mmap(2)), and no range leads to it.
+        length = os.fstat(file.fileno()).st_size
+        made = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) if length else mmap.mmap(-1, _PAGE)
+    return stack.enter_context(made)
+
+
+def _fields(message: bytes) -> dict[int, int]:
+    """Return the fields of a message whose fields are all numbers (protobuf.dev, "Encoding")."""
+    fields, at = {}, 0
+    while at < len(message):
+        key, at = _number(message, at)
+        fields[key >> 3], at = _number(message, at)
+    return fields
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    number = shift = 0
+    while True:
+        number |= (data[at] & 0x7F) << shift
+        shift += 7
+        at += 1
+        if data[at - 1] < 0x80:
+            return number, at
+
+
+def _message(fields: dict[int, int]) -> bytes:
+    message = bytearray()
+    for number, value in sorted(fields.items()):
+        for part in (number << 3, value):
+            while part > 0x7F:
+                message.append(part & 0x7F | 0x80)
+                part >>= 7
+            message.append(part)
+    return bytes(message)

@@ -1,0 +1,194 @@
+"""A model whose every word is written before, with the three APIs of today's harnesses, streamed or whole.
+
+The URL begins with `/{who}/{turn}`: that is the model of one rollout, which says something of its own at one turn.
+Ids, chunks and usage are drawn at random, as engines draw them.
+"""
+
+import json
+import random
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Say = Callable[[int, str], str | None]
+"""Returns the command that the model wants to have run in a turn, for a rollout's own word; None for the end."""
+
+
+class ScriptedModel(ThreadingHTTPServer):
+    """The server. `asked` has what it was asked: who asks, and the request's body."""
+
+    daemon_threads = True
+
+    def __init__(self, say: Say) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.say = say
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.keys: list[str] = []
+        self.failures = 0
+        self.delay_s = 0.0
+        self.lock = threading.Lock()
+
+    def url(self, who: str = "all", turn: int = 1 << 30) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{who}/{turn}"
+
+
+@contextmanager
+def scripted_model(say: Say) -> Iterator[ScriptedModel]:
+    """Run a model until the end of the block."""
+    with ScriptedModel(say) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: ScriptedModel
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        _, who, turn, path = self.path.split("/", 3)
+        with self.server.lock:
+            self.server.asked.append((who, body))
+            self.server.keys.append(self.headers.get("x-api-key") or self.headers.get("authorization") or "")
+            self.server.failures -= (failed := self.server.failures > 0)
+        if self.server.delay_s:
+            threading.Event().wait(self.server.delay_s)
+        if failed:
+            self._send(503, "application/json", b"{}")
+            return
+        said = _SHAPES[next(end for end in _SHAPES if path.partition("?")[0].endswith(end))]
+        events, whole = said(body, lambda number: self.server.say(number, who if number == int(turn) else ""))
+        if body.get("stream"):
+            self._send(200, "text/event-stream; charset=utf-8", b"".join(map(_sse, events)))
+        else:
+            self._send(200, "application/json", json.dumps(whole).encode())
+
+    def _send(self, status: int, media_type: str, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-type", media_type)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+Events = list[tuple[str, Any]]
+
+
+def _sse(event: tuple[str, Any]) -> bytes:
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data)
+    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+
+
+def _pieces(text: str) -> list[str]:
+    pieces = []
+    while text:
+        size = random.randint(1, 9)  # noqa: S311
+        pieces.append(text[:size])
+        text = text[size:]
+    return pieces
+
+
+def _tool(body: dict[str, Any], names: list[str]) -> dict[str, Any] | None:
+    tools = [tool.get("function", tool) for tool in body.get("tools", [])]
+    return next((tool for name in names for tool in tools if tool.get("name") == name), None)
+
+
+def _anthropic(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[Events, Any]:
+    tool = _tool(body, ["Bash", "bash"])
+    command = say(sum(message["role"] == "assistant" for message in body["messages"])) if tool else None
+    message: dict[str, Any] = {
+        "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": body["model"], "content": [],
+        "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": random.randint(1, 99), "output_tokens": 1},
+    }  # fmt: skip
+    if command is None:
+        block: dict[str, Any] = {"type": "text", "text": "all done" if tool else '{"title": "A task"}'}
+        begun, kind, part, text = {**block, "text": ""}, "text_delta", "text", block["text"]
+    else:
+        given = {"command": command, "description": "a step"}
+        block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:20]}", "name": tool["name"] if tool else "", "input": given}
+        begun, kind, part, text = {**block, "input": {}}, "input_json_delta", "partial_json", json.dumps(given)
+    stop = "end_turn" if command is None else "tool_use"
+    deltas = [{"type": kind, part: piece} for piece in _pieces(text)]
+    events = [
+        {"type": "message_start", "message": message},
+        {"type": "content_block_start", "index": 0, "content_block": begun},
+        *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": {"stop_reason": stop, "stop_sequence": None}, "usage": {"output_tokens": 9}},
+        {"type": "message_stop"},
+    ]
+    return [(str(event["type"]), event) for event in events], {**message, "content": [block], "stop_reason": stop}
+
+
+def _chat(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[Events, Any]:
+    tool = _tool(body, ["bash", "run_shell_command", "shell", "execute_bash"])
+    command = say(sum(message["role"] == "assistant" for message in body["messages"])) if tool else None
+    chunk = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": random.randint(1, 1 << 31), "model": body["model"]}
+    if command is None or tool is None:
+        message: dict[str, Any] = {"role": "assistant", "content": "all done" if tool else "A task"}
+        deltas: list[dict[str, Any]] = [{"content": piece} for piece in _pieces(message["content"])]
+    else:
+        given = json.dumps({"command": command, "description": "a step"})
+        call = {"index": 0, "id": f"call_{uuid.uuid4().hex[:20]}", "type": "function"}
+        function = {"name": tool["name"], "arguments": given}
+        message = {"role": "assistant", "content": None, "tool_calls": [{**call, "function": function}]}
+        deltas = [{"tool_calls": [{**call, "function": {**function, "arguments": ""}}]}]
+        deltas += [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in _pieces(given)]
+    stop = "stop" if command is None else "tool_calls"
+    usage = {"prompt_tokens": 9, "completion_tokens": random.randint(1, 99), "total_tokens": 100}
+    choices = [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+    choices += [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices += [{"index": 0, "delta": {}, "finish_reason": stop}]
+    chunks: Events = [("", {**chunk, "object": "chat.completion.chunk", "choices": [choice]}) for choice in choices]
+    chunks += [("", {**chunk, "object": "chat.completion.chunk", "choices": [], "usage": usage}), ("", "[DONE]")]
+    whole = {**chunk, "object": "chat.completion", "usage": usage}
+    return chunks, {**whole, "choices": [{"index": 0, "message": message, "finish_reason": stop}]}
+
+
+def _responses(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[Events, Any]:
+    tool = _tool(body, ["exec_command", "shell_command", "shell", "local_shell"])
+    turns = sum(item.get("type") == "function_call" for item in body["input"] if isinstance(item, dict))
+    command = say(turns) if tool else None
+    response = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": random.randint(1, 1 << 31)}
+    response |= {"model": body["model"], "status": "in_progress", "output": []}
+    if command is None or tool is None:
+        text = "all done"
+        item: dict[str, Any] = {
+            "type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "status": "completed",
+            "content": [{"type": "output_text", "text": text, "annotations": []}],
+        }  # fmt: skip
+        begun, kind = {**item, "content": [], "status": "in_progress"}, "response.output_text"
+    else:
+        member = "cmd" if tool["name"] == "exec_command" else "command"
+        given: Any = ["bash", "-lc", command] if tool["name"] == "shell" else command
+        text = json.dumps({member: given})
+        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": f"call_{uuid.uuid4().hex[:20]}"}
+        item |= {"name": tool["name"], "arguments": text, "status": "completed"}
+        begun, kind = {**item, "arguments": "", "status": "in_progress"}, "response.function_call_arguments"
+    usage = {"input_tokens": 9, "output_tokens": random.randint(1, 99), "total_tokens": 100}
+    usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    whole = {**response, "status": "completed", "output": [item], "usage": usage}
+    place = {"output_index": 0, "item_id": item["id"]}
+    events = [
+        {"type": "response.created", "response": response},
+        {"type": "response.output_item.added", "output_index": 0, "item": begun},
+        *({"type": f"{kind}.delta", **place, "delta": piece} for piece in _pieces(text)),
+        {"type": "response.output_item.done", "output_index": 0, "item": item},
+        {"type": "response.completed", "response": whole},
+    ]
+    return [(str(e["type"]), {**e, "sequence_number": i}) for i, e in enumerate(events)], whole
+
+
+_SHAPES = {"/messages": _anthropic, "/chat/completions": _chat, "/responses": _responses}
