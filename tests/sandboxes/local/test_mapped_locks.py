@@ -182,7 +182,10 @@ def test_a_session_without_shell_is_restored_beside_frozen_processes(data_dir: P
     async def test(driver: LocalDriver) -> None:
         live = await driver.start(SPEC)
         await run(live, "sleep 1000 & exit 3")
-        restored = await driver.restore(SPEC, await live.freeze())
+        frozen = await live.freeze()
+        # Less than the 10 s for which pid 1 waits for a shell.
+        async with asyncio.timeout(8):
+            restored = await driver.restore(SPEC, frozen)
         assert (await run(restored, "pgrep -c sleep")).out == "1\n"
 
     driven(data_dir, test)
