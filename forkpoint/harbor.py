@@ -23,6 +23,7 @@ from harbor.models.task.config import NetworkMode
 from forkpoint.client import AsyncClient, AsyncRollout
 from forkpoint.compose_errors import ComposeFileError
 from forkpoint.errors import ForkpointError
+from forkpoint.model_variables import model_variables
 from forkpoint.own_shell import line_of
 from forkpoint.results import ShellResult
 from forkpoint.task_environment import environment_of
@@ -53,6 +54,7 @@ class ForkpointEnvironment(BaseEnvironment):
         spec: dict[str, Any] | None = None,
         offline: bool = False,
         labels: dict[str, Any] | None = None,
+        harness: bool = False,
         **kwargs: Any,
     ) -> None:
         """Keep what Harbor passes. `start` builds the image, connects, and raises what is wrong: one trial fails then.
@@ -64,10 +66,12 @@ class ForkpointEnvironment(BaseEnvironment):
                 `environment/forkpoint.json`, else its `docker-compose.yaml`, else its `docker_image` or `Dockerfile`.
             offline: Whether a task that may use the network is run without one.
             labels: Labels of the rollout, such as `run`.
+            harness: Whether agents run inside the sandbox (`docs/agents/harness.md`): a command whose variables name
+                the URL of a model is then one, and only its requests to that model leave the sandbox.
             kwargs: What else Harbor passes.
         """
         self._url, self._spec, self._offline = url, spec, offline
-        self._labels = labels or {}
+        self._labels, self._harness = labels or {}, harness
         self._client: AsyncClient | None = None
         self._begun: AsyncRollout | None = None
         super().__init__(*args, **kwargs)
@@ -110,6 +114,8 @@ class ForkpointEnvironment(BaseEnvironment):
     async def start(self, force_build: bool) -> None:
         """Begin the trial's rollout, and upload the task's files."""
         spec = await to_thread(self._environment, force_build=force_build)
+        if self._harness:
+            spec = {"harness": {}, **spec}
         digest = sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:8]
         self._client = AsyncClient(self._url)
         task = self._client.task(f"{_named(self.environment_name)}-{digest}")
@@ -144,14 +150,22 @@ class ForkpointEnvironment(BaseEnvironment):
         user: str | int | None = None,
     ) -> ExecResult:
         """Run a command in a shell of its own."""
-        name = self._resolve_user(user)
+        name, variables = self._resolve_user(user), self._merge_env(env)
+        model = model_variables(variables or {}) if self._harness else None
         line = line_of(
             ["bash", "-c", command],
             cwd=cwd or self.task_env_config.workdir,
-            env=self._merge_env(env),
+            # An agent's variables are the program's own: they differ from trial to trial.
+            env=variables if model is None else None,
             user=None if name is None else str(name),
         )
-        result = _finished(await self.rollout.exec(line, timeout_s=timeout_sec), timeout_sec)
+        if model is None:
+            result = _finished(await self.rollout.exec(line, timeout_s=timeout_sec), timeout_sec)
+        else:
+            run = await self.rollout.harness(
+                model.upstream, headers=model.headers, command=f"exec bash -c {shlex.quote(line)}", env=model.env
+            )
+            result = ExecResult(stdout=run.log, stderr="", return_code=run.exit_code)
         callback = self._output_callback()
         if callback is not None and result.stdout:
             await callback(result.stdout, "stdout")

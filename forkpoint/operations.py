@@ -3,15 +3,18 @@
 The docstrings speak of what a method returns; a method of an async object returns it when it is awaited.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
-from forkpoint.exchange import PAGE, ApiRequest, Operation, Reply, given, listed, path_of, with_json
+from forkpoint.exchange import PAGE, ApiRequest, Operation, Reply, error_of, given, listed, path_of, with_json
 from forkpoint.results import (
     ComparedQueries,
     Diff,
     FileResult,
+    HarnessRun,
+    HarnessTurn,
     Node,
     Report,
     ReportRow,
@@ -42,6 +45,13 @@ def _nothing(reply: Reply) -> None:
 
 def _made(kind: type[V]) -> Callable[[Reply], V]:
     return lambda reply: made_of(kind, reply.payload)
+
+
+def _run_of(reply: Reply) -> HarnessRun:
+    *turns, end = [json.loads(line) for line in reply.body.splitlines()]
+    if "error" in end:
+        raise error_of(Reply(end["error"]["status"], reply.headers, json.dumps(end["error"]).encode()))
+    return HarnessRun(turns=tuple(made_of(HarnessTurn, turn) for turn in turns), exit_code=end["exit"], log=end["log"])
 
 
 def _answer_as(kind: type[V]) -> Callable[[Reply], V]:
@@ -255,6 +265,34 @@ class RolloutOperations:
         """
         body = {"command": command, "timeout_s": timeout_s, "session": session, "service": service, "user": user}
         return self._call("POST", ("shell", "exec"), _answer_as(ShellResult), body=body, timeout_s=timeout_s)
+
+    @Operation
+    def harness(
+        self,
+        upstream: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        command: str | None = None,
+        env: Mapping[str, str] | None = None,
+        parent: str | None = None,
+        turn: int | None = None,
+        timeout_s: float = 86_400.0,
+    ) -> ApiRequest[HarnessRun]:
+        """Run the agent inside the task's sandbox, or go on with it where it stands, to its end.
+
+        Args:
+            upstream: The URL of this rollout's model, which precedes the paths of the agent's requests.
+            headers: Headers of these requests in place of the agent's, such as the key.
+            command: The agent's command; None for the task's.
+            env: Variables beyond the task's. `{model}` stands for the URL at which the agent finds its model.
+            parent: A rollout of the same task that this one begins as; None for the agent's start.
+            turn: With a parent, how many responses of its model this rollout shares with it; None for all.
+            timeout_s: Seconds after which the client gives up. The agent's turn goes on, and the run can too.
+        """
+        body = {
+            "upstream": upstream, "headers": headers, "command": command, "env": env, "parent": parent, "turn": turn,
+        }  # fmt: skip
+        return self._call("POST", ("harness",), _run_of, body=body, timeout_s=timeout_s)
 
     @Operation
     def write(self, path: str, content: bytes | str, *, mode: str | None = None) -> ApiRequest[FileResult]:

@@ -93,6 +93,44 @@ class ShellResult(CallResult):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessTurn:
+    """What an agent inside its sandbox did between two requests to its model.
+
+    Attributes:
+        turn: How many responses it had had.
+        node: The node of the state in which it waits.
+        outcome: `hit`, `wait`, `miss` or `bypass`, as for a call.
+        seconds: How long it worked when the turn was recorded.
+        model_s: How long its model took before.
+        waiting: How many of its requests wait for a response.
+        not_kept: Why the state cannot be entered again; empty if it can, or need not be.
+    """
+
+    turn: int
+    node: str
+    outcome: str
+    seconds: float
+    model_s: float
+    waiting: int
+    not_kept: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessRun:
+    """A run of an agent inside its sandbox.
+
+    Attributes:
+        turns: Its turns in this run.
+        exit_code: Its exit code.
+        log: The end of what it has printed.
+    """
+
+    turns: tuple[HarnessTurn, ...]
+    exit_code: int
+    log: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileResult(CallResult):
     """The result of a file operation.
 

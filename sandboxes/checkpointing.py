@@ -66,9 +66,7 @@ class Checkpointer(Protocol):
         """Delete the checkpoints among `names`; other names are ignored. Blocking."""
         ...
 
-    async def dump(
-        self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, base: str | None = None
-    ) -> str:
+    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, base: str | None = None) -> str:
         """Save a process tree, whose processes then run on.
 
         Args:

@@ -165,7 +165,9 @@ class Harness(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    command: Text = Field(min_length=1, description="/bin/sh runs it in workdir, without a terminal.")
+    command: Text = Field(
+        default="", description="/bin/sh runs it in workdir, without a terminal. Empty: each run names its own."
+    )
     env: dict[VariableName, Text] = Field(
         default_factory=dict, description="Its variables. {model} stands for the URL at which it finds its model."
     )

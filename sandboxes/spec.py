@@ -72,7 +72,9 @@ OUTSIDE_DRIVERS = frozenset({"http", "client"})
 """Drivers whose tools run outside of any sandbox of ours, so nothing of their states can be kept."""
 SERVER_DRIVERS = frozenset({"local"})
 """Drivers that run tool servers in their sandboxes."""
-RESERVED_ENDPOINTS = frozenset({"shell", "sql", "video", "mcp", "docker", "e2b", "tvcache", "process", "archive", "harness", "r"})
+RESERVED_ENDPOINTS = frozenset(
+    {"shell", "sql", "video", "mcp", "docker", "e2b", "tvcache", "process", "archive", "harness", "r"}
+)
 """Names of endpoints that are built in; a server cannot have them."""
 
 _DATABASE_FIELDS: dict[str, tuple[set[str], set[str]]] = {
@@ -286,7 +288,17 @@ class EnvironmentSpec(BaseModel):
         for database in members["databases"].values():
             del database["source"], database["dsn"]
         members["video"] = None if self.video is None else self.video.root()
-        for kind in ("servers", "mcp_servers", "services", "volumes", "aliases", "egress", "video", "options", "harness"):
+        for kind in (
+            "servers",
+            "mcp_servers",
+            "services",
+            "volumes",
+            "aliases",
+            "egress",
+            "video",
+            "options",
+            "harness",
+        ):
             if not members[kind]:
                 # Older versions had no such members. Without empty ones, their trees are found again.
                 del members[kind]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+DRAWN = random.SystemRandom()
 Say = Callable[[int, str], str | None]
 """Returns the command that the model wants to have run in a turn, for a rollout's own word; None for the end."""
 
@@ -94,7 +95,7 @@ def _sse(event: tuple[str, Any]) -> bytes:
 def _pieces(text: str) -> list[str]:
     pieces = []
     while text:
-        size = random.randint(1, 9)  # noqa: S311
+        size = DRAWN.randint(1, 9)
         pieces.append(text[:size])
         text = text[size:]
     return pieces
@@ -110,18 +111,23 @@ def _anthropic(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[
     command = say(sum(message["role"] == "assistant" for message in body["messages"])) if tool else None
     message: dict[str, Any] = {
         "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": body["model"], "content": [],
-        "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": random.randint(1, 99), "output_tokens": 1},
+        "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": DRAWN.randint(1, 99), "output_tokens": 1},
     }  # fmt: skip
     if command is None:
         block: dict[str, Any] = {"type": "text", "text": "all done" if tool else '{"title": "A task"}'}
         begun, kind, part, text = {**block, "text": ""}, "text_delta", "text", block["text"]
     else:
         given = {"command": command, "description": "a step"}
-        block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:20]}", "name": tool["name"] if tool else "", "input": given}
+        block = {
+            "type": "tool_use",
+            "id": f"toolu_{uuid.uuid4().hex[:20]}",
+            "name": tool["name"] if tool else "",
+            "input": given,
+        }
         begun, kind, part, text = {**block, "input": {}}, "input_json_delta", "partial_json", json.dumps(given)
     stop = "end_turn" if command is None else "tool_use"
     deltas = [{"type": kind, part: piece} for piece in _pieces(text)]
-    events = [
+    events: list[dict[str, Any]] = [
         {"type": "message_start", "message": message},
         {"type": "content_block_start", "index": 0, "content_block": begun},
         *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
@@ -135,7 +141,7 @@ def _anthropic(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[
 def _chat(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[Events, Any]:
     tool = _tool(body, ["bash", "run_shell_command", "shell", "execute_bash"])
     command = say(sum(message["role"] == "assistant" for message in body["messages"])) if tool else None
-    chunk = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": random.randint(1, 1 << 31), "model": body["model"]}
+    chunk = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": DRAWN.randint(1, 1 << 31), "model": body["model"]}
     if command is None or tool is None:
         message: dict[str, Any] = {"role": "assistant", "content": "all done" if tool else "A task"}
         deltas: list[dict[str, Any]] = [{"content": piece} for piece in _pieces(message["content"])]
@@ -147,7 +153,7 @@ def _chat(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[Event
         deltas = [{"tool_calls": [{**call, "function": {**function, "arguments": ""}}]}]
         deltas += [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in _pieces(given)]
     stop = "stop" if command is None else "tool_calls"
-    usage = {"prompt_tokens": 9, "completion_tokens": random.randint(1, 99), "total_tokens": 100}
+    usage = {"prompt_tokens": 9, "completion_tokens": DRAWN.randint(1, 99), "total_tokens": 100}
     choices = [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
     choices += [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     choices += [{"index": 0, "delta": {}, "finish_reason": stop}]
@@ -161,7 +167,7 @@ def _responses(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[
     tool = _tool(body, ["exec_command", "shell_command", "shell", "local_shell"])
     turns = sum(item.get("type") == "function_call" for item in body["input"] if isinstance(item, dict))
     command = say(turns) if tool else None
-    response = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": random.randint(1, 1 << 31)}
+    response = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": DRAWN.randint(1, 1 << 31)}
     response |= {"model": body["model"], "status": "in_progress", "output": []}
     if command is None or tool is None:
         text = "all done"
@@ -177,11 +183,11 @@ def _responses(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[
         item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": f"call_{uuid.uuid4().hex[:20]}"}
         item |= {"name": tool["name"], "arguments": text, "status": "completed"}
         begun, kind = {**item, "arguments": "", "status": "in_progress"}, "response.function_call_arguments"
-    usage = {"input_tokens": 9, "output_tokens": random.randint(1, 99), "total_tokens": 100}
+    usage: dict[str, Any] = {"input_tokens": 9, "output_tokens": DRAWN.randint(1, 99), "total_tokens": 100}
     usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     whole = {**response, "status": "completed", "output": [item], "usage": usage}
     place = {"output_index": 0, "item_id": item["id"]}
-    events = [
+    events: list[dict[str, Any]] = [
         {"type": "response.created", "response": response},
         {"type": "response.output_item.added", "output_index": 0, "item": begun},
         *({"type": f"{kind}.delta", **place, "delta": piece} for piece in _pieces(text)),

@@ -21,7 +21,7 @@ CLASSES: tuple[tuple[str, type, type], ...] = (
     ("`Rollout`, `AsyncRollout`", client.Rollout, operations.RolloutOperations),
 )
 RESULTS = (
-    results.CallResult, results.ShellResult, results.FileResult, results.SqlResult, results.ComparedQueries,
+    results.CallResult, results.ShellResult, results.FileResult, results.HarnessRun, results.HarnessTurn, results.SqlResult, results.ComparedQueries,
     results.VideoResult, results.ToolResponse, results.RolloutInfo, results.Step, results.TaskInfo, trees.Tree,
     results.Node, results.Report, results.ReportRow, trajectories.Trajectory, results.Diff, results.Stats,
     errors.ForkpointError, errors.UnreachableError,

@@ -70,6 +70,9 @@ class SnapshotValue:
         # Cheap tests first: they decide for most nodes.
         if tree.spec.cache == "never" or node.snapshot is not None or node.detached or node.unfreezable:
             return False
+        # Which turns of a harness are kept is what its spec says.
+        if tree.spec.harness is not None and node.origin is not None and not node.origin.reproducible:
+            return False
         if not node.weighed:
             # Once for each node: the statistics are over nodes, however many calls they answer.
             node.weighed = True

@@ -9,8 +9,9 @@ from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect
 from sandboxes.host.server_calls import ServerCalls
 from sandboxes.host.translate import execution
+from sandboxes.server_spec import Harness
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.tool_clients.harness import Delivery, ModelPort
+from sandboxes.tool_clients.harness import Begin, Delivery, ModelPort
 from sandboxes.tool_clients.http1 import MalformedResponseError
 from sandboxes.tool_clients.server_orders import harness_order
 
@@ -39,8 +40,7 @@ class HarnessCalls:
             async with self._servers.conversation("harness"):
                 if connected.message.fresh != (call.tool == "start"):
                     raise MalformedResponseError("its relay has ended")
-                others_wait = bool(call.arguments.get("others"))
-                turn = await port.turn(_delivery(call), start=call.tool == "start", others_wait=others_wait)
+                turn = await port.turn(_begin(call, harness), others_wait=bool(call.arguments.get("others")))
                 done = await self._servers.finish(read=False)
         finally:
             port.close()
@@ -50,9 +50,11 @@ class HarnessCalls:
         return replace(ran, effect=ran.effect | Effect.PROCESSES, repeatable=False)
 
 
-def _delivery(call: ToolCall) -> Delivery | None:
-    if call.tool != "deliver":
-        return None
+def _begin(call: ToolCall, harness: Harness) -> Begin | Delivery | None:
     arguments = call.arguments
+    if call.tool == "start":
+        return Begin.of(harness, arguments)
+    if call.tool == "wait":
+        return None
     headers = tuple((name, value) for name, value in arguments["headers"])
     return Delivery(arguments["connection"], arguments["status"], headers, call.body)

@@ -20,7 +20,7 @@ from sandboxes.calls import ToolCall
 from sandboxes.checkpointing import WITHOUT_CHECKPOINTS, Checkpointer, NoCheckpointer
 from sandboxes.driver import FrozenState
 from sandboxes.egress.portable_recordings import PortableRecordings
-from sandboxes.errors import SandboxError, StateGoneError
+from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.images.images import Images
 from sandboxes.images.store import ImageStore
@@ -368,8 +368,8 @@ class LocalDriver:
         self.sources.check_egress(spec)
         if spec.stands_still and self.machine.cgroups.freezer is None:
             raise SpecError(
-                "processes cannot be frozen between calls here, as `harness` and `live` want it: the proxy can write no "
-                "control group of version 2. `forkpoint doctor` says more."
+                "processes cannot be frozen between calls here, as `harness` and `live` want it: the proxy can write "
+                "no control group of version 2. `forkpoint doctor` says more."
             )
 
         def make(spare: Spare) -> LocalSandbox:

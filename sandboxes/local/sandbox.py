@@ -323,7 +323,7 @@ class LocalSandbox:
         return Stillness(freeze, pids, locks)
 
     async def _stand_still(self, only: Collection[int] | None = None) -> None:
-        """Freeze the processes until the next call, if the spec wants that. Without it, answers beside them grow old.
+        """Freeze the processes until the next call, if the spec wants that. Otherwise answers beside them grow old.
 
         Other processes than `only` are not the agent's; None stands for all.
         """

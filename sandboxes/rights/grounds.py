@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from sandboxes.ipc.launch_messages import LayerStack
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.processes import pid_of
 
 FOR = "--for"
 """The argument of a launcher before the user and the directory of a proxy that is not root."""

@@ -2,8 +2,8 @@
 
 Theory of operation:
 
-1. A harness is an agent that runs in the sandbox by itself. Of all that it does, only its requests to the model leave the
-   sandbox: over the relay (`harness_relay`), which carries the bytes of a loopback port.
+1. A harness is an agent that runs in the sandbox by itself. Of all that it does, only its requests to the model leave
+   the sandbox: over the relay (`harness_relay`), which carries the bytes of a loopback port.
 2. A turn begins with a response and ends once a request of the harness is here as a whole, or the harness has ended. If
    other requests wait already, it ends at once: the harness goes on in the turn that answers the next of them.
 3. At its end the relay pauses, and no request is here in part. So all that the harness has said is in recorded answers,
@@ -12,6 +12,7 @@ Theory of operation:
 """
 
 import base64
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -70,14 +71,27 @@ class Turn:
 
 def relay_command(harness: Harness) -> str:
     """Return the command that becomes the relay, which starts the harness when it is told so (pure)."""
-    words = ["python3", "-B", "-S", "-c", _PROGRAM, str(harness.port), LOG, harness.command]
+    words = ["python3", "-B", "-S", "-c", _PROGRAM, str(harness.port), LOG]
     return f"exec {shlex.join(words)}"
 
 
-def harness_environment(harness: Harness) -> dict[str, str]:
-    """Return the harness's variables, in which {model} stands for the URL of its model (pure)."""
-    url = f"http://127.0.0.1:{harness.port}"
-    return {name: value.replace("{model}", url) for name, value in harness.env.items()}
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """How a harness is started: a command for /bin/sh, and variables beyond those of the sandbox."""
+
+    command: str
+    env: Mapping[str, str]
+
+    @classmethod
+    def of(cls, harness: Harness, arguments: Mapping[str, Any]) -> "Begin":
+        """Return what a start runs: the spec's command and variables, unless its arguments have others (pure).
+
+        In the variables, {model} stands for the URL of the model.
+        """
+        url = f"http://127.0.0.1:{harness.port}"
+        variables = {**harness.env, **arguments.get("env", {})}
+        env = {name: value.replace("{model}", url) for name, value in variables.items()}
+        return cls(arguments.get("command") or harness.command, env)
 
 
 class ModelPort:
@@ -97,8 +111,8 @@ class ModelPort:
         for fd in (self._write_fd, self._read_fd):
             os.close(fd)
 
-    async def turn(self, delivery: Delivery | None, *, start: bool = False, others_wait: bool = False) -> Turn:
-        """Deliver a response, or start the harness, or neither, and return what the harness then does.
+    async def turn(self, begin: "Begin | Delivery | None", *, others_wait: bool = False) -> Turn:
+        """Start the harness, deliver a response, or do neither for None, and return what the harness then does.
 
         `others_wait` says that it waits for other responses, too. Raises MalformedResponseError if the relay or the
         harness sends what it must not, TimeoutError if the harness does nothing for too long.
@@ -109,10 +123,12 @@ class ModelPort:
             waits = others_wait or bool(turn.requests) or turn.exit is not None
             return waits and all(request.is_whole for request in self._arriving.values())
 
-        if start:
-            await self._send(0, b"s")
-        if delivery is not None:
-            await self._respond(delivery.connection, _response(delivery))
+        match begin:
+            case Begin():
+                start = {"command": begin.command, "env": dict(begin.env)}
+                await self._send(0, b"s", json.dumps(start).encode())
+            case Delivery():
+                await self._respond(begin.connection, _response(begin))
         while True:
             await self._send(0, b"g")
             while not is_over():

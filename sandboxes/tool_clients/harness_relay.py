@@ -4,18 +4,19 @@ Its text is what `python3 -c` runs in the sandbox, so it imports nothing of ours
 loopback port that stands for the model, and carries the bytes of all connections over its stdin and stdout. It knows no
 HTTP. A checkpoint holds it together with the harness, so that a request that waits for its response comes back too.
 
-A frame is a header (`HEADER`) and as many bytes as it says: the number of a connection, 0 for none, a kind, and a length.
+A frame is a header (`HEADER`) and as many bytes as it says: a connection's number, 0 for none, a kind, and a length.
 
 - `d` bytes of a connection, in both directions
 - `e` the connection has ended, or is to end once all of its bytes are sent
-- `s` start the harness (to the relay)
+- `s` start the harness (to the relay): its `command` and what its `env` has beyond the relay's, as JSON
 - `g` go on (to the relay); it begins to carry bytes out
-- `p` pause (to the relay), and that it does (from it): no frame follows until `g`, so nothing is in the pipe between two
-  turns
+- `p` pause (to the relay), and that it does (from it): no frame follows until `g`, so nothing is in the pipe between
+  two turns
 - `x` the harness has ended: its exit code, a line break, and the end of what it has printed
 """
 
 import contextlib
+import json
 import os
 import select
 import selectors
@@ -32,8 +33,8 @@ _LOG_BYTES = 1 << 16
 class Relay:
     """The connections of one harness."""
 
-    def __init__(self, port: int, log: str, command: str) -> None:
-        self._log, self._command = log, command
+    def __init__(self, port: int, log: str) -> None:
+        self._log = log
         self._harness: subprocess.Popen[bytes] | None = None
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, socket.socket] = {}
@@ -47,20 +48,20 @@ class Relay:
         """Carry frames until the proxy's end is closed."""
         while True:
             # Between turns connections are accepted and not read: no checkpoint holds one that waits to be accepted.
-            while 0 not in select.select([0, self._listener], [], [])[0]:
+            while 0 not in select.select([0, self._listener.fileno()], [], [])[0]:
                 self._accept()
             number, kind, data = _read_frame()
             if kind == b"s":
-                self._start()
+                self._start(**json.loads(data))
             elif kind == b"g":
                 self._carry()
             else:
                 self._take(number, kind, data)
 
-    def _start(self) -> None:
+    def _start(self, command: str, env: dict[str, str]) -> None:
         with open(self._log, "ab") as log:  # noqa: PTH123
-            self._harness = subprocess.Popen(
-                ["/bin/sh", "-c", self._command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            self._harness = subprocess.Popen(  # noqa: S603 - the command is the user's
+                ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | env
             )
 
     def _carry(self) -> None:
@@ -184,4 +185,4 @@ def _write_frame(number: int, kind: bytes, data: bytes = b"") -> None:
 
 
 if __name__ == "__main__":
-    Relay(int(sys.argv[1]), sys.argv[2], sys.argv[3]).serve()
+    Relay(int(sys.argv[1]), sys.argv[2]).serve()

@@ -60,8 +60,7 @@ def mcp_order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) 
 def harness_order(spec: EnvironmentSpec, environment: Mapping[str, str]) -> ServerOrder:
     """Return the same for the relay of the spec's harness, which talks over stdin and stdout (pure)."""
     assert spec.harness is not None
-    variables = {**environment, **spec.env, **harness.harness_environment(spec.harness)}
-    command = harness.relay_command(spec.harness)
+    command, variables = harness.relay_command(spec.harness), {**environment, **spec.env}
     return ServerOrder("harness", command, None, variables, spec.directory, ready="tcp", ready_s=60.0)
 
 

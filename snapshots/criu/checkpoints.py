@@ -110,9 +110,7 @@ class CriuCheckpointer:
 
     # -- dump and restore --------------------------------------------------------------------------------------------
 
-    async def dump(
-        self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, base: str | None = None
-    ) -> str:
+    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, base: str | None = None) -> str:
         """Save a process tree, which runs on, and return the name of its images. See `Checkpointer.dump`."""
         name = f"images-{secrets.token_hex(8)}"
         images = self._directory / name

@@ -1,16 +1,16 @@
 """Pages that a checkpoint shares with the one that its processes come from: only the others are kept anew.
 
-Processes of one rollout change some of their memory from call to call. CRIU can take pages from the images of an earlier
-checkpoint, its parent (criu.org, "Incremental dumps"): an entry of a pagemap says so with the flag PE_PARENT, and the
-parent's images are in the directory `parent`. Here such entries are made after the dump, by comparing the pages of both.
-So nothing has to be tracked while the processes run, and a checkpoint may follow on one that was restored.
+Processes of one rollout change some of their memory from call to call. CRIU can take pages from the images of an
+earlier checkpoint, its parent (criu.org, "Incremental dumps"): an entry of a pagemap says so with the flag PE_PARENT,
+and the parent's images are in the directory `parent`. Here such entries are made after the dump, by comparing the pages
+of both. So nothing has to be tracked while the processes run, and a checkpoint may follow on one that was restored.
 
-The parent's files are linked into `parent`, and with them those of its own parent. So each checkpoint is whole by itself,
-and the disk has room for a page once the last checkpoint with it is gone.
+The parent's files are linked into `parent`, and with them those of its own parent. So each checkpoint is whole by
+itself, and the disk has room for a page once the last checkpoint with it is gone.
 
-Format (CRIU's images/pagemap.proto): a magic number of eight bytes, and then messages of protobuf, each after its length
-in 32 bits. The first has the number of the file of pages; any other is a range: its address (1), the number of its
-pages (5, in older versions 2) and flags (4).
+Format (CRIU's images/pagemap.proto): a magic number of eight bytes, and then messages of protobuf, each after its
+length in 32 bits. The first has the number of the file of pages; any other is a range: its address (1), the number of
+its pages (5, in older versions 2) and flags (4).
 """
 
 import mmap
@@ -29,7 +29,7 @@ _ADDRESS, _OLD_COUNT, _FLAGS, _COUNT = 1, 2, 4, 5
 _PE_PARENT, _PE_PRESENT = 1, 4
 _NEW = ".new"
 MOST_PARENTS = 12
-"""How many parents lie behind one another. Each holds some ten files, and CRIU looks up each page in one after the other."""
+"""How many parents lie behind one another. Each holds some ten files, and CRIU looks pages up in each of them."""
 _WORTH = 0.6
 """The largest share of the pages that may be new. With more, the checkpoint stays by itself, as a parent of others."""
 
@@ -210,8 +210,9 @@ def _message(fields: dict[int, int]) -> bytes:
     message = bytearray()
     for number, value in sorted(fields.items()):
         for part in (number << 3, value):
-            while part > 0x7F:
-                message.append(part & 0x7F | 0x80)
-                part >>= 7
-            message.append(part)
+            rest = part
+            while rest > 0x7F:
+                message.append(rest & 0x7F | 0x80)
+                rest >>= 7
+            message.append(rest)
     return bytes(message)

@@ -9,9 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from proxy.compat.endpoints import EndpointContext
 from proxy.compat.harness.model import Model
 from proxy.compat.harness.run import Run, node_at
-from proxy.compat.harness.turns import ENDPOINT
 from proxy.dialects.base import json_object
-from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.exchange import Exchange
@@ -22,6 +20,7 @@ from proxy.tree.labels import Labels
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node, Tree
 from sandboxes.http_message import is_header
+from sandboxes.server_spec import Text, VariableName
 
 _EXAMPLE = '{"upstream": "http://127.0.0.1:8000", "headers": {"authorization": "Bearer KEY"}}'
 
@@ -32,6 +31,8 @@ class HarnessRequest(BaseModel):
     Attributes:
         upstream: The URL that precedes the targets of the harness's requests.
         headers: Headers of these requests, in place of the harness's own.
+        command: What to run in place of the spec's command; None for that.
+        env: Variables beyond those of the spec's harness.
         parent: The rollout of the same task whose turns this one begins with; None to begin with the harness's start.
         turn: With a parent: after how many responses this rollout leaves it; None for where the parent is.
     """
@@ -40,6 +41,8 @@ class HarnessRequest(BaseModel):
 
     upstream: Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+(/[\x21\x24-\x3b\x3d\x40-\x7e]*)?$", max_length=2048)]
     headers: dict[str, str] = Field(default_factory=dict, max_length=64)
+    command: Annotated[Text, Field(min_length=1)] | None = None
+    env: dict[VariableName, Text] = Field(default_factory=dict)
     parent: str | None = None
     turn: int | None = Field(default=None, ge=0)
 
@@ -70,7 +73,10 @@ class HarnessEndpoint:
             self._engine.settings.source_rules.check_url(request.upstream)
         if rollout.id in self._running:
             raise RefusalError(409, "running", f"the harness of rollout {rollout.name!r} runs already.")
-        run = Run(self._engine, rollout, Model(request.upstream.rstrip("/"), request.headers))
+        if not (request.command or spec.harness.command):
+            raise RefusalError(422, "harness", "the task's harness has no command: send one with the request.")
+        begin = request.model_dump(include={"command", "env"}, exclude_defaults=True)
+        run = Run(self._engine, rollout, Model(request.upstream.rstrip("/"), request.headers), begin)
 
         async def content(send: Any) -> None:
             try:

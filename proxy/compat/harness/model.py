@@ -18,7 +18,7 @@ SILENCE_S = 1800.0
 """Longest wait for a model to begin a response. Engines that are busy with a batch take minutes."""
 _RESPONSE_BYTES = 64 << 20
 """The largest response. A hundred thousand tokens take some 20 MB as events."""
-_PAUSES_S = (0.5, 2.0, 8.0)
+PAUSES_S = (0.5, 2.0, 8.0)
 """The pauses before a request is made again. After the last one, the run ends and may be gone on with."""
 _FAILURES = frozenset({401, 403, 404, 408, 409, 425, 429})
 """Statuses that say something of the engine or of the key, beside those of 500 and above. Any other is an answer."""
@@ -45,7 +45,7 @@ class Model:
 
         Raises RefusalError (502) if the model does not answer, again and again.
         """
-        for pause_s in (*_PAUSES_S, None):
+        for pause_s in (*PAUSES_S, None):
             try:
                 response = await self._respond(request)
                 if response.status < 500 and response.status not in _FAILURES:
@@ -58,8 +58,8 @@ class Model:
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
         raise RefusalError(
-            502, "model", f"the model at {self.url} does not answer: {problem}. The rollout stands where it was: send the "
-            "same request to go on."
+            502, "model", f"the model at {self.url} does not answer: {problem}. The rollout stands where it was: send "
+            "the same request to go on."
         )  # fmt: skip
 
     async def _respond(self, request: Mapping[str, Any]) -> Response:

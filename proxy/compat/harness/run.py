@@ -6,7 +6,7 @@ waits frozen while the model works. Its state is kept meanwhile, because no repl
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from proxy.compat.harness import turns
@@ -50,12 +50,13 @@ def node_at(engine: Engine, node: Node, turn: int) -> Node | None:
 class Run:
     """Takes one rollout from where it stands to the end of its harness."""
 
-    def __init__(self, engine: Engine, rollout: Rollout, model: Model) -> None:
-        self._engine, self._rollout, self._model = engine, rollout, model
+    def __init__(self, engine: Engine, rollout: Rollout, model: Model, begin: Mapping[str, Any]) -> None:
+        """Read where a rollout stands. `begin` has a command and variables in place of the spec's; mostly nothing."""
+        self._engine, self._rollout, self._model, self._begin = engine, rollout, model, begin
         self._path = path_to(engine, rollout.node)
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield an event for each turn, and then one for the end. Errors are those of a call, and RefusalError (502)."""
+        """Yield an event for each turn, and one for the end. Errors are those of a call, and RefusalError (502)."""
         keeping: asyncio.Task[str] | None = None
         try:
             while self._path.exit is None:
@@ -65,7 +66,7 @@ class Run:
                     # In a thread: the text of a long response is looked through.
                     call, key = await asyncio.to_thread(turns.delivery, self._path, response)
                 else:
-                    call, key = turns.without_response(self._path)
+                    call, key = turns.without_response(self._path, self._begin)
                 model_s = time.perf_counter() - began
                 not_kept = "" if keeping is None else await keeping
                 answer = await self._engine.step.run(self._rollout, call, key)

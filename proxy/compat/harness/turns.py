@@ -4,7 +4,7 @@ A response is an edge of the tree. Engines draw its ids and times at random and 
 bytes would never be equal. Two responses are the same edge if they are equal without these.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,9 +62,12 @@ class Path:
         self.exit = told["exit"]
 
 
-def without_response(path: Path) -> tuple[ToolCall, CallKey]:
-    """Return the call that starts the harness, or that lets it go on because it waits for no response, and its key."""
-    call = ToolCall(ENDPOINT, "start" if path.turns < 0 else "wait", {})
+def without_response(path: Path, begin: Mapping[str, Any] | None = None) -> tuple[ToolCall, CallKey]:
+    """Return the call that starts the harness, or that lets it go on because it waits for no response, and its key.
+
+    `begin` has a command and variables in place of the spec's, with which it is another call.
+    """
+    call = ToolCall(ENDPOINT, "start", begin or {}) if path.turns < 0 else ToolCall(ENDPOINT, "wait", {})
     return call, call_key(call)
 
 
@@ -143,5 +146,5 @@ def _continued(one: Any, other: Any, name: str = "") -> Any:
 def _has_text(value: Any) -> bool:
     """Return whether a part of a text is somewhere in an event: two equal events without one are two events."""
     if isinstance(value, dict):
-        return any(name in _TEXTS and isinstance(member, str) or _has_text(member) for name, member in value.items())
+        return any((name in _TEXTS and isinstance(member, str)) or _has_text(member) for name, member in value.items())
     return isinstance(value, list) and any(map(_has_text, value))

@@ -1,0 +1,207 @@
+"""A harness that is frozen, branched and repeated does what a twin does that was never frozen."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from proxy.compat.harness import model as models
+from sandboxes.spec import EnvironmentSpec
+from tests.machine import require_criu
+from tests.proxy.compat.harness import scripted_agent_text
+from tests.proxy.serving import Running, serving
+from tests.sandboxes.box import local_driver
+from tests.scripted_model import ScriptedModel, scripted_model
+
+TURNS = 4
+
+
+def say(number: int, who: str) -> str | None:
+    if number >= TURNS:
+        return None
+    return f"echo {who or number} >> /root/log; cat /root/log"
+
+
+def spec(style: str = "anthropic", **more: Any) -> EnvironmentSpec:
+    harness = {"command": f"exec python3 /agent.py {style}", "env": {"MODEL_URL": "{model}"}, **more}
+    return EnvironmentSpec.model_validate({"files": {"/agent.py": scripted_agent_text()}, "harness": harness})
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    require_criu()
+    data = tmp_path_factory.mktemp("harness")
+    with serving(data, drivers={"local": local_driver(data / "local")}, default_spec=spec()) as running:
+        yield running
+
+
+@pytest.fixture
+def model() -> Iterator[ScriptedModel]:
+    with scripted_model(say) as server:
+        yield server
+
+
+def ran(proxy: Running, name: str, url: str, task: str = "task", **more: Any) -> list[dict[str, Any]]:
+    answer = proxy.client.post(f"/t/{task}/r/{name}/harness", json={"upstream": url, **more})
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def told(events: list[dict[str, Any]]) -> list[str]:
+    """Return what the agent has printed at its end, without the readings of its clock."""
+    assert events[-1].get("exit") == 7, events[-1]
+    printed: list[str] = json.loads(events[-1]["log"])
+    return [text.rpartition("|")[0] if "|" in text else text for text in printed]
+
+
+def outcomes(events: list[dict[str, Any]]) -> list[str]:
+    return [event["outcome"] for event in events[:-1]]
+
+
+def put(proxy: Running, task: str, given: EnvironmentSpec) -> None:
+    members = given.model_dump(mode="json", exclude_defaults=True)
+    proxy.client.put(f"/api/v1/tasks/{task}", json=members).raise_for_status()
+
+
+def expected(secret: str, *own: str) -> list[str]:
+    texts, log = [secret, secret], ""
+    for number in range(TURNS):
+        word = own[number] if number < len(own) and own[number] else str(number)
+        log += f"{word}\n"
+        texts += [f"echo {word} >> /root/log; cat /root/log", f"{log}|moves"]
+    return texts
+
+
+@pytest.mark.parametrize("style", ["anthropic", "chat", "responses"])
+def test_a_rollout_repeats_without_a_sandbox_and_branches_at_each_turn(
+    proxy: Running, model: ScriptedModel, style: str
+) -> None:
+    put(proxy, style, spec(style))
+    first = ran(proxy, "first", model.url(), style)
+    assert outcomes(first) == ["miss"] * (TURNS + 2)
+    assert not any("not_kept" in event for event in first)
+    secret = told(first)[0]
+    assert told(first) == expected(secret)
+    # Ids, usage and chunks are others. The key of the rollout's own model replaces that of the sandbox.
+    again = ran(proxy, "again", model.url("other"), style, headers={"x-api-key": "outside"})
+    assert outcomes(again) == ["hit"] * (TURNS + 2)
+    assert told(again) == told(first)
+    assert set(model.keys[-TURNS - 1 :]) == {"outside"}
+    for turn in range(TURNS):
+        branch = ran(proxy, f"b{turn}", model.url(f"own{turn}", turn), style, parent="first", turn=turn)
+        assert told(branch) == expected(secret, *[""] * turn, f"own{turn}")
+        assert branch[0]["turn"] == turn + 1
+
+
+def test_what_a_model_says_is_compared_and_the_end_of_a_rollout_can_be_left(
+    proxy: Running, model: ScriptedModel
+) -> None:
+    put(proxy, "branches", spec())
+    first = ran(proxy, "a", model.url(), "branches")
+    proxy.client.delete("/api/v1/tasks/branches/rollouts/a").raise_for_status()
+    two = [ran(proxy, f"w{i}", model.url("word", 2), "branches", parent="a", turn=1) for i in (1, 2)]
+    assert outcomes(two[0]) == ["hit", "miss", "miss", "miss"]
+    assert outcomes(two[1]) == ["hit"] * 4
+    assert told(two[0]) == told(two[1]) == expected(told(first)[0], "", "", "word")
+
+
+def test_a_harness_stands_still_while_its_model_works(proxy: Running, model: ScriptedModel) -> None:
+    put(proxy, "still", spec())
+    model.delay_s = 1.0
+    began = time.monotonic()
+    first = ran(proxy, "a", model.url(), "still")
+    assert time.monotonic() - began > TURNS
+    # Its threads count at each turn, and not while it waits: 50 a second otherwise.
+    node = proxy.client.get(f"/api/v1/tasks/still/nodes/{first[2]['node']}").json()
+    assert node["resources"]["cpu_s"] < 0.5
+    # Its answers do not grow old.
+    model.delay_s = 0.0
+    time.sleep(4)
+    assert outcomes(ran(proxy, "b", model.url(), "still")) == ["hit"] * (TURNS + 2)
+
+
+def test_clocks_of_a_restored_harness_go_on_from_where_they_were(proxy: Running, model: ScriptedModel) -> None:
+    put(proxy, "clocks", spec())
+    ran(proxy, "a", model.url(), "clocks")
+    time.sleep(5)
+    branch = ran(proxy, "b", model.url("own", 2), "clocks", parent="a", turn=2)
+    readings = [float(text.rpartition("|")[2]) for text in json.loads(branch[-1]["log"]) if "|" in text]
+    # Timeouts of a client would end its request otherwise, as soon as it is there again.
+    assert readings[2] - readings[1] < 4
+
+
+def test_a_model_that_fails_is_asked_again_and_the_rollout_stays(
+    proxy: Running, model: ScriptedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "PAUSES_S", (0.01, 0.02, 0.03))
+    put(proxy, "failing", spec())
+    model.failures = 2
+    assert told(ran(proxy, "a", model.url(), "failing"))
+    model.failures = 1000
+    lost = ran(proxy, "b", model.url("own", 1), "failing", parent="a", turn=1)
+    assert lost[-1]["error"]["status"] == 502
+    model.failures = 0
+    assert told(ran(proxy, "b", model.url("own", 1), "failing"))[5] == "0\nown\n|moves"
+
+
+def test_a_client_that_hangs_up_loses_no_turn(proxy: Running, model: ScriptedModel) -> None:
+    put(proxy, "hangs-up", spec())
+    model.delay_s = 0.3
+    with proxy.client.stream("POST", "/t/hangs-up/r/a/harness", json={"upstream": model.url()}) as answer:
+        assert json.loads(next(answer.iter_lines()))["turn"] == 0
+    model.delay_s = 0.0
+
+    # Until the proxy has noticed: one run for each rollout.
+    while proxy.client.post("/t/hangs-up/r/a/harness", json={"upstream": model.url()}).status_code == 409:
+        time.sleep(0.05)
+    events = ran(proxy, "again", model.url(), "hangs-up")
+    assert outcomes(events) == ["hit"] * (TURNS + 2)
+
+
+def test_kept_turns_are_those_that_the_spec_names(proxy: Running, model: ScriptedModel) -> None:
+    put(proxy, "kept", spec(keep=["first", "every 3"]))
+    first = ran(proxy, "a", model.url(), "kept")
+    kept = [proxy.client.get(f"/api/v1/tasks/kept/nodes/{event['node']}").json()["snapshot"] for event in first[:-1]]
+    assert kept == [True, False, False, True, False, False]
+    # Nobody is led to a turn that is nowhere any more: this rollout does it for itself, from the first.
+    again = ran(proxy, "b", model.url(), "kept")
+    assert outcomes(again)[:2] == ["hit", "miss"]
+    assert told(again) == told(first)
+    lost = ran(proxy, "c", model.url("own", 2), "kept", parent="a", turn=2)
+    assert lost[-1]["error"]["status"] == 409
+
+
+def test_requests_that_are_wrong_are_refused_with_what_helps(proxy: Running) -> None:
+    url = "/t/task/r/wrong/harness"
+    assert proxy.client.get(url).status_code == 405
+    for body, part in [
+        ({}, "upstream"),
+        ({"upstream": "ftp://x"}, "upstream"),
+        ({"upstream": "http://127.0.0.1:1", "headers": {"a": "b\r\nc: d"}}, "characters"),
+    ]:
+        answer = proxy.client.post(url, json=body)
+        assert answer.status_code == 422
+        assert part in answer.json()["detail"]
+    put(proxy, "plain", EnvironmentSpec())
+    answer = proxy.client.post("/t/plain/r/a/harness", json={"upstream": "http://127.0.0.1:1"})
+    assert answer.status_code == 404
+    answer = proxy.client.post(url, json={"upstream": "http://127.0.0.1:1", "parent": "nobody"})
+    assert answer.status_code == 404
+
+
+def test_an_idle_server_can_stand_still_between_calls_of_any_task(proxy: Running) -> None:
+    members = {"live": "frozen_between_calls"}
+    proxy.client.put("/api/v1/tasks/server", json=members).raise_for_status()
+    start = (
+        "(i=0; while sleep .05; do i=$((i+1)); echo $i > /root/count; done) >/dev/null 2>&1 & sleep .3; echo started"
+    )
+    assert proxy.exec("a", start, "server").json()["stdout"] == "started\n"
+    before = int(proxy.exec("a", "cat /root/count", "server").json()["stdout"])
+    time.sleep(2)
+    after = int(proxy.exec("a", "cat /root/count; : again", "server").json()["stdout"])
+    assert after - before < 20
+    time.sleep(3)
+    proxy.exec("b", start, "server")
+    assert "hit" in proxy.exec("b", "cat /root/count", "server").headers["cache-status"]
