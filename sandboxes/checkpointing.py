@@ -5,7 +5,7 @@ Drivers get a checkpointer from the proxy, so that they do not depend on CRIU. T
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 MappedFiles = dict[str, str]
 """The checkpointer's names of mapped files that it cannot open by itself, with their paths in the sandbox."""
@@ -25,6 +25,21 @@ WITHOUT_CHECKPOINTS = (
 
 FreezeHook = Callable[[MappedFiles], Awaitable[None]]
 """Runs while the processes of a sandbox are frozen, so that the driver can copy the files of the same moment."""
+
+
+class Stillness(NamedTuple):
+    """What a restore does for processes that stand still until their first call.
+
+    Attributes:
+        freeze: Freezes them when all are restored and none has run. It returns the descriptor of the file that thaws
+            them with 0 and freezes them with 1; the checkpointer closes it.
+        pids: All processes of the checkpoint, as the sandbox numbers them.
+        locks: The record locks that are set again then; see `guest.checkpoints.mapped_locks`.
+    """
+
+    freeze: Callable[[], Awaitable[int]]
+    pids: list[int]
+    locks: list[list[int]]
 
 
 class Checkpointer(Protocol):
@@ -70,13 +85,16 @@ class Checkpointer(Protocol):
         """
         ...
 
-    async def restore(self, name: str, start: ProgramStarter, inherited: Sequence[str]) -> None:
+    async def restore(
+        self, name: str, start: ProgramStarter, inherited: Sequence[str], stillness: Stillness | None = None
+    ) -> None:
         """Restore a checkpoint in a sandbox in which no process of the agent runs yet.
 
         Args:
             name: The checkpoint.
             start: Starts the checkpoint program in the sandbox.
             inherited: Names of the descriptors that `start` passes from `INHERITED_FD` on, in that order.
+            stillness: Keeps the processes from running; None lets them run at once.
 
         Raises:
             SandboxError: Checkpoints are unavailable here, or the program or the sandbox failed.
@@ -108,6 +126,8 @@ class NoCheckpointer:
         """Fail: drivers call this only where `is_available` returned True."""
         raise NotImplementedError
 
-    async def restore(self, name: str, start: ProgramStarter, inherited: Sequence[str]) -> None:
+    async def restore(
+        self, name: str, start: ProgramStarter, inherited: Sequence[str], stillness: Stillness | None = None
+    ) -> None:
         """Fail: no checkpoint has a name here."""
         raise NotImplementedError

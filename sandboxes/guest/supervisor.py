@@ -32,7 +32,7 @@ from sandboxes.guest.background import BackgroundProcesses, PendingOutput
 from sandboxes.guest.bash.session import MalformedDumpError, is_lost, without_loss
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import child as file_child
-from sandboxes.guest.files import deleted_files, mapped_locks
+from sandboxes.guest.files import deleted_files
 from sandboxes.guest.files.changes import Changes, Stillness
 from sandboxes.guest.files.disk_watch import WATCH_S, limit_note
 from sandboxes.guest.performed import Performed, not_started
@@ -360,9 +360,6 @@ class Supervisor:
             return "datagrams wait in a socket, and a checkpoint does not hold them"
         if outlet.connected():
             return outlet.CONNECTED
-        pids = {pid for pid, _ in self.survivors.processes} | {shell.pid for shell in self.shells}
-        if mapped_locks.are_held(pids):
-            return mapped_locks.REASON
         return self.background.outside_checkpoint
 
     def answer(self, request: StartServers | ExpectCourse | DescribeState) -> None:

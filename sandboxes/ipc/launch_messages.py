@@ -180,14 +180,20 @@ class InspectNames(IpcRequest[NamesInspected | NamesRefused], op="inspect_names"
     """Look at every name that the processes hold, before CRIU looks one up."""
 
 
-# After CRIU's last look at a path, and before the restored processes run.
-class FollowLinks(IpcRequest[Done], op="follow_links"):
+# After CRIU's last look at a path, and before the restored processes run. `done` comes once more when locks are set.
+class FollowLinks(IpcRequest[Done], op="follow_links", descriptors=(0, 1)):
     """Put back what CRIU has touched or does not save, and let the sandbox follow symbolic links again.
+
+    The descriptor is that of the frozen processes (`linux.cgroups.open_freezer`), if locks are to be set.
 
     Attributes:
         times: What `NamesInspected` had of them at the dump.
         noted: The same of what is set again.
+        pids: The restored processes, all of which are frozen if there are locks.
+        locks: What `guest.checkpoints.mapped_locks.held` returned. They are set when CRIU has ended.
     """
 
     times: dict[str, list[int]]
     noted: dict[str, str]
+    pids: list[int]
+    locks: list[list[int]]

@@ -50,7 +50,7 @@ the table |
 | criu_started | CRIU's operator, unasked | | the socket to CRIU |
 | find_watched | proxy | watched_found | |
 | inspect_names | proxy | names_inspected or names_refused | |
-| follow_links | proxy | done | |
+| follow_links | proxy | done; with locks once more, unasked | with locks, that of the frozen processes |
 
 Between the proxy and the egress proxy of a driver (`sandboxes.egress.messages`):
 

@@ -106,6 +106,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
         sessions: The shell sessions of the state that it begins with, by name.
         pristine: A new shell's session, if it is known.
         checkpoint: The running processes to restore; None for none.
+        keeps_locks: Whether a restore sets record locks on mapped files again (`guest.checkpoints.mapped_locks`).
         criu_arguments: CRIU's arguments; empty without a checkpoint.
         egress: Whether to make the listening socket of its egress.
         cpus: How many CPUs its processes may run on; None for all.
@@ -134,6 +135,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     pristine: ShellSession | None
     # Plain JSON here: its members are a disk format and outlive this version of the vocabulary.
     checkpoint: Checkpoint | None
+    keeps_locks: bool
     criu_arguments: list[str]
     egress: bool
     cpus: int | None

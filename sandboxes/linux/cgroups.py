@@ -22,6 +22,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -235,16 +236,18 @@ class Cgroups:
         # The kernel kills one process, as on version 1, and not the whole group.
         return {"memory.max": limit, "memory.swap.max": 0, "memory.oom.group": 0}
 
-    def freeze(self, sandbox: str, pid_one: int) -> None:
+    def freeze(self, sandbox: str, pid_one: int, only: Collection[int] | None = None) -> None:
         """Stop all processes of a sandbox but its pid 1, and return once they stand still. Blocking: some 2 ms.
 
-        Raises OSError if the kernel does not do it, or not within `_STILL_S`.
+        Others than `only`, by their numbers in the sandbox, run on; None stands for all. Raises OSError if the kernel
+        does not do it, or not within `_STILL_S`.
         """
         group = self._frozen_group(sandbox)
         group.mkdir(exist_ok=True)
         # Those that a restore has made are not in there yet. A process that forks meanwhile leaves its child outside.
         for _ in range(_MOVES):
             pids = {int(pid) for pid in (self.parents[PIDS] / sandbox / "cgroup.procs").read_text().split()} - {pid_one}
+            pids = pids if only is None else {pid for pid in pids if _number_in_sandbox(pid) in only}
             inside = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
             if not pids - inside:
                 break
@@ -263,6 +266,10 @@ class Cgroups:
         """Let the processes of a sandbox run again. 0.1 ms."""
         with contextlib.suppress(FileNotFoundError):
             (self._frozen_group(sandbox) / "cgroup.freeze").write_text("0")
+
+    def open_freezer(self, sandbox: str) -> int:
+        """Open the file that stops the processes which are frozen when 1 is written to it, and lets them run with 0."""
+        return os.open(self._frozen_group(sandbox) / "cgroup.freeze", os.O_WRONLY | os.O_CLOEXEC)
 
     def _frozen_group(self, sandbox: str) -> Path:
         if self.freezer is None:
@@ -284,6 +291,14 @@ class Cgroups:
         for parent in self.made:
             sweep(parent)
         self.parents, self.behind, self.cpu, self.accounts, self.freezer = {}, None, None, None, None
+
+
+def _number_in_sandbox(pid: int) -> int:
+    """Return the number of a process in the innermost of its pid namespaces; 0 if it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        text = Path(f"/proc/{pid}/status").read_text()
+        return int(next(line for line in text.splitlines() if line.startswith("NSpid:")).split()[-1])
+    return 0
 
 
 def sweep(parent: Path) -> None:

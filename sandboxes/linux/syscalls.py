@@ -86,7 +86,7 @@ need it. It is for tests: an older kernel is noticed without it."""
 MACHINE = platform.machine()
 # Calls that were added since Linux 5.1 have the same number on every machine; older ones differ.
 _OLD = {
-    "x86_64": {"pivot_root": 155, "capset": 126, "statx": 332, "sched_setattr": 314},
+    "x86_64": {"pivot_root": 155, "capset": 126, "statx": 332, "sched_setattr": 314, "ptrace": 101},
     "aarch64": {"pivot_root": 41, "capset": 91, "statx": 291, "sched_setattr": 274},
 }.get(MACHINE, {})
 _NEW = {"open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432}

@@ -9,9 +9,10 @@ from sandboxes.guest import terminal
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.anchors.template import spares
 from sandboxes.guest.background import BackgroundProcesses
+from sandboxes.guest.checkpoints import mapped_locks
 from sandboxes.guest.checkpoints.restore import Restored
 from sandboxes.guest.driver_link import DriverLink
-from sandboxes.guest.files import delta, mapped_locks
+from sandboxes.guest.files import delta
 from sandboxes.guest.files.changes import Changes
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.guest.process_call import background_process
@@ -80,6 +81,7 @@ class PidOne:
         shells: Shells,
     ) -> None:
         self._link, self._switches, self._seals = link, switches, order.seals
+        self._keeps_locks = order.keeps_locks
         self._shells = shells
         self._changes, self._background = Changes(roots, order, rows), BackgroundProcesses(order.output_bytes)
         self._servers = Servers(shells)
@@ -94,7 +96,8 @@ class PidOne:
         layers, and with egress the listening socket. If the first shell was begun, only the first call waits for it.
         `broken` says why no shell can be started.
         """
-        if not (begun or broken):
+        # Processes that came back, the anchor too, may stand still: their first call starts a shell that is missing.
+        if not (begun or broken) and self._shells.anchor is None:
             broken = self._begin_first()
         started = SandboxStarted(broken, self._supervisor.state(), self._shells.pristine)
         self._link.hand_over(started, handed_over)
@@ -237,7 +240,8 @@ class PidOne:
             self._link.send(NotFreezable(outlet.CONNECTED))
             return
         pids = [pid for pid, _ in processes.list_processes()]
-        if mapped_locks.are_held(pids):
+        locks = mapped_locks.held(pids)
+        if locks is None or (locks and not self._keeps_locks):
             self._link.send(NotFreezable(mapped_locks.REASON))
             return
         # What exists may have come since the last call, or since CRIU was started.
@@ -257,6 +261,7 @@ class PidOne:
                 "restless": self._stillness.restless,
                 "servers": [server.remember() for server in self._servers],
                 "left": [process.remember() for process in self._background],
+                "locks": locks,
                 "pids": sorted(pid for pid, _ in processes.list_processes()),
                 # A restored sandbox continues the numbering, because a command may print pids.
                 "last_pid": processes.last_pid(),
@@ -272,7 +277,9 @@ class PidOne:
             lambda: (pid for pid, _ in processes.list_processes()), anchor.pid
         ):
             return "processes live that have lost the sandbox's anchor, because a command killed it"
-        return ""
+        # Looked at once more while CRIU holds the processes.
+        locks = [] if self._keeps_locks else mapped_locks.held([pid for pid, _ in processes.list_processes()])
+        return "" if locks == [] else mapped_locks.REASON
 
     def adopt(self, restored: Restored) -> None:
         """Take over what a checkpoint brought back."""

@@ -18,11 +18,11 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.calls import Course, Execution, ToolCall, ToolResult
-from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter
+from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter, Stillness
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
 from sandboxes.egress.gateway import variables
@@ -54,6 +54,7 @@ from sandboxes.ipc.state_messages import (
     SandboxStarted,
     StartSandbox,
 )
+from sandboxes.linux import ptrace
 from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.processes import pid_of
 from sandboxes.listener import Listener
@@ -188,6 +189,7 @@ class LocalSandbox:
             sessions=state["sessions"],
             pristine=state["pristine"],
             checkpoint=state["checkpoint"],
+            keeps_locks=self._spec.stands_still and ptrace.WORKS,
             criu_arguments=[],
             egress=self._spec.egress is not None,
             cpus=None if limits.cpus is None else math.ceil(limits.cpus),
@@ -206,7 +208,9 @@ class LocalSandbox:
                 async def start_criu(arguments: list[str], files: list[int]) -> None:
                     await self.link.ask(with_members(order, criu_arguments=arguments), tables, [table, *files])
 
-                await self._machine.checkpointer.restore(images, start_criu, inherited(state["checkpoint"]))
+                checkpoint = state["checkpoint"]
+                stillness = self._stillness(checkpoint)
+                await self._machine.checkpointer.restore(images, start_criu, inherited(checkpoint), stillness)
                 finished = await self.link.ask(FinishRestore())
                 started, handed_over = finished.message, finished.fds
         finally:
@@ -220,7 +224,6 @@ class LocalSandbox:
         self.begun_at, self.pristine = started.state.digest, started.pristine
         if images is not None:
             self._images = images
-            await self._stand_still()
 
     async def start_servers(self) -> None:
         """Start the tool servers that belong to the root state. If one fails, the sandbox is closed."""
@@ -302,12 +305,32 @@ class LocalSandbox:
             return spawn(f"discard upper of {self.id}", self._discard_upper(), awaited=True)
         return spawn(f"seal layer of {self.id}", self._seal(), awaited=True) if done.seal else None
 
-    async def _stand_still(self) -> None:
-        """Freeze the processes until the next call, if the spec wants that. Otherwise answers beside them grow old."""
+    def _stillness(self, checkpoint: dict[str, Any]) -> Stillness | None:
+        """Return how the processes of a checkpoint stand still until their first call; None if the spec lets them run.
+
+        `SandboxError` says that they must not run, because they would lack locks.
+        """
+        pids, locks = checkpoint["pids"], checkpoint.get("locks", [])
+        if not self._spec.stands_still:
+            if locks:
+                raise SandboxError("the checkpoint has record locks, which only frozen processes get again")
+            return None
+
+        async def freeze() -> int:
+            await self._stand_still(pids)
+            return self._machine.cgroups.open_freezer(self.id)
+
+        return Stillness(freeze, pids, locks)
+
+    async def _stand_still(self, only: Collection[int] | None = None) -> None:
+        """Freeze the processes until the next call, if the spec wants that. Otherwise answers beside them grow old.
+
+        Other processes than `only` are not the agent's; None stands for all.
+        """
         if not self._spec.stands_still or self._process is None:
             return
         try:
-            await asyncio.to_thread(self._machine.cgroups.freeze, self.id, pid_of(self._process))
+            await asyncio.to_thread(self._machine.cgroups.freeze, self.id, pid_of(self._process), only)
         except OSError as error:
             self.link.die("its processes do not stand still")
             raise SandboxError(f"sandbox {self.id} was ended: {error}") from error

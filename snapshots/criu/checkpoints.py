@@ -11,6 +11,7 @@ CRIU pauses three times for us, with a notification each:
 2. `post-dump`: the images of a dump are written. `on_frozen` copies the sandbox's files, so files and memory are of the
    same moment. Then the processes run on.
 3. `pre-resume`: a restore is done but for letting the processes run. The operator lets them follow links again.
+   Processes that stand still between calls are frozen here, and CRIU's end does not let them run.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ import stat
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
-from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter
+from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter, Stillness
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.inherited import INHERITED_FD
@@ -36,7 +37,9 @@ from sandboxes.ipc.launch_messages import (
     NamesInspected,
     NamesRefused,
 )
+from sandboxes.ipc.messages import Done
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.files import remove_tree
 from sandboxes.linux.processes import LAST_PID
 from snapshots.criu import image_digest, page_sharing
@@ -160,7 +163,9 @@ class CriuCheckpointer:
                 page_sharing.share(images, self._directory / base)
         image_digest.seal(images)
 
-    async def restore(self, name: str, start: ProgramStarter, inherited: Sequence[str]) -> None:
+    async def restore(
+        self, name: str, start: ProgramStarter, inherited: Sequence[str], stillness: Stillness | None = None
+    ) -> None:
         """Restore the process tree of a checkpoint, with `inherited` as CRIU's names of its descriptors."""
         if not await self.is_available():
             raise SandboxError(f"processes cannot be restored: {self.unavailable_reason}")
@@ -177,10 +182,15 @@ class CriuCheckpointer:
             async with self._operation(images, start, restores=True) as (criu, operator):
 
                 async def run_hook() -> None:
-                    await operator.ask(FollowLinks(times, noted))
+                    await _follow_links(operator, times, noted, stillness)
 
                 # criu_launch puts the inherited descriptors at INHERITED_FD and following, in the order of the names.
                 await criu.restore({key: INHERITED_FD + index for index, key in enumerate(inherited)}, run_hook)
+                if stillness is not None and stillness.locks:
+                    # They are set when CRIU has ended.
+                    criu.close()
+                    async with asyncio.timeout(START_S):
+                        await operator.next(Done)
         except (CriuError, ChannelClosedError, PeerFailedError, TimeoutError) as error:
             raise SandboxError(f"processes could not be restored: {error}") from error
 
@@ -249,6 +259,21 @@ async def _inspected(operator: Channel) -> NamesInspected:
     if isinstance(answer, NamesRefused):
         raise NotFreezableError(answer.reason)
     return answer
+
+
+async def _follow_links(
+    operator: Channel, times: dict[str, list[int]], noted: dict[str, str], stillness: Stillness | None
+) -> None:
+    """Have the operator end a restore whose processes do not run yet; see `FollowLinks`."""
+    if stillness is None:
+        await operator.ask(FollowLinks(times, noted, [], []))
+        return
+    freezer = [await stillness.freeze()]
+    try:
+        order = FollowLinks(times, noted, stillness.pids, stillness.locks)
+        await operator.ask(order, fds=freezer if stillness.locks else [])
+    finally:
+        close_all(freezer)
 
 
 def _close(fds: list[int]) -> None:

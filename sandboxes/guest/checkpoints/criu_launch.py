@@ -20,7 +20,8 @@
 # - During a restore the kernel follows no link that the agent has made (`mounts.stop_following_links`), until CRIU has
 #   looked up its last path. So even images and files that do not belong together lead nowhere.
 #
-# The operator ends when CRIU has ended. The proxy learns of it when the operator's socket closes.
+# The operator ends when CRIU has ended, and after that sets record locks again (`mapped_locks`). The proxy learns of it
+# when the operator's socket closes.
 
 import os
 import select
@@ -29,11 +30,12 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+from sandboxes.guest.checkpoints import mapped_locks
 from sandboxes.guest.checkpoints.held_names import HeldNames
 from sandboxes.guest.checkpoints.lost_settings import NotDumpableError, put_back
 from sandboxes.guest.checkpoints.watched import watched_directories
 from sandboxes.guest.driver_link import DriverLink
-from sandboxes.ipc.codec import IpcMessage
+from sandboxes.ipc.codec import Envelope, IpcMessage
 from sandboxes.ipc.inherited import FEATURES, IMAGES_FD, INHERITED_FD, KERNEL_FD, LIBRARIES, PROGRAM, SOCKET_FD
 from sandboxes.ipc.launch_messages import (
     CriuStarted,
@@ -100,8 +102,11 @@ def operate(
         _change_root(root)
         close_all({*files[1:], *inherited, root, null})
         link.hand_over(CriuStarted(), [ours.detach()])
-        _serve(link, ended, tracer, changed, segments_of)
+        last = _serve(link, ended, tracer, changed, segments_of)
         os.waitpid(pid, 0)
+        if last is not None and last.message.locks:
+            mapped_locks.set_again(last.message.pids, last.message.locks, last.fds[0])
+            link.send(Done())
         code = 0
     except (OSError, ValueError) as error:
         link.send(Failed(str(error)))
@@ -109,14 +114,17 @@ def operate(
         os._exit(code)
 
 
-def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str], segments_of: int) -> None:
-    """Answer the proxy until CRIU ends.
+def _serve(
+    link: DriverLink, ended: int, tracer: int, changed: list[str], segments_of: int
+) -> Envelope[FollowLinks] | None:
+    """Answer the proxy until CRIU ends; return the order with which a restore ends.
 
     `tracer` is CRIU, as the sandbox numbers it; `changed` are the mounts without links. See `operate` for the last.
     """
     poll = select.poll()
     poll.register(ended, select.POLLIN)
     poll.register(link, select.POLLIN)
+    last: Envelope[FollowLinks] | None = None
     while ended not in (ready := [fd for fd, _ in poll.poll()]):
         if link.fileno() in ready and not link.receive():
             # The proxy is gone, and CRIU's socket is closed with it.
@@ -127,16 +135,22 @@ def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str], segmen
                     link.send(WatchedFound(watched_directories()))
                 case InspectNames():
                     link.send(_inspect(tracer))
-                case FollowLinks():
-                    # None of the agent's processes runs yet.
-                    if segments_of:
-                        mounts.enter_ipc(segments_of)
-                        mounts.show_message_queues()
-                    # First: a path of the agent's must not lead through a link.
-                    _put_times_back(envelope.message.times)
-                    put_back(envelope.message.noted)
-                    mounts.follow_links(changed)
+                case FollowLinks() as order:
+                    last = Envelope(order, envelope.body, envelope.fds)
+                    _follow_links(order, changed, segments_of)
                     link.send(Done())
+    return last
+
+
+def _follow_links(order: FollowLinks, changed: list[str], segments_of: int) -> None:
+    # None of the agent's processes runs yet.
+    if segments_of:
+        mounts.enter_ipc(segments_of)
+        mounts.show_message_queues()
+    # First: a path of the agent's must not lead through a link.
+    _put_times_back(order.times)
+    put_back(order.noted)
+    mounts.follow_links(changed)
 
 
 def _inspect(tracer: int) -> IpcMessage:
