@@ -23,7 +23,7 @@ from tests.scripted_model import ScriptedModel, scripted_model
 _CODEX = (
     "exec $(ls /h/vendor/*/bin/codex) exec --dangerously-bypass-approvals-and-sandbox --skip-git-repo-check "
     "-c model_provider=s -c model_providers.s.name=s -c model_providers.s.base_url=$MODEL/v1 "
-    "-c model_providers.s.wire_api=responses 'do the task'"
+    "-c model_providers.s.wire_api=responses -m scripted 'do the task'"
 )
 
 
@@ -59,7 +59,7 @@ class Script:
     def say(self, number: int, who: str) -> str | None:
         if number >= self._turns:
             return None
-        sleeper = "(sleep 900 >/dev/null 2>&1 &); " if number == 1 else ""
+        sleeper = "(setsid sleep 900 >/dev/null 2>&1 &); " if number == 1 else ""
         return f'{sleeper}echo {who or "all"}{number} >> /repo/log; echo "$(cat /repo/log) $(pgrep -c sleep)"'
 
     def printed(self, who: str, turn: int) -> list[str]:
