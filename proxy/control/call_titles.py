@@ -23,6 +23,8 @@ def title(call: ToolCall) -> str:
         if call.endpoint == endpoint and isinstance(text, str):
             service = call.arguments.get("service")
             return f"{service}: {text}" if service else text
+    if call.endpoint == "harness" and "said" in call.arguments:
+        return f"model: {call.arguments['said']}"
     if "target" in call.arguments and "headers" in call.arguments:
         # A request to a tool server: what it says is in its body, and its headers are nearly always the same.
         body = call.body[:TITLE_CHARS].decode(errors="replace")

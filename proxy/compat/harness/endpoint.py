@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from proxy.compat.endpoints import EndpointContext
 from proxy.compat.harness.model import Model
-from proxy.compat.harness.run import Run, node_at
+from proxy.compat.harness.run import Run, harness_nodes
 from proxy.dialects.base import json_object
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
@@ -110,10 +110,10 @@ class HarnessEndpoint:
         task = await tasks.open(task_name)
         tree, node = self._position(task_name, request.parent)
         if request.turn is not None:
-            found = node_at(self._engine, node, request.turn)
-            if found is None:
+            nodes = await harness_nodes(self._engine, node)
+            if request.turn >= len(nodes):
                 raise RefusalError(404, "no-such-turn", f"rollout {request.parent!r} has no turn {request.turn}.")
-            node = found
+            node = nodes[request.turn]
         return tasks.rollouts.begin(task, name, tree, node, labels=labels)
 
     def _position(self, task_name: str, name: str) -> tuple[Tree, Node]:

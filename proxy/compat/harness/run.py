@@ -15,49 +15,63 @@ from proxy.compat.harness.turns import Path
 from proxy.engine import Engine
 from proxy.execution.step_notes import Answer
 from proxy.tree.rollout import Outcome, Rollout
-from proxy.tree.tree import Node
+from proxy.tree.tree import Node, Record
 from sandboxes.errors import NotFreezableError
 from sandboxes.task_owner import start
 
 SLOW_S = 10.0
 """A turn that took longer is one of those that `slow` keeps."""
+_AT_ONCE = 200
+"""How many turns are looked up before the event loop goes on with other work: some milliseconds."""
 
 
-def path_to(engine: Engine, node: Node) -> Path:
-    """Return the turns from the root to a node. It reads their answers. Raises DamagedError if one is damaged."""
-    records, path = [], Path()
-    while (origin := node.origin) is not None:
-        records.append(origin)
-        node = origin.source
-    for record in reversed(records):
-        call = engine.store.records.call(record)
-        if call.endpoint == turns.ENDPOINT:
-            path.advance(call, engine.store.records.result(record).body)
-    return path
-
-
-def node_at(engine: Engine, node: Node, turn: int) -> Node | None:
-    """Return the node on the path to another one at which the harness has had so many responses; None without one."""
+async def harness_nodes(engine: Engine, node: Node) -> list[Node]:
+    """Return the nodes at the ends of the turns from the root to a node. 20 us for each call of the path."""
     nodes = []
     while (origin := node.origin) is not None:
         if engine.store.records.call(origin).endpoint == turns.ENDPOINT:
             nodes.append(node)
         node = origin.source
-    nodes.reverse()
-    return nodes[turn] if turn < len(nodes) else None
+        # Paths of ten thousand calls must not keep hits waiting.
+        if len(nodes) % _AT_ONCE == _AT_ONCE - 1:
+            await asyncio.sleep(0)
+    return nodes[::-1]
+
+
+async def path_to(engine: Engine, node: Node) -> Path:
+    """Return the turns from the root to a node. Raises DamagedError if an answer is damaged."""
+    nodes, records = await harness_nodes(engine, node), engine.store.records
+    begin = len(nodes)
+    # Before a response without others, one request had waited: what was asked earlier has had its response.
+    while begin > 0:
+        begin -= 1
+        if not records.call(_origin(nodes[begin])).arguments.get("others", True):
+            break
+    path = Path(turns=begin - 1)
+    for reached in nodes[begin:]:
+        path.advance(records.call(_origin(reached)), records.result(_origin(reached)).body)
+    return path
+
+
+def _origin(node: Node) -> Record:
+    assert node.origin is not None, "a turn ends at no root"
+    return node.origin
 
 
 class Run:
     """Takes one rollout from where it stands to the end of its harness."""
 
     def __init__(self, engine: Engine, rollout: Rollout, model: Model, begin: Mapping[str, Any]) -> None:
-        """Read where a rollout stands. `begin` has a command and variables in place of the spec's; mostly nothing."""
+        """Prepare a run. `begin` has a command and variables in place of the spec's; mostly nothing."""
         self._engine, self._rollout, self._model, self._begin = engine, rollout, model, begin
-        self._path = path_to(engine, rollout.node)
+        self._path = Path()
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield an event for each turn, and one for the end. Errors are those of a call, and RefusalError (502)."""
-        keeping: asyncio.Task[str] | None = None
+        node = self._rollout.node
+        self._path = await path_to(self._engine, node)
+        # A run that was cut off may have left the state of its last turn in a sandbox alone.
+        keeping = start(self._keep(node)) if self._path.turns >= 0 and self._is_kept(node) else None
         try:
             while self._path.exit is None:
                 began = time.perf_counter()
@@ -72,32 +86,32 @@ class Run:
                 answer = await self._engine.step.run(self._rollout, call, key)
                 body = self._engine.answers.of(answer.record).body
                 self._path.advance(call, body)
-                keeping = start(self._keep(answer)) if self._is_kept(answer) else None
+                is_kept = answer.outcome is not Outcome.HIT and self._is_kept(answer.record.target)
+                keeping = start(self._keep(answer.record.target)) if is_kept else None
                 yield self._event(answer, model_s, not_kept)
         finally:
             if keeping is not None:
                 await asyncio.shield(keeping)
         yield {"exit": self._path.exit["code"], "log": self._path.exit["log"], "turns": self._path.turns}
 
-    def _is_kept(self, answer: Answer) -> bool:
+    def _is_kept(self, node: Node) -> bool:
         """Return whether the state after a turn is to be kept: its sandbox goes on, and then it would be lost."""
-        harness, turn = self._rollout.tree.spec.harness, self._path.turns
-        assert harness is not None
-        if answer.outcome is Outcome.HIT or answer.record.target.snapshot is not None:
+        harness, turn, origin = self._rollout.tree.spec.harness, self._path.turns, node.origin
+        if harness is None or origin is None or node.snapshot is not None or node.unfreezable:
             return False
         # Files alone, mostly: what follows, such as grading, can only be shared from there.
         return self._path.exit is not None or any(
             rule == "all"
             or (rule == "first" and turn == 0)
-            or (rule == "slow" and answer.record.seconds > SLOW_S)
+            or (rule == "slow" and origin.seconds > SLOW_S)
             or (rule.startswith("every ") and turn % int(rule[6:]) == 0)
             for rule in harness.keep
         )
 
-    async def _keep(self, answer: Answer) -> str:
+    async def _keep(self, node: Node) -> str:
         """Keep the state after a turn while the model works; return why it could not be kept, or nothing."""
         try:
-            await self._engine.restorer.take_snapshot(self._rollout.tree, answer.record.target)
+            await self._engine.restorer.take_snapshot(self._rollout.tree, node)
         except NotFreezableError as error:
             return str(error)
         return ""

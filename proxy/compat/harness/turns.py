@@ -77,9 +77,10 @@ def delivery(path: Path, response: Response) -> tuple[ToolCall, CallKey]:
     Raises UncanonicalArgumentsError if the response has no canonical form.
     """
     common = {"connection": path.waiting[0]["connection"], "others": len(path.waiting) > 1, "status": response.status}
-    headers = [["content-type", response.media_type]]
-    same = ToolCall(ENDPOINT, "deliver", {**common, "response": canonical(response)})
-    return ToolCall(ENDPOINT, "deliver", {**common, "headers": headers}, response.body), call_key(same)
+    headers, same = [["content-type", response.media_type]], canonical(response)
+    arguments = {**common, "headers": headers, "said": "\n".join(said(same))}
+    key = call_key(ToolCall(ENDPOINT, "deliver", {**common, "response": same}))
+    return ToolCall(ENDPOINT, "deliver", arguments, response.body), key
 
 
 def canonical(response: Response) -> Any:
@@ -92,6 +93,24 @@ def canonical(response: Response) -> Any:
     # A body that is nested too deeply is compared as it is.
     except (orjson.JSONDecodeError, RecursionError):
         return ["text", kind, response.body.decode(errors="backslashreplace")]
+
+
+def said(value: Any) -> list[str]:
+    """Return what a model says in a response, for people: its texts, and its calls of tools with their arguments."""
+    if isinstance(value, list):
+        return [text for item in value for text in said(item)]
+    # The last events of a stream say all of it once more.
+    if not isinstance(value, dict) or str(value.get("type", "")).endswith((".done", ".completed")):
+        return []
+    texts = []
+    for name, member in value.items():
+        if name == "name" or (name in _TEXTS | _SAID and isinstance(member, str)):
+            texts += [member] if isinstance(member, str) and member else []
+        elif name in _SAID and member:
+            texts.append(orjson.dumps(member).decode())
+        else:
+            texts += said(member)
+    return texts
 
 
 def _events(body: bytes) -> Iterable[bytes]:

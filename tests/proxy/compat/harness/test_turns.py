@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.compat.harness.turns import Path, Response, canonical, delivery, without_response
+from proxy.compat.harness.turns import Path, Response, canonical, delivery, said, without_response
 from tests.scripted_model import _SHAPES, _sse
 
 BODY: dict[str, Any] = {
@@ -54,6 +54,15 @@ def test_the_same_words_in_other_events_are_the_same_and_in_another_order_are_no
 
     assert canonical(events("ab", "c")) == canonical(events("a", "bc"))
     assert canonical(events("ab", "c")) != canonical(events("c", "ab"))
+
+
+@pytest.mark.parametrize("path", _SHAPES)
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_a_model_says_is_shown_once(path: str, stream: bool) -> None:
+    shown = "\n".join(said(canonical(spoken(path, "ls -l /root", stream=stream))))
+    assert shown.count("ls -l /root") == 1
+    assert shown.startswith(("bash\n{", "shell\n{", "shell_command\n{"))
+    assert said(canonical(spoken(path, None, stream=stream))) == ["all done"]
 
 
 def test_bytes_that_are_no_json_are_compared_as_they_are() -> None:
