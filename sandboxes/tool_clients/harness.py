@@ -14,6 +14,7 @@ Theory of operation:
 import base64
 import json
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +39,11 @@ _HEAD_BYTES = 1 << 17
 """Largest head of a request; harnesses send one or two kilobytes."""
 _REQUEST_BYTES = 64 << 20
 """Largest body of a request. A context of a million tokens has some 5 MB; images come on top."""
+_TURN_BYTES, _CONNECTIONS = 192 << 20, 1000
+"""How much a harness may send in one turn, over how many connections. What the relay carries is any program's."""
 _TO_MODELS = ("/messages", "/chat/completions", "/responses", "enerateContent")
 """How the paths of requests for a response end: of Anthropic, of OpenAI twice, and of Google."""
+_EXIT_CODE = re.compile(rb"-?[0-9]{1,3}")
 _NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -103,6 +107,7 @@ class ModelPort:
         self._silence_s = silence_s
         self._buffer = bytearray()
         self._arriving: dict[int, _Arriving] = {}
+        self._received_bytes = 0
         for fd in fds:
             os.set_blocking(fd, False)
 
@@ -155,6 +160,8 @@ class ModelPort:
     async def _take(self, turn: Turn, number: int, kind: bytes, data: bytes) -> None:
         if kind == b"x":
             code, _, log = data.partition(b"\n")
+            if _EXIT_CODE.fullmatch(code) is None:
+                raise MalformedResponseError("its relay says nothing of how it has ended")
             turn.exit = {"code": int(code), "log": log.decode(errors="replace")}
         elif kind == b"e":
             if self._arriving.pop(number, None) is None:
@@ -162,7 +169,13 @@ class ModelPort:
             # The harness has given the request up, so nobody waits for its response.
             turn.requests = [request for request in turn.requests if request["connection"] != number]
         elif kind == b"d":
+            self._received_bytes += len(data)
             arriving = self._arriving.setdefault(number, _Arriving())
+            if self._received_bytes > _TURN_BYTES or len(self._arriving) > _CONNECTIONS:
+                raise MalformedResponseError(
+                    f"the harness sends more than {_TURN_BYTES} bytes in a turn, or over more than {_CONNECTIONS} "
+                    "connections"
+                )
             whole = arriving.feed(data)
             if arriving.wants_to_go_on:
                 await self._send(number, b"d", _CONTINUE)

@@ -10,6 +10,7 @@ from proxy.refusals import RefusalError
 from sandboxes.calls import content_type
 from sandboxes.http_message import InvalidRequestError
 from sandboxes.listener import Headers
+from sandboxes.sources import has_dot_segments
 from sandboxes.tool_clients.elsewhere import send
 from sandboxes.tool_clients.harness import body_of
 from sandboxes.tool_clients.http1 import MalformedResponseError
@@ -63,6 +64,9 @@ class Model:
         )  # fmt: skip
 
     async def _respond(self, request: Mapping[str, Any]) -> Response:
+        if has_dot_segments(request["target"]):
+            # The rollout's URL may end where another one's begins.
+            raise InvalidRequestError("its target has dot segments")
         own = {name.lower() for name in self.headers}
         headers = [(name, value) for name, value in request["headers"] if name.lower() not in _NOT_PASSED | own]
         body, whole = body_of(request), _Whole()
