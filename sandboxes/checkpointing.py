@@ -27,7 +27,7 @@ FreezeHook = Callable[[MappedFiles], Awaitable[None]]
 """Runs while the processes of a sandbox are frozen, so that the driver can copy the files of the same moment."""
 
 
-class Stillness(NamedTuple):
+class StandStill(NamedTuple):
     """What a restore does for processes that stand still until their first call.
 
     Attributes:
@@ -86,7 +86,7 @@ class Checkpointer(Protocol):
         ...
 
     async def restore(
-        self, name: str, start: ProgramStarter, inherited: Sequence[str], stillness: Stillness | None = None
+        self, name: str, start: ProgramStarter, inherited: Sequence[str], stillness: StandStill | None = None
     ) -> None:
         """Restore a checkpoint in a sandbox in which no process of the agent runs yet.
 
@@ -127,7 +127,7 @@ class NoCheckpointer:
         raise NotImplementedError
 
     async def restore(
-        self, name: str, start: ProgramStarter, inherited: Sequence[str], stillness: Stillness | None = None
+        self, name: str, start: ProgramStarter, inherited: Sequence[str], stillness: StandStill | None = None
     ) -> None:
         """Fail: no checkpoint has a name here."""
         raise NotImplementedError

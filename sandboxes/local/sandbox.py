@@ -22,11 +22,12 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.calls import Course, Execution, ToolCall, ToolResult
-from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter, Stillness
+from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter, StandStill
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
 from sandboxes.egress.gateway import variables
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
+from sandboxes.guest.checkpoints import ptrace
 from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.host.guest import Guest
@@ -54,7 +55,6 @@ from sandboxes.ipc.state_messages import (
     SandboxStarted,
     StartSandbox,
 )
-from sandboxes.linux import ptrace
 from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.processes import pid_of
 from sandboxes.listener import Listener
@@ -305,7 +305,7 @@ class LocalSandbox:
             return spawn(f"discard upper of {self.id}", self._discard_upper(), awaited=True)
         return spawn(f"seal layer of {self.id}", self._seal(), awaited=True) if done.seal else None
 
-    def _stillness(self, checkpoint: dict[str, Any]) -> Stillness | None:
+    def _stillness(self, checkpoint: dict[str, Any]) -> StandStill | None:
         """Return how the processes of a checkpoint stand still until their first call; None if the spec lets them run.
 
         `SandboxError` says that they must not run, because they would lack locks.
@@ -320,7 +320,7 @@ class LocalSandbox:
             await self._stand_still(pids)
             return self._machine.cgroups.open_freezer(self.id)
 
-        return Stillness(freeze, pids, locks)
+        return StandStill(freeze, pids, locks)
 
     async def _stand_still(self, only: Collection[int] | None = None) -> None:
         """Freeze the processes until the next call, if the spec wants that. Otherwise answers beside them grow old.

@@ -25,7 +25,7 @@ import stat
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
-from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter, Stillness
+from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter, StandStill
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.inherited import INHERITED_FD
@@ -164,7 +164,7 @@ class CriuCheckpointer:
         image_digest.seal(images)
 
     async def restore(
-        self, name: str, start: ProgramStarter, inherited: Sequence[str], stillness: Stillness | None = None
+        self, name: str, start: ProgramStarter, inherited: Sequence[str], stillness: StandStill | None = None
     ) -> None:
         """Restore the process tree of a checkpoint, with `inherited` as CRIU's names of its descriptors."""
         if not await self.is_available():
@@ -262,7 +262,7 @@ async def _inspected(operator: Channel) -> NamesInspected:
 
 
 async def _follow_links(
-    operator: Channel, times: dict[str, list[int]], noted: dict[str, str], stillness: Stillness | None
+    operator: Channel, times: dict[str, list[int]], noted: dict[str, str], stillness: StandStill | None
 ) -> None:
     """Have the operator end a restore whose processes do not run yet; see `FollowLinks`."""
     if stillness is None:

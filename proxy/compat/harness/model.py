@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.compat.harness.turns import Response
+from proxy.compat.harness.turns import ModelResponse
 from proxy.refusals import RefusalError
 from sandboxes.calls import content_type
 from sandboxes.http_message import InvalidRequestError
@@ -41,7 +41,7 @@ class Model:
     url: str
     headers: Mapping[str, str]
 
-    async def respond(self, request: Mapping[str, Any]) -> Response:
+    async def respond(self, request: Mapping[str, Any]) -> ModelResponse:
         """Return the response to a request of `Path.waiting`.
 
         Raises RefusalError (502) if the model does not answer, again and again.
@@ -63,7 +63,7 @@ class Model:
             "the same request to go on."
         )  # fmt: skip
 
-    async def _respond(self, request: Mapping[str, Any]) -> Response:
+    async def _respond(self, request: Mapping[str, Any]) -> ModelResponse:
         if has_dot_segments(request["target"]):
             # The rollout's URL may end where another one's begins.
             raise InvalidRequestError("its target has dot segments")
@@ -76,7 +76,7 @@ class Model:
         )  # fmt: skip
         if len(whole.body) > _RESPONSE_BYTES:
             raise MalformedResponseError(f"the response exceeds {_RESPONSE_BYTES} bytes")
-        return Response(whole.status, content_type(whole.headers), bytes(whole.body))
+        return ModelResponse(whole.status, content_type(whole.headers), bytes(whole.body))
 
 
 class _Whole:

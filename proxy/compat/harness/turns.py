@@ -31,7 +31,7 @@ _DONE = b"[DONE]"
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class ModelResponse:
     """A model's whole response: its status, its media type and its body."""
 
     status: int
@@ -71,7 +71,7 @@ def without_response(path: Path, begin: Mapping[str, Any] | None = None) -> tupl
     return call, call_key(call)
 
 
-def delivery(path: Path, response: Response) -> tuple[ToolCall, CallKey]:
+def delivery(path: Path, response: ModelResponse) -> tuple[ToolCall, CallKey]:
     """Return the call that delivers the response to the oldest request, and its key.
 
     Raises UncanonicalArgumentsError if the response has no canonical form.
@@ -83,7 +83,7 @@ def delivery(path: Path, response: Response) -> tuple[ToolCall, CallKey]:
     return ToolCall(ENDPOINT, "deliver", arguments, response.body), key
 
 
-def canonical(response: Response) -> Any:
+def canonical(response: ModelResponse) -> Any:
     """Return what two responses that are the same have in common, as JSON; the text of a body that is none."""
     kind = response.media_type.partition(";")[0].strip().lower()
     try:

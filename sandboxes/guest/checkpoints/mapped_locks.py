@@ -19,7 +19,7 @@ import re
 import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from sandboxes.linux.ptrace import Held
+from sandboxes.guest.checkpoints.ptrace import Held
 
 _LOCK = re.compile(rb"^\d+: POSIX +\S+ +\S+ +(\d+) ", re.MULTILINE)
 REASON = "a process holds a record lock on a file that it has mapped, and a checkpoint does not hold that lock"

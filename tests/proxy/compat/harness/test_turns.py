@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.compat.harness.turns import Path, Response, canonical, delivery, said, without_response
+from proxy.compat.harness.turns import ModelResponse, Path, canonical, delivery, said, without_response
 from tests.scripted_model import _SHAPES, _sse
 
 BODY: dict[str, Any] = {
@@ -16,11 +16,11 @@ BODY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def spoken(path: str, command: str | None, *, stream: bool) -> Response:
+def spoken(path: str, command: str | None, *, stream: bool) -> ModelResponse:
     events, whole = _SHAPES[path](BODY, lambda _: command)
     if stream:
-        return Response(200, "text/event-stream; charset=utf-8", b"".join(map(_sse, events)))
-    return Response(200, "application/json", json.dumps(whole).encode())
+        return ModelResponse(200, "text/event-stream; charset=utf-8", b"".join(map(_sse, events)))
+    return ModelResponse(200, "application/json", json.dumps(whole).encode())
 
 
 @pytest.mark.parametrize("path", _SHAPES)
@@ -41,16 +41,16 @@ def test_a_call_of_a_tool_and_an_answer_differ(path: str) -> None:
 
 def test_what_the_model_has_chosen_is_never_left_out() -> None:
     one, other = (
-        Response(200, "application/json", json.dumps({"id": i, "content": [{"input": {"id": i}}]}).encode())
+        ModelResponse(200, "application/json", json.dumps({"id": i, "content": [{"input": {"id": i}}]}).encode())
         for i in (1, 2)
     )
     assert canonical(one) != canonical(other)
 
 
 def test_the_same_words_in_other_events_are_the_same_and_in_another_order_are_not() -> None:
-    def events(*texts: str) -> Response:
+    def events(*texts: str) -> ModelResponse:
         data = "".join(f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': t}}]})}\n\n" for t in texts)
-        return Response(200, "text/event-stream", data.encode())
+        return ModelResponse(200, "text/event-stream", data.encode())
 
     assert canonical(events("ab", "c")) == canonical(events("a", "bc"))
     assert canonical(events("ab", "c")) != canonical(events("c", "ab"))
@@ -66,13 +66,13 @@ def test_what_a_model_says_is_shown_once(path: str, stream: bool) -> None:
 
 
 def test_bytes_that_are_no_json_are_compared_as_they_are() -> None:
-    one, other = (Response(400, "text/plain", text) for text in (b"\xff no", b"\xff yes"))
+    one, other = (ModelResponse(400, "text/plain", text) for text in (b"\xff no", b"\xff yes"))
     assert canonical(one) == canonical(one) != canonical(other)
 
 
 def test_a_status_is_part_of_the_edge() -> None:
     path = Path(waiting=[{"connection": 1}])
-    keys = {delivery(path, Response(status, "application/json", b"{}"))[1] for status in (200, 400)}
+    keys = {delivery(path, ModelResponse(status, "application/json", b"{}"))[1] for status in (200, 400)}
     assert len(keys) == 2
 
 
@@ -87,7 +87,7 @@ def test_requests_wait_in_their_order_and_leave_with_their_response_or_their_con
     path = Path()
     path.advance(without_response(path)[0], answer(1, 2))
     assert (path.turns, waiting()) == (0, [1, 2])
-    path.advance(delivery(path, Response(200, "", b""))[0], answer(3, 4))
+    path.advance(delivery(path, ModelResponse(200, "", b""))[0], answer(3, 4))
     assert (path.turns, waiting()) == (1, [2, 3, 4])
-    path.advance(delivery(path, Response(200, "", b""))[0], answer(gone=(4,), code=1))
+    path.advance(delivery(path, ModelResponse(200, "", b""))[0], answer(gone=(4,), code=1))
     assert (path.turns, waiting(), path.exit) == (2, [3], {"code": 1, "log": ""})

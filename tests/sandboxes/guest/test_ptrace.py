@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.guest.checkpoints import mapped_locks
-from sandboxes.linux import ptrace
-from sandboxes.linux.ptrace import Held, executable, with_call
+from sandboxes.guest.checkpoints import mapped_locks, ptrace
+from sandboxes.guest.checkpoints.ptrace import Held, executable, with_call
 
 FCNTL = 72
 LOCK = struct.pack("<hh4xqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 5, 7, 0)

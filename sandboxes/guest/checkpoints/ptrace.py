@@ -132,13 +132,13 @@ def _trace(request: int, thread: int, address: object = 0, data: object = 0) -> 
     kernel.syscall("ptrace", ctypes.c_long(request), ctypes.c_long(thread), *pointers, about=f"{request:#x} {thread}")
 
 
-class _Span(ctypes.Structure):
+class _Place(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 def _registers(thread: int) -> tuple[int, ...]:
     held = ctypes.create_string_buffer(_REGISTERS.size)
-    span = _Span(ctypes.addressof(held), _REGISTERS.size)
+    span = _Place(ctypes.addressof(held), _REGISTERS.size)
     _trace(_GET_REGISTERS, thread, _GENERAL, ctypes.byref(span))
     if span.length != _REGISTERS.size:
         raise OSError(f"thread {thread} runs a program of 32 bits")
@@ -147,7 +147,7 @@ def _registers(thread: int) -> tuple[int, ...]:
 
 def _set_registers(thread: int, registers: Sequence[int]) -> None:
     held = ctypes.create_string_buffer(_REGISTERS.pack(*registers), _REGISTERS.size)
-    span = _Span(ctypes.addressof(held), _REGISTERS.size)
+    span = _Place(ctypes.addressof(held), _REGISTERS.size)
     _trace(_SET_REGISTERS, thread, _GENERAL, ctypes.byref(span))
 
 
