@@ -62,6 +62,10 @@ class Checkpointer(Protocol):
         """Return the bytes that the checkpoints among `names` occupy on disk. Blocking."""
         ...
 
+    def added_bytes(self, name: str) -> int:
+        """Return the bytes on disk that a checkpoint takes beyond what it shares with earlier ones. Blocking."""
+        ...
+
     def drop(self, names: Iterable[str]) -> None:
         """Delete the checkpoints among `names`; other names are ignored. Blocking."""
         ...
@@ -116,6 +120,10 @@ class NoCheckpointer:
         return set()
 
     def size_bytes(self, names: Iterable[str]) -> int:  # noqa: ARG002
+        """Return 0."""
+        return 0
+
+    def added_bytes(self, name: str) -> int:  # noqa: ARG002
         """Return 0."""
         return 0
 

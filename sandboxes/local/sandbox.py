@@ -508,7 +508,7 @@ class LocalSandbox:
         payload |= {"images": images, "checkpoint": states[-1].checkpoint, "young_s": self.settle_s}
         # Before any other await: a sandbox that is closed meanwhile deletes the layers that no frozen state has.
         added = self._layers.keep() + sum(map(layers.size_bytes, layer))
-        added += await asyncio.to_thread(checkpointer.size_bytes, [images])
+        added += await asyncio.to_thread(checkpointer.added_bytes, images)
         return FrozenState("local", "processes", payload, added, states[-1].state.digest, (*stack, images))
 
     async def _dump(self, start: ProgramStarter, pid: int, on_frozen: FreezeHook) -> str:

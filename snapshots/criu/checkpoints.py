@@ -103,6 +103,10 @@ class CriuCheckpointer:
         """Return the bytes on disk of the checkpoints among `names`."""
         return sum(_disk_bytes(self._directory / name) for name in self.names().intersection(names))
 
+    def added_bytes(self, name: str) -> int:
+        """Return the bytes on disk that a checkpoint takes beyond those that it shares with earlier ones."""
+        return sum(path.stat().st_blocks * 512 for path in (self._directory / name).iterdir())
+
     def drop(self, names: Iterable[str]) -> None:
         """Delete the checkpoints among `names`."""
         for name in self.names().intersection(names):

@@ -28,7 +28,7 @@ _MAGIC_BYTES = 8
 _ADDRESS, _OLD_COUNT, _FLAGS, _COUNT = 1, 2, 4, 5
 _PE_PARENT, _PE_PRESENT = 1, 4
 _NEW = ".new"
-MOST_PARENTS = 12
+MOST_PARENTS = 20
 """How many parents lie behind one another. Each holds some ten files, and CRIU looks pages up in each of them."""
 _WORTH = 0.6
 """The largest share of the pages that may be new. With more, the checkpoint stays by itself, as a parent of others."""

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from proxy.compat.endpoints import EndpointContext
 from proxy.compat.harness.model import Model
-from proxy.compat.harness.run import Run, harness_nodes
+from proxy.compat.harness.run import Run, entrance, harness_nodes
+from proxy.compat.harness.turns import ModelResponse
 from proxy.dialects.base import json_object
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
@@ -65,7 +66,7 @@ class HarnessEndpoint:
         if not address.rollout:
             raise RefusalError(400, "no-rollout", "name the rollout in the URL: /t/{task}/r/{rollout}/harness.")
         labels = labels_of(scope, scope["headers"])
-        rollout = await self._rollout(address.task, address.rollout, request, labels)
+        rollout, recorded = await self._rollout(address.task, address.rollout, request, labels)
         spec = rollout.tree.spec
         if spec.harness is None:
             raise RefusalError(404, "no-harness", f"task {address.task!r} has no harness. PUT it with one in its spec.")
@@ -76,7 +77,7 @@ class HarnessEndpoint:
         if not (request.command or spec.harness.command):
             raise RefusalError(422, "harness", "the task's harness has no command: send one with the request.")
         begin = request.model_dump(include={"command", "env"}, exclude_defaults=True)
-        run = Run(self._engine, rollout, Model(request.upstream.rstrip("/"), request.headers), begin)
+        run = Run(self._engine, rollout, Model(request.upstream.rstrip("/"), request.headers), begin, recorded)
 
         async def content(send: Any) -> None:
             try:
@@ -97,24 +98,29 @@ class HarnessEndpoint:
         """Answer a request with a problem that was noticed before the request was read."""
         await exchange.problem(problem)
 
-    async def _rollout(self, task_name: str, name: str, request: HarnessRequest, labels: Labels) -> Rollout:
-        """Return the running rollout of this name, or begin one where the request says."""
+    async def _rollout(
+        self, task_name: str, name: str, request: HarnessRequest, labels: Labels
+    ) -> tuple[Rollout, list[ModelResponse]]:
+        """Return the running rollout of this name, or begin one where the request says.
+
+        The responses lead it from there to the turn that the request names.
+        """
         tasks = self._engine.tasks
         running = await tasks.running(task_name, name)
         if request.parent is None:
-            return running or await tasks.rollout(task_name, name, labels)
+            return running or await tasks.rollout(task_name, name, labels), []
         if running is not None:
             raise RefusalError(
                 409, "rollout-exists", f"rollout {name!r} is running. Leave `parent` out to go on with it."
             )
         task = await tasks.open(task_name)
         tree, node = self._position(task_name, request.parent)
-        if request.turn is not None:
-            nodes = await harness_nodes(self._engine, node)
-            if request.turn >= len(nodes):
-                raise RefusalError(404, "no-such-turn", f"rollout {request.parent!r} has no turn {request.turn}.")
-            node = nodes[request.turn]
-        return tasks.rollouts.begin(task, name, tree, node, labels=labels)
+        nodes = await harness_nodes(self._engine, node)
+        turn = len(nodes) - 1 if request.turn is None else request.turn
+        if not 0 <= turn < len(nodes):
+            raise RefusalError(404, "no-such-turn", f"rollout {request.parent!r} has no turn {turn}.")
+        begin, responses = entrance(self._engine, nodes, turn)
+        return tasks.rollouts.begin(task, name, tree, begin or tree.root, labels=labels), responses
 
     def _position(self, task_name: str, name: str) -> tuple[Tree, Node]:
         """Return where a rollout is, or was when it ended."""

@@ -6,12 +6,13 @@ waits frozen while the model works. Its state is kept meanwhile, because no repl
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from proxy.compat.harness import turns
 from proxy.compat.harness.model import Model
-from proxy.compat.harness.turns import Path
+from proxy.compat.harness.turns import ModelResponse, Path
 from proxy.engine import Engine
 from proxy.execution.step_notes import Answer
 from proxy.tree.rollout import Outcome, Rollout
@@ -53,6 +54,18 @@ async def path_to(engine: Engine, node: Node) -> Path:
     return path
 
 
+def entrance(engine: Engine, nodes: Sequence[Node], turn: int) -> tuple[Node | None, list[ModelResponse]]:
+    """Return where a rollout begins that is to come to a turn, and the responses that lead there.
+
+    That is the nearest turn that is kept, and the root (None) without one: then the harness is started once more. What
+    its model said in between is said again.
+    """
+    at = next((number for number in range(turn, -1, -1) if nodes[number].snapshot is not None), -1)
+    calls = [engine.store.records.call(_origin(node)) for node in nodes[at + 1 : turn + 1]]
+    responses = [turns.response_of(call) for call in calls]
+    return (nodes[at] if at >= 0 else None), [response for response in responses if response is not None]
+
+
 def _origin(node: Node) -> Record:
     assert node.origin is not None, "a turn ends at no root"
     return node.origin
@@ -61,9 +74,21 @@ def _origin(node: Node) -> Record:
 class Run:
     """Takes one rollout from where it stands to the end of its harness."""
 
-    def __init__(self, engine: Engine, rollout: Rollout, model: Model, begin: Mapping[str, Any]) -> None:
-        """Prepare a run. `begin` has a command and variables in place of the spec's; mostly nothing."""
+    def __init__(
+        self,
+        engine: Engine,
+        rollout: Rollout,
+        model: Model,
+        begin: Mapping[str, Any],
+        recorded: Sequence[ModelResponse] = (),
+    ) -> None:
+        """Prepare a run.
+
+        `begin` has a command and variables in place of the spec's; mostly nothing. The `recorded` responses come before
+        those of the model.
+        """
         self._engine, self._rollout, self._model, self._begin = engine, rollout, model, begin
+        self._recorded = deque(recorded)
         self._path = Path()
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -76,7 +101,8 @@ class Run:
             while self._path.exit is None:
                 began = time.perf_counter()
                 if self._path.waiting:
-                    response = await self._model.respond(self._path.waiting[0])
+                    recorded = self._recorded.popleft() if self._recorded else None
+                    response = recorded or await self._model.respond(self._path.waiting[0])
                     # In a thread: the text of a long response is looked through.
                     call, key = await asyncio.to_thread(turns.delivery, self._path, response)
                 else:

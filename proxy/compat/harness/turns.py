@@ -83,6 +83,13 @@ def delivery(path: Path, response: ModelResponse) -> tuple[ToolCall, CallKey]:
     return ToolCall(ENDPOINT, "deliver", arguments, response.body), key
 
 
+def response_of(call: ToolCall) -> ModelResponse | None:
+    """Return the response that a recorded call has delivered; None if it has delivered none."""
+    if call.tool != "deliver":
+        return None
+    return ModelResponse(call.arguments["status"], call.arguments["headers"][0][1], call.body)
+
+
 def canonical(response: ModelResponse) -> Any:
     """Return what two responses that are the same have in common, as JSON; the text of a body that is none."""
     kind = response.media_type.partition(";")[0].strip().lower()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from proxy.compat.harness import model as models
+from proxy.tree.tree import Node
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
 from tests.proxy.compat.harness import scripted_agent_text
@@ -169,8 +170,31 @@ def test_kept_turns_are_those_that_the_spec_names(proxy: Running, model: Scripte
     again = ran(proxy, "b", model.url(), "kept")
     assert outcomes(again)[:2] == ["hit", "miss"]
     assert told(again) == told(first)
-    lost = ran(proxy, "c", model.url("own", 2), "kept", parent="a", turn=2)
-    assert lost[-1]["error"]["status"] == 409
+    # A branch comes there from the first turn too, by what the model has said.
+    branch = ran(proxy, "c", model.url("own", 2), "kept", parent="a", turn=2)
+    assert [event["turn"] for event in branch[:-1]] == [1, 2, 3, 4, 5]
+    assert told(branch) == expected(told(first)[0], "", "", "own")
+
+
+def test_a_turn_that_was_given_up_is_reached_by_what_the_model_said(proxy: Running, model: ScriptedModel) -> None:
+    """Without any checkpoint the harness is started once more, and draws another secret."""
+    put(proxy, "gone", spec())
+    first = ran(proxy, "a", model.url(), "gone")
+    asked = len(model.asked)
+    names = {event["node"] for event in first[:-1]}
+    for node in _nodes(proxy, "gone"):
+        if f"n{node.id}" in names:
+            node.snapshot = None
+    branch = ran(proxy, "b", model.url("own", 2), "gone", parent="a", turn=2)
+    assert told(branch)[0] != told(first)[0]
+    assert told(branch) == expected(told(branch)[0], "", "", "own")
+    assert len(model.asked) - asked == TURNS + 1 - 2
+
+
+def _nodes(proxy: Running, task: str) -> list[Node]:
+    found = proxy.engine.tasks.get(task)
+    assert found is not None
+    return list(found.tree.nodes.values())
 
 
 def test_requests_that_are_wrong_are_refused_with_what_helps(proxy: Running) -> None:
