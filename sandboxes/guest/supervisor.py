@@ -71,7 +71,14 @@ from sandboxes.ipc.server_messages import (
 )
 from sandboxes.linux import confine, outlet, user_counts
 from sandboxes.linux.live_state import LiveState
-from sandboxes.linux.processes import Process, last_pid, list_processes, ran_between, run_counts
+from sandboxes.linux.processes import (
+    Process,
+    fields_of_processes,
+    last_pid,
+    list_processes,
+    ran_between,
+    run_counts,
+)
 from sandboxes.linux.sandbox_groups import GroupFiles, PidsLimit, ResourceMeter
 from sandboxes.linux.socket_queues import SocketQueues
 
@@ -185,10 +192,10 @@ class Supervisor:
 
         return watch
 
-    def living(self, ours: Collection[int] = ()) -> set[Process]:
-        """Return all processes of the sandbox but some. Children that have ended are collected first."""
+    def living(self, ours: Collection[int] = ()) -> dict[Process, list[bytes]]:
+        """Return all processes of the sandbox but some, with their fields. Those that have ended are collected first."""
         self.shells.reap()
-        return list_processes(ours)
+        return fields_of_processes(ours)
 
     def _pids(self) -> list[int]:
         return [pid for pid, _ in self.living() if pid not in self.shells.hidden_pids]
@@ -226,7 +233,7 @@ class Supervisor:
             return None
         seconds, used = time.perf_counter() - began_at, self._meter.end()
         # Before files are looked at: processes that are about to end may still be writing.
-        self.survivors.settle()
+        self.survivors.settle([process for process, count in runs.items() if count >= 0])
         if (reached := self._limit.reached()) is not None:
             performed = self._end_at_limit(performed, there, reached)
         short = user_counts.are_exhausted()
