@@ -70,22 +70,22 @@ def test_wait_ends_with_condition_or_sleep() -> None:
         assert not wait_until_asleep(asleep, lambda: False)
 
 
-@pytest.mark.parametrize(
-    ("signalled", "ending"),
-    [
-        ("", True),
-        ("import signal; signal.signal(15, lambda *_: None)", False),
-        ("import signal; signal.pthread_sigmask(0, [15])", False),
-        ("import signal; signal.signal(15, signal.SIG_IGN)", False),
-    ],
-    ids=["default", "caught", "blocked", "ignored"],
-)
-def test_process_without_cpu_that_was_killed_ends(signalled: str, ending: bool) -> None:
-    """It shows the signal as long as it gets no CPU; unless the signal cannot end it."""
-    with started(_BUSY), started(f"{signalled}\n{_BUSY}", idle=True) as pid:
-        assert not is_ending(pid)
+@pytest.mark.parametrize("signalled", ["signal.signal(15, lambda *_: None)", "signal.pthread_sigmask(0, [15])"])
+def test_process_survives_signals_that_cannot_end_it(signalled: str) -> None:
+    """It is busy, and shows a signal that it catches, as long as it gets no CPU, or one that it blocks."""
+    with started(_BUSY), started(f"import signal; {signalled}\n{_BUSY}", idle=True) as pid:
         os.kill(pid, signal.SIGTERM)
-        assert is_ending(pid) is ending
+        assert not is_ending(pid)
+
+
+@pytest.mark.parametrize("line", ["SigPnd", "ShdPnd"])
+def test_process_that_was_killed_ends_once_it_has_a_cpu(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Until then it shows the signal, in one of two lines."""
+    masks = {"SigPnd": 0, "ShdPnd": 0, "SigBlk": 2, "SigCgt": 1 << 16} | {line: 1 << 14}
+    status = "".join(f"{name}:\t{mask:016x}\n" for name, mask in masks.items()).encode()
+    shown = {"stat": b"1 (a) R 1 1 1 0 -1 4194304 0", "status": status}
+    monkeypatch.setattr(processes, "shown", lambda path: shown[path.rpartition("/")[2]])
+    assert is_ending(os.getpid())
 
 
 def test_process_without_its_first_thread_goes_on() -> None:
