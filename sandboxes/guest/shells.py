@@ -363,14 +363,28 @@ class Shells(AnchoredProcesses):
         In a checkpoint, what is still in a pipe to us would be lost. And a call may move the directory of a session: a
         shell that stands in it goes along.
         """
-        for name in {*self._shells, *self.sessions}:
+        # In one order: the pids of later processes depend on it.
+        for name in {**self._shells, **self.sessions}:
             shell = self._shells.get(name)
             if shell is None or shell.baseline is None:
                 with unless_broken():
                     self.ready(name)
-        for name in set(self._shells):
+        for name in list(self._shells):
             with unless_broken():
                 self.for_command(name)
+
+    def begin_anew(self, name: str, spared: int) -> None:
+        """Replace a session's shell that was started ahead of its call, unless it has the spared pid."""
+        shell = self._shells.get(name)
+        if shell is not None and not shell.waits_as_template and shell.pid != spared:
+            templates, self._templates = self._templates, False
+            try:
+                with unless_broken():
+                    # Its pipes are lent again only once they are empty.
+                    self._with_dump(name)
+                    self.renew([name])
+            finally:
+                self._templates = templates
 
     def renew(self, names: list[str]) -> None:
         """Replace shells by fresh ones that are restored from their dumps.

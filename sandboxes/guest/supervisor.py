@@ -111,6 +111,7 @@ class Supervisor:
         self._deaths, self._limit, self._meter = ChildDeaths(), PidsLimit(groups), ResourceMeter(groups)
         shells.make_room = self._make_room
         self._live: LiveState | None = None
+        self._repeats = False
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -212,13 +213,11 @@ class Supervisor:
         The sessions count only if nothing survives. None if a tool server failed: then the answer has been sent.
         """
         self._limit.begin()
-        # Before shells are made ready: a fork of the template is the call's.
-        pid_before = last_pid()
         before, free = self.survivors.now, self.changes.free_bytes()
         there = set(self.survivors.processes)
         session = request.session if isinstance(request, RunCommand) else None
         self.shells.reap()
-        self.shells.ready_all()
+        pid_before = self._ready_shells(session)
         self.survivors.begin()
         runs = run_counts(self.survivors.processes)
         live = self._live_state(runs)
@@ -273,6 +272,31 @@ class Supervisor:
             resources=None if used is None else ResourcesUsed(*used),
         )
         return answer, performed.body, fresh
+
+    def _expect_pids(self, wanted: int) -> int:
+        """Prepare for a replay whose processes are to get the pids after a wanted one; return after which they begin."""
+        now = last_pid()
+        begun = not self.survivors and any(
+            shell.pid == now == wanted + 1 and not shell.waits_as_template for shell in self.shells
+        )
+        self._repeats = wanted > 0 and not begun
+        return wanted if begun else now
+
+    def _ready_shells(self, session: str | None) -> int:
+        """Get the shells ready for a call of a session; return the pid that was assigned last before that shell's.
+
+        Some shells are forks of a template, which begin with the call, and others were started ahead. A replay gets the
+        same pids either way: it starts a shell again that was started ahead, as does a call whose shell is not the last
+        process. With several sessions the pids may differ.
+        """
+        before, repeats, self._repeats = last_pid(), self._repeats, False
+        if session is None or self.survivors or not self.shells.sessions.keys() <= {session}:
+            self.shells.ready_all()
+            return before
+        self.shells.begin_anew(session, 0 if repeats else before)
+        self.shells.ready_all()
+        now = last_pid()
+        return now - 1 if any((shell.name, shell.pid) == (session, now) for shell in self.shells) else before
 
     def _end_at_limit(self, performed: Performed, there: AbstractSet[Process], reached: str) -> Performed:
         """End what a call has started, because a process could not be started during it; return what came of the call.
@@ -380,7 +404,7 @@ class Supervisor:
             case ExpectCourse():
                 if request.order is not None:
                     self.changes.expect(request.order)
-                self.link.send(CourseExpected(last_pid()))
+                self.link.send(CourseExpected(self._expect_pids(request.last_pid)))
             case DescribeState():
                 self.changes.look()
                 self.link.send(Described(self.changes.shown(), self.shells.sessions, self.shells.pristine))
