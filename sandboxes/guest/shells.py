@@ -373,29 +373,20 @@ class Shells(AnchoredProcesses):
             with unless_broken():
                 self.for_command(name)
 
-    def begin_anew(self, name: str, spared: int) -> None:
-        """Replace a session's shell that was started ahead of its call, unless it has the spared pid."""
-        shell = self._shells.get(name)
-        if shell is not None and not shell.waits_as_template and shell.pid != spared:
-            templates, self._templates = self._templates, False
-            try:
-                with unless_broken():
-                    # Its pipes are lent again only once they are empty.
-                    self._with_dump(name)
-                    self.renew([name])
-            finally:
-                self._templates = templates
-
-    def renew(self, names: list[str]) -> None:
-        """Replace shells by fresh ones that are restored from their dumps.
+    def renew(self, names: list[str], *, templates: bool = True) -> None:
+        """Replace shells by fresh ones that are restored from their dumps. Those may be templates only if wanted.
 
         So what a dump leaves out never crosses calls, in a live sandbox as little as in a restored one.
         """
-        for name in names:
-            if name in self._shells:
-                self._replace(self._shells[name])
-            with contextlib.suppress(ShellStartError):
-                self._shells[name] = self._start(name, self.sessions.get(name))
+        before, self._templates = self._templates, self._templates and templates
+        try:
+            for name in names:
+                if name in self._shells:
+                    self._replace(self._shells[name])
+                with contextlib.suppress(ShellStartError):
+                    self._shells[name] = self._start(name, self.sessions.get(name))
+        finally:
+            self._templates = before
 
     def _replace(self, shell: Shell) -> None:
         """End an idle shell, in whose place another one will be started; nothing that it started runs."""

@@ -39,7 +39,7 @@ from sandboxes.guest.performed import Performed, not_started
 from sandboxes.guest.process_io import OVER_DISK, TIMED_OUT
 from sandboxes.guest.shell import Output, Shell
 from sandboxes.guest.shell_looks import ShellLooks
-from sandboxes.guest.shells import Shells, folder_of
+from sandboxes.guest.shells import Shells, folder_of, unless_broken
 from sandboxes.guest.survivors import Survivors
 from sandboxes.guest.tool_servers import Log, Servers, ToolServerError
 from sandboxes.ipc.codec import Envelope, IpcMessage
@@ -293,7 +293,12 @@ class Supervisor:
         if session is None or self.survivors or not self.shells.sessions.keys() <= {session}:
             self.shells.ready_all()
             return before
-        self.shells.begin_anew(session, 0 if repeats else before)
+        for shell in self.shells:
+            if shell.name == session and not shell.waits_as_template and (repeats or shell.pid != before):
+                with unless_broken():
+                    # Its pipes are lent again only once they are empty.
+                    self.shells.ready(session)
+                    self.shells.renew([session], templates=False)
         self.shells.ready_all()
         now = last_pid()
         return now - 1 if any((shell.name, shell.pid) == (session, now) for shell in self.shells) else before
