@@ -363,25 +363,30 @@ class Shells(AnchoredProcesses):
         In a checkpoint, what is still in a pipe to us would be lost. And a call may move the directory of a session: a
         shell that stands in it goes along.
         """
-        for name in {*self._shells, *self.sessions}:
+        # In one order: the pids of later processes depend on it.
+        for name in {**self._shells, **self.sessions}:
             shell = self._shells.get(name)
             if shell is None or shell.baseline is None:
                 with unless_broken():
                     self.ready(name)
-        for name in set(self._shells):
+        for name in list(self._shells):
             with unless_broken():
                 self.for_command(name)
 
-    def renew(self, names: list[str]) -> None:
-        """Replace shells by fresh ones that are restored from their dumps.
+    def renew(self, names: list[str], *, templates: bool = True) -> None:
+        """Replace shells by fresh ones that are restored from their dumps. Those may be templates only if wanted.
 
         So what a dump leaves out never crosses calls, in a live sandbox as little as in a restored one.
         """
-        for name in names:
-            if name in self._shells:
-                self._replace(self._shells[name])
-            with contextlib.suppress(ShellStartError):
-                self._shells[name] = self._start(name, self.sessions.get(name))
+        before, self._templates = self._templates, self._templates and templates
+        try:
+            for name in names:
+                if name in self._shells:
+                    self._replace(self._shells[name])
+                with contextlib.suppress(ShellStartError):
+                    self._shells[name] = self._start(name, self.sessions.get(name))
+        finally:
+            self._templates = before
 
     def _replace(self, shell: Shell) -> None:
         """End an idle shell, in whose place another one will be started; nothing that it started runs."""

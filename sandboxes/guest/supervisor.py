@@ -39,7 +39,7 @@ from sandboxes.guest.performed import Performed, not_started
 from sandboxes.guest.process_io import OVER_DISK, TIMED_OUT
 from sandboxes.guest.shell import Output, Shell
 from sandboxes.guest.shell_looks import ShellLooks
-from sandboxes.guest.shells import Shells, folder_of
+from sandboxes.guest.shells import Shells, folder_of, unless_broken
 from sandboxes.guest.survivors import Survivors
 from sandboxes.guest.tool_servers import Log, Servers, ToolServerError
 from sandboxes.ipc.codec import Envelope, IpcMessage
@@ -71,7 +71,14 @@ from sandboxes.ipc.server_messages import (
 )
 from sandboxes.linux import confine, outlet, user_counts
 from sandboxes.linux.live_state import LiveState
-from sandboxes.linux.processes import Process, last_pid, list_processes, ran_between, run_counts
+from sandboxes.linux.processes import (
+    Process,
+    fields_of_processes,
+    last_pid,
+    list_processes,
+    ran_between,
+    run_counts,
+)
 from sandboxes.linux.sandbox_groups import GroupFiles, PidsLimit, ResourceMeter
 from sandboxes.linux.socket_queues import SocketQueues
 
@@ -104,6 +111,7 @@ class Supervisor:
         self._deaths, self._limit, self._meter = ChildDeaths(), PidsLimit(groups), ResourceMeter(groups)
         shells.make_room = self._make_room
         self._live: LiveState | None = None
+        self._repeats = False
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -185,10 +193,10 @@ class Supervisor:
 
         return watch
 
-    def living(self, ours: Collection[int] = ()) -> set[Process]:
-        """Return all processes of the sandbox but some. Children that have ended are collected first."""
+    def living(self, ours: Collection[int] = ()) -> dict[Process, list[bytes]]:
+        """Return all processes of the sandbox but some, with their fields. Those that have ended are collected first."""
         self.shells.reap()
-        return list_processes(ours)
+        return fields_of_processes(ours)
 
     def _pids(self) -> list[int]:
         return [pid for pid, _ in self.living() if pid not in self.shells.hidden_pids]
@@ -205,13 +213,11 @@ class Supervisor:
         The sessions count only if nothing survives. None if a tool server failed: then the answer has been sent.
         """
         self._limit.begin()
-        # Before shells are made ready: a fork of the template is the call's.
-        pid_before = last_pid()
         before, free = self.survivors.now, self.changes.free_bytes()
         there = set(self.survivors.processes)
         session = request.session if isinstance(request, RunCommand) else None
         self.shells.reap()
-        self.shells.ready_all()
+        pid_before = self._ready_shells(session)
         self.survivors.begin()
         runs = run_counts(self.survivors.processes)
         live = self._live_state(runs)
@@ -226,7 +232,7 @@ class Supervisor:
             return None
         seconds, used = time.perf_counter() - began_at, self._meter.end()
         # Before files are looked at: processes that are about to end may still be writing.
-        self.survivors.settle()
+        self.survivors.settle([process for process, count in runs.items() if count >= 0])
         if (reached := self._limit.reached()) is not None:
             performed = self._end_at_limit(performed, there, reached)
         short = user_counts.are_exhausted()
@@ -266,6 +272,36 @@ class Supervisor:
             resources=None if used is None else ResourcesUsed(*used),
         )
         return answer, performed.body, fresh
+
+    def _expect_pids(self, wanted: int) -> int:
+        """Prepare for a replay whose processes are to get the pids after a wanted one; return after which they begin."""
+        now = last_pid()
+        begun = not self.survivors and any(
+            shell.pid == now == wanted + 1 and not shell.waits_as_template for shell in self.shells
+        )
+        self._repeats = wanted > 0 and not begun
+        return wanted if begun else now
+
+    def _ready_shells(self, session: str | None) -> int:
+        """Get the shells ready for a call of a session; return the pid that was assigned last before that shell's.
+
+        Some shells are forks of a template, which begin with the call, and others were started ahead. A replay gets the
+        same pids either way: it starts a shell again that was started ahead, as does a call whose shell is not the last
+        process. With several sessions the pids may differ.
+        """
+        before, repeats, self._repeats = last_pid(), self._repeats, False
+        if session is None or self.survivors or not self.shells.sessions.keys() <= {session}:
+            self.shells.ready_all()
+            return before
+        for shell in self.shells:
+            if shell.name == session and not shell.waits_as_template and (repeats or shell.pid != before):
+                with unless_broken():
+                    # Its pipes are lent again only once they are empty.
+                    self.shells.ready(session)
+                    self.shells.renew([session], templates=False)
+        self.shells.ready_all()
+        now = last_pid()
+        return now - 1 if any((shell.name, shell.pid) == (session, now) for shell in self.shells) else before
 
     def _end_at_limit(self, performed: Performed, there: AbstractSet[Process], reached: str) -> Performed:
         """End what a call has started, because a process could not be started during it; return what came of the call.
@@ -370,7 +406,7 @@ class Supervisor:
             case ExpectCourse():
                 if request.order is not None:
                     self.changes.expect(request.order)
-                self.link.send(CourseExpected(last_pid()))
+                self.link.send(CourseExpected(self._expect_pids(request.last_pid)))
             case DescribeState():
                 self.changes.look()
                 self.link.send(Described(self.changes.shown(), self.shells.sessions, self.shells.pristine))

@@ -7,7 +7,8 @@
 # what a command has changed of pid 1 (`renice -p 1`), which takes rights to undo. While any of them exists, the files
 # alone do not describe the state, so it has a witness in place of a digest, and only a checkpoint can freeze it.
 #
-# Processes get some grace before they count: most of what a command starts ends a moment after the command itself.
+# Processes get some grace before they count: most of what a command starts ends a moment after the command itself. So
+# does what a command ends: a process that it has killed needs a CPU to die, and one that catches the signal runs first.
 
 import mmap
 import os
@@ -52,9 +53,9 @@ class Survivors:
         self,
         shells: Shells,
         background: BackgroundProcesses,
-        living: Callable[[Collection[int]], set[Process]],
+        living: Callable[[Collection[int]], dict[Process, list[bytes]]],
     ) -> None:
-        """Nothing survives yet. `living` returns all processes of the sandbox but the given ones."""
+        """Nothing survives yet. `living` returns all processes but the given ones, with their `stat_fields`."""
         self._shells, self._background, self._living = shells, background, living
         # Of pid 1: a call that touches the anchor has it replaced.
         self._born: list[str] = []
@@ -91,10 +92,13 @@ class Survivors:
         """Look at pid 1 before the first call."""
         self._born = self._born or settings(1)
 
-    def settle(self, *, patient: bool = True) -> None:
-        """Find out what survives. Restored processes need no grace period to end."""
+    def settle(self, asleep: Collection[Process] = (), *, patient: bool = True) -> None:
+        """Find out what survives. Restored processes need no grace period to end.
+
+        `asleep` are the processes that slept before the call.
+        """
         self._settled += 1
-        running = self._running() if patient else self._others()
+        running = self._running(asleep) if patient else set(self._others())
         # Each call may move a descriptor's offset or write to shared memory. Neither can be compared, so the number of
         # the call is part of these entries: they never equal earlier ones.
         held = {("descriptors", shell.name, shell.runs) for shell in holding(self._shells)}
@@ -109,19 +113,22 @@ class Survivors:
         known = {("jobs", shell.name, shell.knowledge, *shell.jobs) for shell in self._shells if shell.jobs}
         self.now = frozenset(now | {entry for entry in known if entry[2] or now})
 
-    def _running(self) -> set[Process]:
+    def _running(self, asleep: Collection[Process]) -> set[Process]:
         """Return the agent's processes that are still there after the grace period."""
         grace, pauses_s = processes.Grace(), iter(processes.PAUSES_S)
         pause_s = 0.0
         while True:
             others = self._others()
-            unknown = others - self.now
+            unknown = others.keys() - self.now
             if unknown and any(shell.baseline is None for shell in self._shells):
                 # A shell that is still starting has children of its own, which are not the agent's.
                 self._shells.ready_all()
                 continue
-            if not unknown or grace.expired(unknown):
-                return others
+            ending = any([processes.is_ending(pid, fields) for (pid, _), fields in others.items()])
+            # The call has woken these, and they may be about to end.
+            unknown |= {process for process in others.keys() & asleep if processes.is_busy(others[process])}
+            if grace.is_over or not (ending or (unknown and not grace.expired(unknown))):
+                return set(others)
             pause_s = next(pauses_s, pause_s)
             time.sleep(pause_s)
 
@@ -130,7 +137,7 @@ class Survivors:
         now = settings(1)
         return {("founder", *now)} if self._born and now and now != self._born else set()
 
-    def _others(self) -> set[Process]:
+    def _others(self) -> dict[Process, list[bytes]]:
         return self._living(self._shells.idle_pids)
 
 

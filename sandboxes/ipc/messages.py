@@ -194,7 +194,7 @@ class CallDone(IpcMessage, op="call_done"):
         host_full: Whether the machine's disk was nearly full, so that the result cannot be trusted.
         short: Whether the machine had none left of what all sandboxes share (`linux.user_counts`).
         order: The order in which it wrote files (`guest.files.write_order`); None if there is none.
-        last_pid: The pid that was assigned last before it.
+        last_pid: The pid that was assigned last before it, and before the shell that it ran in was started.
         resources: What it used of the machine; None if the sandbox cannot tell.
         discard: The upper layer makes no difference; it is to be replaced by an empty one.
         seal: The upper layer is to become a frozen layer.
@@ -220,16 +220,23 @@ class CallDone(IpcMessage, op="call_done"):
 
 
 class CourseExpected(IpcMessage, op="course_expected"):
-    """The next call is prepared. Its processes get the pids after this one, unless the launcher changes that."""
+    """The next call is prepared. Its processes get the pids after this one, unless the launcher changes that.
+
+    It is the wanted one also where the shell that was started last has the pid after it already.
+    """
 
     last_pid: int
 
 
 # Sent before a call that a replay repeats. A message of its own, because every kind of call may follow.
 class ExpectCourse(IpcRequest[CourseExpected], op="expect_course"):
-    """Give what the next call writes a recorded order of times (`CallDone.order`), if it writes the same files."""
+    """Give what the next call writes a recorded order of times (`CallDone.order`), if it writes the same files.
+
+    Its processes are to get the pids after `last_pid`; 0 if any will do.
+    """
 
     order: bytes | None
+    last_pid: int
 
 
 class RunCommand(IpcRequest[CallDone], op="exec"):

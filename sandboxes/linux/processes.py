@@ -43,17 +43,26 @@ _MAX_LOOKS = 5
 """How often a family tree is read before a process counts as a stranger."""
 _PAGE = 1 << 16
 # Fields of /proc/PID/stat after the command name, which is in parentheses (proc_pid_stat(5)).
-_STATE, _PARENT, _USER_TIME, _SYSTEM_TIME, _THREADS, _START_TIME = 0, 1, 11, 12, 17, 19
+_STATE, _PARENT, _FLAGS, _USER_TIME, _SYSTEM_TIME, _THREADS, _START_TIME = 0, 1, 6, 11, 12, 17, 19
+_BUSY = frozenset({b"R", b"D"})
+"""The states of a process that wants a CPU or waits for a disk."""
+_EXITING = 0x4 | 0x400
+"""Flags of a process that ends: PF_EXITING, PF_SIGNALED (include/linux/sched.h)."""
 
 
 def list_processes(ours: Collection[int] = ()) -> set[Process]:
     """Return all processes but pid 1 and some others; zombies do not count. 0.05 ms, and 0.02 ms a process."""
-    processes = set()
+    return set(fields_of_processes(ours))
+
+
+def fields_of_processes(ours: Collection[int] = ()) -> dict[Process, list[bytes]]:
+    """Return the fields (`stat_fields`) of all processes but pid 1 and some others; see `list_processes`."""
+    processes = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib is not loaded in pid 1
         if name.isdigit() and name != "1" and int(name) not in ours:
             fields = stat_fields(name)
             if fields is not None and not has_ended(fields):
-                processes.add((int(name), int(fields[_START_TIME])))
+                processes[int(name), int(fields[_START_TIME])] = fields
     return processes
 
 
@@ -97,12 +106,17 @@ class Grace:
         self._began_at = time.monotonic()
         self._first_seen: dict[Process, tuple[float, float]] = {}
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all processes together took too long."""
+        return time.monotonic() - self._began_at > _MAX_GRACE_S
+
     def expired(self, processes: Iterable[Process]) -> bool:
         """Return whether one of these processes has used up its grace, or all together took too long."""
         now = time.monotonic()
         # A list, not a generator: the grace of each process begins with its first look.
         expired = [process for process in processes if self._has_used_up(process, now)]
-        return bool(expired) or now - self._began_at > _MAX_GRACE_S
+        return bool(expired) or self.is_over
 
     def _has_used_up(self, process: Process, now: float) -> bool:
         busy, cpu_s = _cpu_demand(process[0])
@@ -116,7 +130,41 @@ def _cpu_demand(pid: int) -> tuple[bool, float]:
     if fields is None:
         return False, 0.0
     ticks = int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])
-    return fields[_STATE] in {b"R", b"D"}, ticks * _TICK_S
+    return is_busy(fields), ticks * _TICK_S
+
+
+def is_busy(fields: list[bytes]) -> bool:
+    """Return whether a process wants a CPU or waits for a disk, by its `stat_fields` (pure)."""
+    return fields[_STATE] in _BUSY
+
+
+def is_ending(pid: int, fields: list[bytes]) -> bool:
+    """Return whether a process ends, or has yet to take a signal that ends or stops it; `fields` as in `is_busy`.
+
+    On a busy machine a process that was killed is there for a while: it needs a CPU to end.
+    """
+    # A signal that ends a process wakes all its threads, so most are known by their first one: it sleeps.
+    if not _is_ending(str(pid), fields):
+        return False
+    try:
+        threads = [f"{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
+        return all(_is_ending(thread, stat_fields(thread)) for thread in threads)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _is_ending(thread: str, fields: list[bytes] | None) -> bool:
+    if fields is None or int(fields[_FLAGS]) & _EXITING:
+        return True
+    if not is_busy(fields):
+        return False
+    try:
+        status = dict(line.split(b":", 1) for line in shown(f"/proc/{thread}/status").splitlines())
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    own, shared, blocked, caught = (int(status[name], 16) for name in (b"SigPnd", b"ShdPnd", b"SigBlk", b"SigCgt"))
+    # The kernel queues no signal that is ignored, but a blocked one (signal(7)).
+    return bool((own | shared) & ~blocked & ~caught)
 
 
 def wait_until_asleep(pid: int, as_new: Callable[[], bool]) -> bool:
@@ -150,7 +198,7 @@ def run_counts(processes: Iterable[Process]) -> dict[Process, int]:
                 directory = f"/proc/{process[0]}/task/{thread}"
                 state = shown(f"{directory}/stat").rpartition(b")")[2].split()[_STATE]
                 runs = int(shown(f"{directory}/schedstat").split()[2])
-                count = -1 if state in {b"R", b"D"} or count < 0 else count + runs
+                count = -1 if state in _BUSY or count < 0 else count + runs
         except OSError:
             # The process ended, which other checks notice, or this kernel has no schedstat.
             count = -1

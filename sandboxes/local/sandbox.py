@@ -367,7 +367,7 @@ class LocalSandbox:
         """See `Repeating.expect`."""
         # The last call's clean-up looks at the files once more, and would take the order for its own.
         await self.guest.settle()
-        expected = (await self.link.ask(ExpectCourse(course.order))).message
+        expected = (await self.link.ask(ExpectCourse(course.order, course.last_pid))).message
         if course.last_pid in (0, expected.last_pid):
             return
         async with self._at_launcher() as process:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,10 @@ def started(program: str, *, idle: bool = False) -> Iterator[int]:
             process.kill()
 
 
+def is_ending(pid: int) -> bool:
+    return processes.is_ending(pid, processes.stat_fields(pid) or [])
+
+
 def waited(pid: int, within_s: float) -> float:
     """Wait until the grace of a process has expired, at most `within_s`; return how long that took."""
     grace, began = Grace(), time.monotonic()
@@ -63,6 +68,33 @@ def test_wait_ends_with_condition_or_sleep() -> None:
     with started(_BUSY) as busy, started(_ASLEEP) as asleep:
         assert wait_until_asleep(busy, lambda: next(answers))
         assert not wait_until_asleep(asleep, lambda: False)
+
+
+@pytest.mark.parametrize("signalled", ["signal.signal(15, lambda *_: None)", "signal.pthread_sigmask(0, [15])"])
+def test_process_survives_signals_that_cannot_end_it(signalled: str) -> None:
+    """It is busy, and shows a signal that it catches, as long as it gets no CPU, or one that it blocks."""
+    with started(_BUSY), started(f"import signal; {signalled}\n{_BUSY}", idle=True) as pid:
+        os.kill(pid, signal.SIGTERM)
+        assert not is_ending(pid)
+
+
+@pytest.mark.parametrize("line", ["SigPnd", "ShdPnd"])
+def test_process_that_was_killed_ends_once_it_has_a_cpu(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Until then it shows the signal, in one of two lines."""
+    masks = {"SigPnd": 0, "ShdPnd": 0, "SigBlk": 2, "SigCgt": 1 << 16} | {line: 1 << 14}
+    status = "".join(f"{name}:\t{mask:016x}\n" for name, mask in masks.items()).encode()
+    shown = {"stat": b"1 (a) R 1 1 1 0 -1 4194304 0", "status": status}
+    monkeypatch.setattr(processes, "shown", lambda path: shown[path.rpartition("/")[2]])
+    assert is_ending(os.getpid())
+
+
+def test_process_without_its_first_thread_goes_on() -> None:
+    """The first thread has ended, which the process shows as if it all had."""
+    thread = "import threading, time; threading.Thread(target=time.sleep, args=(1000,)).start()"
+    with started(f"{thread}; import ctypes; print(flush=True); ctypes.CDLL(None).pthread_exit(None)") as pid:
+        while not processes.shown(f"/proc/{pid}/stat").rpartition(b")")[2].startswith(b" Z"):
+            time.sleep(0.001)
+        assert not is_ending(pid)
 
 
 def test_process_that_cannot_be_read_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from sandboxes.calls import Course, ToolCall
-from sandboxes.driver import expect
+from sandboxes.driver import Sandbox, expect
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import Answer, file, local_driver, needs_root, opened, run
@@ -55,6 +57,51 @@ def test_replays_get_the_recorded_pids(tmp_path: Path) -> None:
                 await expect(replay, recorded.course)
                 assert Answer(await replay.execute(call)).out == Answer(recorded).out
                 assert Answer(await other.execute(call)).out != Answer(recorded).out, "it has these pids anyway"
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("path", "calls"),
+    [
+        # No shell with such a PATH is a fork of a template, nor is one with a stack of directories.
+        ("/opt/bin:/usr/bin:/bin", []),
+        ("/opt/bin:/usr/bin:/bin", ["?ls /"]),
+        ("/usr/bin:/bin", ["pushd /tmp", "?ls"]),
+        # The second session's shell, or a file operation, comes between the shell and its command.
+        ("/usr/bin:/bin", ["?ls /", "?other:ls /"]),
+        ("/opt/bin:/usr/bin:/bin", ["?ls /", "?file"]),
+    ],
+    ids=["first", "a PATH", "a stack", "a second session", "a file"],
+)
+def test_shells_begin_with_their_calls_or_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, calls: list[str]
+) -> None:
+    """No replay makes the observations (`?`), after which the recording's shell has another history."""
+    require_sandboxes()
+    spec = EnvironmentSpec(env={"PATH": path})
+
+    async def make(sandbox: Sandbox, call: str) -> None:
+        if call == "?file":
+            assert (await file(sandbox, "get", "/etc/passwd"))[0] == 200
+            return
+        session, _, command = call.lstrip("?").rpartition(":")
+        await run(sandbox, command, session=session or "main")
+
+    async def go() -> None:
+        async with opened(local_driver(tmp_path)) as driver:
+            first, replay = await driver.start(spec), await driver.start(spec)
+            for call in calls:
+                await make(first, call)
+                if not call.startswith("?"):
+                    await make(replay, call)
+            told = ToolCall("shell", "exec", {"command": TELLS, "timeout_s": 30.0, "session": "main"})
+            recorded = await first.execute(told)
+            if not calls:
+                # Its shell has the pid already, so that no launcher has to set one.
+                monkeypatch.setattr(replay, "_at_launcher", None)
+            await expect(replay, recorded.course)
+            assert Answer(await replay.execute(told)).out == Answer(recorded).out
 
     asyncio.run(go())
 
