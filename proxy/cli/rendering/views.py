@@ -42,6 +42,7 @@ def render_rollout(view: Json) -> RenderableType:
             Text(f"{seconds:.2f} s", justify="right"),
             Text("█" * max(1, round(12 * seconds / longest)) if seconds else "", style=_STYLES.get(outcome, "")),
             Text(f"{printable(str(step['node'] or ''))}  {text}"),
+            Text(", ".join(step["marks"]), style="red"),
         )
     saved = sum(float(step["seconds"]) for step in steps if step["outcome"] in ("hit", "wait"))
     state = "has ended" if view["finished"] else f"is at {view['node']}"
