@@ -133,6 +133,17 @@ class TaskOperations:
         return ApiRequest("GET", self._path("nodes", node), _made(Node))
 
     @Operation
+    def file(self, node: str, path: str) -> ApiRequest[FileResult]:
+        """Return a file of a node, read from its snapshot without a sandbox; a directory is a JSON list.
+
+        Args:
+            node: Name of the node.
+            path: The path from the root; empty for the root.
+        """
+        segments = [segment for segment in path.split("/") if segment] or [""]
+        return ApiRequest("GET", self._path("nodes", node, "files", *segments), _file)
+
+    @Operation
     def diff(self, a: str, b: str) -> ApiRequest[Diff]:
         """Return what changed from node a to node b: files, shell sessions and databases."""
         return ApiRequest(

@@ -49,8 +49,8 @@ class CallResult:
         peak_bytes: The most memory at one time that it used; None if not known.
         read_bytes: Bytes that it read from disks; None if not known.
         written_bytes: Bytes that were written to disks meanwhile; None if not known.
-        marks: Limits that the call reached, `broken` for a sandbox that the agent has broken, and `machine` for a failure
-            that is not the agent's.
+        marks: Limits that the call reached, `broken` for a sandbox that the agent has broken, and `machine` for a
+            failure that is not the agent's.
     """
 
     outcome: Outcome | None = None

@@ -25,6 +25,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (INSPECT, "rollout", inspecting.rollout, "forkpoint rollout demo 1"),
     (INSPECT, "why", inspecting.why, "forkpoint why demo 1 3"),
     (INSPECT, "node", inspecting.node, "forkpoint node demo n2"),
+    (INSPECT, "files", inspecting.files, "forkpoint files demo n2 /root/report.txt"),
     (INSPECT, "diff", inspecting.diff, "forkpoint diff demo n1 n2"),
     (INSPECT, "html", data.html, "forkpoint html demo rollout.html --rollout 1"),
     (INSPECT, "top", inspecting.top, "forkpoint top --every 5"),

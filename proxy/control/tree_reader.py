@@ -100,14 +100,16 @@ class Reader:
         end, values = wanted.sql("turn")
         rows = self._store.rollouts.steps(rollout["id"], end, values)
         aside = {record.id: record for record in tree.aside}
-        part, marked = wanted.part(rows, rollout["calls"], lambda row: (row[0],)), self._store.records.marks(rollout["id"])
+        turns = [row[0] for row in rows]
+        marked = self._store.records.marks(rollout["id"], min(turns), max(turns)) if turns else {}
+        part = wanted.part(rows, rollout["calls"], lambda row: (row[0],))
         page = part.page(lambda row: self._step(*row, self.record(row[1], tree) or aside.get(row[1])))
         for step in page.items:
             step.marks = list(marked[step.record].marks) if step.record in marked else []
         return page
 
     def marks(self, rollout: Mapping[str, Any]) -> dict[str, int]:
-        """Return how many of a rollout's calls have each mark. The call that lost the rollout's state counts too."""
+        """Return how many of a rollout's calls have each mark, in O(calls). The one that lost its state counts too."""
         counts = Counter[str]({"machine": 1} if rollout["lost"] else {})
         for calls, marks in self._store.records.marks(rollout["id"]).values():
             counts.update(dict.fromkeys(marks, calls))

@@ -28,9 +28,9 @@ _RESOURCES = f"SELECT {', '.join(ResourceUse._fields)} FROM records WHERE id = ?
 _HEAD_BYTES = 512
 """How much of an answer is read for its marks. They follow the status, and all of them have 60 bytes."""
 _MARKED = (
-    f"SELECT c.id, COUNT(*), b.packed, substr(b.data, 1, {_HEAD_BYTES}) FROM steps s JOIN records c ON c.id = s.record "
-    f"JOIN blobs b ON b.id = c.answer WHERE s.rollout = ? AND {is_whole('steps', 's')} AND {is_whole('records', 'c')} "
-    "GROUP BY 1"
+    f"SELECT c.id, COUNT(*), b.packed, substr(b.data, 1, {_HEAD_BYTES}) FROM steps s "
+    "JOIN records c ON c.id = s.record JOIN blobs b ON b.id = c.answer WHERE s.rollout = ? AND s.turn BETWEEN ? AND ? "
+    f"AND {is_whole('steps', 's')} AND {is_whole('records', 'c')} GROUP BY 1"
 )
 
 
@@ -77,8 +77,8 @@ async def pack_large(call: ToolCall, result: ToolResult) -> PackedCall | None:
 class RecordStore:
     """Writes nodes and records, and reads calls and answers back.
 
-    An answer is one blob: a line with the status, with marks if there are any (`200;memory,output`), and the media type,
-    or all headers as JSON; then the body.
+    An answer is one blob: a line with the status, with marks if there are any (`200;memory,output`), and the media
+    type, or all headers as JSON; then the body.
     """
 
     def __init__(self, database: StoreDatabase, blobs: BlobStore) -> None:
@@ -204,9 +204,12 @@ class RecordStore:
         use = ResourceUse(*row or ())
         return None if use == ResourceUse() else use
 
-    def marks(self, rollout: int) -> dict[int, MarkedRecord]:
-        """Return the records with marks that have answered calls of a rollout, by number. Fold the journal before."""
-        rows = self._database.rows(_MARKED, (rollout,))
+    def marks(self, rollout: int, first: int = 0, last: int = 1 << 62) -> dict[int, MarkedRecord]:
+        """Return the records with marks that have answered a rollout's calls of some turns, by number.
+
+        Fold the journal before.
+        """
+        rows = self._database.rows(_MARKED, (rollout, first, last))
         found = {record: MarkedRecord(calls, _marks_of(data, packed=packed)) for record, calls, packed, data in rows}
         return {record: each for record, each in found.items() if each.marks}
 

@@ -116,8 +116,8 @@ class StepView(BaseModel):
         seconds: How long the tool ran when the call was recorded.
         node: The node that the call led to; null if its record was forgotten since.
         resources: What the call used of the machine when it was recorded; null if nothing is known.
-        marks: Which limits the call reached, whether it found its sandbox broken (`broken`), and whether the machine or a
-            tool server failed (`machine`).
+        marks: Which limits the call reached, whether it found its sandbox broken (`broken`), and whether the machine or
+            a tool server failed (`machine`).
     """
 
     turn: int

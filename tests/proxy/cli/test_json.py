@@ -32,6 +32,7 @@ ARGUMENTS: Mapping[str, str] = {
     "doctor": "--data FOLDER/none",
     "exec": "demo NODE 'cat f'",
     "export": "demo FOLDER/demo.tar",
+    "files": "demo NODE",
     "fork": "demo first json",
     "gc": "",
     "html": "demo FOLDER/demo.html",
