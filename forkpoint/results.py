@@ -404,7 +404,7 @@ class Report:
         rows: The groups in their order.
         arms: The same calls without a cache, with a stateless one and with this one, as JSON objects.
         truncated: Whether groups were left out.
-        calls: The calls whose executions used most CPU time, as JSON objects.
+        calls: The calls whose executions took longest, and why they ran, as JSON objects.
     """
 
     total: ReportRow

@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 
 from proxy.dialects.shell import exit_code
-from proxy.storage.blobs import whole_bytes
+from proxy.storage.blobs import blob_of
 from proxy.storage.database import StoreDatabase
 from proxy.storage.records import answer_of
 from proxy.storage.rollouts import labels_condition
@@ -221,5 +221,4 @@ class _TrajectoryWriter:
 
     def _blob(self, blob: int) -> bytes | None:
         """Return the bytes of a blob; None if they are not those that were written."""
-        row = self._connection.execute("SELECT packed, data, digest FROM blobs WHERE id = ?", (blob,)).fetchone()
-        return None if row is None else whole_bytes(*row)
+        return blob_of(self._connection, blob)

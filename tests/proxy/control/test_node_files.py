@@ -20,7 +20,7 @@ from tests.sandboxes.memory_driver import MemoryDriver
 CALLS = (
     "mkdir -p d/old d/kept; echo one > a; echo 1 > d/old/x; ln a hard; ln -s /etc/shadow link; ln -s /etc dirlink",
     "rm -rf d/old; mkdir d/old; echo 2 > d/old/y; rm a; mkfifo pipe; echo in > d/kept/file",
-    "touch $'odd\\xff name'; printf '\\0\\x01' > 'sp ace%2F'; chmod 000 hard; rm -rf d/kept; echo now > d/kept;mkdir üm",
+    "touch $'odd\\xff name'; printf '\\0\\x01' > 'sp ace%2F'; chmod 000 hard; rm -rf d/kept; echo now >d/kept;mkdir üm",
 )
 HERE = "root"
 if TYPE_CHECKING:
