@@ -17,6 +17,7 @@ from proxy.cli.rendering.lists import ListColumns
 from proxy.cli.rendering.report_page import (
     ARM_COLUMNS,
     Json,
+    call_columns_of,
     columns_of,
     name_of,
     notes_of,
