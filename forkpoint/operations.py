@@ -197,6 +197,17 @@ class TaskOperations:
         query: dict[str, str | list[str]] = {**given(sort=sort, finished=finished), "label": label_pairs(labels or {})}
         return listed(self._path("rollouts"), _rollout, most=limit, query=query)
 
+    @Operation
+    def compare(self, *, labels: Labels | None = None, above: float | None = None) -> ApiRequest[Json]:
+        """Return where rollouts part and end alike, and what only those with a high reward did, as a JSON object.
+
+        Args:
+            labels: Only the rollouts with all of these labels; None for all.
+            above: Rewards above this are high; None for the middle of all rewards.
+        """
+        query: dict[str, str | list[str]] = {**given(above=above), "label": label_pairs(labels or {})}
+        return ApiRequest("GET", self._path("compare"), lambda reply: reply.payload, query=query)
+
     def _path(self, *segments: str) -> str:
         return path_of(*_API, "tasks", self.name, *segments)
 

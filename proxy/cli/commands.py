@@ -24,6 +24,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (INSPECT, "tree", inspecting.tree, "forkpoint tree demo --node n3 --depth 5"),
     (INSPECT, "rollout", inspecting.rollout, "forkpoint rollout demo 1"),
     (INSPECT, "why", inspecting.why, "forkpoint why demo 1 3"),
+    (INSPECT, "compare", inspecting.compare, "forkpoint compare demo --label step=3"),
     (INSPECT, "node", inspecting.node, "forkpoint node demo n2"),
     (INSPECT, "files", inspecting.files, "forkpoint files demo n2 /root/report.txt"),
     (INSPECT, "diff", inspecting.diff, "forkpoint diff demo n1 n2"),

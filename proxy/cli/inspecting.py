@@ -9,7 +9,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from proxy.cli.client import LONG_S, PAGE, ControlClient, given
-from proxy.cli.options import JsonOption, NodeArgument, RolloutArgument, RootOption, TaskArgument
+from proxy.cli.options import JsonOption, LabelOption, NodeArgument, RolloutArgument, RootOption, TaskArgument
 from proxy.cli.output import print_json, show
 from proxy.cli.progress import download
 
@@ -68,6 +68,22 @@ def why(
     if call is not None and not items:
         raise typer.BadParameter(f"rollout {name} has no call {call}. `forkpoint rollout {task} {name}` lists them.")
     show(items, partial(render_reasons, task=task, every=call is not None), json=json)
+
+
+def compare(
+    proxy: ControlClient,
+    task: TaskArgument,
+    label: LabelOption = None,
+    above: Annotated[
+        float | None, typer.Option(help="Rewards above this are high.", show_default="the middle of all rewards")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Compare rollouts by state: where they part and end alike, and what only those with a high reward did."""
+    from proxy.cli.rendering.views import render_comparison
+
+    query = {**given(above=above), "label": label or []}
+    show(proxy.request("GET", "tasks", task, "compare", params=query, within_s=LONG_S), render_comparison, json=json)
 
 
 def node(proxy: ControlClient, task: TaskArgument, name: NodeArgument, json: JsonOption = False) -> None:

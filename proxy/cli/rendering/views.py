@@ -51,6 +51,20 @@ def render_rollout(view: Json) -> RenderableType:
     return Group(Text(printable(head), style="bold"), table)
 
 
+def render_comparison(view: Json) -> RenderableType:
+    """Render rollouts that are aligned by state: one line for each way, with the rollouts that took it."""
+    table = Table.grid(padding=(0, 2))
+    parts = [(f"part at {part['node']}", part["ways"]) for part in view["parts"]]
+    others = [("end alike", "same_end"), ("only high: states", "winning_states"), ("only high: calls", "winning_calls")]
+    for name, ways in [*parts, *((name, view[member]) for name, member in others)]:
+        for number, way in enumerate(ways):
+            text = " ".join(printable(way[each]) for each in ("node", "call") if way[each] is not None)
+            names = ", ".join(map(printable, way["rollouts"]))
+            table.add_row("" if number else name, Text(shortened(text, _WIDE)), f"{len(way['rollouts'])}", Text(names))
+    high = "" if view["above"] is None else f", {len(view['high'])} with a reward above {view['above']:g}"
+    return Group(Text(f"{view['rollouts']} rollouts{high}", style="bold"), table)
+
+
 def render_node(view: Json) -> RenderableType:
     """Render a node: its call and answer, past rollouts, and why it has a snapshot or not."""
     rows = Table.grid(padding=(0, 2))

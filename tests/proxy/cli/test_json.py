@@ -28,6 +28,7 @@ ON_RAY = {"up"}
 ARGUMENTS: Mapping[str, str] = {
     "backup": "FOLDER/new.backup",
     "cluster": "",
+    "compare": "demo",
     "diff": "demo NODE NODE",
     "doctor": "--data FOLDER/none",
     "exec": "demo NODE 'cat f'",

@@ -1,0 +1,150 @@
+"""The route that compares a group of rollouts by the states that they reached."""
+
+import asyncio
+import sqlite3
+from collections.abc import Mapping
+from functools import partial
+from itertools import groupby
+from typing import Annotated
+
+import orjson
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
+
+from proxy.control.call_titles import TITLE_CHARS, title
+from proxy.control.routes.params import EngineDep, LabelQuery, TaskDep, wanted_labels
+from proxy.storage.blobs import blob_of
+from proxy.storage.rollouts import labels_condition
+from proxy.storage.schema import is_whole
+from proxy.tree.groups import Move, Way, compared, threshold
+from proxy.tree.labels import REWARD
+from sandboxes.calls import ToolCall
+
+_MOST_ROLLOUTS, _MOST_SHOWN = 500, 50
+"""The most rollouts that are compared, and the most entries of each list of a comparison."""
+
+router = APIRouter()
+
+
+class PartingView(BaseModel):
+    """A node from which rollouts went to different states.
+
+    Attributes:
+        node: The node.
+        ways: The calls by which they left it.
+    """
+
+    node: str
+    ways: list["WayView"]
+
+
+class WayView(BaseModel):
+    """A call, or a state, with the rollouts that made or reached it.
+
+    Attributes:
+        call: The call in one line; null for a state alone, or if the call cannot be read.
+        node: The node that it led to, or the state; null for a call alone.
+        rollouts: Names of the rollouts.
+    """
+
+    call: str | None = None
+    node: str | None = None
+    rollouts: list[str]
+
+
+class ComparisonView(BaseModel):
+    """Rollouts of a task, aligned by state.
+
+    Attributes:
+        rollouts: Number of rollouts that were compared.
+        truncated: Whether there are more; the newest were compared.
+        above: Rewards above this count as high; null if the rewards do not tell rollouts apart.
+        high: Names of the rollouts with a high reward.
+        parts: Where rollouts part, the parting of most rollouts first.
+        same_end: States that several rollouts are at.
+        winning_states: States that only rollouts with a high reward reached: the first such of each of them.
+        winning_calls: Calls that only they made.
+    """
+
+    rollouts: int
+    truncated: bool
+    above: float | None
+    high: list[str]
+    parts: list[PartingView]
+    same_end: list[WayView]
+    winning_states: list[WayView]
+    winning_calls: list[WayView]
+
+
+@router.get("/tasks/{task}/compare", name="compare_rollouts")
+async def compare(
+    engine: EngineDep,
+    task: TaskDep,
+    label: LabelQuery = None,
+    above: Annotated[
+        float | None,
+        Query(allow_inf_nan=False, description="Rewards above this are high. Default: the middle of all rewards."),
+    ] = None,
+) -> ComparisonView:
+    """Compare rollouts by state: where they part and end alike, and what only those with a high reward did."""
+    engine.journal.fold()
+    read = partial(_compare, task=task.name, labels=wanted_labels(label), above=above)
+    return await asyncio.to_thread(engine.store.database.read_apart, read)
+
+
+def _compare(
+    connection: sqlite3.Connection, *, task: str, labels: Mapping[str, str], above: float | None
+) -> ComparisonView:
+    conditions, values = labels_condition(labels, "r.labels")
+    conditions += ["r.task = :task", "r.name NOT LIKE '~%'", "r.calls > 0", is_whole("rollouts", "r")]
+    sql = (
+        f"SELECT id, name, start, node, labels FROM rollouts r WHERE {' AND '.join(conditions)} ORDER BY id DESC LIMIT"
+    )
+    rows = connection.execute(f"{sql} {_MOST_ROLLOUTS + 1}", {"task": task, **values}).fetchall()
+    chosen = {row[0]: row[1:] for row in rows[:_MOST_ROLLOUTS][::-1]}
+    sql = (
+        "SELECT s.rollout, c.call, c.source, c.target FROM steps s JOIN records c ON c.id = s.record "
+        "WHERE s.rollout IN (SELECT value FROM json_each(?)) "
+        f"AND {is_whole('steps', 's')} AND {is_whole('records', 'c')} ORDER BY 1, s.turn"
+    )
+    steps = connection.execute(sql, (orjson.dumps(list(chosen)).decode(),))
+    moves = {number: [Move(*row[1:]) for row in group] for number, group in groupby(steps, lambda row: row[0])}
+    ways = []
+    for number, (name, start, node, text) in chosen.items():
+        reward = orjson.loads(text).get(REWARD)
+        ways.append(Way(name, start, node, None if reward is None else float(reward), moves.get(number, ())))
+    above = threshold([way.reward for way in ways if way.reward is not None]) if above is None else above
+    found = compared(ways, above)
+    titles: dict[int, str | None] = {}
+
+    def text_of(call: int) -> str | None:
+        if call not in titles:
+            data = blob_of(connection, call)
+            value = None if data is None else orjson.loads(data)
+            made = None if value is None else ToolCall(value["endpoint"], value["tool"], value["arguments"])
+            titles[call] = None if made is None else title(made)[:TITLE_CHARS]
+        return titles[call]
+
+    def states(nodes: Mapping[int, list[str]]) -> list[WayView]:
+        return [WayView(node=f"n{node}", rollouts=names) for node, names in list(nodes.items())[:_MOST_SHOWN]]
+
+    by_size = sorted(found.parts.items(), key=lambda part: (-sum(map(len, part[1].values())), part[0]))
+    return ComparisonView(
+        rollouts=len(ways), truncated=len(rows) > _MOST_ROLLOUTS, above=above,
+        high=[way.name for way in ways if above is not None and way.reward is not None and way.reward > above],
+        parts=[
+            PartingView(
+                node=f"n{node}",
+                ways=[
+                    WayView(call=text_of(call), node=f"n{target}", rollouts=names)
+                    for (call, target), names in list(left.items())[:_MOST_SHOWN]
+                ],
+            )
+            for node, left in by_size[:_MOST_SHOWN]
+        ],
+        same_end=states(found.same_end), winning_states=states(found.winning_nodes),
+        winning_calls=[
+            WayView(call=text_of(call), rollouts=names)
+            for call, names in list(found.winning_calls.items())[:_MOST_SHOWN]
+        ],
+    )  # fmt: skip
