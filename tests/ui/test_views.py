@@ -251,16 +251,19 @@ def test_two_rollouts_are_compared(ui: Page) -> None:
 
 
 def test_group_is_compared_where_it_parts(proxy: Running, ui: Page) -> None:
-    """Calls in common fold; where the rollouts part, each answer is shown."""
+    """Changes in common fold; where the states part, each answer is shown. Reads move no rollout to another row."""
     for rollout, commands in (("x", ["a", "b", "c", "d", "echo 1"]), ("y", ["a", "b", "c", "d", "echo 2"])):
         for command in commands:
             proxy.exec(rollout, f"echo {command} > {command[0]}", task="group")
     proxy.exec("z", "cat nothing", task="group")
-    go(ui, "#/t/group/compare?r=x,y")
+    for command in ("ls", "echo a > a", "cat a", "echo b > b", "echo c > c", "echo d > d", "echo echo 1 > e"):
+        proxy.exec("reader", command, task="group")
+    go(ui, "#/t/group/compare?r=x,y,reader")
     table = ui.locator("table.group-compare")
-    expect(table.get_by_role("button", name="4 calls in common: show")).to_be_visible()
+    expect(table.get_by_role("button", name="4 changes in common: show")).to_be_visible()
     expect(table).to_contain_text("They part at n")
-    expect(table.locator(".answer-row .inline-answer")).to_have_count(2)
+    expect(table.locator(".answer-row .inline-answer")).to_have_count(3)
+    expect(ui.get_by_text("x, reader end at n")).to_be_visible()
     go(ui, "#/t/group/rollouts")
     for rollout in "xyz":
         ui.get_by_label(f"Compare {rollout}").check()
