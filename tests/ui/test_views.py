@@ -258,12 +258,17 @@ def test_group_is_compared_where_it_parts(proxy: Running, ui: Page) -> None:
     proxy.exec("z", "cat nothing", task="group")
     for command in ("ls", "echo a > a", "cat a", "echo b > b", "echo c > c", "echo d > d", "echo echo 1 > e"):
         proxy.exec("reader", command, task="group")
+    for rollout, reward in (("x", 1), ("y", 0)):
+        proxy.client.patch(f"/api/v1/tasks/group/rollouts/{rollout}/labels", json={"reward": reward})
     go(ui, "#/t/group/compare?r=x,y,reader")
     table = ui.locator("table.group-compare")
     expect(table.get_by_role("button", name="4 changes in common: show")).to_be_visible()
     expect(table).to_contain_text("They part at n")
     expect(table.locator(".answer-row .inline-answer")).to_have_count(3)
     expect(ui.get_by_text("x, reader end at n")).to_be_visible()
+    won = ui.locator("section.panel", has_text="What only winners did")
+    expect(won).to_contain_text("1 rollout with a reward above 0.5")
+    expect(won).to_contain_text("echo echo 1 > e")
     go(ui, "#/t/group/rollouts")
     for rollout in "xyz":
         ui.get_by_label(f"Compare {rollout}").check()

@@ -81,6 +81,10 @@ async def compare(
     engine: EngineDep,
     task: TaskDep,
     label: LabelQuery = None,
+    rollout: Annotated[
+        list[str] | None,
+        Query(max_length=_MOST_ROLLOUTS, description="Only rollouts of this name. It may be repeated."),
+    ] = None,
     above: Annotated[
         float | None,
         Query(allow_inf_nan=False, description="Rewards above this are high. Default: the middle of all rewards."),
@@ -88,15 +92,23 @@ async def compare(
 ) -> ComparisonView:
     """Compare rollouts by state: where they part and end alike, and what only those with a high reward did."""
     engine.journal.fold()
-    read = partial(_compare, task=task.name, labels=wanted_labels(label), above=above)
+    read = partial(_compare, task=task.name, labels=wanted_labels(label), names=rollout, above=above)
     return await asyncio.to_thread(engine.store.database.read_apart, read)
 
 
 def _compare(
-    connection: sqlite3.Connection, *, task: str, labels: Mapping[str, str], above: float | None
+    connection: sqlite3.Connection,
+    *,
+    task: str,
+    labels: Mapping[str, str],
+    names: list[str] | None,
+    above: float | None,
 ) -> ComparisonView:
     conditions, values = labels_condition(labels, "r.labels")
     conditions += ["r.task = :task", "r.name NOT LIKE '~%'", "r.calls > 0", is_whole("rollouts", "r")]
+    if names is not None:
+        conditions.append("r.name IN (SELECT value FROM json_each(:names))")
+        values["names"] = orjson.dumps(names).decode()
     sql = (
         f"SELECT id, name, start, node, labels FROM rollouts r WHERE {' AND '.join(conditions)} ORDER BY id DESC LIMIT"
     )

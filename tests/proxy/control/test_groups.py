@@ -49,6 +49,7 @@ def test_state_that_a_loser_reached_is_no_winning_state(proxy: Running) -> None:
     assert (view["rollouts"], view["winning_states"], view["winning_calls"]) == (4, [], [])
     assert get(proxy, "tasks/task/compare?label=step=3&above=0.95")["high"] == ["w1"]
     assert get(proxy, "tasks/task/compare?label=step=9")["rollouts"] == 0
+    assert get(proxy, "tasks/task/compare?rollout=w1&rollout=l1")["high"] == ["w1"]
     get(proxy, "tasks/task/compare?above=nan", 422)
     get(proxy, "tasks/nosuch/compare", 404)
 

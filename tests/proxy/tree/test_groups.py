@@ -1,5 +1,7 @@
 """Rollouts are compared by state: where they part, where they end alike, and what only winners did."""
 
+from itertools import pairwise
+
 import pytest
 
 from proxy.tree.groups import Move, Way, compared, threshold
@@ -7,7 +9,7 @@ from proxy.tree.groups import Move, Way, compared, threshold
 
 def way(name: str, *nodes: int, reward: float | None = None) -> Way:
     """Return a rollout that moves along nodes; each call's text has the number of the node that it leads to."""
-    moves = [Move(target, source, target) for source, target in zip(nodes, nodes[1:], strict=False)]
+    moves = [Move(target, source, target) for source, target in pairwise(nodes)]
     return Way(name, nodes[0], nodes[-1], reward, moves)
 
 

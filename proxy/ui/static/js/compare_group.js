@@ -6,7 +6,7 @@ import { get, names } from "./api.js";
 import { answer } from "./answer.js";
 import { withSteps } from "./compare.js";
 import { h, icon, notice, panel, put, showPanels, thead } from "./dom.js";
-import { line, percent, plural, seconds } from "./format.js";
+import { line, oneLine, percent, plural, seconds, visible } from "./format.js";
 import { rewardOf } from "./tree/ways.js";
 
 const MOST = 24;
@@ -21,6 +21,7 @@ export async function compareGroup({ main, params, signal }, task) {
     return;
   }
   for (const rollout of rollouts) rollout.rows = rowsOf(rollout);
+  const found = await get(`tasks/${names(task)}/compare?${rollouts.map((r) => `rollout=${names(r.rollout)}`).join("&")}`, { signal });
   const branches = branchesOf(rollouts);
   const common = branches.findIndex((row) => new Set(row).size > 1);
   const parting = common < 0 ? branches.length : common;
@@ -53,6 +54,7 @@ export async function compareGroup({ main, params, signal }, task) {
       [h("h1", {}, `${plural(rollouts.length, "rollout")} compared`), h("span", { class: "note" }, common < 0 ? "all changes in common" : `${plural(parting, "change")} in common`), ends(task, rollouts)],
       h("div", { class: "scroll group-scroll", tabindex: "0" }, h("table", { class: "group-compare" }, thead([["#", "num"], ...rollouts.map((r) => [headOf(task, r)])]), body)),
     ),
+    winners(task, found),
   );
   draw();
 }
@@ -97,6 +99,14 @@ function ends(task, rollouts) {
   const by = Map.groupBy(rollouts, (r) => r.node);
   const shared = [...by].filter(([, list]) => list.length > 1);
   return h("span", { class: "note" }, shared.map(([node, list], i) => [i ? "; " : "", `${list.length === rollouts.length ? "all" : list.map((r) => r.rollout).join(", ")} end at `, h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node)]));
+}
+
+/** Show what only rollouts with a high reward did; nothing if rewards do not tell the rollouts apart. */
+function winners(task, { above, high, winning_states: states, winning_calls: calls }) {
+  if (above === null) return null;
+  const row = ({ node, call, rollouts }) => h("li", {}, node ? h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node) : h("span", { class: "mono" }, visible(oneLine(call ?? "unreadable"))), h("span", { class: "faint" }, rollouts.join(", ")));
+  const part = (text, list) => [h("h3", {}, text), h("ul", { class: "list" }, list.length ? list.map(row) : h("li", { class: "faint" }, "none"))];
+  return panel({}, [h("h2", {}, "What only winners did"), h("span", { class: "note" }, `${plural(high.length, "rollout")} with a reward above ${above.toPrecision(3)}`)], h("div", { class: "body" }, part("States", states), part("Calls", calls)));
 }
 
 function headOf(task, rollout) {
