@@ -5,15 +5,11 @@ import sqlite3
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import orjson
-
-from proxy.control.call_titles import TITLE_CHARS, title
+from proxy.control.call_titles import stored_title
 from proxy.control.reasons import MEANINGS, Reason
 from proxy.control.views.report import SlowCall
-from proxy.storage.blobs import blob_of
 from proxy.storage.schema import is_whole
 from proxy.tree.rollout import Outcome
-from sandboxes.calls import ToolCall
 
 _MOST = 20
 """Calls that a report names."""
@@ -55,11 +51,9 @@ FROM (
 ) u"""
     calls = []
     for task, call, upload, quarantined, private, *sums in connection.execute(sql, values).fetchall():
-        made, body = blob_of(connection, call), blob_of(connection, upload) if upload else b""
-        # A damaged blob has no title; what its call took is in the totals.
-        if made is not None and body is not None:
-            value, counts = orjson.loads(made), dict(zip(_COLUMNS, sums, strict=True))
-            text = title(ToolCall(value["endpoint"], value["tool"], value["arguments"], body))[:TITLE_CHARS]
+        text, counts = stored_title(connection, call, upload), dict(zip(_COLUMNS, sums, strict=True))
+        # What a damaged call took is in the totals.
+        if text is not None:
             reason, remedy = _why(text, counts, quarantined=bool(quarantined), private=bool(private))
             calls.append(SlowCall(task=task, title=text, reason=reason, remedy=remedy, **counts))
     return slowest(calls)

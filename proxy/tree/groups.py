@@ -4,10 +4,13 @@ Rollouts are aligned by nodes and not by the number of a call: one that reads mo
 state. A call that changed nothing stays at its node.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T", int, tuple[int, int, int])
 
 
 class Move(NamedTuple):
@@ -28,24 +31,23 @@ class Way:
     reward: float | None
     moves: Sequence[Move]
 
-    @property
-    def nodes(self) -> set[int]:
-        """All nodes that it was at."""
-        return {self.start, *(move.target for move in self.moves)}
+
+class Shared(NamedTuple):
+    """A call, a state or both, and the names of the rollouts that have it."""
+
+    call: int | None
+    node: int | None
+    names: list[str]
 
 
-@dataclass(slots=True)
-class Comparison:
-    """What a group of rollouts has in common, and what not. Lists of names are in the order of the rollouts."""
+class Comparison(NamedTuple):
+    """What a group of rollouts has in common, and what not; what most of them have is first."""
 
-    # By node: the rollouts that left it by each (call, target); only nodes that were left by more than one.
-    parts: dict[int, dict[tuple[int, int], list[str]]] = field(default_factory=dict)
-    # By node: the rollouts that are at it; only nodes with more than one.
-    same_end: dict[int, list[str]] = field(default_factory=dict)
-    # Of nodes that rollouts with a high reward alone reached, those at which they left the others' states.
-    winning_nodes: dict[int, list[str]] = field(default_factory=dict)
-    # Calls that rollouts with a high reward alone made, by the number of their text.
-    winning_calls: dict[int, list[str]] = field(default_factory=dict)
+    parts: list[tuple[int, list[Shared]]]  # Nodes from which they went to several states, and how each left.
+    same_end: list[Shared]  # Nodes that several of them are at.
+    # Of the nodes that rollouts with a high reward alone reached, those at which they left the others' states.
+    winning_states: list[Shared]
+    winning_calls: list[Shared]  # Calls that they alone made.
 
 
 def threshold(rewards: Collection[float]) -> float | None:
@@ -58,37 +60,40 @@ def threshold(rewards: Collection[float]) -> float | None:
 
 def compared(ways: Sequence[Way], above: float | None) -> Comparison:
     """Return the comparison of rollouts; those with a reward above `above` have a high one. O(calls)."""
-    result, left, ends = (
-        Comparison(),
-        defaultdict[int, dict[tuple[int, int], list[str]]](dict),
-        defaultdict[int, list[str]](list),
+    left = _by_item(
+        {way.name: {(m.source, m.call, m.target) for m in way.moves if m.source != m.target} for way in ways}
     )
-    for way in ways:
-        ends[way.end].append(way.name)
-        for move in way.moves:
-            if move.source != move.target:
-                names = left[move.source].setdefault((move.call, move.target), [])
-                names += [] if way.name in names else [way.name]
+    parts = defaultdict[int, list[Shared]](list)
+    for (source, call, target), names in left:
+        parts[source].append(Shared(call, target, names))
     # Two texts that lead to one state are no parting.
-    result.parts = {node: ways_on for node, ways_on in left.items() if len({target for _, target in ways_on}) > 1}
-    result.same_end = {node: names for node, names in ends.items() if len(names) > 1}
-    if above is not None:
-        high = [way for way in ways if way.reward is not None and way.reward > above]
-        others = [way for way in ways if way.reward is not None and way.reward <= above]
-        known = {node for way in others for node in way.nodes}
-        entries = {
-            way.name: {m.target for m in way.moves if m.target not in known and m.source in known} for way in high
-        }
-        result.winning_nodes = _by_item(entries)
-        made = {move.call for way in others for move in way.moves}
-        result.winning_calls = _by_item({way.name: {move.call for move in way.moves} - made for way in high})
-    return result
+    several = [(node, each) for node, each in parts.items() if len({shared.node for shared in each}) > 1]
+    several.sort(key=lambda part: (-sum(len(shared.names) for shared in part[1]), part[0]))
+    ends = _by_item({way.name: {way.end} for way in ways})
+    limit = math.inf if above is None else above
+    high = [way for way in ways if way.reward is not None and way.reward > limit]
+    others = [way for way in ways if way.reward is not None and way.reward <= limit]
+    known, made = ({item for way in others for item in items(way)} for items in (_nodes, _calls))
+    entries = {way.name: {m.target for m in way.moves if m.source in known} - known for way in high}
+    return Comparison(
+        several, [Shared(None, node, names) for node, names in ends if len(names) > 1],
+        [Shared(None, node, names) for node, names in _by_item(entries)],
+        [Shared(call, None, names) for call, names in _by_item({way.name: _calls(way) - made for way in high})],
+    )  # fmt: skip
 
 
-def _by_item(items: Mapping[str, set[int]]) -> dict[int, list[str]]:
+def _nodes(way: Way) -> set[int]:
+    return {way.start, *(move.target for move in way.moves)}
+
+
+def _calls(way: Way) -> set[int]:
+    return {move.call for move in way.moves}
+
+
+def _by_item(items: Mapping[str, set[T]]) -> list[tuple[T, list[str]]]:
     """Return who has each item, those that most have first."""
-    names = defaultdict[int, list[str]](list)
+    names = defaultdict[T, list[str]](list)
     for name, each in items.items():
-        for item in sorted(each):
+        for item in each:
             names[item].append(name)
-    return dict(sorted(names.items(), key=lambda entry: (-len(entry[1]), entry[0])))
+    return sorted(names.items(), key=lambda entry: (-len(entry[1]), entry[0]))

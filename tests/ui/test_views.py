@@ -242,12 +242,13 @@ def test_two_rollouts_are_compared(ui: Page) -> None:
     ui.get_by_label("Compare first").check()
     ui.get_by_label("Compare second").check()
     ui.get_by_role("button", name="Compare").click()
-    expect(ui.get_by_text("2 calls in common")).to_be_visible()
-    rows = ui.locator("table.compare tbody tr")
-    expect(rows.nth(2)).to_contain_text("They diverge at n")
-    expect(rows.nth(1)).to_have_class("same")
-    expect(rows.nth(3)).to_contain_text("echo 2 > f")
-    expect(rows.nth(3)).to_contain_text("echo 3 > g")
+    expect(ui.get_by_text("1 change in common")).to_be_visible()
+    rows = ui.locator("table.group-compare tbody tr")
+    expect(rows.nth(1)).to_contain_text("They part at n")
+    expect(rows.nth(0)).to_have_class("same")
+    expect(rows.nth(2)).to_contain_text("echo 2 > f")
+    expect(rows.nth(2)).to_contain_text("echo 3 > g")
+    expect(ui.get_by_role("link", name="Compare states")).to_be_visible()
 
 
 def test_group_is_compared_where_it_parts(proxy: Running, ui: Page) -> None:

@@ -2,8 +2,8 @@
 
 import asyncio
 import sqlite3
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from itertools import groupby
 from typing import Annotated
 
@@ -11,14 +11,12 @@ import orjson
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
 
-from proxy.control.call_titles import TITLE_CHARS, title
+from proxy.control.call_titles import stored_title
 from proxy.control.routes.params import EngineDep, LabelQuery, TaskDep, wanted_labels
-from proxy.storage.blobs import blob_of
 from proxy.storage.rollouts import labels_condition
 from proxy.storage.schema import is_whole
-from proxy.tree.groups import Move, Way, compared, threshold
+from proxy.tree.groups import Move, Shared, Way, compared, threshold
 from proxy.tree.labels import REWARD
-from sandboxes.calls import ToolCall
 
 _MOST_ROLLOUTS, _MOST_SHOWN = 500, 50
 """The most rollouts that are compared, and the most entries of each list of a comparison."""
@@ -127,36 +125,21 @@ def _compare(
         ways.append(Way(name, start, node, None if reward is None else float(reward), moves.get(number, ())))
     above = threshold([way.reward for way in ways if way.reward is not None]) if above is None else above
     found = compared(ways, above)
-    titles: dict[int, str | None] = {}
+    text_of = cache(partial(stored_title, connection))
 
-    def text_of(call: int) -> str | None:
-        if call not in titles:
-            data = blob_of(connection, call)
-            value = None if data is None else orjson.loads(data)
-            made = None if value is None else ToolCall(value["endpoint"], value["tool"], value["arguments"])
-            titles[call] = None if made is None else title(made)[:TITLE_CHARS]
-        return titles[call]
+    def views(ways: Sequence[Shared]) -> list[WayView]:
+        return [
+            WayView(
+                call=None if each.call is None else text_of(each.call), rollouts=each.names,
+                node=None if each.node is None else f"n{each.node}",
+            )
+            for each in ways[:_MOST_SHOWN]
+        ]  # fmt: skip
 
-    def states(nodes: Mapping[int, list[str]]) -> list[WayView]:
-        return [WayView(node=f"n{node}", rollouts=names) for node, names in list(nodes.items())[:_MOST_SHOWN]]
-
-    by_size = sorted(found.parts.items(), key=lambda part: (-sum(map(len, part[1].values())), part[0]))
     return ComparisonView(
         rollouts=len(ways), truncated=len(rows) > _MOST_ROLLOUTS, above=above,
         high=[way.name for way in ways if above is not None and way.reward is not None and way.reward > above],
-        parts=[
-            PartingView(
-                node=f"n{node}",
-                ways=[
-                    WayView(call=text_of(call), node=f"n{target}", rollouts=names)
-                    for (call, target), names in list(left.items())[:_MOST_SHOWN]
-                ],
-            )
-            for node, left in by_size[:_MOST_SHOWN]
-        ],
-        same_end=states(found.same_end), winning_states=states(found.winning_nodes),
-        winning_calls=[
-            WayView(call=text_of(call), rollouts=names)
-            for call, names in list(found.winning_calls.items())[:_MOST_SHOWN]
-        ],
+        parts=[PartingView(node=f"n{node}", ways=views(left)) for node, left in found.parts[:_MOST_SHOWN]],
+        same_end=views(found.same_end), winning_states=views(found.winning_states),
+        winning_calls=views(found.winning_calls),
     )  # fmt: skip

@@ -18,19 +18,19 @@ def test_reads_are_no_parting() -> None:
     reads = [Move(7, 0, 0)] * 3
     one, other = way("one", 0, 1, 2), way("other", 0, 1, 3)
     other = Way("other", 0, 3, None, [*reads, *other.moves])
-    assert compared([one, other], None).parts == {1: {(2, 2): ["one"], (3, 3): ["other"]}}
+    assert compared([one, other], None).parts == [(1, [(2, 2, ["one"]), (3, 3, ["other"])])]
 
 
 def test_two_texts_to_one_state_are_no_parting() -> None:
     ways = [Way("one", 0, 1, None, [Move(5, 0, 1)]), Way("other", 0, 1, None, [Move(6, 0, 1)])]
     found = compared(ways, None)
-    assert (found.parts, found.same_end) == ({}, {1: ["one", "other"]})
+    assert (found.parts, found.same_end) == ([], [(None, 1, ["one", "other"])])
 
 
 def test_rollouts_that_met_again_end_alike() -> None:
     found = compared([way("one", 0, 1, 3), way("two", 0, 2, 3), way("three", 0, 2)], None)
-    assert found.same_end == {3: ["one", "two"]}
-    assert list(found.parts) == [0]
+    assert found.same_end == [(None, 3, ["one", "two"])]
+    assert [node for node, _ in found.parts] == [0]
 
 
 def test_winning_states_begin_where_winners_left() -> None:
@@ -40,17 +40,16 @@ def test_winning_states_begin_where_winners_left() -> None:
         way("unknown", 0, 1, 2, 3),
     ]  # fmt: skip
     found = compared(ways, 0.5)
-    assert found.winning_nodes == {2: ["won", "won too"]}
-    assert found.winning_calls == {2: ["won", "won too"], 3: ["won"], 4: ["won too"]}
-    assert compared(ways, None).winning_nodes == {}
+    assert found.winning_states == [(None, 2, ["won", "won too"])]
+    assert found.winning_calls == [(2, None, ["won", "won too"]), (3, None, ["won"]), (4, None, ["won too"])]
+    assert compared(ways, None).winning_states == []
 
 
 def test_reward_at_the_threshold_is_not_high() -> None:
     ways = [way("one", 0, 1, reward=1.0), way("two", 0, 2, reward=1.0)]
-    assert compared(ways, 1.0).winning_nodes == {}
-    assert compared(ways, 0.9).winning_nodes == {}
+    assert compared(ways, 1.0).winning_states == []
     ways.append(way("low", 0, 3, reward=0.0))
-    assert compared(ways, 0.9).winning_nodes == {1: ["one"], 2: ["two"]}
+    assert compared(ways, 0.9).winning_states == [(None, 1, ["one"]), (None, 2, ["two"])]
 
 
 @pytest.mark.parametrize(

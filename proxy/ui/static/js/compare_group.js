@@ -2,9 +2,8 @@
 // how each did. They are aligned by state: a row has the next call of each that changed its state, with the calls before
 // it that only read. Rollouts in the same state have the same colour.
 
-import { get, names } from "./api.js";
+import { PAGE, get, names } from "./api.js";
 import { answer } from "./answer.js";
-import { withSteps } from "./compare.js";
 import { h, icon, notice, panel, put, showPanels, thead } from "./dom.js";
 import { line, oneLine, percent, plural, seconds, visible } from "./format.js";
 import { rewardOf } from "./tree/ways.js";
@@ -47,16 +46,30 @@ export async function compareGroup({ main, params, signal }, task) {
   };
   // The answers at the place where they part are open from the start.
   if (common >= 0) opened.set(parting, answersRow(task, rollouts, parting, signal));
+  const [one, other] = rollouts;
+  const states = rollouts.length === 2 && one.root === other.root && one.node !== other.node ? h("a", { class: "button", href: `#/t/${names(task)}/diff/${one.node}/${other.node}` }, "Compare states") : null;
   showPanels(
     main,
     panel(
       {},
-      [h("h1", {}, `${plural(rollouts.length, "rollout")} compared`), h("span", { class: "note" }, common < 0 ? "all changes in common" : `${plural(parting, "change")} in common`), ends(task, rollouts)],
+      [h("h1", {}, `${plural(rollouts.length, "rollout")} compared`), h("span", { class: "note" }, common < 0 ? "all changes in common" : `${plural(parting, "change")} in common`), ends(task, rollouts), h("span", { class: "gap" }), states],
       h("div", { class: "scroll group-scroll", tabindex: "0" }, h("table", { class: "group-compare" }, thead([["#", "num"], ...rollouts.map((r) => [headOf(task, r)])]), body)),
     ),
     winners(task, found),
   );
   draw();
+}
+
+/** Return a rollout with a list of its first calls. */
+async function withSteps(task, name, most, signal) {
+  const path = `tasks/${names(task)}/rollouts/${names(name)}?limit=${Math.min(PAGE, most)}`;
+  let shown = await get(path, { signal });
+  const steps = [...shown.steps.items];
+  while (shown.steps.next && steps.length < most) {
+    shown = await get(`${path}&cursor=${shown.steps.next}`, { signal });
+    steps.push(...shown.steps.items);
+  }
+  return { ...shown, steps };
 }
 
 function decode(text) {
@@ -120,8 +133,11 @@ function headOf(task, rollout) {
 }
 
 function partRow(task, rollouts, row) {
-  const at = row === 0 ? rollouts[0].start : rollouts.find((r) => r.rows[row - 1])?.rows[row - 1].change?.node;
-  return h("tr", { class: "fork" }, h("td", { colspan: rollouts.length + 1 }, h("span", {}, icon("fork"), " They part at ", at ? h("a", { class: "mono", href: `#/t/${names(task)}?node=${at}` }, at) : "the start")));
+  const starts = [...new Set(rollouts.map((r) => r.start))];
+  const link = (node) => h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node);
+  const at = row === 0 ? starts[0] : rollouts.find((r) => r.rows[row - 1])?.rows[row - 1].change?.node;
+  const text = starts.length > 1 ? ["They began at different nodes, ", starts.map((node, i) => [i ? " and " : "", link(node)])] : ["They part at ", at ? link(at) : "the start"];
+  return h("tr", { class: "fork" }, h("td", { colspan: rollouts.length + 1 }, h("span", {}, icon("fork"), " ", text)));
 }
 
 function callRow(rollouts, branch, row, same, open, toggle) {

@@ -85,7 +85,7 @@ function drawHead(head, task, shown, steps) {
   const other = h("input", { type: "text", placeholder: "another rollout", "aria-label": "Compare with", size: "16" });
   const go = (event) => {
     event.preventDefault();
-    if (other.value.trim()) location.hash = `#/t/${names(task)}/r/${names(shown.rollout)}/vs/${names(other.value.trim())}`;
+    if (other.value.trim()) location.hash = `#/t/${names(task)}/compare?r=${names(shown.rollout)},${names(other.value.trim())}`;
   };
   if (head.contains(document.activeElement)) return;
   put(
