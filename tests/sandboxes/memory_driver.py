@@ -176,6 +176,9 @@ class MemoryDriver:
         files = _State.from_json(frozen.payload).files
         data = files.get(f"/{path}", b"") if path not in ("", "root") else _DIRECTORY
         if data is _DIRECTORY:
+            if not path:
+                home = {"root": FileEntry("directory", 0o755)}
+                return FrozenPath(FileEntry("directory", 0o755), entries=home)
             folder = f"/{path}/"
             inner = {
                 file.removeprefix(folder): FileEntry("directory", 0o755) if data is None else FileEntry("file", 0o644)

@@ -385,3 +385,24 @@ def test_node_shows_hosts_outside(proxy: Running, ui: Page) -> None:
     go(ui, f"#/t/demo/n/n{node.id}")
     expect(ui.get_by_role("heading", name=f"n{node.id}")).to_be_visible()
     expect(part).to_have_count(0)
+
+
+def test_files_of_a_node_are_listed(proxy: Running, ui: Page) -> None:
+    """Read without a sandbox, once somebody asks; a directory opens, and a file is downloaded."""
+    proxy.exec("files", "mkdir d", task="files")
+    node = proxy.exec("files", "echo text > f", task="files").headers["x-forkpoint-node"]
+    go(ui, f"#/t/files/n/{node}")
+    part = ui.locator("section.part", has=ui.get_by_role("heading", name="Files"))
+    for name in ("Show files", "root/", "d/", ".."):
+        part.get_by_role("button", name=name, exact=True).click()
+    expect(part).to_contain_text("/root")
+    with ui.expect_download() as download:
+        part.get_by_role("button", name="f", exact=True).click()
+    assert download.value.suggested_filename == "f"
+    assert download.value.path().read_bytes() == b"text\n"
+
+
+def test_runs_say_why_calls_ran(ui: Page) -> None:
+    go(ui, "#/runs")
+    calls = ui.locator("section.panel", has_text="Calls whose executions took longest")
+    expect(calls.locator("tbody tr", has_text="cat f").first).to_contain_text("new-call")

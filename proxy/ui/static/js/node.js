@@ -74,7 +74,7 @@ function head(task, detail, call, on, signal) {
       "p",
       { class: "dim" },
       detail.parent ? ["from ", nodeLink(task, detail.parent, on), " · "] : "",
-      detail.leads_to.length ? ["leads to ", detail.leads_to.slice(0, 12).map((to, i) => [i ? ", " : "", nodeLink(task, to, on)]), detail.leads_to.length > 12 ? ` and ${detail.leads_to.length - 12} more` : ""] : "no call was made here yet",
+      detail.leads_to.length ? ["leads to ", detail.leads_to.slice(0, 12).map((to, i) => [i ? ", " : "", nodeLink(task, to, on)]), detail.leads_to.length > 12 ? ` and ${detail.leads_to.length - 12} more` : ""] : detail.observations.length ? "no call has changed this state yet" : "no call was made here yet",
     ),
     actions(task, detail, call, on, signal),
   );
