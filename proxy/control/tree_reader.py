@@ -19,6 +19,7 @@ from proxy.control.views.nodes import (
 from proxy.control.views.resources import SnapshotView, node_name
 from proxy.control.views.rollouts import StepView
 from proxy.dialects.shell import exit_code
+from proxy.storage.records import marked_records
 from proxy.storage.store import Store
 from proxy.tree.rollout import Outcome
 from proxy.tree.task import Task
@@ -101,7 +102,7 @@ class Reader:
         rows = self._store.rollouts.steps(rollout["id"], end, values)
         aside = {record.id: record for record in tree.aside}
         turns = [row[0] for row in rows]
-        marked = self._store.records.marks(rollout["id"], min(turns), max(turns)) if turns else {}
+        marked = marked_records(self._store.database, rollout["id"], min(turns), max(turns)) if turns else {}
         part = wanted.part(rows, rollout["calls"], lambda row: (row[0],))
         page = part.page(lambda row: self._step(*row, self.record(row[1], tree) or aside.get(row[1])))
         for step in page.items:
@@ -111,7 +112,7 @@ class Reader:
     def marks(self, rollout: Mapping[str, Any]) -> dict[str, int]:
         """Return how many of a rollout's calls have each mark, in O(calls). The one that lost its state counts too."""
         counts = Counter[str]({"machine": 1} if rollout["lost"] else {})
-        for calls, marks in self._store.records.marks(rollout["id"]).values():
+        for calls, marks in marked_records(self._store.database, rollout["id"]).values():
             counts.update(dict.fromkeys(marks, calls))
         return {mark: counts[mark] for mark in MARKS if counts[mark]}
 

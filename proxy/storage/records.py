@@ -204,15 +204,6 @@ class RecordStore:
         use = ResourceUse(*row or ())
         return None if use == ResourceUse() else use
 
-    def marks(self, rollout: int, first: int = 0, last: int = 1 << 62) -> dict[int, MarkedRecord]:
-        """Return the records with marks that have answered a rollout's calls of some turns, by number.
-
-        Fold the journal before.
-        """
-        rows = self._database.rows(_MARKED, (rollout, first, last))
-        found = {record: MarkedRecord(calls, _marks_of(data, packed=packed)) for record, calls, packed, data in rows}
-        return {record: each for record, each in found.items() if each.marks}
-
     def origin(self, record: int) -> tuple[int, int] | None:
         """Return the numbers of a record's tree and of the node where it was made; None if it was deleted."""
         row = self._database.row("SELECT tree, source FROM records WHERE id = ?", (record,))
@@ -223,6 +214,18 @@ def _answer(result: ToolResult) -> bytes:
     kind = orjson.dumps(result.headers).decode() if result.headers else result.media_type
     marks = f";{','.join(result.marks)}" if result.marks else ""
     return f"{result.status}{marks} {kind}\n".encode() + result.body
+
+
+def marked_records(
+    database: StoreDatabase, rollout: int, first: int = 0, last: int = 1 << 62
+) -> dict[int, MarkedRecord]:
+    """Return the records with marks that have answered a rollout's calls of some turns, by number.
+
+    Fold the journal before.
+    """
+    rows = database.rows(_MARKED, (rollout, first, last))
+    found = {record: MarkedRecord(calls, _marks_of(data, packed=packed)) for record, calls, packed, data in rows}
+    return {record: each for record, each in found.items() if each.marks}
 
 
 def _marks_of(data: bytes, *, packed: bool) -> tuple[Mark, ...]:

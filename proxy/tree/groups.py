@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T", int, tuple[int, int, int])
 
 
-class Move(NamedTuple):
+class MadeCall(NamedTuple):
     """A call of a rollout: the numbers of its text, and of the nodes that it was made at and led to."""
 
     call: int
@@ -22,14 +22,14 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RolloutWay:
     """A rollout on its way through the tree."""
 
     name: str
     start: int  # The node that it began at.
     end: int  # The node that it is at.
     reward: float | None
-    moves: Sequence[Move]
+    moves: Sequence[MadeCall]
 
 
 class Shared(NamedTuple):
@@ -40,7 +40,7 @@ class Shared(NamedTuple):
     names: list[str]
 
 
-class Comparison(NamedTuple):
+class GroupComparison(NamedTuple):
     """What a group of rollouts has in common, and what not; what most of them have is first."""
 
     parts: list[tuple[int, list[Shared]]]  # Nodes from which they went to several states, and how each left.
@@ -58,7 +58,7 @@ def threshold(rewards: Collection[float]) -> float | None:
     return min(rewards) / 2 + max(rewards) / 2
 
 
-def compared(ways: Sequence[Way], above: float | None) -> Comparison:
+def compared(ways: Sequence[RolloutWay], above: float | None) -> GroupComparison:
     """Return the comparison of rollouts; those with a reward above `above` have a high one. O(calls)."""
     left = _by_item(
         {way.name: {(m.source, m.call, m.target) for m in way.moves if m.source != m.target} for way in ways}
@@ -75,18 +75,18 @@ def compared(ways: Sequence[Way], above: float | None) -> Comparison:
     others = [way for way in ways if way.reward is not None and way.reward <= limit]
     known, made = ({item for way in others for item in items(way)} for items in (_nodes, _calls))
     entries = {way.name: {m.target for m in way.moves if m.source in known} - known for way in high}
-    return Comparison(
+    return GroupComparison(
         several, [Shared(None, node, names) for node, names in ends if len(names) > 1],
         [Shared(None, node, names) for node, names in _by_item(entries)],
         [Shared(call, None, names) for call, names in _by_item({way.name: _calls(way) - made for way in high})],
     )  # fmt: skip
 
 
-def _nodes(way: Way) -> set[int]:
+def _nodes(way: RolloutWay) -> set[int]:
     return {way.start, *(move.target for move in way.moves)}
 
 
-def _calls(way: Way) -> set[int]:
+def _calls(way: RolloutWay) -> set[int]:
     return {move.call for move in way.moves}
 
 

@@ -15,7 +15,7 @@ from proxy.control.call_titles import stored_title
 from proxy.control.routes.params import EngineDep, LabelQuery, TaskDep, wanted_labels
 from proxy.storage.rollouts import labels_condition
 from proxy.storage.schema import is_whole
-from proxy.tree.groups import Move, Shared, Way, compared, threshold
+from proxy.tree.groups import MadeCall, RolloutWay, Shared, compared, threshold
 from proxy.tree.labels import REWARD
 
 _MOST_ROLLOUTS, _MOST_SHOWN = 500, 50
@@ -33,10 +33,10 @@ class PartingView(BaseModel):
     """
 
     node: str
-    ways: list["WayView"]
+    ways: list["SharedView"]
 
 
-class WayView(BaseModel):
+class SharedView(BaseModel):
     """A call, or a state, with the rollouts that made or reached it.
 
     Attributes:
@@ -69,9 +69,9 @@ class ComparisonView(BaseModel):
     above: float | None
     high: list[str]
     parts: list[PartingView]
-    same_end: list[WayView]
-    winning_states: list[WayView]
-    winning_calls: list[WayView]
+    same_end: list[SharedView]
+    winning_states: list[SharedView]
+    winning_calls: list[SharedView]
 
 
 @router.get("/tasks/{task}/compare", name="compare_rollouts")
@@ -118,18 +118,18 @@ def _compare(
         f"AND {is_whole('steps', 's')} AND {is_whole('records', 'c')} ORDER BY 1, s.turn"
     )
     steps = connection.execute(sql, (orjson.dumps(list(chosen)).decode(),))
-    moves = {number: [Move(*row[1:]) for row in group] for number, group in groupby(steps, lambda row: row[0])}
+    moves = {number: [MadeCall(*row[1:]) for row in group] for number, group in groupby(steps, lambda row: row[0])}
     ways = []
     for number, (name, start, node, text) in chosen.items():
         reward = orjson.loads(text).get(REWARD)
-        ways.append(Way(name, start, node, None if reward is None else float(reward), moves.get(number, ())))
+        ways.append(RolloutWay(name, start, node, None if reward is None else float(reward), moves.get(number, ())))
     above = threshold([way.reward for way in ways if way.reward is not None]) if above is None else above
     found = compared(ways, above)
     text_of = cache(partial(stored_title, connection))
 
-    def views(ways: Sequence[Shared]) -> list[WayView]:
+    def views(ways: Sequence[Shared]) -> list[SharedView]:
         return [
-            WayView(
+            SharedView(
                 call=None if each.call is None else text_of(each.call), rollouts=each.names,
                 node=None if each.node is None else f"n{each.node}",
             )

@@ -4,25 +4,25 @@ from itertools import pairwise
 
 import pytest
 
-from proxy.tree.groups import Move, Way, compared, threshold
+from proxy.tree.groups import MadeCall, RolloutWay, compared, threshold
 
 
-def way(name: str, *nodes: int, reward: float | None = None) -> Way:
+def way(name: str, *nodes: int, reward: float | None = None) -> RolloutWay:
     """Return a rollout that moves along nodes; each call's text has the number of the node that it leads to."""
-    moves = [Move(target, source, target) for source, target in pairwise(nodes)]
-    return Way(name, nodes[0], nodes[-1], reward, moves)
+    moves = [MadeCall(target, source, target) for source, target in pairwise(nodes)]
+    return RolloutWay(name, nodes[0], nodes[-1], reward, moves)
 
 
 def test_reads_are_no_parting() -> None:
     """One reads three times before the call that both make, so their calls have other numbers."""
-    reads = [Move(7, 0, 0)] * 3
+    reads = [MadeCall(7, 0, 0)] * 3
     one, other = way("one", 0, 1, 2), way("other", 0, 1, 3)
-    other = Way("other", 0, 3, None, [*reads, *other.moves])
+    other = RolloutWay("other", 0, 3, None, [*reads, *other.moves])
     assert compared([one, other], None).parts == [(1, [(2, 2, ["one"]), (3, 3, ["other"])])]
 
 
 def test_two_texts_to_one_state_are_no_parting() -> None:
-    ways = [Way("one", 0, 1, None, [Move(5, 0, 1)]), Way("other", 0, 1, None, [Move(6, 0, 1)])]
+    ways = [RolloutWay("one", 0, 1, None, [MadeCall(5, 0, 1)]), RolloutWay("other", 0, 1, None, [MadeCall(6, 0, 1)])]
     found = compared(ways, None)
     assert (found.parts, found.same_end) == ([], [(None, 1, ["one", "other"])])
 
